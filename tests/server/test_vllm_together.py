@@ -55,7 +55,7 @@ async def test_the_connector_reads_what_the_router_writes(session: Session) -> N
             is_named = legs == "together" and n > 0
             room = first["kvflow_room"] if is_named else ROOM_OF_PREFILL
             assert read_params(first) == ToDecode(room if is_named else None)
-            assert read_params(second) == FromPrefill(room, "10.0.0.7", 5600, 2)
+            assert read_params(second) == FromPrefill(room, "10.0.0.7", 5600, 2, is_computed=not is_named)
 
 
 async def test_decode_is_asked_while_prefill_computes(session: Session) -> None:

@@ -78,8 +78,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     def _bootstrap_port(self) -> int:
         """Of this engine's rank 0."""
-        engine: int = self._vllm_config.parallel_config.data_parallel_index
-        return self._settings.bootstrap_port + engine * self._ranks
+        return self._settings.port_of_engine(self._vllm_config.parallel_config.data_parallel_index, self._ranks)
 
     # --- in the scheduler
 
@@ -87,6 +86,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._prefill is not None:
             self._prefill.block_ids_of = kv_cache_manager.get_block_ids
+            self._prefill.num_blocks = kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is never handed out
         if self._decode is not None:
             self._decode.block_pool = kv_cache_manager.block_pool
 
@@ -102,11 +102,15 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif isinstance(asked, FromPrefill) and self._decode is not None:
             self._decode.new_request(request, asked)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._prefill is not None and not self._prefill.may_begin(request):
+            return None, False
         count = 0 if self._decode is None else self._decode.tokens_to_load(request, num_computed_tokens)
-        return count, count > 0
+        return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._prefill is not None:
+            self._prefill.allocated(request)
         if self._decode is not None:
             self._decode.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
@@ -119,6 +123,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
+        if self._prefill is not None:
+            self._prefill.sent(connector_output.finished_sending or set())
         if self._decode is not None:
             news = connector_output.kv_connector_worker_meta or StepNews()
             self._decode.update(news, connector_output.finished_recving or set())

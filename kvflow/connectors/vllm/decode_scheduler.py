@@ -1,5 +1,8 @@
 """Decode in vLLM's scheduler: what is to be loaded, into which blocks, and which blocks wait for proof.
 
+A request that was announced before its prefill has begun takes no blocks until it has: blocks that wait for a prefill
+which in turn waits for blocks would hold up those that could go on.
+
 A load that has failed is over for vLLM at once: the request fails, or computes its prompt in other blocks. Until every
 worker says that nothing can write into the old ones any more, one more reference keeps them out of the pool. It is
 taken before vLLM is told: a worker that has told us of a failure waits for our word (`StepMeta.held`).
@@ -24,8 +27,9 @@ log = logging.getLogger("vllm.kvflow")
 class _Load:
     """One request, from its arrival until its blocks are there, or will never be."""
 
-    def __init__(self, request: Any) -> None:
-        self.request = request
+    def __init__(self, request: Any, waits_for: set[int]) -> None:
+        """`waits_for`: the workers whose part of its prefill has not begun."""
+        self.request, self.waits_for = request, waits_for
         self.is_offered = False
         self.blocks: Sequence[int] = ()  # what prefill may write
 
@@ -62,18 +66,21 @@ class DecodeScheduler:
         if params.room in self._used:  # n > 1, several prompts of one request, or it is asked once more
             log.info("request %s: room %d has been used before: its prompt is computed here", name, params.room)
             return
-        self._loads[name], self._used[params.room] = _Load(request), None
+        self._used[params.room] = None
         while len(self._used) > USED_ROOMS:
             del self._used[next(iter(self._used))]
         refusal = None
         if params.workers not in (None, self._workers):
             text = f"prefill is for decodes of {params.workers} workers (tensor times pipeline parallel)"
             refusal = Cause(Code.REFUSED, f"{text}, and this one has {self._workers}: see its decode_workers")
+        is_sure = params.is_computed or refusal is not None
+        self._loads[name] = _Load(request, set() if is_sure else set(range(self._workers)))
         prefill = [params.registry(rank) for rank in range(self._workers)]
         self._next.targets.append(OpenTarget(name, params.room, prefill, prompt_of(request), refusal))
 
-    def tokens_to_load(self, request: Any, num_computed_tokens: int) -> int:
-        """How much of the prompt prefill has beyond what this engine's prefix cache has. Without side effects."""
+    def tokens_to_load(self, request: Any, num_computed_tokens: int) -> int | None:
+        """How much of the prompt prefill has beyond what this engine's prefix cache has; None while it has not begun:
+        vLLM asks again in its next step. Without side effects."""
         load = self._loads.get(request.request_id)
         if load is None or load.is_offered:
             return 0
@@ -81,7 +88,7 @@ class DecodeScheduler:
         # The last token is computed here in any case, and at most a block with it: then nothing needs to travel.
         if num_computed_tokens and num_computed_tokens >= (tokens - 1) // size * size:
             return 0
-        return int(tokens - num_computed_tokens)
+        return None if load.waits_for else int(tokens - num_computed_tokens)
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
         name = request.request_id
@@ -110,6 +117,9 @@ class DecodeScheduler:
 
     def update(self, news: StepNews, received: set[str]) -> None:
         """What the workers have told with a step: of `received` requests nothing more is to come."""
+        for name, workers in news.ready.items():
+            if (load := self._loads.get(name)) is not None:
+                load.waits_for -= workers
         for name, workers in news.failures.items():
             load = self._loads.get(name)
             if load is not None:

@@ -21,7 +21,7 @@ class _Target:
     """One request's load, from its announcement until nothing can write into its blocks."""
 
     def __init__(self, what: OpenTarget) -> None:
-        self.request = what.request
+        self.request, self.workers = what.request, len(what.prefill)
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
         self.cause: Cause | None = None  # why it failed
@@ -29,6 +29,7 @@ class _Target:
         self.is_held = False  # and keeps the blocks: vLLM may be told
         self.is_abandoned = False  # over for vLLM, which waits for the blocks
         self.is_released = False  # nothing can write any more
+        self.quarantined = 0  # of its blocks, as counted
         self.opened_at_s = time.monotonic()
 
 
@@ -44,27 +45,21 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         rank: int,
         load_deadline_s: float | None,
     ) -> None:
-        """`rank`: of this worker; it loads from prefill's worker of the same number."""
+        """`rank`: of this worker; it loads from prefill's worker of the same number. `load_deadline_s`: how long blocks
+        are lent to a prefill that does not fill them."""
         super().__init__(thread, stats, wake)
         self._rank, self._deadline_s = rank, load_deadline_s
+        self._due_s: dict[str, float] = {}  # deadlines of loads under way, in their order
         self._targets: dict[str, _Target] = {}
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._news = StepNews()
+        self.quarantined_blocks = 0
+        """Of loads that have ended, and that may still be written."""
 
     @property
     def is_busy(self) -> bool:
         return bool(self._targets or self._received)
-
-    @property
-    def quarantined_blocks(self) -> int:
-        """Of loads that have ended, and that may still be written."""
-        with self._lock:
-            return sum(
-                len(target.offer.blocks)
-                for target in self._targets.values()
-                if target.offer is not None and (target.cause is not None or target.is_abandoned)
-            )
 
     def begin(self, meta: StepMeta) -> None:
         """Before a step: loads that begin, blocks that are there for them, requests that are over."""
@@ -93,13 +88,14 @@ class DecodeWorker(WorkerSide[DecodeThread]):
     def take_news(self) -> StepNews | None:
         with self._lock:
             news, self._news = self._news, StepNews()
-        return news if news.failures or news.released else None
+        return news if news.ready or news.failures or news.released else None
 
     # --- all below holds the lock
 
     def _open(self, what: OpenTarget, offer: Offer | None) -> None:
         target = self._targets[what.request] = _Target(what)
-        target.offer = offer
+        if offer is not None:
+            self._lend(target, offer)
         prefill = what.prefill[self._rank]
         try:
             if what.refusal is not None:
@@ -107,9 +103,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                 self._never(target, what.refusal)
                 return
             if offer is None:
-                target.room = self.thread.announce(
-                    what.room, prefill=prefill, prompt=what.prompt, deadline_s=self._deadline_s, context=target
-                )
+                target.room = self.thread.announce(what.room, prefill=prefill, prompt=what.prompt, context=target)
                 return
             target.room = self.thread.open(
                 what.room,
@@ -117,14 +111,18 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                 prompt=what.prompt,
                 pages=offer.blocks,
                 prefix_tokens=offer.prefix_tokens,
-                deadline_s=self._deadline_s,
                 context=target,
             )
         except KvflowError as error:
             self._never(target, error.cause())
 
-    def _offer(self, target: _Target, offer: Offer) -> None:
+    def _lend(self, target: _Target, offer: Offer) -> None:
         target.offer = offer
+        if self._deadline_s is not None:
+            self._due_s[target.request] = time.monotonic() + self._deadline_s
+
+    def _offer(self, target: _Target, offer: Offer) -> None:
+        self._lend(target, offer)
         if target.cause is not None:  # it failed while it was only announced
             self._tell(target)
             return
@@ -145,7 +143,14 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             if not target.is_abandoned and (target.offer is None or target.offer.is_waited_for):
                 self.stats.failed(cause.code)
                 log.warning("request %s: its blocks do not come from prefill: %s", target.request, cause)
+        if target.offer is None:
+            self._ready(target, set(range(target.workers)))
+        self._count(target)
         self._tell(target)
+
+    def _ready(self, target: _Target, workers: set[int]) -> None:
+        """The scheduler side need not wait for these any longer, before it takes blocks for the request."""
+        self._news.ready[target.request] = self._news.ready.get(target.request, set()) | workers
 
     def _tell(self, target: _Target) -> None:
         """Of a failure, once vLLM waits for the blocks."""
@@ -170,6 +175,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         if target.is_held:  # vLLM waits no longer
             return
         target.is_abandoned = True
+        self._count(target)
         if target.room is not None:
             target.room.close(Cause(Code.CLIENT_GONE, "the request is over at decode"))
         if target.is_released:
@@ -177,8 +183,11 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _handle(self, event: RoomEvent[Any]) -> None:
         target: _Target = event.room.context
-        if event.kind == "landed":
+        if event.kind == "begun":
+            self._ready(target, {self._rank})
+        elif event.kind == "landed":
             assert target.room is not None
+            self._due_s.pop(target.request, None)
             self.stats.received(len(target.room.pages), time.monotonic() - target.opened_at_s)
         elif event.kind == "failed":
             assert event.error is not None
@@ -203,3 +212,24 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _drop(self, target: _Target) -> None:
         self._targets.pop(target.request, None)
+        self._due_s.pop(target.request, None)
+        self._count(target)
+
+    def _count(self, target: _Target) -> None:
+        """Its blocks, after each change of what they wait for."""
+        is_over = target.cause is not None or target.is_abandoned
+        is_held = is_over and target.offer is not None and self._targets.get(target.request) is target
+        found = len(target.offer.blocks) if is_held and target.offer is not None else 0
+        self.quarantined_blocks += found - target.quarantined
+        target.quarantined = found
+
+    def _expire(self) -> float:
+        now = time.monotonic()
+        while (name := next(iter(self._due_s), None)) is not None:
+            if (left_s := self._due_s[name] - now) > 0:
+                return min(left_s, super()._expire())
+            del self._due_s[name]
+            if (room := self._targets[name].room) is not None:
+                text = f"its blocks have not come within {self._deadline_s:g} s (load_deadline_s)"
+                room.close(Cause(Code.DEADLINE, text))
+        return super()._expire()

@@ -7,6 +7,7 @@ when the model has been loaded. So three of its methods are wrapped, those of th
 
 from __future__ import annotations
 
+import re
 from functools import wraps
 from http import HTTPStatus
 from typing import Any
@@ -17,6 +18,7 @@ from kvflow.connectors.vllm.version import NAME
 from kvflow.protocols.errors import Cause, Code, MisuseError
 from kvflow.server.http.errors import STATUS_OF_CODE
 
+_FURTHER_PROMPT = re.compile(r"cmpl-.*-[1-9][0-9]*", re.DOTALL)
 CLIENT_CLOSED_REQUEST = 499  # the other leg's client has left
 REASON = "kvflow-failed"  # in a request's trace headers: the one thing of it that vLLM sends with an error
 
@@ -28,6 +30,11 @@ def encode_reason(cause: Cause) -> str:
 def read_reason(text: str) -> Cause:
     code, _, rest = text.partition(" ")
     return Cause(Code(code), rest)
+
+
+def is_further_prompt(request_id: str) -> bool:
+    """Whether a request, by the name that vLLM's API server gives it, is not the first of a list of prompts."""
+    return _FURTHER_PROMPT.fullmatch(request_id) is not None
 
 
 def _status(cause: Cause) -> HTTPStatus:
@@ -72,6 +79,8 @@ def _checking(process_inputs: Any) -> Any:
                 _check_role(asked, transfer)
             except MisuseError as error:
                 raise VLLMValidationError(str(error), parameter="kv_transfer_params") from None
+            if is_further_prompt(request_id):  # one room serves one prompt, and prefill's answer speaks of the first
+                params.extra_args = {name: value for name, value in extra.items() if name != "kv_transfer_params"}
             if isinstance(asked, ToDecode):
                 params.n = 1  # of a prompt's computation; its answer's text is nobody's
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)

@@ -64,6 +64,7 @@ class StepMeta:
     """All that a step tells the workers. Keys are ids of requests."""
 
     sources: list[OpenSource] = field(default_factory=list)
+    begun: list[str] = field(default_factory=list)  # prefill: requests that are sure to get all of their blocks
     computed: dict[str, Computed] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
     finished: dict[str, bool] = field(default_factory=dict)  # prefill: requests, and whether they were aborted
@@ -79,6 +80,8 @@ class StepMeta:
 class StepNews:
     """What workers tell the scheduler side, beside what vLLM asks for."""
 
+    # decode: the workers at which a load waits for its prefill no longer: that has begun, or never will
+    ready: dict[str, set[int]] = field(default_factory=dict)
     failed: dict[str, Cause] = field(default_factory=dict)  # the first cause counts
     failures: dict[str, set[int]] = field(default_factory=dict)  # at which workers
     released: dict[str, set[int]] = field(default_factory=dict)  # of those: where nothing can write any more
@@ -86,6 +89,7 @@ class StepNews:
     def aggregate(self, other: StepNews) -> StepNews:
         """What two workers tell."""
         return StepNews(
+            _joined(self.ready, other.ready),
             other.failed | self.failed,
             _joined(self.failures, other.failures),
             _joined(self.released, other.released),

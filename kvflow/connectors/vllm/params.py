@@ -20,6 +20,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.transports.control.registry import registry_address
 
 ROOM, WORKERS = "kvflow_room", "kvflow_decode_workers"
+COMPUTED = "kvflow_computed"
 MAX_ROOM = (1 << 53) - 1  # proxies read numbers of JSON as doubles
 _FIELD = "kv_transfer_params"
 _SHOWN = 80  # characters of a wrong value
@@ -41,6 +42,8 @@ class FromPrefill(msgspec.Struct, frozen=True):
     port: int
     workers: int | None = None
     """How many a decode of this prefill must have; None where nobody has said."""
+    is_computed: bool = False
+    """Prefill has said so: it holds all of the blocks."""
 
     def registry(self, rank: int) -> str:
         """Of the rank of that number: each has one of its own."""
@@ -72,7 +75,8 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
             f"{_FIELD}: remote_host {_shown(host)} is not a host name or IP address: copy prefill's answer"
         )
     workers = None if params.get(WORKERS) is None else _number(params, WORKERS, 1, 1024)
-    return _checked(FromPrefill(_room(params), host, _number(params, "remote_port", 1, 65_535), workers))
+    port, is_computed = _number(params, "remote_port", 1, 65_535), _flag(params, COMPUTED)
+    return _checked(FromPrefill(_room(params), host, port, workers, is_computed))
 
 
 def prefill_answer(host: str, port: int, *, engine: str, workers: int, tensor_parallel: int) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def prefill_answer(host: str, port: int, *, engine: str, workers: int, tensor_pa
         "remote_port": port,
         "tp_size": tensor_parallel,
         WORKERS: workers,
+        COMPUTED: True,
     }
 
 

@@ -1,4 +1,10 @@
-"""Prefill in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are computed."""
+"""Prefill in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are computed.
+
+A request keeps its blocks until decode has them, and decode may wait for blocks of its own. So that no two requests
+wait for each other, each of which holds at one side what the other one needs there, a request begins when the whole
+cache has a place for its prompt beside those that have begun. Each of them then gets all of its blocks, whatever decode
+does, and decode takes blocks only for a request that has begun.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +27,10 @@ class PrefillScheduler:
         self._block_size, self._answer = block_size, answer
         self._streaming: dict[str, Any] = {}  # requests whose room the proxy named: they are sent as they are computed
         self._rooms: dict[str, int] = {}
+        self._places: dict[str, int] = {}  # how many blocks each one that has begun may need
+        self._taken = 0  # their sum
+        self._is_held_up = False  # in the step that is being planned, one did not begin: none behind it does
+        self.num_blocks = 0  # vLLM's
         self._next = StepMeta()  # what the next step tells the workers
         self.block_ids_of: Any = None  # vLLM's: from a request's id to its blocks, group by group
 
@@ -34,10 +44,37 @@ class PrefillScheduler:
             self._streaming[name] = request
             self._open(request, params.room)
 
+    def may_begin(self, request: Any) -> bool:
+        """Whether there is a place for its prompt; it is its own from then on. vLLM asks in the order of its queue."""
+        name = request.request_id
+        if name not in self._rooms or name in self._places:
+            return True
+        wanted = self._blocks_of(request)
+        if self._is_held_up or (self._places and self._taken + wanted > self.num_blocks):
+            self._is_held_up = True
+            return False
+        self._take_place(name, wanted)
+        return True
+
+    def allocated(self, request: Any) -> None:
+        """It has its first blocks; vLLM has not asked whether it may begin where it takes nothing from any cache."""
+        name = request.request_id
+        if name not in self._places:
+            if name in self._rooms:
+                self._take_place(name, self._blocks_of(request))
+        elif name in self._streaming:
+            self._next.begun.append(name)
+
+    def sent(self, names: set[str]) -> None:
+        """vLLM has their blocks back."""
+        for name in names:
+            self._leave_place(name)
+
     def build_meta(self, meta: StepMeta, output: Any) -> None:
         """Add what the workers must know of the step that vLLM has just planned."""
         meta.sources, meta.computed, meta.finished = self._next.sources, self._next.computed, self._next.finished
-        self._next = StepMeta()
+        meta.begun = self._next.begun
+        self._next, self._is_held_up = StepMeta(), False
         # Also those that have ended since: vLLM may have given their blocks away already.
         mine = self._streaming.keys() | meta.finished.keys()
         meta.preempted = [name for name in output.preempted_req_ids or () if name in mine]
@@ -56,12 +93,22 @@ class PrefillScheduler:
         room, streams = self._rooms.pop(name, None), self._streaming.pop(name, None) is not None
         was_computed = request.status.name in _COMPUTED
         if room is None or not (streams or was_computed):
+            self._leave_place(name)
             return False, None
-        if not streams:
+        if streams:
+            self._next.begun.append(name)
+        else:
             self._open(request, room)
             self._next.computed[name] = Computed(block_ids[0][: self._blocks_of(request)], is_all=True)
         self._next.finished[name] = not was_computed
         return True, self._answer | {ROOM: room} if was_computed else None
+
+    def _take_place(self, name: str, blocks: int) -> None:
+        self._places[name] = blocks
+        self._taken += blocks
+
+    def _leave_place(self, name: str) -> None:
+        self._taken -= self._places.pop(name, 0)
 
     def _open(self, request: Any, room: int) -> None:
         self._next.sources.append(OpenSource(request.request_id, room, prompt_of(request)))

@@ -47,10 +47,14 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         return bool(self._sources)
 
     def begin(self, meta: StepMeta) -> None:
-        """Before a step: the rooms that begin with it."""
+        """Before a step: rooms that open with it, and those whose blocks decode need wait for no longer."""
         with self._lock:
             for what in meta.sources:
                 self._open(what)
+            for name in meta.begun:
+                source = self._sources.get(name)
+                if source is not None and source.room is not None:
+                    source.room.begin()
 
     def preempt(self, meta: StepMeta) -> None:
         """Before a step that overwrites blocks of requests which vLLM has preempted: wait until no write reads them.

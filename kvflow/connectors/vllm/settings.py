@@ -38,8 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     source_deadline_s: float = 30.0
     """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them, and decode's half of a
     room for its own. One that has asked is waited for as long as it lives."""
-    load_deadline_s: float | None = None
-    """How long a decode waits for a prompt's blocks; None: as long as prefill lives."""
+    load_deadline_s: float | None = 300.0
+    """How long a decode lends blocks to a prefill that does not fill them; None: as long as prefill lives."""
     lost_after_s: float = Timing().lost_after_s
     """Without a sign of life for so long the other side is lost: requests fail, their blocks wait for proof."""
     quarantine_share: float = Bounds().quarantine_share
@@ -64,6 +64,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except MisuseError as error:
             raise MisuseError(f"{_FIELD}: {error}") from None
         return found
+
+    def port_of_engine(self, number: int, ranks: int) -> int:
+        """Of rank 0 of the data-parallel engine of that number; each of the `ranks` of those before it has one."""
+        return self.bootstrap_port + number * ranks
 
     def check(self) -> None:
         """Raises: MisuseError."""

@@ -47,13 +47,19 @@ class WorkerSide(Generic[T]):
         self._follower.join()
 
     def _follow(self) -> None:
+        wait_s = _POLL_S
         while not self._closed:
-            events = self.thread.poll(timeout_s=_POLL_S)
+            events = self.thread.poll(timeout_s=wait_s)
             with self._lock:
                 for event in events:
                     self._handle(event)
+                wait_s = self._expire()
             if events:
                 self._wake()
+
+    def _expire(self) -> float:
+        """End what is overdue. Returns how long there is nothing to do, unless something happens."""
+        return _POLL_S
 
     def _handle(self, event: RoomEvent[Any]) -> None:
         raise NotImplementedError

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import kvflow
-from kvflow.connectors.vllm.messages import Offer
+from kvflow.connectors.vllm.messages import Computed, Offer
 from kvflow.protocols.errors import Cause, Code
 from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
 
@@ -36,6 +36,44 @@ def test_a_room_that_is_announced_first() -> None:
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.received == {NAME: 1} and not each.failed
+
+
+def test_an_announced_load_is_ready_when_its_prefill_has_begun() -> None:
+    with pair(load_deadline_s=0.2) as each:
+        each.step_decode(targets=[each.target(workers=2)])
+        each.step_prefill(sources=[each.source()])
+        each.until(lambda: each.room_phase() == "ANNOUNCED")
+        assert not each.ready
+        each.step_prefill(begun=["another's", NAME])
+        each.until(lambda: each.ready)
+        assert each.ready == {NAME: {0}} and not each.failures, "no deadline before anything is lent"
+        each.step_prefill(computed={NAME: Computed([3, 1, 2], True)}, finished={NAME: False})
+        each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
+        each.until_rest()
+        assert each.received == each.sent == {NAME: 1} and not each.failures
+
+
+def test_an_announced_load_that_fails_at_one_worker_waits_for_none() -> None:
+    with pair() as each:
+        fail_at_prefill(each)
+        each.step_decode(targets=[each.target(workers=3)])
+        each.until(lambda: each.ready)
+        assert each.ready == {NAME: {0, 1, 2}}
+        each.step_decode(abandoned=[NAME])
+
+
+def test_a_deadline_is_that_of_blocks_that_are_lent() -> None:
+    with pair(load_deadline_s=0.05) as each:
+        each.step_prefill(sources=[each.source()])
+        each.step_decode(targets=[each.target()])
+        other = each.target(room=8, name="other")
+        each.step_decode(targets=[other], offers={"other": Offer([1, 2, 3], 0)})
+        each.until(lambda: each.failures["other"])
+        assert each.causes["other"].code == Code.DEADLINE and "load_deadline_s" in each.causes["other"].text
+        assert not each.failures[NAME] and not each.ready
+        each.step_decode(held={"other": {0}}, offers={NAME: Offer([9, 4, 7], 0)})
+        each.hold()
+        each.step_prefill(finished={NAME: True})
 
 
 @pytest.mark.parametrize(("prefix_tokens", "blocks"), [(4, [9, 4]), (8, [9]), (10, [])])

@@ -1,15 +1,19 @@
 """Both sides of the connector, in scheduler and workers, against vLLM's rules: random arrivals, aborts, preemptions,
-frozen writers and deadlines over real nodes. What a run meets depends on its seed and on the machine's clock."""
+frozen writers and deadlines over real nodes. What a run meets depends on its seed and on the machine's clock.
+
+Where both pools are tight and no deadline helps, every request ends all the same: no two wait for each other.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic
 from typing import Any
 
+import msgspec
 import pytest
 
 import kvflow
@@ -21,11 +25,13 @@ from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.protocols.limits import Timing
+from kvflow.threads.rooms import PrefillThreadRoom
 from tests.connectors.vllm.vllm_rules import DecodeEngine, Engine, PrefillEngine, Request
-from tests.connectors.vllm.worker_pair import PAGE_SIZE, Gate, GatedPlane, new_pool
+from tests.connectors.vllm.worker_pair import PAGE_SIZE, PAGES, Gate, GatedPlane, new_pool
 
 REQUESTS, PATIENCE_S = 25, 20.0
-TIMING = Timing(rendezvous_s=0.1)
+TIGHT = 8  # blocks of a pool in which two prompts have a place, or one
+NO_END = "no end within"
 
 
 class Registries(FromPrefill, frozen=True):
@@ -47,17 +53,24 @@ class Game:
         self._coming: list[tuple[Engine, Request, Any]] = []  # legs that their proxy has not posted yet
         self._sequential: dict[str, Request] = {}  # decode's legs, while prefill computes
         self.preempts = False
+        self.patience_s, self.crowds, self.aborts = PATIENCE_S, False, 0.05
 
     def play(self) -> None:
         for number in range(REQUESTS):
             self._arrive(number)
-        while self._coming or self._sequential:
-            self._turn()
-        for gate in self._gates:
-            gate.open.set()
-        deadline = monotonic() + PATIENCE_S
+        if self.crowds:
+            self.random.shuffle(self._coming)
+            for engine, request, params in self._coming:
+                engine.add(request, params)
+            self._coming.clear()
+        deadline = monotonic() + self.patience_s
         while not self._is_over():
-            assert monotonic() < deadline, f"no end within {PATIENCE_S:g} s: {self.prefill.ended} {self.decode.ended}"
+            assert monotonic() < deadline, f"{NO_END} {self.patience_s:g} s: {self.prefill.ended} {self.decode.ended}"
+            if self._coming or self._sequential:
+                self._turn()
+                continue
+            for gate in self._gates:
+                gate.open.set()
             self._wake.clear()
             for engine in (self.prefill, self.decode):
                 self._step(engine)
@@ -78,22 +91,22 @@ class Game:
         self.random.shuffle(legs)
         self._coming += legs
 
-    def _address(self, room: int) -> FromPrefill:
-        return Registries(room, "host", 1, len(self._addresses), self._addresses)
+    def _address(self, room: int, is_computed: bool = False) -> FromPrefill:
+        return Registries(room, "host", 1, len(self._addresses), is_computed, self._addresses)
 
     def _turn(self) -> None:
         chance = self.random.random()
         if chance < 0.25 and self._coming:
             engine, request, params = self._coming.pop(self.random.randrange(min(3, len(self._coming))))
             engine.add(request, params)
-        elif chance < 0.30:
+        elif 0.25 <= chance < 0.25 + self.aborts:
             engine = self.random.choice((self.prefill, self.decode))
             if engine.requests:
                 engine.abort(self.random.choice(list(engine.requests)))
-        elif chance < 0.36:
+        elif 0.30 <= chance < 0.36:
             gate = self.random.choice(self._gates)
             gate.open.clear() if self.random.random() < 0.6 else gate.open.set()
-        elif chance < 0.44:
+        elif 0.36 <= chance < 0.44:
             self._wake.clear()
             self._wake.wait(0.01)
         else:
@@ -118,7 +131,7 @@ class Game:
         for name in self._sequential.keys() & self.prefill.ended.keys():
             target = self._sequential.pop(name)
             if (answer := self.prefill.answers.get(name)) is not None:
-                self.decode.add(target, self._address(answer[ROOM]))
+                self.decode.add(target, self._address(answer[ROOM], is_computed=True))
 
     def _check_free(self) -> None:
         """I2: nobody writes into what may be used again. A preemption frees what may be read until its step runs."""
@@ -131,7 +144,9 @@ class Game:
     def _is_over(self) -> bool:
         engines = (self.prefill, self.decode)
         return not (
-            any(engine.requests or any(worker.is_busy for worker in engine.workers) for engine in engines)
+            self._coming
+            or self._sequential
+            or any(engine.requests or any(worker.is_busy for worker in engine.workers) for engine in engines)
             or self.decode.scheduler.quarantined_blocks
         )
 
@@ -141,26 +156,37 @@ class Game:
             assert not engine._remaining, "some workers told of what others did not"
             assert all(worker.thread.pages.at_rest() for worker in engine.workers)
         assert not (self.decode.scheduler._loads or self.decode.scheduler._quarantine)
-        assert not (self.prefill.scheduler._rooms or self.prefill.scheduler._streaming)
+        prefill = self.prefill.scheduler
+        assert not (prefill._rooms or prefill._streaming or prefill._places or prefill._taken)
         assert len(self.prefill.ended) == REQUESTS
 
 
 @contextmanager
-def game(seed: int, *, workers: int, recomputes: bool, preempts: bool) -> Iterator[Game]:
+def game(
+    seed: int,
+    *,
+    workers: int = 1,
+    recomputes: bool = False,
+    preempts: bool = False,
+    pages: int = PAGES,
+    source_deadline_s: float = 0.1,
+    load_deadline_s: float | None = 0.05,
+) -> Iterator[Game]:
+    timing = Timing(rendezvous_s=source_deadline_s)
     wake, gates = threading.Event(), [Gate() for _ in range(workers)]
     with ExitStack() as stack:
         sources: list[PrefillWorker] = []
         targets: list[DecodeWorker] = []
         for rank, gate in enumerate(gates):
-            prefill = kvflow.PrefillThread(new_pool(1), GatedPlane(gate), registry_port=0, timing=TIMING)
-            source = PrefillWorker(prefill, Transfers(64, f"0.{rank}"), wake.set, source_deadline_s=0.1)
+            prefill = kvflow.PrefillThread(new_pool(1), GatedPlane(gate), registry_port=0, timing=timing)
+            source = PrefillWorker(prefill, Transfers(64, f"0.{rank}"), wake.set, source_deadline_s=source_deadline_s)
             source.start()
             stack.callback(source.close)
             sources.append(source)
         for rank in range(workers):
-            decode = kvflow.DecodeThread(new_pool(), "local", resolve=kvflow.RegistryClient().resolve, timing=TIMING)
+            decode = kvflow.DecodeThread(new_pool(), "local", resolve=kvflow.RegistryClient().resolve, timing=timing)
             stats = Transfers(64, f"0.{rank}")
-            target = DecodeWorker(decode, stats, wake.set, rank=rank, load_deadline_s=0.05)
+            target = DecodeWorker(decode, stats, wake.set, rank=rank, load_deadline_s=load_deadline_s)
             target.start()
             stack.callback(target.close)
             targets.append(target)
@@ -168,8 +194,8 @@ def game(seed: int, *, workers: int, recomputes: bool, preempts: bool) -> Iterat
             stack.callback(gate.open.set)
         found = Game(
             seed,
-            PrefillEngine(PrefillScheduler(PAGE_SIZE, {}), sources),
-            DecodeEngine(DecodeScheduler(PAGE_SIZE, workers), targets, recomputes=recomputes),
+            PrefillEngine(PrefillScheduler(PAGE_SIZE, {}), sources, pages),
+            DecodeEngine(DecodeScheduler(PAGE_SIZE, workers), targets, pages, recomputes=recomputes),
             gates,
             wake,
         )
@@ -189,3 +215,59 @@ def test_vllms_rules_are_kept(
         found.play()
         if preempts:
             assert found.prefill.preemptions
+
+
+@contextmanager
+def tight(seed: int, **more: Any) -> Iterator[Game]:
+    """All come at once, in any order, and no wait is cut off: a deadline is longer than the test is patient."""
+    with game(seed, pages=TIGHT, source_deadline_s=2 * PATIENCE_S, load_deadline_s=None, **more) as found:
+        found.crowds, found.aborts = True, 0.002
+        yield found
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_two_requests_wait_for_each_other(workers: int, preempts: bool, pytestconfig: pytest.Config) -> None:
+    with tight(pytestconfig.option.seed, workers=workers, preempts=preempts) as found:
+        found.play()
+
+
+def _decode_does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    """Its blocks wait for a prefill that has not begun."""
+    new_request = DecodeScheduler.new_request
+    patch.setattr(
+        DecodeScheduler,
+        "new_request",
+        lambda self, request, params: new_request(self, request, msgspec.structs.replace(params, is_computed=True)),
+    )
+
+
+def _prefill_begins_more_than_it_has_blocks_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillScheduler, "may_begin", lambda self, request: True)
+
+
+def _prefill_tells_before_it_has_begun(patch: pytest.MonkeyPatch) -> None:
+    begun = PrefillThreadRoom.begin
+    opened = PrefillWorker._open
+
+    def opens(self: PrefillWorker, what: Any) -> None:
+        opened(self, what)
+        source = self._sources.get(what.request)
+        if source is not None and source.room is not None:
+            begun(source.room)
+
+    patch.setattr(PrefillWorker, "_open", opens)
+
+
+PLANTS = [_decode_does_not_wait, _prefill_begins_more_than_it_has_blocks_for, _prefill_tells_before_it_has_begun]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__.strip("_"))
+def test_a_plant_that_lets_them_wait_is_found(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match=NO_END):
+        plant(patch)
+        for seed in range(40):
+            with tight(seed, preempts=True) as found:
+                found.patience_s = 2.0
+                found.play()

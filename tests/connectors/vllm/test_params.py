@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.connectors.vllm.params import MAX_ROOM, FromPrefill, ToDecode, draw_room, read_params
+from kvflow.connectors.vllm.params import MAX_ROOM, FromPrefill, ToDecode, draw_room, prefill_answer, read_params
 from kvflow.protocols.errors import MisuseError
 
 ANSWER: dict[str, Any] = {  # prefill's, as a sequential proxy copies it
@@ -46,6 +46,11 @@ def test_one_leg_after_the_other() -> None:
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
     assert read_params(asked) == ToDecode(None)
     assert read_params(ANSWER) == FromPrefill(77, "10.0.0.7", 8998, 1)
+
+
+def test_prefills_answer_says_that_it_has_computed_the_prompt() -> None:
+    answer = prefill_answer("10.0.0.7", 8998, engine="e", workers=2, tensor_parallel=2)
+    assert read_params(answer | {"kvflow_room": 7}) == FromPrefill(7, "10.0.0.7", 8998, 2, is_computed=True)
 
 
 def test_both_legs_at_once() -> None:

@@ -55,8 +55,8 @@ class Block:
 
 
 class BlockPool:
-    def __init__(self) -> None:
-        self.blocks = [Block(n) for n in range(PAGES)]
+    def __init__(self, pages: int) -> None:
+        self.blocks = [Block(n) for n in range(pages)]
         self.free = deque(self.blocks)
 
     def touch(self, blocks: Sequence[Block]) -> None:
@@ -96,8 +96,8 @@ class Step:
 class Engine:
     """One of either role; `scheduler` is the connector's side there, `workers` those in the workers."""
 
-    def __init__(self, scheduler: Any, workers: Sequence[Any]) -> None:
-        self.scheduler, self.workers, self.pool = scheduler, workers, BlockPool()
+    def __init__(self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES) -> None:
+        self.scheduler, self.workers, self.pool = scheduler, workers, BlockPool(pages)
         self.requests: dict[str, Request] = {}
         self.steps: deque[Step] = deque()
         self.ended: dict[str, str] = {}
@@ -168,33 +168,33 @@ class Engine:
 
 
 class PrefillEngine(Engine):
-    def __init__(self, scheduler: Any, workers: Sequence[Any]) -> None:
-        super().__init__(scheduler, workers)
+    def __init__(self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES) -> None:
+        super().__init__(scheduler, workers, pages)
         scheduler.block_ids_of = lambda name: (self.requests[name].block_ids,)
+        scheduler.num_blocks = pages
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
         self.answers: dict[str, Any] = {}
         self.preemptions = 0
         self._remaining: Counter[str] = Counter()
 
+    def add(self, request: Request, params: Any) -> None:
+        super().add(request, params)
+        self.waiting.append(request)
+
+    def finish(self, request: Request, status: Status, delay: bool = False) -> Any:
+        (self.running if request in self.running else self.waiting).remove(request)
+        return super().finish(request, status, delay)
+
     def schedule(self, count: int, preempts: bool) -> None:
-        """`count` tokens of each request."""
+        """`count` tokens of each request; those that run come first."""
         step = Step(b"")
-        active = [request for request in self.requests.values() if not request.is_finished]
-        running = [request for request in active if request.status is Status.RUNNING]
-        if preempts and running:
-            self._preempt(running[-1], step)
-        for request in active:
-            if request.num_computed_tokens >= request.num_prompt_tokens:
-                continue
-            if request.request_id in step.preempted_req_ids:
-                continue
-            end = min(request.num_prompt_tokens, request.num_computed_tokens + count)
-            more = self.pool.take(-(-end // PAGE_SIZE) - len(request.blocks))
-            if more is None:
-                continue
-            request.blocks += more
-            request.status = Status.RUNNING
-            step.counts[request.request_id] = end - request.num_computed_tokens
-            step.ends[request.request_id] = request.lives, end
+        if preempts and self.running:
+            self._preempt(self.running[-1], step)
+        for request in list(self.running):
+            self._grow(request, count, step)
+        if not step.preempted_req_ids:
+            self._admit(count, step)
         meta = StepMeta()
         self.scheduler.build_meta(meta, step)
         step.meta = pickle.dumps((meta, {name: self.requests[name].block_ids for name in step.counts}))
@@ -202,11 +202,44 @@ class PrefillEngine(Engine):
             self.requests[name].num_computed_tokens += tokens
         self.steps.append(step)
 
+    def _grow(self, request: Request, count: int, step: Step) -> None:
+        """One that runs takes blocks from the last ones that do, itself among them."""
+        if request.num_computed_tokens >= request.num_prompt_tokens:
+            return
+        while request.status is Status.RUNNING and not self._compute(request, count, step):
+            self._preempt(self.running[-1], step)
+
+    def _admit(self, count: int, step: Step) -> None:
+        for request in list(self.waiting):
+            if not self.scheduler.may_begin(request):
+                continue
+            if -(-request.num_prompt_tokens // PAGE_SIZE) > len(self.pool.free):
+                return
+            assert self._compute(request, count, step)
+            self.scheduler.allocated(request)
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.status = Status.RUNNING
+
+    def _compute(self, request: Request, count: int, step: Step) -> bool:
+        end = min(request.num_prompt_tokens, request.num_computed_tokens + count)
+        more = self.pool.take(-(-end // PAGE_SIZE) - len(request.blocks))
+        if more is None:
+            return False
+        request.blocks += more
+        step.counts[request.request_id] = end - request.num_computed_tokens
+        step.ends[request.request_id] = request.lives, end
+        return True
+
     def _preempt(self, request: Request, step: Step) -> None:
         self.release(request)
+        self.running.remove(request)
+        self.waiting.insert(0, request)
         request.status, request.num_computed_tokens = Status.PREEMPTED, 0
         request.lives += 1
         step.preempted_req_ids.add(request.request_id)
+        for planned in (step.counts, step.ends):
+            planned.pop(request.request_id, None)
         self.preemptions += 1
 
     def _connector_finished(self, request: Request) -> tuple[bool, Any]:
@@ -232,13 +265,15 @@ class PrefillEngine(Engine):
                 continue
             if end == request.num_prompt_tokens:
                 self.answers[name] = self.finish(request, Status.FINISHED_LENGTH_CAPPED)
-        for name in _all_told(step.outputs, self._remaining):
+        sent = _all_told(step.outputs, self._remaining)
+        self.scheduler.sent(sent)
+        for name in sent:
             self.free(self.requests[name])
 
 
 class DecodeEngine(Engine):
-    def __init__(self, scheduler: Any, workers: Sequence[Any], *, recomputes: bool) -> None:
-        super().__init__(scheduler, workers)
+    def __init__(self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES, *, recomputes: bool) -> None:
+        super().__init__(scheduler, workers, pages)
         scheduler.block_pool = self.pool
         self._recomputes = recomputes
         self._remaining: Counter[str] = Counter()
@@ -248,11 +283,12 @@ class DecodeEngine(Engine):
         self.loaded = self.failures = 0
 
     def schedule(self) -> None:
+        is_full = False
         for request in list(self.requests.values()):
             if request.status is Status.WAITING_FOR_REMOTE_KVS and request.request_id in self._received:
                 self._promote(request)
             if request.status is Status.WAITING:
-                self._admit(request)
+                is_full = is_full or not self._admit(request)
             elif request.status is Status.RUNNING:
                 request.steps_left -= 1
                 self.check_content(request)
@@ -287,17 +323,21 @@ class DecodeEngine(Engine):
             self.loaded += 1
             request.status = Status.RUNNING
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request) -> bool:
+        """False when it has to wait for blocks, and all behind it with it."""
         tokens = request.num_prompt_tokens
         cached = request.hit * PAGE_SIZE
         external = self.scheduler.tokens_to_load(request, cached)
+        if external is None:
+            return True
         blocks = self.pool.take(-(-tokens // PAGE_SIZE))
         if blocks is None:
-            return
+            return False
         request.blocks = blocks
         self.scheduler.allocated(request, (request.block_ids,), external)
         self.write(request, 0, tokens - external, request.block_ids)
         request.status = Status.WAITING_FOR_REMOTE_KVS if external else Status.RUNNING
+        return True
 
     def _connector_finished(self, request: Request) -> tuple[bool, Any]:
         self.scheduler.finished(request)

@@ -75,6 +75,7 @@ class Pair:
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.failed: Counter[str] = Counter()  # of those received
+        self.ready: dict[str, set[int]] = {}
         self.failures: Counter[str] = Counter()
         self.released: Counter[str] = Counter()
         self.causes: dict[str, kvflow.Cause] = {}
@@ -93,6 +94,7 @@ class Pair:
         self.received.update(received)
         self.failed.update(failed)
         if (news := self.decode.take_news()) is not None:
+            self.ready |= {name: self.ready.get(name, set()) | news.ready[name] for name in news.ready}
             self.failures.update(news.failures.keys())
             self.released.update(news.released.keys())
             self.causes |= news.failed
@@ -118,8 +120,10 @@ class Pair:
     def source(self, room: int = ROOM, name: str = NAME) -> OpenSource:
         return OpenSource(name, room, PROMPT)
 
-    def target(self, room: int = ROOM, name: str = NAME, refusal: kvflow.Cause | None = None) -> OpenTarget:
-        return OpenTarget(name, room, [self.prefill.thread.registry], PROMPT, refusal)
+    def target(
+        self, room: int = ROOM, name: str = NAME, refusal: kvflow.Cause | None = None, workers: int = 1
+    ) -> OpenTarget:
+        return OpenTarget(name, room, [self.prefill.thread.registry] * workers, PROMPT, refusal)
 
     def send_all(self, *blocks: int, was_aborted: bool = False) -> None:
         """A sequential prefill's request is over."""
@@ -143,6 +147,11 @@ class Pair:
     @property
     def target_pages(self) -> Any:
         return self.decode.thread.pool.array("k")[:, 0, 0]
+
+    def room_phase(self) -> str:
+        """Of prefill's half, as its node knows it."""
+        rooms = self.prefill.thread.ask(lambda node: node.shell.endpoint.rooms)
+        return next((record.phase.name for number, record in rooms.items() if number == ROOM), "")
 
     def room(self) -> Any:
         return self.prefill._sources[NAME].room
