@@ -12,6 +12,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvflow.cache.prefix import CacheStats
+from kvflow.cache.storage.port import StorageState
 from kvflow.launch.operator import declare_dead
 from kvflow.protocols.errors import Code, MisuseError
 from kvflow.server.http.authorization import Keys
@@ -194,6 +196,94 @@ async def test_a_prefill_over_several_ranks_says_what_each_has(
         ("requests", "0"): 5, ("tickets", "0"): 6, ("transfer_bytes_total", "0"): 512,
         ("rooms", "0", "transferring"): 4, ("internal_errors_total", "0", "step"): 7,
     }  # fmt: skip
+
+
+def cache_stats(**counts: Any) -> CacheStats:
+    base = {"pages": 4, "evictable_pages": 0, "asked_tokens": 0, "hit_tokens": 0, "evicted_pages": 0}
+    return CacheStats(**base | counts)
+
+
+async def sglang_samples(session: Session, server: Server) -> dict[tuple[str, ...], float]:
+    """By name, tp_rank and pp_rank."""
+    async with session.get(server.make_url("/metrics")) as answer:
+        families = list(text_string_to_metric_families(await answer.text()))
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("sglang:")]
+    return {
+        (s.name.removeprefix("sglang:"), s.labels["tp_rank"], s.labels["pp_rank"]): s.value
+        for s in samples
+        if "tp_rank" in s.labels and "le" not in s.labels
+    }
+
+
+async def test_dashboards_of_sglang_see_every_rank(prefill: Role, prefill_server: Server, session: Session) -> None:
+    """The first one by the worker itself, the others by what they tell it; of one that is not there nothing."""
+    page = prefill.service.report().pool.page_size
+    others = [
+        RankReport(
+            rank=rank, up=rank != 2, pages_free=3 * rank, pages_total=10 * rank,
+            rooms={"bootstrapped": rank, "sent": 1},
+            cache=cache_stats(evictable_pages=rank, asked_tokens=100, hit_tokens=10 * rank),
+        )
+        for rank in (1, 2, 3)
+    ]  # fmt: skip
+    changes = {"pp_size": 2, "tp_size": 2, "ranks": (RankReport(rank=0, up=True, pages_total=999), *others)}
+    prefill.service.changed_report = changes
+    found = await sglang_samples(session, prefill_server)
+    report = prefill.service.report()
+    assert {name[1:] for name in found} == {("0", "0"), ("1", "0"), ("1", "1")}
+    for name, first, second, fourth in (
+        ("max_total_num_tokens", report.pages_total * page, 10 * page, 30 * page),
+        ("num_used_tokens", (report.pages_total - report.pages_free) * page, 6 * page, 18 * page),
+        ("token_usage", 1 - report.pages_free / report.pages_total, 0.6, 0.6),
+        ("cache_hit_rate", 0.0, 0.1, 0.3),
+        ("num_prefill_bootstrap_queue_reqs", 0, 1, 3),
+        ("num_prefill_inflight_queue_reqs", 1, 1, 1),
+    ):
+        assert [found[name, *rank] for rank in (("0", "0"), ("1", "0"), ("1", "1"))] == [first, second, fourth], name
+    assert ("num_running_reqs", "1", "0") not in found, "which of its requests run, a rank does not tell"
+    prefill.service.changed_report = {}
+    found = await sglang_samples(session, prefill_server)
+    assert {name[1:] for name in found} == {("0", "0")}
+
+
+async def test_shards_of_a_decode_have_no_rooms_of_their_own(
+    decode: Role, decode_server: Server, session: Session
+) -> None:
+    ranks = tuple(RankReport(rank=rank, up=True, pages_free=1, pages_total=4) for rank in range(2))
+    decode.service.changed_report = {"tp_size": 2, "ranks": ranks}
+    found = await sglang_samples(session, decode_server)
+    assert found["max_total_num_tokens", "1", "0"] == 4 * decode.service.report().pool.page_size
+    assert found["num_decode_transfer_queue_reqs", "0", "0"] == 1
+    assert ("num_decode_transfer_queue_reqs", "1", "0") not in found
+
+
+async def test_hicache_s_names_are_there_where_a_tier_fills_them(
+    prefill: Role, prefill_server: Server, session: Session
+) -> None:
+    page = prefill.service.report().pool.page_size
+    host = {"host_pages": 5, "host_limit_pages": 9, "loaded_pages": 3}
+    state = StorageState(name="file", readable=True, writable=True)
+    stored = {**host, "fetched_pages": 2, "stored_pages": 4, "storage": state}
+    gauges = {"hicache_host_used_tokens": 5 * page, "hicache_host_total_tokens": 9 * page}
+    evicted, loaded = {"evicted_tokens_total": 7 * page}, {"load_back_tokens_total": 3 * page}
+    storage = {"prefetched_tokens_total": 2 * page, "backuped_tokens_total": 4 * page}
+    for counts, expected in (
+        (None, {}),
+        ({}, evicted),
+        (host, evicted | loaded | gauges),
+        (stored, evicted | loaded | gauges | storage),
+    ):
+        cache = None if counts is None else cache_stats(evicted_pages=7, **counts)
+        prefill.service.changed_report = {"cache": cache}
+        found = await sglang_samples(session, prefill_server)
+        names = {"evicted_tokens_total", "load_back_tokens_total", *gauges, *storage}
+        assert {name: value for (name, *_), value in found.items() if name in names} == expected
+    async with session.get(prefill_server.make_url("/metrics")) as answer:
+        text = await answer.text()
+    labels = 'dp_rank="0",pp_rank="0",pp_size="1",storage_backend="file",tp_rank="0"'
+    (line,) = (line for line in text.splitlines() if line.startswith("sglang:backuped_tokens_total{"))
+    assert all(part in line for part in labels.split(","))
+    assert 'cache_type="PrefixCache"' in text
 
 
 async def test_a_decode_says_what_it_retracted(decode_server: Server, session: Session) -> None:

@@ -1,5 +1,9 @@
 """The metric names that SGLang's dashboards read, with the labels and buckets they have there (SGLang 0.5).
 
+A worker over several ranks has samples for each, by `tp_rank` and `pp_rank`: of those that are not the first, what they
+tell the first one, which is their pools, rooms and caches. HiCache's names are those that a cache here can fill: of
+tokens on the host and in storage, and of those that went between them. Its durations and bandwidths are not measured.
+
 Where a measure exists under a name of kvflow's own, see there for what it means. `cache_hit_rate` is the share of all
 prompt tokens since the start; SGLang's is that of its last batch. `num_used_tokens` leaves out cached pages that no
 request reads, as there. `num_retracted_reqs` are retracted now; SGLang's were in its last log interval. `mamba_usage`
@@ -9,10 +13,12 @@ is of state rows, which not every model has. Milliseconds, MB and GB are SGLang'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvflow.cache.prefix import CacheStats
 from kvflow.engine.scheduler.params import EngineRetractions
 from kvflow.server.http.completion_service import Report
 from kvflow.server.http.families import histograms
@@ -20,6 +26,9 @@ from kvflow.server.http.measures import CompletionMeasures
 from kvflow.telemetry.histogram import QUEUE_SECONDS, Histogram
 
 _SCHEDULER_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")
+_CACHE_LABELS = ("cache_type", "tp_rank", "pp_rank")
+_STORAGE_LABELS = ("storage_backend", "tp_rank", "dp_rank", "pp_rank", "pp_size")
+_CACHE_TYPE = "PrefixCache"  # SGLang has the name of its class here
 _LABELS = ("model_name", "engine_type")
 _MS, _MB, _GB = 1e-3, 1 << 20, 1 << 30
 _STEP_MS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
@@ -46,36 +55,104 @@ def sglang_families(
     yield from _requests(completions, (model, role))
 
 
-def _scheduler(report: Report, completions: CompletionMeasures, role: str, model: str, now: float) -> Iterator[Metric]:
-    values = (model, role, "0", "0", "0")
-    early = sum(count for state, count in report.rooms_by_state.items() if state in _BEFORE)
-    late = sum(report.rooms_by_state.values()) - early
-    cache = report.cache
-    free = report.pages_free + (cache.evictable_pages if cache else 0)
-    used = (report.pages_total - free) * report.pool.page_size
-    most = report.pages_total * report.pool.page_size
-    retraction = report.retraction or EngineRetractions()
-    gauges = {
-        "num_running_reqs": report.running,
-        "num_queue_reqs": report.waiting,
-        "gen_throughput": completions.throughput.per_second(now),
+class _Rank(NamedTuple):
+    """What is known of each rank."""
+
+    tp_rank: str
+    pp_rank: str
+    pages_free: int
+    pages_total: int
+    rooms: Mapping[str, int] | None  # by state; None: the first rank's are the worker's
+    cache: CacheStats | None
+
+
+def _ranks(report: Report, role: str) -> list[_Rank]:
+    """The ranks that are there, the first one by the report itself."""
+    found = [_Rank("0", "0", report.pages_free, report.pages_total, report.rooms_by_state, report.cache)]
+    for rank in report.ranks:
+        if rank.rank and rank.up:
+            stage, shard = divmod(rank.rank, report.tp_size)
+            rooms = rank.rooms if role == "prefill" else None  # the shards of a decode work on the first one's
+            found.append(_Rank(str(shard), str(stage), rank.pages_free, rank.pages_total, rooms, rank.cache))
+    return found
+
+
+def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
+    cache = rank.cache
+    free = rank.pages_free + (cache.evictable_pages if cache else 0)
+    used, most = (rank.pages_total - free) * page_size, rank.pages_total * page_size
+    gauges: dict[str, float] = {
         "cache_hit_rate": cache.hit_tokens / cache.asked_tokens if cache and cache.asked_tokens else 0.0,
         "num_used_tokens": used,
         "token_usage": used / most if most else 0.0,
         "max_total_num_tokens": most,
-        "num_prefill_bootstrap_queue_reqs": early if role == "prefill" else 0,
-        "num_prefill_inflight_queue_reqs": late if role == "prefill" else 0,
-        "num_decode_prealloc_queue_reqs": early if role == "decode" else 0,
-        "num_decode_transfer_queue_reqs": late if role == "decode" else 0,
-        "num_retracted_reqs": retraction.retracted_now,
-        "new_token_ratio": retraction.new_token_ratio,
+    }
+    if rank.rooms is not None:
+        early = sum(count for state, count in rank.rooms.items() if state in _BEFORE)
+        late = sum(rank.rooms.values()) - early
+        gauges |= {
+            "num_prefill_bootstrap_queue_reqs": early if role == "prefill" else 0,
+            "num_prefill_inflight_queue_reqs": late if role == "prefill" else 0,
+            "num_decode_prealloc_queue_reqs": early if role == "decode" else 0,
+            "num_decode_transfer_queue_reqs": late if role == "decode" else 0,
+        }
+    if cache is not None and cache.host_limit_pages:
+        gauges["hicache_host_used_tokens"] = cache.host_pages * page_size
+        gauges["hicache_host_total_tokens"] = cache.host_limit_pages * page_size
+    return gauges
+
+
+def _caches(ranks: Iterable[_Rank], page_size: int, pp_size: int) -> Iterator[Metric]:
+    """Counters of tokens that left the device, came back, were stored and were read from storage."""
+    tiers = {
+        name: CounterMetricFamily(f"sglang:{name}", f"See kvflow_cache_{pages}.", labels=labels)
+        for name, pages, labels in (
+            ("evicted_tokens", "evicted_pages", _CACHE_LABELS),
+            ("load_back_tokens", "loaded_pages", _CACHE_LABELS),
+            ("prefetched_tokens", "fetched_pages", _STORAGE_LABELS),
+            ("backuped_tokens", "stored_pages", _STORAGE_LABELS),
+        )
+    }
+    for rank in ranks:
+        if (cache := rank.cache) is None:
+            continue
+        of_cache = (_CACHE_TYPE, rank.tp_rank, rank.pp_rank)
+        tiers["evicted_tokens"].add_metric(of_cache, cache.evicted_pages * page_size)
+        if cache.host_limit_pages:
+            tiers["load_back_tokens"].add_metric(of_cache, cache.loaded_pages * page_size)
+        if cache.storage is not None:
+            of_storage = (cache.storage.name, rank.tp_rank, "0", rank.pp_rank, str(pp_size))
+            tiers["prefetched_tokens"].add_metric(of_storage, cache.fetched_pages * page_size)
+            tiers["backuped_tokens"].add_metric(of_storage, cache.stored_pages * page_size)
+    yield from (family for family in tiers.values() if family.samples)
+
+
+def _scheduler(report: Report, completions: CompletionMeasures, role: str, model: str, now: float) -> Iterator[Metric]:
+    values = (model, role, "0", "0", "0")
+    retraction = report.retraction or EngineRetractions()
+    gauges: dict[str, dict[tuple[str, ...], float]] = {
+        name: {values: value}
+        for name, value in (
+            ("num_running_reqs", report.running),
+            ("num_queue_reqs", report.waiting),
+            ("gen_throughput", completions.throughput.per_second(now)),
+            ("num_retracted_reqs", retraction.retracted_now),
+            ("new_token_ratio", retraction.new_token_ratio),
+        )
     }
     if report.rows_total:
-        gauges["mamba_usage"] = 1 - report.rows_free / report.rows_total
-    for name, value in gauges.items():
+        gauges["mamba_usage"] = {values: 1 - report.rows_free / report.rows_total}
+    ranks = _ranks(report, role)
+    for rank in ranks:
+        of_rank = (model, role, rank.tp_rank, rank.pp_rank, "0")
+        for name, value in _gauges_of(rank, role, report.pool.page_size).items():
+            gauges.setdefault(name, {})[of_rank] = value
+    for name, samples in gauges.items():
         family = GaugeMetricFamily(f"sglang:{name}", "As in SGLang.", labels=_SCHEDULER_LABELS)
-        family.add_metric(values, value)
+        for labels, value in samples.items():
+            family.add_metric(labels, value)
         yield family
+    yield from _caches(ranks, report.pool.page_size, report.pp_size)
     for where in ("bootstrap", "transfer"):
         failed = sum(count for (phase, _), count in report.rooms_failed.items() if phase == where)
         counter = CounterMetricFamily(
