@@ -113,7 +113,7 @@ class DecodeCore:
         """The one place that changes a link's phase, and what rooms and loans have to do about it."""
         if kind is LinkKind.SILENCE_DUE:  # what was offered so far ends here, and is not to begin again elsewhere
             peer.asked_again, peer.fresh_from = False, self.next_grant
-        for command in self.links.feed(peer, kind, now, self.ledger.settled_below(peer), cause):
+        for command in self.links.feed(peer, kind, now, self.ledger, cause):
             if command is LinkCommand.START_ROOMS:
                 self.repeat_from(peer, now)  # what was withdrawn before came to a prefill that did not know us
                 for grant in self.ledger.grants_of(peer):
@@ -179,7 +179,7 @@ class DecodeCore:
         """A link that cannot be used and owes nothing: the next room opens a new one."""
         if peer.phase <= LinkPhase.PARTING or self.ledger.owes(peer):
             return
-        self.links.feed(peer, LinkKind.CLOSED, now, self.ledger.settled_below(peer))
+        self.links.feed(peer, LinkKind.CLOSED, now, self.ledger)
         self.links.drop(peer)
         self.ledger.forget_source(peer)
         self.deadlines.cancel(Timer("link", peer.key))

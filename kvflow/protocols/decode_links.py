@@ -10,12 +10,14 @@ import msgspec
 from kvflow.protocols.commands import DecodeCommand, Dial, HangUp, PeerKey, SendToPrefill, StopWatch, WatchWriter
 from kvflow.protocols.errors import Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.link import TABLE, LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.pages.coverage import Served, uncovered
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import encode
 from kvflow.protocols.wire.messages import (
+    MAX_SETTLED_RANGES,
     WIRE_VERSION,
     Abort,
     Goodbye,
@@ -122,7 +124,7 @@ class DecodeLinks:
         self._outbox.append(SendToPrefill(peer.key, encode(message), type(message) is Abort))
 
     def feed(
-        self, peer: PrefillPeer, kind: LinkKind, now: float, settled_below: GrantId, cause: Cause | None = None
+        self, peer: PrefillPeer, kind: LinkKind, now: float, ledger: Ledger[PrefillPeer], cause: Cause | None = None
     ) -> list[LinkCommand]:
         """The one place that changes a link's phase. Returns what rooms and loans have to do about it."""
         move = TABLE.moves[peer.phase, kind]
@@ -137,7 +139,7 @@ class DecodeLinks:
                 self._register(peer, now)
             elif command is LinkCommand.SEND_HEARTBEAT:
                 peer.sent_at_s = now
-                self.send(peer, Heartbeat(settled_below=settled_below, **self._lives(peer)))
+                self.send(peer, self._heartbeat(peer, ledger))
             elif command is LinkCommand.REDIAL:
                 peer.tried_at_s = now
                 self._outbox += (HangUp(peer.key), Dial(peer.key))
@@ -153,11 +155,18 @@ class DecodeLinks:
             elif command is LinkCommand.HANG_UP:
                 # Prefill must not keep what is settled for a decode that will not ask. A goodbye says as much.
                 if left is LinkPhase.SILENT and kind not in (LinkKind.LEAVE, LinkKind.GOODBYE):
-                    self.send(peer, Heartbeat(settled_below=settled_below, **self._lives(peer)))
+                    self.send(peer, self._heartbeat(peer, ledger))
                 self._outbox.append(HangUp(peer.key))
             else:
                 theirs.append(command)
         return theirs
+
+    def _heartbeat(self, peer: PrefillPeer, ledger: Ledger[PrefillPeer]) -> Heartbeat:
+        return Heartbeat(
+            settled_below=ledger.settled_below(peer),
+            settled=ledger.settled_above(peer, MAX_SETTLED_RANGES),
+            **self._lives(peer),
+        )
 
     def _lives(self, peer: PrefillPeer) -> dict[str, Any]:
         return {"source": peer.key.incarnation, "target": self._identity.incarnation}

@@ -38,6 +38,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """How much is remembered, how much one request may ask for, and how much of a pool may wait for proof."""
 
     closed_grants: int = 65_536  # per peer
+    kept_bytes: int = 256 << 20  # of hand-overs that decodes may still ask for, over all of them
     ended_halves: int = 65_536
     targets: int = 1_024  # decodes registered at one prefill
     decodes_per_process: int = 64  # of them, lives that one process claims: each costs a descriptor

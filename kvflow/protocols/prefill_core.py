@@ -27,6 +27,7 @@ from kvflow.protocols.earlier import EarlierLoans, EarlierWriter
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.deadlines import Deadlines
+from kvflow.protocols.machines.grants import KeptBytes
 from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.peer import TABLE as PEER_TABLE
 from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
@@ -75,6 +76,7 @@ class PrefillCore:
         self._last_grant = _NO_GRANT
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
         self.peers: dict[Incarnation, DecodePeer] = {}
+        self.kept = KeptBytes()
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
         # of decodes that were forgotten: no grant below begins again, should
         # what they once sent still arrive
@@ -386,6 +388,8 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))
+        while core.kept.total > core.bounds.kept_bytes:  # the decode that keeps most has what ended first forgotten
+            max(core.peers.values(), key=lambda known: known.grants.kept_bytes).grants.evict()
         if peer.phase is PeerPhase.GONE and not peer.grants.rooms:
             core.feed_peer(peer, PeerKind.IDLE, now)
 
@@ -445,6 +449,7 @@ def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> No
         core.remember_grants(peer)
     core.deadlines.cancel(Timer("silence", peer.incarnation))
     core.deadlines.cancel(Timer("goodbye", peer.incarnation))
+    peer.grants.forget()
     del core.peers[peer.incarnation]
 
 

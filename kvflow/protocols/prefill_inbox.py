@@ -58,7 +58,7 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
         refusal = f"{len(neighbours)} decodes at {sender} are registered already, of at most {limit} for one address"
         core.answer_register(message.target, message.source, refusal)
     else:
-        peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, now, sender)
+        peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, core.kept, now, sender)
         peer.grants.begin_from(seen_below)
         peer.grants.remember_doubts(core.in_doubt.pop(message.target, ()))
         core.displaced.pop(message.target, None)
@@ -153,7 +153,7 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
 
 
 def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
-    withdrawn = peer.grants.settle(message.settled_below)
+    withdrawn = peer.grants.settle(message.settled_below, message.settled)
     if withdrawn is None:
         core.observer.message_dropped("foreign")  # it settles what was never offered here: not this decode's own
         return

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from kvflow.protocols.errors import KvflowError, LayoutError
-from kvflow.protocols.machines.grants import GrantTable
+from kvflow.protocols.machines.grants import GrantTable, KeptBytes
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import PoolLayout
@@ -36,7 +36,9 @@ class DecodePeer:
         "sender_address",
     )
 
-    def __init__(self, message: Register, closed_grants: int, now: float, sender_address: str = "") -> None:
+    def __init__(
+        self, message: Register, closed_grants: int, kept: KeptBytes, now: float, sender_address: str = ""
+    ) -> None:
         """`sender_address`: where its first Register came from; empty where that is not known."""
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
@@ -46,7 +48,7 @@ class DecodePeer:
         self.phase = PeerPhase.OPENING
         self.received_at_s = now
         self.fresh_from = message.fresh_from  # of its newest Register
-        self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from)
+        self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from, kept)
 
     def __repr__(self) -> str:
         return f"<DecodePeer {self.incarnation:016x}: {self.phase.name.lower()}>"

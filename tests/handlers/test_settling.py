@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvflow.protocols.errors import Code
-from kvflow.protocols.wire.messages import Heartbeat
+from kvflow.protocols.wire.messages import GrantId, Heartbeat
 from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import PROMPT, between, code_of, header, known, ledger, success, to_prefill
 
@@ -42,6 +42,22 @@ async def test_a_loan_without_proof_at_one_prefill_keeps_nothing_at_another() ->
         await p.rest()
 
 
+async def test_one_room_that_waits_keeps_no_hand_over_of_others() -> None:
+    async with pair() as p:
+        waiting, half = p.decode.announce(1, "sim", PROMPT), p.prefill.room(1, PROMPT)
+        for room in range(20, 30):
+            await one_room(p, room, 0)
+        (peer,) = known(p.prefill)
+        await until(lambda: not peer.grants.remembered)
+        assert p.prefill.shell.endpoint.core.kept.total == 0 and not half.record.ended
+        waiting.offer()
+        await half.matched()
+        p.send_all(half)
+        await waiting.landed()
+        waiting.close()
+        await p.rest()
+
+
 @pytest.mark.parametrize("below", [3, 1 << 40])
 async def test_a_claim_to_have_settled_what_was_never_offered_is_dropped(kvflow_pair: Pair, below: int) -> None:
     """In decode's name, by someone else: it would end that decode's use of this prefill."""
@@ -51,6 +67,15 @@ async def test_a_claim_to_have_settled_what_was_never_offered_is_dropped(kvflow_
     to_prefill(p, Heartbeat(settled_below=below, **between(p)))
     await until(lambda: p.prefill.counts.foreign == foreign + 1)
     assert known(p.prefill)[0].grants.low_water <= 2
+    await success(p, 2)
+
+
+async def test_a_range_that_was_never_offered_is_dropped(kvflow_pair: Pair) -> None:
+    p = kvflow_pair
+    await success(p, 1)
+    foreign = p.prefill.counts.foreign
+    to_prefill(p, Heartbeat(settled=((GrantId(1), GrantId(1 << 40)),), **between(p)))
+    await until(lambda: p.prefill.counts.foreign == foreign + 1)
     await success(p, 2)
 
 

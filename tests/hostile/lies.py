@@ -40,6 +40,7 @@ ENDING = (
     "grant",
     "fresh_from",
     "settled_below",
+    "settled",
     "unproven",
 )  # in a decode's name: with these its numbers are used up, or it has parted (SECURITY.md)
 ROOMS = 4  # open rooms that a session's messages are about
@@ -77,7 +78,7 @@ def of_decode(n: Nodes, me: Incarnation, room: int, grant: int) -> list[Any]:
         ),
         wire.Abort(cause=GONE, **header),
         wire.Resync(rooms=(wire.Belief(wire.RoomId(room), wire.GrantId(grant), 0),), **lives),
-        wire.Heartbeat(**lives),
+        wire.Heartbeat(settled=((wire.GrantId(1), wire.GrantId(2)),), **lives),
         wire.Goodbye(unproven=(wire.GrantId(grant),), **lives),
         wire.GoodbyeAck(**lives),
     ]
@@ -95,7 +96,7 @@ def of_prefill(n: Nodes, me: Incarnation, address: PlaneAddress, room: int, gran
         wire.RoomFailed(cause=GONE, **header),
         wire.AbortAck(drained=False, **header),
         wire.Resync(rooms=(wire.Belief(wire.RoomId(room), wire.GrantId(grant), 0),), **lives),
-        wire.Heartbeat(**lives),
+        wire.Heartbeat(settled=((wire.GrantId(1), wire.GrantId(2)),), **lives),
         wire.Goodbye(unproven=(wire.GrantId(grant),), **lives),
         wire.GoodbyeAck(**lives),
     ]

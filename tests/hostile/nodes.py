@@ -113,7 +113,8 @@ class Nodes:
 
     def _settles_unseen(self, message: Heartbeat) -> bool:
         """It claims to have done with grants that were never offered here."""
-        return message.settled_below > self.prefill.shell.endpoint.core.peers[message.target].grants.seen_below
+        seen = self.prefill.shell.endpoint.core.peers[message.target].grants.seen_below
+        return message.settled_below > seen or any(not start < end <= seen for start, end in message.settled)
 
     def _unknown(self, message: ToPrefill) -> bool:
         """Of a decode that is not registered, or whose way in is still being opened."""

@@ -183,8 +183,14 @@ def ask(*beliefs: tuple[int, int, int], target: Incarnation = DECODE, source: In
     return wire.Resync(rooms=rooms, **between(target, source))
 
 
-def beat(settled_below: int = 0, target: Incarnation = DECODE, source: Incarnation = PREFILL) -> wire.Heartbeat:
-    return wire.Heartbeat(settled_below=GrantId(settled_below), **between(target, source))
+def beat(
+    settled_below: int = 0,
+    target: Incarnation = DECODE,
+    source: Incarnation = PREFILL,
+    settled: tuple[tuple[int, int], ...] = (),
+) -> wire.Heartbeat:
+    ranges = tuple((GrantId(start), GrantId(end)) for start, end in settled)
+    return wire.Heartbeat(settled_below=GrantId(settled_below), settled=ranges, **between(target, source))
 
 
 # --- what a prefill sends

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.protocols.machines.grants import TABLE, GrantCommand, GrantKind, GrantPhase, GrantTable
+from kvflow.protocols.machines.grants import TABLE, GrantCommand, GrantKind, GrantPhase, GrantTable, KeptBytes
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
-from kvflow.protocols.wire.messages import AbortAck, GrantId, Message, RoomId
+from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message, Rank, RoomId
 from tests.protocols.cells import check_cell
 
 P, K, C = GrantPhase, GrantKind, GrantCommand
@@ -80,9 +80,12 @@ def test_rules(phase: GrantPhase, kind: GrantKind) -> None:
         assert bool({C.ACKNOWLEDGE, C.TELL_ROOM} & set(cell.commands)), "every Abort gets an answer"
 
 
+def _between(grant: int) -> dict[str, Any]:
+    return {"room": 7, "grant": grant, "source": 1, "target": 2}
+
+
 def ack(grant: int, *, drained: bool) -> AbortAck:
-    ids: dict[str, Any] = {"room": 7, "grant": grant, "source": 1, "target": 2, "rank": 0}
-    return AbortAck(drained=drained, **ids)
+    return AbortAck(rank=Rank(0), drained=drained, **_between(grant))
 
 
 def closed(table: GrantTable[str], grant: int, *, drained: bool = True) -> None:
@@ -136,6 +139,70 @@ def test_a_claim_to_have_settled_what_was_never_offered_changes_nothing(below: i
     closed(table, 3)
     assert table.settle(GrantId(3)) == [] and table.low_water == 3
     assert table.phase(GrantId(3)) is P.CLOSED and table.remembered == 1, "the bound itself is not settled"
+
+
+def test_what_is_settled_above_an_open_grant_takes_no_memory_and_does_not_begin_again() -> None:
+    """However long the first one stays open."""
+    table: GrantTable[str] = GrantTable(1000, GrantId(1))
+    table.feed(GrantId(1), K.ANNOUNCE)
+    table.announcements.add(GrantId(1), RoomId(1))
+    for grant in range(2, 100):
+        closed(table, grant, drained=grant % 2 == 0)
+    closed(table, 102)
+    assert table.settle(GrantId(1), [(GrantId(2), GrantId(100))]) == []
+    assert table.remembered == 1 and not table.unproven() and table.low_water == 1
+    assert table.feed(GrantId(50), K.BOOTSTRAP) == table.feed(GrantId(99), K.ANNOUNCE) == (C.REFUSE_STALE,)
+    assert table.phase(GrantId(100)) is P.UNKNOWN, "it may be on its way"
+    assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.ADMIT,)
+    table.rooms[GrantId(1)] = "room"
+    table.end(GrantId(1), (ack(1, drained=True),))
+    assert table.settle(GrantId(2)) == [] and table.low_water == 100 and not len(table._settled)
+
+
+def test_what_was_announced_in_a_settled_range_is_withdrawn() -> None:
+    table: GrantTable[str] = GrantTable(8, GrantId(1))
+    for grant in (1, 2, 3):
+        table.feed(GrantId(grant), K.ANNOUNCE)
+        table.announcements.add(GrantId(grant), RoomId(70 + grant))
+    assert table.settle(GrantId(1), [(GrantId(2), GrantId(3))]) == [(2, 72)]
+    assert table.phase(GrantId(2)) is P.BELOW and list(table.announcements.rooms) == [1, 3]
+
+
+@pytest.mark.parametrize("bad", [(2, 2), (3, 2), (2, 4), (2, 1 << 40)])
+def test_ranges_that_hold_nothing_or_what_was_never_offered_change_nothing(bad: tuple[int, int]) -> None:
+    table: GrantTable[str] = GrantTable(8, GrantId(1))
+    closed(table, 1)
+    closed(table, 2)
+    good = (GrantId(1), GrantId(2))
+    assert table.settle(GrantId(1), [good, (GrantId(bad[0]), GrantId(bad[1]))]) is None
+    assert table.remembered == 2 and not len(table._settled)
+
+
+def test_ranges_are_bounded_and_the_lowest_raises_the_low_water_mark() -> None:
+    table: GrantTable[str] = GrantTable(2, GrantId(1))
+    table.begin_from(GrantId(1))
+    closed(table, 20)
+    ranges = [(GrantId(grant), GrantId(grant + 1)) for grant in (3, 6, 9)]
+    table.settle(GrantId(1), ranges)
+    assert table.low_water == 4 and len(table._settled) == 2
+    assert [table.phase(GrantId(grant)) for grant in (2, 5, 6)] == [P.BELOW, P.UNKNOWN, P.BELOW]
+
+
+def test_bytes_of_hand_overs_are_counted_over_all_tables_until_they_are_forgotten() -> None:
+    kept = KeptBytes()
+    first, second = (GrantTable[str](8, GrantId(1), kept) for _ in range(2))
+    for table, grant in ((first, 1), (first, 2), (second, 1)):
+        number = GrantId(grant)
+        table.feed(number, K.BOOTSTRAP)
+        done = ChunkDone(rank=Rank(0), seq=0, pages=1, last=True, handoff=b"h" * 100, **_between(grant))
+        table.end(number, (done,))
+    assert (kept.total, first.kept_bytes, second.kept_bytes) == (300, 200, 100)
+    first.evict()
+    assert (kept.total, first.kept_bytes, first.remembered, first.low_water) == (200, 100, 1, 2)
+    first.settle(GrantId(3))
+    assert (kept.total, first.kept_bytes) == (100, 0)
+    second.forget()
+    assert (kept.total, second.kept_bytes) == (0, 0)
 
 
 def test_a_new_table_begins_where_decode_says() -> None:

@@ -90,6 +90,23 @@ def test_what_is_settled_is_what_the_source_knows_and_nothing_needs() -> None:
     assert ledger.settled_below("a") == 1 and not ledger._by_source
 
 
+def test_ranges_that_are_settled_above_an_open_loan() -> None:
+    ledger: Ledger[str] = Ledger(99)
+    leases = {grant: lent(ledger, grant, "a", *("b" * (grant % 2))) for grant in range(1, 10)}
+    assert ledger.settled_above("a", 9) == (), "it has confirmed nothing"
+    for grant in (2, 3, 5, 8):
+        ledger.feed(leases[grant], "a", K.LANDED)
+    assert ledger.settled_below("a") == 1
+    assert ledger.settled_above("a", 9) == ((2, 4), (5, 6), (8, 9)), "the ninth is not known to it"
+    assert [ledger.settled_above("a", 2) for _ in range(3)] == [((2, 4), (5, 6)), ((8, 9), (2, 4)), ((5, 6), (8, 9))]
+    assert ledger.settled_above("b", 9) == ledger.settled_above("c", 9) == ()
+    for grant in (1, 4, 6, 7, 9):
+        ledger.feed(leases[grant], "a", K.LANDED)
+    assert ledger.settled_below("a") == 10 and ledger.settled_above("a", 9) == ()
+    ledger.forget_source("a")
+    assert not ledger._told_from
+
+
 def test_what_is_asked_of_a_source_may_end_its_loans_on_the_way() -> None:
     ledger: Ledger[str] = Ledger(9)
     leases = {grant: lent(ledger, grant, "a") for grant in (1, 2)}

@@ -267,7 +267,7 @@ class TestTheOtherHalfNeverComes:
         assert prefill.hear(announce(), abort()) == [ack()]
         grants = prefill.core.peers[abort().target].grants
         assert prefill.core.rendezvous.announced == {} == grants.announcements.rooms
-        assert grants.all_settled and grants.remembered == 1
+        assert grants.all_ended and not grants.unproven() and grants.remembered == 1
         record = prefill.open()
         assert prefill.asked() == stopped(record, GONE)
 

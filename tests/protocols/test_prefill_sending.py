@@ -230,7 +230,8 @@ class TestWritesThatFail:
         assert prefill.ended(1, outcome, error=error) == told
         assert record.phase is (PrefillPhase.ABORTED if drained else PrefillPhase.LOST)
         (peer,) = prefill.endpoint.peers
-        assert peer.grants.all_settled is drained and peer.grants.is_drained(record.grant) is drained
+        assert peer.grants.unproven() == (() if drained else (record.grant,))
+        assert peer.grants.is_drained(record.grant) is drained
         assert prefill.hear(abort()) == [ack(drained=drained)]
         assert prefill.hear(bootstrap()) == [failed(why), ack(drained=drained)], "it does not begin again"
 
@@ -394,6 +395,20 @@ class TestBelowTheLowWater:
         stale = Cause(Code.STALE_GRANT, "grant 1 is below 2: it has ended")
         assert prefill.hear(bootstrap(7, 1)) == [failed(stale), ack(drained=False)]
         assert prefill.hear(abort(7, 1)) == [ack(drained=False)]
+
+
+def test_hand_overs_are_kept_up_to_so_many_bytes_and_the_decode_with_most_loses_what_ended_first() -> None:
+    prefill = LonePrefill(bounds=Bounds(kept_bytes=250)).up(DECODE, OTHER_DECODE)
+    for number, target in enumerate((OTHER_DECODE, DECODE, DECODE), 1):
+        prefill.hear(bootstrap(number, number, target))
+        record = prefill.open(number)
+        prefill.send(record, 1, 2, 3, last=True, handoff=b"h" * 100)
+        prefill.ended(number)
+    kept = {peer.incarnation: peer.grants.kept_bytes for peer in prefill.endpoint.peers}
+    assert kept == {DECODE: 100, OTHER_DECODE: 100} and prefill.core.kept.total == 200
+    assert prefill.hear(ask((2, 2, 0))) == [ask((2, 2, 0))], "it has the chunk, or begins again"
+    prefill.endpoint.peer_died(OTHER_DECODE, prefill.now)
+    assert prefill.core.kept.total == 100
 
 
 def test_every_message_about_a_room_says_which_rank_sends_it() -> None:

@@ -48,7 +48,7 @@ GOOD: dict[type, Any] = {
     Abort: Abort(cause=CAUSE, **_ROOM),
     AbortAck: AbortAck(rank=0, drained=True, **_ROOM),
     Resync: Resync(rooms=(Belief(7, 1, 0),), **_LIVES),
-    Heartbeat: Heartbeat(**_LIVES),
+    Heartbeat: Heartbeat(settled=((3, 5),), **_LIVES),
     Goodbye: Goodbye(unproven=(3,), **_LIVES),
     GoodbyeAck: GoodbyeAck(**_LIVES),
 }
@@ -88,7 +88,9 @@ to_prefill: dict[type, st.SearchStrategy[Message]] = {
     ),
     Abort: st.builds(Abort, cause=causes, **header),
     Resync: st.builds(Resync, rooms=st.lists(beliefs, max_size=5).map(tuple), **lives),
-    Heartbeat: st.builds(Heartbeat, settled_below=counts, **lives),
+    Heartbeat: st.builds(
+        Heartbeat, settled_below=counts, settled=st.lists(st.tuples(counts, counts), max_size=3).map(tuple), **lives
+    ),
     Goodbye: st.builds(Goodbye, unproven=st.lists(ids, max_size=5).map(tuple), **lives),
     GoodbyeAck: st.builds(GoodbyeAck, **lives),
 }

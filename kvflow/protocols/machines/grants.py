@@ -1,7 +1,9 @@
 """What prefill remembers of the grants of one decode: which are open, how the others ended (I6).
 
 An ended grant keeps its last messages, so that they can be sent again, until decode says that it is settled. The
-memory is bounded: evicting one raises the low-water mark, and below that mark no grant begins.
+memory is bounded in number, and in bytes over all decodes: evicting one raises the low-water mark, and below that mark
+no grant begins. What decode has settled above the mark is kept as ranges, so that one grant that stays open for long
+keeps nothing of the others.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import Generic, TypeVar
 
+from kvflow.protocols.machines.ranges import GrantRanges, Range
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
-from kvflow.protocols.wire.messages import AbortAck, GrantId, Message, RoomId
+from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message, RoomId
 
 
 class GrantPhase(IntEnum):
@@ -137,36 +140,50 @@ class Announcements:
         if self.rooms.pop(grant, None) is not None:
             del self._order[bisect_left(self._order, grant)]
 
-    def pop_below(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
-        """Take out all below `grant`; costs nothing when there are none."""
-        end = bisect_left(self._order, grant)
-        taken = self._order[:end]
-        del self._order[:end]
-        return [(first, self.rooms.pop(first)) for first in taken]
+    def pop(self, start: GrantId, end: GrantId) -> list[tuple[GrantId, RoomId]]:
+        """Take out all from `start` to below `end`; costs nothing when there are none."""
+        first, last = bisect_left(self._order, start), bisect_left(self._order, end)
+        taken = self._order[first:last]
+        del self._order[first:last]
+        return [(grant, self.rooms.pop(grant)) for grant in taken]
+
+
+class KeptBytes:
+    """The size of all hand-overs that decodes may still ask for, over the tables that share this."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 0
 
 
 class GrantTable(Generic[R]):
     """The grants of one decode incarnation. `R` is the room that answers for an open grant."""
 
-    def __init__(self, limit: int, low_water: GrantId) -> None:
-        """At most `limit` ended grants are remembered; no grant below `low_water` begins."""
+    def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes | None = None) -> None:
+        """At most `limit` ended grants are remembered, and as many settled ranges; no grant below `low_water` begins.
+        `kept` counts the bytes of hand-overs that are remembered, with those of other tables."""
         self.low_water = low_water
+        self.kept_bytes, self._kept = 0, kept or KeptBytes()
         self.rooms: dict[GrantId, R] = {}
         self.announcements = Announcements()
         self._limit = limit
-        self._phases: dict[GrantId, GrantPhase] = {}  # absent: unknown, or below the low-water mark
+        self._phases: dict[GrantId, GrantPhase] = {}  # absent: unknown, settled, or below the low-water mark
+        self._settled = GrantRanges()  # above the low-water mark: no grant in it begins
         self._unsettled: set[GrantId] = set()
         self._evicted_in_doubt: set[GrantId] = set()
-        self._sent: OrderedDict[GrantId, tuple[Message, ...]] = (
-            OrderedDict()
-        )  # of ended grants, in the order they ended
+        # Of ended grants, in the order in which they ended, and the same grants in theirs.
+        self._sent: OrderedDict[GrantId, tuple[Message, ...]] = OrderedDict()
+        self._remembered: list[GrantId] = []
         self._seen_below: int = low_water  # no grant from here on has been seen
 
     def phase(self, grant: GrantId) -> GrantPhase:
         found = self._phases.get(grant)
-        if found is not None:
-            return found
-        return P.UNKNOWN if grant >= self.low_water else P.BELOW
+        return self._phase_of_others(grant) if found is None else found
+
+    def _phase_of_others(self, grant: GrantId) -> GrantPhase:
+        """The phase of a grant about which nothing is kept."""
+        return P.BELOW if grant < self.low_water or grant in self._settled else P.UNKNOWN
 
     @property
     def remembered(self) -> int:
@@ -192,7 +209,7 @@ class GrantTable(Generic[R]):
         """The one place that changes a grant's phase. Returns what to do now."""
         before = self._phases.get(grant)
         if before is None:
-            before = P.UNKNOWN if grant >= self.low_water else P.BELOW
+            before = self._phase_of_others(grant)
         move = TABLE.moves[before, kind]
         if grant >= self._seen_below:
             self._seen_below = grant + 1
@@ -229,11 +246,33 @@ class GrantTable(Generic[R]):
         self.rooms.pop(grant, None)
         self.announcements.discard(grant)
         self._sent[grant] = sent
+        insort(self._remembered, grant)  # nearly always at the end
+        self._count_bytes(sent, 1)
         while len(self._sent) > self._limit:
-            evicted = next(iter(self._sent))
-            self.feed(evicted, K.EVICT)
-            del self._sent[evicted]
-            self.low_water = max(self.low_water, GrantId(evicted + 1))
+            self.evict()
+
+    def evict(self) -> None:
+        """Forget the messages of the grant that ended first."""
+        evicted, sent = next(iter(self._sent.items()))
+        self.feed(evicted, K.EVICT)
+        del self._sent[evicted], self._remembered[bisect_left(self._remembered, evicted)]
+        self._count_bytes(sent, -1)
+        self._raise_low_water(GrantId(evicted + 1))
+
+    def forget(self) -> None:
+        """This decode is forgotten: its bytes are counted no more."""
+        self._kept.total -= self.kept_bytes
+        self.kept_bytes = 0
+
+    def _count_bytes(self, sent: tuple[Message, ...], sign: int) -> None:
+        for message in sent:
+            if type(message) is ChunkDone and message.handoff:
+                self.kept_bytes += sign * len(message.handoff)
+                self._kept.total += sign * len(message.handoff)
+
+    def _raise_low_water(self, grant: GrantId) -> None:
+        if grant > self.low_water:
+            self.low_water = self._settled.pop_through(grant)
 
     def last_messages(self, grant: GrantId) -> tuple[Message, ...]:
         return self._sent.get(grant, ())
@@ -249,22 +288,43 @@ class GrantTable(Generic[R]):
 
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
         """No grant below this one begins any more. Returns what was announced there and never offered."""
-        self.low_water, self._seen_below = max(self.low_water, grant), max(self._seen_below, grant)
-        withdrawn = self.announcements.pop_below(grant)
+        self._seen_below = max(self._seen_below, grant)
+        self._raise_low_water(grant)
+        return self._withdraw(GrantId(0), grant)
+
+    def _withdraw(self, start: GrantId, end: GrantId) -> list[tuple[GrantId, RoomId]]:
+        withdrawn = self.announcements.pop(start, end)
         for announced, _ in withdrawn:
             if self._phases.get(announced) is P.ANNOUNCED:
                 self.feed(announced, K.SETTLE)
         return withdrawn
 
-    def settle(self, below: GrantId) -> list[tuple[GrantId, RoomId]] | None:
-        """Decode needs nothing sent again below this grant, and begins none there. Returns what was announced there and
-        never offered; None, and nothing changes, when it claims grants that were never offered here."""
-        if below > self._seen_below:
+    def settle(self, below: GrantId, ranges: Iterable[Range] = ()) -> list[tuple[GrantId, RoomId]] | None:
+        """Decode needs nothing sent again below this grant, nor in these ranges, and begins none there.
+
+        Returns what was announced there and never offered; None, and nothing changes, when it claims grants that were
+        never offered here."""
+        ranges = tuple(ranges)
+        if below > self._seen_below or any(not start < end <= self._seen_below for start, end in ranges):
             return None
-        sent = self._sent
-        while sent and (first := next(iter(sent))) < below:
-            self.feed(first, K.SETTLE)
-            del sent[first]
-        for grant in [grant for grant in self._evicted_in_doubt if grant < below]:
+        self._settle(GrantId(0), below)
+        withdrawn = self.begin_from(below)
+        for start, end in ranges:
+            if end > self.low_water:
+                self._settled.add(max(start, self.low_water), end)
+            self._settle(start, end)
+            withdrawn += self._withdraw(start, end)
+        self.low_water = self._settled.pop_through(self.low_water)
+        while len(self._settled) > self._limit:  # a grant between two of them that has not come yet is refused then
+            self.low_water = self._settled.pop_first()
+        return withdrawn
+
+    def _settle(self, start: GrantId, end: GrantId) -> None:
+        """Forget what has ended there."""
+        first, last = bisect_left(self._remembered, start), bisect_left(self._remembered, end)
+        for grant in self._remembered[first:last]:
             self.feed(grant, K.SETTLE)
-        return self.begin_from(below)
+            self._count_bytes(self._sent.pop(grant), -1)
+        del self._remembered[first:last]
+        for grant in [grant for grant in self._evicted_in_doubt if start <= grant < end]:
+            self.feed(grant, K.SETTLE)

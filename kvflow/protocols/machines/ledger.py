@@ -7,9 +7,11 @@ from collections.abc import Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from kvflow.protocols.errors import Cause, QuarantineError
 from kvflow.protocols.machines.loan import TABLE, LoanCommand, LoanKind, LoanPhase
+from kvflow.protocols.machines.ranges import Range
 from kvflow.protocols.wire.messages import GrantId, RoomId
 
 S = TypeVar("S", bound=Hashable)
@@ -49,6 +51,7 @@ class Ledger(Generic[S]):
         """`quarantine_limit`: pages of rooms that have ended while loans have not; with more no room is opened."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
         self._acknowledged: dict[S, GrantId] = {}  # the highest grant that each source has said it knows of
+        self._told_from: dict[S, int] = {}  # where the next of many settled ranges begin
         self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
 
@@ -116,6 +119,23 @@ class Ledger(Generic[S]):
         loans = self._by_source.get(source)
         return min(confirmed, next(iter(loans))) if loans else confirmed
 
+    def settled_above(self, source: S, most: int) -> tuple[Range, ...]:
+        """The same for ranges above the first loan that has not ended: `most` of them, and the next time others."""
+        confirmed = self._acknowledged.get(source, 0) + 1
+        loans = self._by_source.get(source)
+        if not loans or next(iter(loans)) + 1 >= confirmed:
+            return ()
+        open_ = np.fromiter(loans, np.int64, len(loans))
+        starts, ends = open_ + 1, np.append(open_[1:], confirmed)
+        np.minimum(ends, confirmed, out=ends)
+        filled = starts < ends
+        starts, ends = starts[filled], ends[filled]
+        if len(starts) > most:
+            turn = np.arange(most) + np.searchsorted(starts, self._told_from.get(source, 0))
+            starts, ends = starts.take(turn, mode="wrap"), ends.take(turn, mode="wrap")
+            self._told_from[source] = int(ends[-1])
+        return tuple((GrantId(start), GrantId(end)) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
+
     def note_known(self, source: S, below: GrantId) -> None:
         """The source has confirmed that it knows of every grant below this one; see `Register.fresh_from`."""
         self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), GrantId(below - 1))
@@ -124,6 +144,7 @@ class Ledger(Generic[S]):
         """The link is gone for good, and owes nothing."""
         self._by_source.pop(source, None)
         self._acknowledged.pop(source, None)
+        self._told_from.pop(source, None)
 
     def feed(self, lease: Lease[S], source: S, kind: LoanKind) -> Change[S]:
         """One event for one loan that has not ended."""

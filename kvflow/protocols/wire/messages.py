@@ -11,7 +11,7 @@ Wire history
     3   Component.start and what follows it: a prefill may have a part of decode's pool. Registered.served: decode must
         check that all ranks together have all of it; one of before would not, so a prefill refuses it.
     4   Goodbye and GoodbyeAck: a node that closes ends what the other one holds for it. An older node counts both as
-        malformed, and would keep its loans for ever.
+        malformed, and would keep its loans for ever. Heartbeat.settled.
         Begun: a decode may hold its pages back until every rank has sent it; an older prefill never does.
 
 Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a default. What cannot
@@ -43,6 +43,7 @@ MAX_HANDOFF_BYTES = 1 << 20
 MAX_BELIEFS = 4096
 MAX_RANKS = 1024
 MAX_UNPROVEN = 1 << 17
+MAX_SETTLED_RANGES = 1024
 MAX_TEXT = 4096
 
 RoomId = NewType("RoomId", int)
@@ -211,11 +212,13 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=9):
     """Both ways. From decode: every grant of this pair below `settled_below` has ended there, and nothing of it need be
-    sent again."""
+    sent again. The same holds for the grants in `settled`, ranges above the first grant that has not ended: from a
+    grant to below another. Of many ranges some stand in one heartbeat, and the others in the next ones."""
 
     source: Life
     target: Life
     settled_below: GrantBound = GrantId(0)
+    settled: Annotated[tuple[tuple[GrantBound, GrantBound], ...], Meta(max_length=MAX_SETTLED_RANGES)] = ()
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):

@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.machines.ranges import GrantRanges
 from kvflow.testing.bare.run import simulate
 from kvflow.testing.sim import plants_residency
 from kvflow.testing.sim.plants import Plant, hunted
 from kvflow.testing.sim.plants import all_plants as of_nodes
+from kvflow.testing.sim.swap import swapped
 from kvflow.testing.walk.plants import PLANTS as OF_THE_WALK
 
 UNSEEN = {
@@ -28,6 +30,16 @@ UNSEEN = {
 } | {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
 """Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
 
+OWN = (
+    Plant(
+        "settled range begins again",
+        "a grant that decode has settled above an open one is not known to have ended",
+        lambda: swapped(GrantRanges, "add", lambda *_: None),
+        "I6",
+    ),
+)
+"""Too rare for whole nodes, and too large for a walk."""
+
 
 def all_plants() -> tuple[Plant, ...]:
     """Those of the walk are called so where another one has their name."""
@@ -35,7 +47,7 @@ def all_plants() -> tuple[Plant, ...]:
     for plant in OF_THE_WALK:
         name = f"{plant.name} (walk)" if plant.name in found or plant.name in UNSEEN else plant.name
         found[name] = Plant(name, plant.text, plant.install, plant.invariant)
-    return tuple(found.values())
+    return (*found.values(), *OWN)
 
 
 def planted(name: str) -> AbstractContextManager[object]:

@@ -236,6 +236,7 @@ def described(word: Word) -> str:
         parts += ["refused"] if word.refusal else []
     elif name == "Heartbeat":
         parts.append(f"settled below {word.settled_below}")
+        parts += [f"from {start} to below {end}" for start, end in word.settled]
     elif name == "Goodbye":
         parts += [f"nothing proven of grant {grant}" for grant in word.unproven]
     life = "" if life_of(word.source) == 1 else " of the second life"
