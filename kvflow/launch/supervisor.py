@@ -127,9 +127,10 @@ class Fleet:
     def _worker(self, role: str, index: int) -> Child:
         several = self._settings.prefill_workers if role == "prefill" else self._settings.decode_workers
         name = f"{role}-{index}" if several > 1 else role
-        arguments = [*self._arguments(role), "--port", "0"]
+        # A decode needs a registry's port, too: a switch may make it a prefill.
+        arguments = [*self._arguments(role), "--port", "0", "--disaggregation-bootstrap-port", "0"]
         if role == "prefill":
-            arguments += ["--disaggregation-bootstrap-port", "0", "--control-port", "0"]
+            arguments += ["--control-port", "0"]
         elif not self._settings.disaggregation_prefill_tp:
             arguments += ["--disaggregation-prefill-tp", str(self._settings.tp)]
         if self._settings.l3_dir:

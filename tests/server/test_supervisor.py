@@ -63,6 +63,13 @@ def test_a_setting_of_several_values_is_several_flags() -> None:
     assert fleet._arguments("router") == ["--allowed-origins", origins[0], "--allowed-origins", origins[1]]
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_no_two_workers_have_one_port_when_all_of_them_are_prefills(role: str) -> None:
+    """A decode that becomes a prefill by a switch has a registry, as its neighbour may have."""
+    arguments = Fleet(Settings(), {}, quiet=True)._worker(role, 0)._arguments
+    assert arguments[arguments.index("--disaggregation-bootstrap-port") + 1] == "0"
+
+
 @pytest.mark.parametrize(("told", "tp", "passed"), [(0, 1, "1"), (0, 4, "4"), (2, 4, None)])
 def test_a_decode_is_told_the_width_of_its_prefill(told: int, tp: int, passed: str | None) -> None:
     fleet = Fleet(Settings(disaggregation_prefill_tp=told, tp=tp), {}, quiet=True)
