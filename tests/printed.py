@@ -210,27 +210,35 @@ def _secrets() -> Step:
     return Step("examples/kubernetes", script, tuple(commands), 60)
 
 
-def _log(folder: Path) -> int:
-    """Take every step in a new clone, and print it. Returns how many failed."""
+def _log(folder: Path, wanted: list[str]) -> int:
+    """Take every step in a new clone, or those whose names have one of the `wanted` texts, and print it.
+
+    Returns how many failed.
+    """
     checkout = Checkout(folder / "kvflow", folder / "home", PATH)
     checkout.home.mkdir()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(checkout.folder)], check=True)
     failed = 0
-    for step in steps():
+    chosen = [step for step in steps() if not wanted or any(text in step.name for text in wanted)]
+    for step in chosen:
         began = time.monotonic()
         print(f"\n=== {step.name}, in a new shell\n{textwrap.indent(step.script, '$ ')}", flush=True)
         if step.taken_ports:
             print(f"--- not run: ports {step.taken_ports} are in use, and no network namespace can be made")
             continue
-        done = step.take(checkout)
-        failed += done.returncode != 0
-        print(done.stdout.rstrip(), *([done.stderr.rstrip()] if done.returncode else []), sep="\n")
-        print(f"--- status {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
+        try:
+            done = step.take(checkout)
+            status, out, told = str(done.returncode), done.stdout, done.stderr
+        except subprocess.TimeoutExpired as error:
+            status, out, told = "none in time", (error.stdout or b"").decode(), (error.stderr or b"").decode()
+        failed += status != "0"
+        print(out.rstrip(), *([told.rstrip()] if status != "0" else []), sep="\n")
+        print(f"--- status {status} after {time.monotonic() - began:.0f} s", flush=True)
     print("\n=== not run here", *(f"{command}: {why}" for command, why in NOT_RUN.items()), sep="\n")
-    print(f"\n{failed} of {len(steps())} steps failed")
+    print(f"\n{failed} of {len(chosen)} steps failed")
     return failed
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
-        sys.exit(min(1, _log(Path(made))))
+        sys.exit(min(1, _log(Path(made), sys.argv[1:])))

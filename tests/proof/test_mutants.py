@@ -16,7 +16,10 @@ import pytest
 
 from tests.proof.mutants import lists
 from tests.proof.mutants.__main__ import chosen, parser
+from tests.proof.mutants.changed import changed_lines, importing, touched
 from tests.proof.mutants.mutant import CannotBegin, Mutant
+from tests.proof.mutants.plan import Plan
+from tests.proof.mutants.scout import Survey
 from tests.proof.mutants.source import mutants_of
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +89,12 @@ def test_brightness():
 def test_dimming():
     assert lamp.dimmed(2) == 0
 """
-SCOPE = {"files": ["toy"], "skip": [], "judges": ["judges/test_lamp.py"], "deselect": [], "texts": "tell"}
+SCOPE = """texts = "tell"
+
+[lamps]
+files = ["toy"]
+judges = ["judges/test_lamp.py"]
+"""
 
 
 def found(tmp_path: Path, source: str, texts: str = "") -> list[Mutant]:
@@ -205,17 +213,19 @@ def test_equivalent_mutants_need_a_reason(tmp_path: Path) -> None:
 
 
 def test_the_lists_of_this_tree_fit_it() -> None:
-    scope = lists.read_scope()
-    files = lists.files_of(ROOT, scope, [])
-    assert files and all(
-        (ROOT / path.partition("::")[0]).exists() for path in (*scope.judges, *scope.deselect, *scope.skip)
-    )
-    assert all(mutant.file in files for mutant in lists.read_named(ROOT))
+    scopes = lists.read_scopes()
+    areas = ["protocols", "memory", "transports", "engine", "cache", "server", "connectors"]
+    assert [scope.name for scope in scopes] == areas
+    for scope in scopes:
+        assert lists.files_of(ROOT, scope, [])
+        assert all((ROOT / path.partition("::")[0]).exists() for path in (*scope.judges, *scope.deselect, *scope.skip))
+    texts = {file: scope.texts for scope in scopes for file in lists.files_of(ROOT, scope, [])}
+    assert all(mutant.file in texts for mutant in lists.read_named(ROOT))
     keys = {key for key in lists.read_equivalent() if ":: TABLE ::" not in key}
     named = {key.partition(" :: ")[0] for key in keys}
-    assert keys <= {mutant.key for file in named for mutant in mutants_of(ROOT, file, scope.texts)}
+    assert keys <= {mutant.key for file in named for mutant in mutants_of(ROOT, file, texts[file])}
     with pytest.raises(CannotBegin, match="no such file"):
-        lists.files_of(ROOT, scope, ["kvflow/no_such_file.py"])
+        lists.check_named(ROOT, scopes, ["kvflow/no_such_file.py"])
 
 
 class Toy:
@@ -225,7 +235,7 @@ class Toy:
         self._root = root
         self.write("toy/lamp.py", LAMP)
         self.write("judges/test_lamp.py", JUDGES)
-        self.write("mutants.toml", "\n".join(f"{name} = {json.dumps(value)}" for name, value in SCOPE.items()))
+        self.write("mutants.toml", SCOPE)
         self.write("named.toml", "")
         self.write("equivalent.toml", "")
 
@@ -311,6 +321,46 @@ def test_a_sample_is_drawn_by_its_seed(tmp_path: Path) -> None:
     assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 3
     only = chosen(mutants, parser().parse_args(["--only", "is_bright", ">="]))
     assert [mutant.operator for mutant in only] == ["> -> >="]
+
+
+def test_changed_lines_and_who_imports_them(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    for name, text in (
+        ("kvflow/one.py", "def f(a):\n    return a > 1\n\n\ndef g(a):\n    return a > 2\n"),
+        ("kvflow/two.py", "x = 1\n"),
+        ("tests/test_one.py", "from kvflow.one import f\n"),
+        ("tests/test_both.py", "from kvflow import one\nimport kvflow.two\n"),
+        ("tests/test_other.py", "import kvflow.ones\n"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    with pytest.raises(CannotBegin, match="HEAD~1"):
+        changed_lines(tmp_path, "")
+    (tmp_path / "kvflow/one.py").write_text("def f(a):\n    return a > 1\n\n\ndef g(a):\n    return a > 3\n")
+    (tmp_path / "kvflow/two.py").write_text("")
+    git("commit", "--quiet", "--all", "--message", "two")
+    lines = changed_lines(tmp_path, "")
+    assert lines == changed_lines(tmp_path, "HEAD~1") == {"kvflow/one.py": {6}}
+    mutants = mutants_of(tmp_path, "kvflow/one.py")
+    assert {mutant.scope for mutant in touched(mutants, lines)} == {"g"}
+    assert set(importing(tmp_path, ("tests",), list(lines))) == {"tests/test_one.py", "tests/test_both.py"}
+    assert importing(tmp_path, ("tests",), ["kvflow/one.py", "kvflow/two.py"])[0] == "tests/test_both.py"
+
+
+def test_a_mutant_is_brought_before_the_cheapest_judges_that_fit(tmp_path: Path) -> None:
+    (tmp_path / "judges.py").write_text("")
+    (mutant, *_) = found(tmp_path, "def f(a):\n    return a > 1\n")
+    seconds = {f"judges.py::{name}": cost for name, cost in (("dear", 30.0), ("cheap", 1.0), ("middling", 5.0))}
+    survey = Survey(("one.py",), seconds, [], {}, {"one.py": {2: set(seconds)}}, {}, [])
+    for most_s, names in ((3.0, ["cheap"]), (10.0, ["cheap", "middling"]), (0.5, ["cheap"])):
+        asked = Plan(tmp_path, survey, 5.0, most_s).judges_of(mutant)
+        assert asked == [f"judges.py::{name}" for name in names]
 
 
 def runs(stat: Path) -> bool:

@@ -32,11 +32,14 @@ class Judges:
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
         self._reports: list[pytest.TestReport] = []
+        self.on_set_up: Callable[[], None] = lambda: None
         self.items = {item.nodeid: item for item in session.items}
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports.append(report)
+        if report.when == "setup":
+            self.on_set_up()
 
     def passes(self, name: str, following: str = "") -> bool:
         """Run one test. `following` is the one that is run next, which may share its fixtures."""
@@ -92,7 +95,8 @@ def import_what_lasts() -> None:
 
     Without threads: what a fork copies of them is their locks.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     for name in (
         "_pytest.assertion.rewrite",
         "hypothesis.stateful",

@@ -13,36 +13,49 @@ HERE = Path(__file__).parent
 
 
 class Scope(NamedTuple):
-    """`mutants.toml`: files and folders to mutate, what judges them, and calls that only write texts."""
+    """An area of `mutants.toml`: files and folders to mutate, what judges them, and calls that only write texts."""
 
+    name: str
     files: tuple[str, ...]
     skip: tuple[str, ...]
     judges: tuple[str, ...]
     deselect: tuple[str, ...]
     texts: str
+    most_s: float  # judges of one mutant, together: the cheapest ones that fit
 
 
-def read_scope(path: Path = HERE / "mutants.toml") -> Scope:
+def read_scopes(path: Path = HERE / "mutants.toml") -> list[Scope]:
     given = tomllib.loads(path.read_text(encoding="utf-8"))
-    files, skip, judges, deselect = (tuple(given[name]) for name in ("files", "skip", "judges", "deselect"))
-    return Scope(files, skip, judges, deselect, given["texts"])
+    texts = given.pop("texts")
+    return [
+        Scope(
+            name, tuple(area["files"]), tuple(area.get("skip", ())), tuple(area["judges"]),
+            tuple(area.get("deselect", ())), texts, float(area.get("most_s", "inf")),
+        )
+        for name, area in given.items()
+    ]  # fmt: skip
 
 
 def files_of(root: Path, scope: Scope, only: list[str]) -> list[str]:
-    """Every file to mutate; `only` narrows them down. Raises: CannotBegin for a path that names none of them."""
+    """Every file to mutate; `only` narrows them down."""
     found = []
     for given in scope.files:
         path = root / given
         found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     files = [str(path.relative_to(root)) for path in found if path.read_bytes().strip()]
     files = [file for file in dict.fromkeys(files) if file not in scope.skip]
+    return [file for file in files if not only or any(is_within(file, given) for given in only)]
+
+
+def check_named(root: Path, scopes: list[Scope], only: list[str]) -> None:
+    """Raises: CannotBegin for a path that names no file of any area."""
+    files = [file for scope in scopes for file in files_of(root, scope, [])]
     for given in only:
-        if not any(_is_within(file, given) for file in files):
+        if not any(is_within(file, given) for file in files):
             raise CannotBegin(f"--files {given}: mutants.toml names no such file or folder")
-    return [file for file in files if not only or any(_is_within(file, given) for given in only)]
 
 
-def _is_within(file: str, given: str) -> bool:
+def is_within(file: str, given: str) -> bool:
     given = given.rstrip("/")
     return file == given or file.startswith(given + "/")
 

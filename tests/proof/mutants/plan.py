@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,8 +16,9 @@ PATIENCE_TIMES = 10.0
 
 
 class Plan:
-    def __init__(self, root: Path, survey: Survey, patience_s: float) -> None:
-        self._survey, self._patience_s = survey, patience_s
+    def __init__(self, root: Path, survey: Survey, patience_s: float, most_s: float = float("inf")) -> None:
+        """`most_s`: what the judges of one mutant take together, at most, but for the first of them."""
+        self._survey, self._patience_s, self._most_s = survey, patience_s, most_s
         self._lines = {file: (root / file).read_text(encoding="utf-8").splitlines() for file in survey.files}
         self._killers: dict[tuple[str, str], list[str]] = defaultdict(list)
         paths = {judge.partition("::")[0] for judge in survey.seconds}
@@ -43,7 +45,11 @@ class Plan:
         found, cost = self._reaching(mutant), self._survey.seconds
         killers = self._killers[mutant.file, mutant.scope]
         rank = {judge: -n for n, judge in enumerate(killers, 1)}
-        return sorted(found, key=lambda judge: (rank.get(judge, 0), cost[judge], judge))
+        asked = sorted(found, key=lambda judge: (rank.get(judge, 0), cost[judge], judge))
+        spent = itertools.accumulate(cost[judge] for judge in asked)
+        return [
+            judge for n, (judge, all_s) in enumerate(zip(asked, spent, strict=True)) if not n or all_s < self._most_s
+        ]
 
     def note_killer(self, mutant: Mutant, judge: str) -> None:
         killers = self._killers[mutant.file, mutant.scope]

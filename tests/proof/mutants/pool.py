@@ -76,14 +76,16 @@ def judged(
     work: Callable[[Mutant, Say], None],
     patience_s: Callable[[str], float],
     workers: int,
+    until_s: float = float("inf"),
 ) -> Iterator[tuple[Mutant, Verdict]]:
-    """Fork a process for every mutant and `work` in it; what came of each, as they end.
+    """Fork a process for every mutant and `work` in it; what came of each, as they end. At `until_s` those that run are
+    ended without a verdict, and no other begins.
 
     `patience_s` is how long one judge may take. A child that falls silent has been killed by that judge.
     """
     running: dict[int, _Child] = {}
     try:
-        while True:
+        while monotonic() < until_s:
             while len(running) < workers and (mutant := next(waiting, None)) is not None:
                 child = _fork(mutant, work, list(running))
                 running[child.pipe] = child

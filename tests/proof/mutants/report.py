@@ -18,6 +18,8 @@ class Report:
         self._equivalent = {key for key in equivalent if key in keys}
         self._stale = [key for key in equivalent if key not in keys and key.partition(" :: ")[0] in files]
         self.verdicts: list[tuple[Mutant, Verdict]] = []
+        self.wanted = 0
+        self.no_judges: list[str] = []  # they fail without any mutant
         self.seconds = 0.0
 
     def to_judge(self, recheck: bool) -> list[Mutant]:
@@ -39,7 +41,16 @@ class Report:
 
     @property
     def is_clean(self) -> bool:
-        return not (self.survivors or self.wrongly_equivalent or self._stale)
+        return not (self.survivors or self.wrongly_equivalent or self._stale or self.no_judges)
+
+    def add(self, other: Report) -> None:
+        """That of another area."""
+        self._mutants = [*self._mutants, *other._mutants]
+        self._equivalent |= other._equivalent
+        self._stale += other._stale
+        self.verdicts += other.verdicts
+        self.wanted += other.wanted
+        self.no_judges += other.no_judges
 
     def figures(self) -> dict[str, Any]:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -47,6 +58,7 @@ class Report:
         return {
             "total": len(self._mutants),
             "judged": len(self.verdicts),
+            "not_judged": self.wanted - len(self.verdicts),
             "killed": len(killed),
             "by_time_limit": sum(verdict.is_hung for verdict in killed),
             "equivalent": len(self._equivalent),
@@ -70,6 +82,7 @@ class Report:
         else:
             lines += [f"SURVIVED{_unreached(v)}  {m.key}{_after(m)}" for m, v in self.survivors]
         lines += [f"NOT EQUIVALENT  {m.key}\n    killed by {v.by}" for m, v in self.wrongly_equivalent]
+        lines += [f"NO JUDGE, for it fails without any mutant  {name}" for name in self.no_judges]
         lines += [f"STALE in equivalent.toml  {key}" for key in self._stale]
         lines.append("  ".join(f"{name} {value}" for name, value in self.figures().items()))
         return "\n".join(lines)

@@ -20,8 +20,9 @@ SAY_EVERY_S = 20.0
 
 
 class Run:
-    def __init__(self, suite: Suite, plan: Plan, workers: int) -> None:
-        self._suite, self._plan, self._workers = suite, plan, workers
+    def __init__(self, suite: Suite, plan: Plan, workers: int, until_s: float = float("inf")) -> None:
+        """`until_s`: what has no verdict by then gets none."""
+        self._suite, self._plan, self._workers, self._until_s = suite, plan, workers, until_s
 
     def judge(self, mutants: list[Mutant]) -> Verdicts:
         """The verdict on each."""
@@ -57,7 +58,8 @@ class Run:
 
             found.extend(self._judge_all(mutants, one, "changed in place"))
 
-        self._suite.collected(work)
+        if not self._suite.collected(work):
+            raise RuntimeError("the judges ended before all mutants were judged")
         return found
 
     def _work_cold(self, mutant: Mutant, say: Say) -> None:
@@ -85,7 +87,7 @@ class Run:
     def _judge_all(self, mutants: list[Mutant], work: Callable[[Mutant, Say], None], how: str) -> Verdicts:
         found: Verdicts = []
         began = said = monotonic()
-        for mutant, verdict in judged(iter(mutants), work, self._plan.patience_s, self._workers):
+        for mutant, verdict in judged(iter(mutants), work, self._plan.patience_s, self._workers, self._until_s):
             found.append((mutant, verdict))
             if verdict.outcome == "killed" and not verdict.is_hung:  # a judge that hangs is a dear one to begin with
                 self._plan.note_killer(mutant, verdict.by)
