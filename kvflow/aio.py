@@ -12,7 +12,17 @@ from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+ENDS_PROCESS = (KeyboardInterrupt, SystemExit)
 TURN_S = 0.001  # of the event loop that long work takes at a time
+
+
+def must_pass(error: BaseException) -> bool:
+    """Whether a task may not survive `error`, raised by what it awaits: the process ends, or somebody has cancelled the
+    task. A CancelledError that nobody has asked for is what it awaits, cancelled, and an error as any other."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, (*ENDS_PROCESS, GeneratorExit))
 
 
 async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) -> T:

@@ -12,7 +12,7 @@ from kvflow.handlers.shell import Shell, fenced
 from kvflow.protocols import commands as c
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.decode import DecodeEndpoint
-from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.ports import ControlSocket, DataPlane
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,10 @@ class Connections:
         key, shell = command.peer, self._shell
         try:
             socket = self._connect(key.control, self._endpoint.core.identity.incarnation)
-        except KvflowError as error:
+            if not callable(getattr(socket, "receive", None)):
+                raise MisuseError(f"connect() returned {socket!r}, which is no control socket")
+        except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
+            error = shell.explained(problem, f"connecting to {key.control}")
             self._endpoint.locked_out(key, str(error), shell.now())
             return
         reader = shell.spawn(self._read(key, socket), f"kvflow-link-{key.control}")
@@ -60,21 +63,27 @@ class Connections:
     async def _read(self, key: PeerKey, socket: ControlSocket) -> None:
         """Consume one link's messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
         endpoint, shell = self._endpoint, self._shell
-        while (connection := self._open.get(key)) is not None and connection.socket is socket:
-            for _, frame in await socket.receive():
+        async for burst in shell.bursts(socket):
+            for _, frame in burst:
                 try:
                     endpoint.receive(key, frame, shell.now())
                 except Exception:
                     shell.counts.handler_errors += 1
                     log.exception("a message of prefill %016x failed", key.incarnation)
             shell.run()
+            if (connection := self._open.get(key)) is None or connection.socket is not socket:
+                break
 
     def poll(self, now: float) -> None:
         """Ask every socket, now and then, why it is not let in: in every phase, or what it has to tell piles up."""
         if now - self._polled_at_s >= POLL_S:
             self._polled_at_s = now
             for key, connection in list(self._open.items()):
-                if reason := connection.socket.lockout_reason:
+                try:
+                    reason = connection.socket.lockout_reason
+                except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
+                    reason = str(self._shell.explained(problem, f"asking the socket to {key.control}"))
+                if reason:
                     self._endpoint.locked_out(key, reason, now)
 
     # --- the writers behind them

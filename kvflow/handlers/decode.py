@@ -6,6 +6,9 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from kvflow.handlers.connections import Connect, Connections
 from kvflow.handlers.earlier import EarlierShell, check_unseen, log_declared
@@ -15,6 +18,7 @@ from kvflow.handlers.rooms import DecodeRoom
 from kvflow.handlers.shell import Shell
 from kvflow.handlers.verify import ChunkVerifier
 from kvflow.protocols import commands as c
+from kvflow.protocols.arguments import page_indices
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
@@ -26,8 +30,6 @@ from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
-
-_OPENING = "kvflow-room-"
 
 
 class Quarantined:
@@ -68,6 +70,7 @@ class DecodeShell(Shell):
         self.lent = pages if arrivals is None else arrivals.lent  # who owns what peers write into
         self.quarantine, self._lent_quarantine = stores[0][0], stores[-1][0]
         self._waiting: dict[GrantId, DecodeRoom] = {}  # for pages of staging, in order
+        self._opening: set[DecodeRoom] = set()  # the ranks of their prefill are being asked for
         self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
         self.connections = Connections(self, endpoint, plane, connect)
         self.runners = {
@@ -113,14 +116,10 @@ class DecodeShell(Shell):
             room.grant = endpoint.open_room(
                 room.room, ranks, prompt, now=now, deadline_at_s=deadline_at_s, announce=announce
             )
-        except CapacityError as error:
-            self._refused(room, error)
-        except MisuseError as error:
-            self._refused(room, error)
-            if room.opening is None:
-                raise
         except KvflowError as error:
             self._refused(room, error)
+            if isinstance(error, MisuseError) and not isinstance(error, CapacityError):
+                raise
         else:
             room.record = endpoint.rooms[room.grant]
             room.owner = ("grant", room.grant)
@@ -141,7 +140,9 @@ class DecodeShell(Shell):
     ) -> None:
         """Open a room at the ranks that `resolve` finds; every refusal is the room's."""
         work = self._resolve_and_open(room, resolve, prompt, deadline_at_s)
-        room.opening = self.spawn(work, f"{_OPENING}{room.room}", of_caller=True)
+        ended = functools.partial(self._opening_ended, room)
+        self._opening.add(room)
+        room.opening = self.spawn(work, f"kvflow-room-{room.room}", of_caller=True, ended=ended)
 
     async def _resolve_and_open(
         self,
@@ -150,24 +151,28 @@ class DecodeShell(Shell):
         prompt: Prompt,
         deadline_at_s: float,
     ) -> None:
+        left_s = deadline_at_s - self.now()
+        patience = asyncio.timeout(None if left_s == float("inf") else left_s)
         try:
-            left_s = deadline_at_s - self.now()
-            async with asyncio.timeout(None if left_s == float("inf") else left_s):
+            async with patience:
                 ranks = await resolve()
-        except asyncio.CancelledError:
-            self._refused(room, room_error(Cause(Code.SHUTDOWN, "decode is shutting down")))
-            raise
         except TimeoutError:
+            if not patience.expired():
+                raise
             text = f"room {room.room}: its deadline passed while the ranks of its prefill were asked for"
-            self._refused(room, room_error(Cause(Code.DEADLINE, text)))
-        except KvflowError as error:
-            self._refused(room, error)
+            raise room_error(Cause(Code.DEADLINE, text)) from None
+        if room.refused is not None:  # closed meanwhile: the prefill legs are told
+            self.refuse(room.room, ranks, room.refused)
         else:
-            room.opening = None
-            if room.refused is not None:  # closed meanwhile: the prefill legs are told
-                self.refuse(room.room, ranks, room.refused)
-            else:
-                self.open(room, ranks, prompt, deadline_at_s, announce=True)
+            self.open(room, ranks, prompt, deadline_at_s, announce=True)
+
+    def _opening_ended(self, room: DecodeRoom, error: BaseException | None) -> None:
+        """The room is open, or it ends here: with the task, whatever has ended that."""
+        room.opening = None
+        self._opening.discard(room)
+        if room.record is None and room.refused is None:
+            error = error or RuntimeError("it ended without a word")
+            self._refused(room, self.explained(error, f"room {room.room}: asking for the ranks of its prefill"))
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
         """It ended before the endpoint knew of it, and has no pages."""
@@ -220,9 +225,11 @@ class DecodeShell(Shell):
         """No new room from here on, and every room is aborted; `close` waits for what follows."""
         self.leaving = True
         self.endpoint.leave(self.now())
-        for task in self._tasks:
-            if task.get_name().startswith(_OPENING):
-                task.cancel()
+        for room in list(self._opening):
+            if room.opening is not None:
+                room.opening.cancel()
+            if room.refused is None:
+                self._refused(room, room_error(Cause(Code.SHUTDOWN, "decode is shutting down")))
         self.run()
 
     async def close(self) -> list[UnprovenLoan]:
@@ -265,13 +272,12 @@ class DecodeShell(Shell):
         """The node has closed: what was lent is the quarantine's now, and what was not goes back."""
         if self.arrivals is not None:  # what may still be written is not what the room's user has
             self.lent.give_back(room.lent, room.owner)
-            if room.own_pages is None:
-                self.pages.give_back(room.pages, room.owner)
+            self._give_back(room)
             room.pages_freed()
-        elif room.own_pages is not None:
-            self.pages.unhold(room.own_pages)
+        elif (own := room.own_pages) is not None:
+            self.guard(lambda: self.pages.unhold(own), f"letting pages of {room!r} go")
         else:
-            self.pages.give_back(room.pages, room.owner)
+            self._give_back(room)
 
     # --- commands
 
@@ -300,13 +306,17 @@ class DecodeShell(Shell):
                 return
             if room.own_pages is None:
                 take = self.pages.take_room if has_rows else self.pages.take
-                room.pages = take(wanted, room.owner)
+                taken: Any = take(wanted, room.owner)
+                if not isinstance(taken, np.ndarray) or taken.dtype != np.int32:  # of a store of the user's own
+                    taken = page_indices(taken, self.layout.num_places, f"room {room.room}: what {self.pages!r} gave")
+                room.pages = taken
             if self.quarantine.leases:  # a store of somebody's own may know nothing of it
                 self.quarantine.check(room.pages)
             if self.arrivals is None:
                 room.lent = room.pages
             self.endpoint.lend(room.grant, room.lent, self.now())
-        except KvflowError as error:
+        except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
+            error = self.explained(problem, f"room {room.room}: taking its pages")
             room.tell_failed(error)
             self.endpoint.close_room(room.grant, error.cause(), self.now())
         else:
@@ -387,10 +397,10 @@ class DecodeShell(Shell):
 
     def _quarantine(self, command: c.QuarantinePages) -> None:
         room, owner = self.rooms[command.grant], Quarantined(command.grant)
+        if room.own_pages is None:
+            self.pages.move(room.pages, room.owner, owner)  # first: a store that refuses leaves all as it was
         if self.arrivals is not None:
             self.lent.move(room.lent, room.owner, owner)
-        if room.own_pages is None:
-            self.pages.move(room.pages, room.owner, owner)
         if room.own_pages is None or self.arrivals is not None:
             room.owner = owner
 
@@ -401,11 +411,15 @@ class DecodeShell(Shell):
             return
         if self.arrivals is not None:
             self._return_lent(room)
-        if room.own_pages is None and len(room.pages):
-            self.pages.give_back(room.pages, room.owner)
+        self._give_back(room)
         room.pages_freed()
         if room.over:
             del self.rooms[room.grant]
+
+    def _give_back(self, room: DecodeRoom) -> None:
+        """The pages it has taken; a store that refuses them keeps no room from its end."""
+        if room.own_pages is None and len(room.pages):
+            self.guard(lambda: self.pages.give_back(room.pages, room.owner), f"giving back pages of {room!r}")
 
     def _return_lent(self, room: DecodeRoom) -> None:
         """Nothing of a peer's can reach its pages of staging any more; a copy may still read them."""

@@ -7,13 +7,15 @@ to the group as it happens; what the group decides is carried out on the room.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
 
 from kvflow.handlers.rooms import Answer, PrefillRoom
 from kvflow.handlers.shell import Shell, seen_ended
 from kvflow.protocols import group_leader, group_member
-from kvflow.protocols.errors import Cause, Code, KvflowError, RoomInUseError, room_error
+from kvflow.protocols.arguments import check_cause
+from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, room_error
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.ports import ControlSocket, ProcessIdentity
@@ -52,7 +54,7 @@ class GroupRequest:
 
     def close(self, cause: Cause | None = None) -> None:
         """End it on every rank; no effect once it is decided."""
-        self._shell.close_request(self, cause or Cause(Code.CLIENT_GONE))
+        self._shell.close_request(self, check_cause(cause))
 
 
 class LeaderShell(Shell):
@@ -99,7 +101,7 @@ class LeaderShell(Shell):
 
         It is to a group what `PrefillNode.refuse` is to one rank. Raises: MisuseError for what is no room id.
         """
-        self.leader.refuse(room, cause)
+        self.leader.refuse(room, check_cause(cause))
         self.run()
 
     def close_request(self, request: GroupRequest, cause: Cause) -> None:
@@ -118,10 +120,15 @@ class LeaderShell(Shell):
         await asyncio.sleep(0)  # what has been decided is sent as this turn of the loop ends
         await self.stop()
 
+    async def stop(self) -> None:
+        await super().stop()
+        for request in self.requests.values():  # nothing more will be heard of them
+            request.when_decided.give(None, room_error(_LEAVING))
+
     async def _read(self) -> None:
         """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
-        while True:
-            for peer_id, frame in await self.socket.receive():
+        async for burst in self.bursts(self.socket):
+            for peer_id, frame in burst:
                 try:
                     self.leader.receive(peer_id, frame, self.now())
                 except Exception:
@@ -212,10 +219,16 @@ class MemberShell(Shell):
         self.leaving = True
         await self.wait_while(lambda: bool(self.member.tickets), patience_s)
 
+    async def stop(self) -> None:
+        await super().stop()
+        gone = Cause(Code.SHUTDOWN, f"rank {self.member.rank} of the group is shutting down")
+        for request in self.requests.values():  # nothing more will be heard of them
+            request.when_settled.give(None, room_error(gone))
+
     async def _read(self) -> None:
         """As the leader's."""
-        while True:
-            for _, frame in await self.socket.receive():
+        async for burst in self.bursts(self.socket):
+            for _, frame in burst:
                 try:
                     self.member.receive(frame, self.now())
                 except Exception:
@@ -235,24 +248,33 @@ class MemberShell(Shell):
             log.info("rank %d is in its group", self.member.rank)
 
     async def _follow(self, request: RankRequest) -> None:
-        """Tell the group what becomes of this rank's room."""
-        member, key, room = self.member, request.key, request.room
-        try:
-            if self._ready is not None:
-                await self._ready(room, request.request)
-            await room.matched()
-            member.matched(key)
-            self.run()
-            await room.done()
-        except KvflowError as error:
-            member.failed(key, error.cause())
-            self.run()
-            await room.released()
-            member.released(key)
-        else:
-            await room.released()
-            member.landed(key)
+        """Tell the group that this rank is ready, and wait for the end of its room."""
+        room = request.room
+        if self._ready is not None:
+            await self._ready(room, request.request)
+        await room.matched()
+        self.member.matched(request.key)
         self.run()
+        await room.done()
+
+    def _followed(self, request: RankRequest, error: BaseException | None) -> None:
+        """Tell the group what has become of this rank's room. What the engine's `ready` raises ends the room as well:
+        its writes, if any, are drained before the group hears that it is released."""
+        if self.stopped:
+            return  # the leader sees the end of this membership, and `stop` tells who waits here
+        member, key, room = self.member, request.key, request.room
+        if error is not None:
+            cause = self.explained(error, f"room {room.room} at rank {member.rank}").cause()
+            member.failed(key, cause)
+            room.close(cause)
+
+        async def wait_released() -> None:
+            await room.released()
+
+        def released(_: BaseException | None) -> None:
+            (member.landed if error is None else member.released)(key)
+
+        self.spawn(wait_released(), f"kvflow-group-release-{room.room}", ended=released)
 
     async def _until_dead(self, process: ProcessIdentity) -> None:
         if await seen_ended(lambda: self._wait_dead(process), "the leader", self.timing, self.counts):
@@ -268,19 +290,19 @@ class MemberShell(Shell):
     def _open(self, command: group_member.OpenRoom) -> None:
         try:
             room = self._open_room(command.key, command.room, command.request)
-        except Exception as error:
-            if not isinstance(error, KvflowError):
-                self.counts.handler_errors += 1
-                log.exception("room %d could not be opened", command.room)
-                error = room_error(Cause(Code.ENGINE_ERROR, f"opening the room failed: {type(error).__name__}"))
+            if not isinstance(room, PrefillRoom):
+                raise MisuseError(f"open_room() returned {room!r}, which is no PrefillRoom")
+        except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
+            cause = self.explained(problem, f"opening room {command.room}").cause()
             # A room in use: decode's half is that of another room, or the node has refused it already.
-            if not isinstance(error, RoomInUseError):
-                self._refuse_room(command.room, error.cause())
-            self.member.failed(command.key, error.cause())
+            if not isinstance(problem, RoomInUseError):
+                self.guard(lambda: self._refuse_room(command.room, cause), f"refusing room {command.room}")
+            self.member.failed(command.key, cause)
             self.member.released(command.key)
             return
         request = self.requests[command.key] = RankRequest(command.key, room, command.request)
-        self.spawn(self._follow(request), f"kvflow-group-room-{command.room}")
+        ended = functools.partial(self._followed, request)
+        self.spawn(self._follow(request), f"kvflow-group-room-{command.room}", ended=ended)
 
     def _start(self, command: group_member.StartRoom) -> None:
         self._started.put_nowait(self.requests[command.key])

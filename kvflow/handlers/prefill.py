@@ -9,14 +9,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvflow.aio import ENDS_PROCESS
 from kvflow.handlers.earlier import EarlierShell, log_declared
-from kvflow.handlers.room_log import about, follow
+from kvflow.handlers.room_log import follow
 from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
-from kvflow.handlers.verify import ChecksummedWrite
+from kvflow.handlers.verify import ChecksummedWrite, begun, write_report
 from kvflow.protocols import commands as c
-from kvflow.protocols.errors import CapacityError, Cause, KvflowError, room_error
+from kvflow.protocols.errors import CapacityError, Cause, TransferError, room_error
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import (
     Checksums,
@@ -165,9 +166,8 @@ class PrefillShell(Shell):
     async def _read(self) -> None:
         """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
         endpoint = self.endpoint
-        while True:
-            burst = await self.socket.receive()
-            endpoint.note_stall(self.plane.stalled_s)
+        async for burst in self.bursts(self.socket):
+            self._note_stall()
             for peer_id, frame in burst:
                 try:
                     endpoint.receive(peer_id, frame, self.now(), self.socket.sender_address)
@@ -176,24 +176,33 @@ class PrefillShell(Shell):
                     log.exception("a message of a decode failed")
             self.run()
 
-    async def _connect(self, command: c.OpenRoute) -> None:
-        """Open the way into a decode's pool. The decode must be told something, whatever goes wrong."""
-        peer, refusal, refuse = command.peer, "", self.endpoint.route_refused
+    def _note_stall(self) -> None:
         try:
-            self.routes[peer] = await self.plane.connect(command.address, command.layout)
-        except KvflowError as error:
-            refusal = str(error) or type(error).__name__
-            if _is_short(error):
-                refuse = self.endpoint.route_short
-        except Exception as error:
+            stalled_s = float(self.plane.stalled_s)
+        except ENDS_PROCESS:
+            raise
+        except BaseException:
             self.counts.handler_errors += 1
-            log.exception("cannot open the way to decode %016x", peer)
-            refusal = f"internal error: {type(error).__name__}"
-        if refusal:
-            refuse(peer, refusal, self.now())
-        elif not self.endpoint.route_opened(peer, self.now()):
-            self.routes.pop(peer).close()
-        self.run()
+            log.exception("the data plane did not say for how long it stands still")
+        else:
+            self.endpoint.note_stall(stalled_s)
+
+    async def _connect(self, command: c.OpenRoute) -> None:
+        """Open the way into a decode's pool."""
+        route = await self.plane.connect(command.address, command.layout)
+        if not callable(getattr(route, "write", None)):
+            raise TransferError(f"connect() of {self.plane!r} returned {route!r}, which is no route")
+        self.routes[command.peer] = route
+
+    def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
+        """The decode is told something, whatever has ended the attempt."""
+        if error is None:
+            if not self.endpoint.route_opened(peer, self.now()):
+                self.routes.pop(peer).close()
+        elif not self.stopped:
+            why = self.explained(error, f"opening the way to decode {peer:016x}")
+            refuse = self.endpoint.route_short if _is_short(error) else self.endpoint.route_refused
+            refuse(peer, str(why) or type(why).__name__, self.now())
 
     async def _watch(self, command: c.WatchProcess) -> None:
         if await fenced(self.plane, command.address, self.timing, self.counts):
@@ -201,7 +210,7 @@ class PrefillShell(Shell):
             self.run()
 
     def tick(self, now: float) -> None:
-        self.endpoint.note_stall(self.plane.stalled_s)
+        self._note_stall()
         super().tick(now)
 
     # --- the end
@@ -245,7 +254,7 @@ class PrefillShell(Shell):
         await self.stop()
         self.earlier.leave()
         for route in self.routes.values():
-            route.close()
+            self.guard(route.close, f"closing {route!r}")
         self.routes.clear()
 
     # --- commands
@@ -255,7 +264,8 @@ class PrefillShell(Shell):
             self.counts.undelivered += 1
 
     def _open_route(self, command: c.OpenRoute) -> None:
-        self.spawn(self._connect(command), f"kvflow-route-{command.peer:016x}")
+        ended = functools.partial(self._connected, command.peer)
+        self.spawn(self._connect(command), f"kvflow-route-{command.peer:016x}", ended=ended)
 
     def _close_route(self, command: c.CloseRoute) -> None:
         if (task := self._watches.pop(command.peer, None)) is not None and task is not asyncio.current_task():
@@ -281,20 +291,23 @@ class PrefillShell(Shell):
             return _EndedWrite(WriteOutcome.LANDED)
         try:
             write: Write = self.routes[command.peer].write(command.source_pages, command.target_pages)
-        except Exception as error:
-            if not isinstance(error, KvflowError):
-                self.counts.handler_errors += 1
-                log.exception("a write of room %d could not be started", room.room, extra=about(room))
-            return _EndedWrite(WriteOutcome.CANCELLED, str(error))
-        return write if self.checksums is None else ChecksummedWrite(write, self.checksums.begin(command.source_pages))
+        except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
+            return _EndedWrite(WriteOutcome.CANCELLED, str(self.explained(problem, f"room {room.room}: its write")))
+        if not asyncio.isfuture(getattr(write, "done", None)):  # whatever it is, something may be on its way
+            route = self.routes[command.peer]
+            return _EndedWrite(WriteOutcome.UNPROVEN, f"write() of {route!r} returned {write!r}, which is no write")
+        if self.checksums is None:
+            return write
+        return ChecksummedWrite(write, begun(self.checksums.begin, command.source_pages))
 
     def _write_ended(self, number: int, done: asyncio.Future[WriteOutcome]) -> None:
         write, source_pages, room = self._writes.pop(number)
         del room.writes[number]
-        room.landed_before += write.landed_bytes
+        outcome, error, landed_bytes = write_report(write)
+        room.landed_before += landed_bytes
         checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
-        self.endpoint.write_ended(number, done.result(), self.now(), error=write.error, checksum=checksum)
-        self.counts.bytes_moved += write.landed_bytes
+        self.endpoint.write_ended(number, outcome, self.now(), error=error, checksum=checksum)
+        self.counts.bytes_moved += landed_bytes
         if isinstance(write, ChecksummedWrite) and not write.released.done():  # a thread hangs that reads them
             room.readers += 1
             write.released.add_done_callback(lambda _: self._read_no_more(room, source_pages))
@@ -303,8 +316,12 @@ class PrefillShell(Shell):
         # Some 100 us for 256 pages: after the answer that decode's pages wait for, and before any user is told.
         self.run(then=functools.partial(self.pages.unhold, source_pages))
 
+    def _unhold(self, source_pages: PageIndices) -> None:
+        """A store that refuses keeps no room from its end."""
+        self.guard(lambda: self.pages.unhold(source_pages), "letting source pages go")
+
     def _read_no_more(self, room: PrefillRoom, source_pages: PageIndices) -> None:
-        self.pages.unhold(source_pages)
+        self._unhold(source_pages)
         room.readers -= 1
         if room.over and not room.readers:
             room.when_released.give(None)

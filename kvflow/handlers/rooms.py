@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from kvflow.handlers.verify import ChunkVerifier
-from kvflow.protocols.arguments import NO_PAGES, own_pages, page_indices, pages_wanted
+from kvflow.protocols.arguments import NO_PAGES, check_cause, check_handoff, own_pages, page_indices, pages_wanted
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
@@ -209,8 +209,8 @@ class DecodeRoom:
 
     def close(self, cause: Cause | None = None) -> None:
         """End the room, in any state, any number of times. Before it landed this is an abort: the caller is told at
-        once, and pages that are still lent come home when their loans end."""
-        self._shell.close_room(self, cause or _CLIENT_GONE)
+        once, and pages that are still lent come home when their loans end. Raises: MisuseError for what is no Cause."""
+        self._shell.close_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
         if not self._kept and self.phase is DecodePhase.SUCCESS:
             self._kept = True
             if self.own_pages is None:
@@ -256,9 +256,11 @@ class DecodeRoom:
 
     def idle(self) -> None:
         if self.free and not self.when_released.given and (self.verifier is None or not self.verifier.running):
-            if self.own_pages is not None:
-                self._shell.pages.unhold(self.own_pages)
-            self.when_released.give(None)
+            try:
+                if self.own_pages is not None:
+                    self._shell.pages.unhold(self.own_pages)
+            finally:
+                self.when_released.give(None)
 
 
 class PrefillSide(Protocol):
@@ -359,7 +361,7 @@ class PrefillRoom:
         error once it has ended.
         """
         indices = page_indices(pages, self._shell.num_pages, f"room {self.room}")
-        self._shell.send_chunk(self, indices, last, handoff)
+        self._shell.send_chunk(self, indices, bool(last), check_handoff(handoff))
 
     async def done(self) -> None:
         """Wait until every write has landed. Raises: KvflowError by what ended the room."""
@@ -371,8 +373,9 @@ class PrefillRoom:
         await self.when_released.get()
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
-        self._shell.close_prefill_room(self, cause or _CLIENT_GONE)
+        """End the room, in any state, any number of times: decode is told at once, running writes are drained. Raises:
+        MisuseError for what is no Cause."""
+        self._shell.close_prefill_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call back once, when nothing more may be sent; at once if that is so already."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Protocol
 
-from kvflow.protocols.errors import TransferError
+from kvflow.aio import ENDS_PROCESS, must_pass
+from kvflow.protocols.errors import Cause, Code, KvflowError, TransferError, room_error
 from kvflow.protocols.limits import Timing
-from kvflow.protocols.ports import DataPlane, PlaneAddress
+from kvflow.protocols.ports import ControlSocket, DataPlane, PlaneAddress
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
@@ -55,31 +57,36 @@ class Shell:
         self._due_at_s = float("inf")
         self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
-        self._running = False
+        self._running = self.stopped = False
         self.changed, self.leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
 
     def run(self, then: Callable[[], object] | None = None) -> None:
         """Run what the endpoint asks for until it asks for nothing more, `then`, and what users want to be called with.
 
-        A command that feeds the endpoint may come here again: the loop below runs what follows.
+        A command that feeds the endpoint may come here again: the loop below runs what follows. What a command calls
+        may be the user's, and may raise anything; only what ends the process passes, and the next call goes on.
         """
         if self._running:
             assert then is None
             return
         self._running = True
         outbox, runners = self._endpoint.outbox, self.runners
+        ran = 0
         try:
             for command in outbox:  # it grows meanwhile
+                ran += 1
                 try:
                     runners[type(command)](command)
-                except Exception:  # the commands that follow are other rooms'
+                except ENDS_PROCESS:
+                    raise
+                except BaseException:  # the commands that follow are other rooms'
                     self.counts.handler_errors += 1
                     log.exception("%r failed", command)
         finally:
-            outbox.clear()
+            del outbox[:ran]
             self._running = False
         if then is not None:
-            then()
+            self.guard(then, "what follows the commands")
         if self.leaving:
             self.changed.set()
         if self._callbacks:
@@ -93,9 +100,24 @@ class Shell:
         """Call; an exception is logged and counted, because other rooms must go on."""
         try:
             call()
-        except Exception:
+        except ENDS_PROCESS:
+            raise
+        except BaseException:
             self.counts.handler_errors += 1
             log.exception("%s failed", what)
+
+    def explained(self, error: BaseException, doing: str) -> KvflowError:
+        """Turn whatever has ended a piece of work into the error of its room. What kvflow does not raise on purpose is
+        a fault of user code or of ours: it is logged and counted. Raises: what ends the process."""
+        if isinstance(error, KvflowError):
+            return error
+        if isinstance(error, ENDS_PROCESS):
+            raise error
+        if isinstance(error, asyncio.CancelledError) and (self.leaving or self.stopped):
+            return room_error(Cause(Code.SHUTDOWN, f"{doing} was cancelled: this node is shutting down"))
+        self.counts.handler_errors += 1
+        log.error("%s failed", doing, exc_info=error)
+        return room_error(Cause(Code.ENGINE_ERROR, f"{doing} failed: {type(error).__name__}: {error}"))
 
     def call_back_later(self, callbacks: list[Callable[[], None]]) -> None:
         """Call each once, after the commands that are being run."""
@@ -134,33 +156,63 @@ class Shell:
         """Wait until `condition` is false, which is looked at whenever something was fed to the endpoint, or until
         patience has ended, by the node's clock."""
         until_s = self.now() + patience_s
-        timer = self._loop.call_later(patience_s, self.changed.set)
-        try:
-            while condition() and self.now() < until_s:
-                self.changed.clear()
-                await self.changed.wait()
-        finally:
-            timer.cancel()
+        while condition() and (left_s := until_s - self.now()) > 0:
+            self.changed.clear()
+            # Each time anew: a loop's timer may fire a moment before its time, and where nothing is fed any more there
+            # is no other.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self.changed.wait()
 
     def tick(self, now: float) -> None:
         self._endpoint.tick(now)
 
     # --- tasks
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str, *, of_caller: bool = False) -> asyncio.Task[None]:
-        """Start `work`; what ends it by surprise is logged and counted, never silent. `of_caller`: its log lines are
-        about the request of the caller."""
+    def spawn(
+        self,
+        work: Coroutine[Any, Any, None],
+        name: str,
+        *,
+        of_caller: bool = False,
+        ended: Callable[[BaseException | None], None] | None = None,
+    ) -> asyncio.Task[None]:
+        """Start `work`. Its end is reported to `ended` with what it raised, whatever that is, a cancellation before its
+        first step included; without `ended`, what it raises is logged and counted.
+
+        `of_caller`: its log lines are about the request of the caller.
+        """
         context = contextvars.copy_context() if of_caller else self._context.copy()
         task = self._loop.create_task(work, name=name, context=context)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+
+        def report(done: asyncio.Task[None]) -> None:
+            self._tasks.discard(done)
+            error = asyncio.CancelledError() if done.cancelled() else done.exception()
+            if ended is not None:
+                self.guard(lambda: ended(error), f"reporting the end of {name}")
+                self.run()
+            elif error is not None and not done.cancelled():
+                self.counts.handler_errors += 1
+                log.error("%s ended", name, exc_info=error)
+
+        task.add_done_callback(report, context=context)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.counts.handler_errors += 1
-            log.error("%s ended", task.get_name(), exc_info=error)
+    async def bursts(self, socket: ControlSocket) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        """What a socket receives, until this is cancelled. A failure is counted, and it is tried again (I7)."""
+        while True:
+            try:
+                if not (burst := await socket.receive()):
+                    raise RuntimeError(f"{socket!r} received nothing, and did not wait")
+            except BaseException as error:
+                if must_pass(error):
+                    raise
+                self.counts.handler_errors += 1
+                log.exception("receiving failed; it is tried again")
+                await asyncio.sleep(self.timing.heartbeat_s)
+            else:
+                yield burst
 
     async def stop(self) -> None:
         """Cancel the timer and every task, and await their end."""
@@ -168,6 +220,7 @@ class Shell:
             self._timer.cancel()
             self._timer = None
         self._due_at_s = float("-inf")  # never armed again
+        self.stopped = True
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
@@ -189,7 +242,9 @@ async def seen_ended(wait: Callable[[], Awaitable[None]], whose: str, timing: Ti
             await wait()
         except TransferError:
             return False
-        except Exception:
+        except BaseException as error:
+            if must_pass(error):
+                raise
             counts.handler_errors += 1
             log.exception("cannot watch the process of %s for now", whose)
             await asyncio.sleep(timing.heartbeat_s)

@@ -7,11 +7,63 @@ whose time is up.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
+from typing import Any
 
+from kvflow.aio import ENDS_PROCESS
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Arrivals, Checksums, ChecksumTask, PageStore, Pending, Write, WriteOutcome
+
+log = logging.getLogger(__name__)
+
+
+def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
+    """How a write whose `done` has resolved ended, its error, and the bytes that are proven to have landed.
+
+    Nothing is known of one that broke the contract of `ports.Write`: it is unproven.
+    """
+    outcome: Any
+    error: Any
+    landed_bytes: Any
+    try:
+        outcome, error, landed_bytes = write.done.result(), write.error, write.landed_bytes
+        if isinstance(outcome, WriteOutcome) and isinstance(error, str) and isinstance(landed_bytes, int):
+            return outcome, error, landed_bytes
+        text = f"the data plane reported {outcome!r}, {error!r} and {landed_bytes!r} bytes of a write"
+    except ENDS_PROCESS:
+        raise
+    except BaseException as problem:
+        log.exception("a write broke its contract")
+        text = f"the data plane reported no outcome of a write: {type(problem).__name__}: {problem}"
+    return WriteOutcome.UNPROVEN, text, 0
+
+
+class NoSum:
+    """Implements `protocols.ports.ChecksumTask`: one that could not even be begun."""
+
+    def __init__(self, error: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.error = error
+        self.done: asyncio.Future[bytes] = loop.create_future()
+        self.released: asyncio.Future[None] = loop.create_future()
+        self.done.set_result(b"")
+        self.released.set_result(None)
+
+    def cancel(self) -> None:
+        """It has ended already."""
+
+
+def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
+    """What `begin` has begun. Where it raises, a task that says so: the room that waits for it must hear of it."""
+    try:
+        return begin(*of)
+    except ENDS_PROCESS:
+        raise
+    except BaseException as error:
+        log.exception("a checksum or copy could not be begun")
+        return NoSum(f"it could not be begun: {type(error).__name__}: {error}")
 
 
 class ChecksummedWrite:
@@ -22,6 +74,7 @@ class ChecksummedWrite:
 
     def __init__(self, write: Write, task: ChecksumTask) -> None:
         self._write, self._task = write, task
+        self._broken = ""  # what its report says, once it is done
         self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
         write.done.add_done_callback(self._part_ended)
         task.done.add_done_callback(self._part_ended)
@@ -46,7 +99,7 @@ class ChecksummedWrite:
 
     @property
     def error(self) -> str:
-        return self._write.error or self._task.error
+        return self._broken or self._task.error
 
     def cancel(self) -> None:
         self._write.cancel()
@@ -54,7 +107,7 @@ class ChecksummedWrite:
 
     def _part_ended(self, _: object) -> None:
         if self._write.done.done() and self._task.done.done() and not self.done.done():
-            outcome = self._write.done.result()
+            outcome, self._broken, _ = write_report(self._write)
             if self._task.error and outcome is WriteOutcome.LANDED:
                 outcome = WriteOutcome.CANCELLED
             self.done.set_result(outcome)
@@ -87,10 +140,10 @@ class ChunkVerifier:
         self._store.hold(pages)
         if arrivals is not None:
             arrivals.lent.hold(lent)
-            task = arrivals.begin(lent, pages, served)
+            task = begun(arrivals.begin, lent, pages, served)
         else:
             assert self._checksums is not None
-            task = self._checksums.begin(pages, served)
+            task = begun(self._checksums.begin, pages, served)
         self._running.add(task)
 
         def released(_: object) -> None:

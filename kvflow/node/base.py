@@ -215,11 +215,13 @@ class Node(Generic[S]):
         raise NotImplementedError
 
     async def _close_memory(self) -> None:
-        """Nothing of ours touches the pool any more."""
-        await self.plane.close()
-        for work in (self._checksums, self._arrivals):
-            if work is not None:
-                await work.close()
+        """Nothing of ours touches the pool any more. Raises: what the data plane raises, when all else is closed."""
+        try:
+            await self.plane.close()
+        finally:
+            for work in (self._checksums, self._arrivals):
+                if work is not None:
+                    await work.close()
 
     async def __aenter__(self) -> Self:
         await self.start()

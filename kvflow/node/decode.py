@@ -16,7 +16,7 @@ from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, Staging
 from kvflow.node.base import Node
-from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt, pages_wanted
+from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_cause, check_prompt, pages_wanted
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
@@ -25,7 +25,7 @@ from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.wire.messages import room_id
-from kvflow.protocols.wire.ranks import RankInfo, group_for, groups_to_tell
+from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos, group_for, groups_to_tell
 from kvflow.transports.control.zmq import connect_dealer
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,9 @@ class DecodeNode(Node[DecodeShell]):
         """A request that is refused here: its prefill legs are told why, at once; those of every group, where there is
         none of number `dp_rank`. Raises: MisuseError."""
         shell, number = self._open_shell, room_id(room)
-        every = self._ranks.get(prefill) if isinstance(prefill, str) else prefill
+        check_dp_rank(dp_rank)
+        check_cause(cause)
+        every = self._ranks.get(prefill) if isinstance(prefill, str) else check_infos(prefill, "prefill")
         groups: list[Sequence[RankInfo]] | None = None
         with suppress(LostError):  # no rank of its group was known when its registry was last asked
             groups = None if every is None else groups_to_tell(every, number, dp_rank)
@@ -216,9 +218,13 @@ class DecodeNode(Node[DecodeShell]):
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
         at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
+        if dp_rank is not None:
+            check_dp_rank(dp_rank)
         group = functools.partial(group_for, room=number, dp_rank=dp_rank)
         if not isinstance(prefill, str):
-            ranks: Sequence[RankInfo] | None = prefill if dp_rank is None and len(prefill) == 1 else group(prefill)
+            one = isinstance(prefill, list) and len(prefill) == 1 and isinstance(prefill[0], RankInfo)
+            named = prefill if one else check_infos(prefill, "prefill")
+            ranks: Sequence[RankInfo] | None = named if dp_rank is None and len(named) == 1 else group(named)
         elif self._resolve is None:
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         else:
@@ -255,11 +261,20 @@ class DecodeNode(Node[DecodeShell]):
         """Resolve once for all rooms that wait for the same word."""
         task = self._asking.get(prefill)
         if task is None:
-            assert self._resolve is not None
-            task = self._asking[prefill] = asyncio.ensure_future(self._resolve(prefill))
-            task.add_done_callback(lambda _: self._asking.pop(prefill, None))
+            task = self._asking[prefill] = asyncio.ensure_future(self._answer(prefill))
+            task.add_done_callback(functools.partial(self._answered, prefill))
         ranks = self._ranks[prefill] = await asyncio.shield(task)
         return ranks
+
+    def _answered(self, prefill: str, task: asyncio.Future[Sequence[RankInfo]]) -> None:
+        self._asking.pop(prefill, None)
+        if not task.cancelled():
+            task.exception()  # retrieved, or asyncio logs it where every room that waited has ended
+
+    async def _answer(self, prefill: str) -> Sequence[RankInfo]:
+        """What the user's `resolve` says, which may raise anything, and return anything."""
+        assert self._resolve is not None
+        return check_infos(await self._resolve(prefill), f"what resolve({prefill!r}) returns")
 
     async def _close(self) -> None:
         """Lent pages come back where a living prefill can prove them; the rest stays with the pool, unproven."""
@@ -268,7 +283,8 @@ class DecodeNode(Node[DecodeShell]):
             self._unproven = self._unproven_loans()
         for asking in (questions := list(self._asking.values())):
             asking.cancel()
-        await asyncio.gather(*questions, return_exceptions=True)
+        if questions:  # a resolver that is deaf to its cancellation must not keep the node from closing
+            await asyncio.wait(questions, timeout=self.timing.lost_after_s)
         await self._close_memory()
         if self.reached.segment is not None:
             self.reached.segment.disclaim(self.incarnation)

@@ -11,7 +11,7 @@ from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedChecksums, Staging
 from kvflow.node.base import Node
-from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_prompt
+from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_cause, check_prompt
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PoolLayout
@@ -142,7 +142,7 @@ class PrefillNode(Node[PrefillShell]):
 
         Raises: MisuseError for what is not a room id.
         """
-        self._open_shell.refuse(room, cause)
+        self._open_shell.refuse(room, check_cause(cause))
 
     @property
     def pinned_pages(self) -> int:
@@ -172,9 +172,11 @@ class PrefillNode(Node[PrefillShell]):
         ] + self._earlier_writers()
 
     async def _close(self) -> None:
-        if (shell := self._shell) is None:
-            await self._close_memory()
-        else:
+        shell = self._shell
+        try:
+            if shell is None:
+                await self._close_memory()
+                return
             await shell.drain(self.timing.lost_after_s)
             drained = not shell.endpoint.rooms
             if drained:
@@ -182,7 +184,9 @@ class PrefillNode(Node[PrefillShell]):
             await self._close_memory()  # what a frozen peer still holds up ends here, unproven
             if not drained:
                 await shell.part()
-            await shell.close()
-            self._unproven = self._unproven_loans()
-        if self._socket is not None:
-            self._socket.close()
+        finally:
+            if shell is not None:
+                await shell.close()
+                self._unproven = self._unproven_loans()
+            if self._socket is not None:
+                self._socket.close()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvflow.protocols.errors import CapacityError, MisuseError
+from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, names_twice
 from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM
@@ -24,6 +24,23 @@ class CheckedPrompt(NamedTuple):
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 NO_PAGES: PageIndices = np.empty(0, np.int32)
+_CLIENT_GONE = Cause(Code.CLIENT_GONE)
+
+
+def check_cause(cause: Cause | None) -> Cause:
+    """Why a user ends a room; without a cause, because its client has gone. Raises: MisuseError."""
+    if cause is None:
+        return _CLIENT_GONE
+    if not isinstance(cause, Cause):
+        raise MisuseError(f"cause {cause!r} is not a kvflow.Cause")
+    return cause
+
+
+def check_handoff(handoff: bytes) -> bytes:
+    """What prefill hands to decode with the last chunk. Raises: MisuseError."""
+    if not isinstance(handoff, bytes):
+        raise MisuseError(f"the hand-over must be bytes, not {type(handoff).__name__}: encode it")
+    return handoff
 
 
 def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:

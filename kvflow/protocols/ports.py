@@ -154,7 +154,8 @@ class Route(Protocol):
         Returns at once; planning and copying happen on the plane's own thread, but for a tiny write, which may have
         ended already: then `done` is resolved. The caller keeps both page lists
         allocated until `done`, and the target's on loan until proof if the outcome is UNPROVEN.
-        Raises: LayoutError for lists of different length or indices outside either pool.
+        Raises: LayoutError for lists of different length or indices outside either pool. Whatever it raises, nothing
+        was started.
         """
 
     def close(self) -> None:

@@ -12,13 +12,13 @@ from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode
-from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_prompt, own_pages, pages_wanted
-from kvflow.protocols.errors import Cause, KvflowError, MisuseError
+from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_cause, check_prompt, own_pages, pages_wanted
+from kvflow.protocols.errors import Cause, MisuseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane
 from kvflow.protocols.wire.messages import RoomId, room_id
-from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos
 from kvflow.threads.node import LoopFactory, NodeThread
 from kvflow.threads.rooms import DecodeThreadRoom, RoomEvent
 
@@ -107,8 +107,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def refuse(self, room: int, *, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None = None) -> None:
         """A request that is refused before any page is there: its prefill is told why. See `DecodeNode.refuse`.
         Raises: MisuseError."""
-        number, ranks = room_id(room), self._prefill(prefill)
-        self._running().post(partial(self._refuse, number, ranks, cause, dp_rank))
+        number, ranks = room_id(room), self._prefill(prefill, dp_rank)
+        self._running().post(partial(self._refuse, number, ranks, check_cause(cause), dp_rank))
 
     def _prepare(
         self,
@@ -126,7 +126,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         tokens, _ = check_prompt(ids)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
         handle = DecodeThreadRoom(self, number, tokens, wanted, context)
-        ranks = self._prefill(prefill)
+        ranks = self._prefill(prefill, dp_rank)
         if deadline_s is not None:
             check_time("deadline_s", deadline_s)
 
@@ -137,9 +137,11 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
 
         return handle, opened
 
-    def _prefill(self, prefill: str | Sequence[RankInfo]) -> str | Sequence[RankInfo]:
+    def _prefill(self, prefill: str | Sequence[RankInfo], dp_rank: int | None) -> str | Sequence[RankInfo]:
+        """What `DecodeNode` would refuse is refused here, where the caller hears of it."""
+        check_dp_rank(dp_rank)
         if not isinstance(prefill, str):
-            return list(prefill)
+            return list(check_infos(prefill, "prefill"))
         if not self._resolves:
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         return prefill
@@ -163,16 +165,9 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             self.pages.unhold(pages)
 
     async def _follow(self, room: DecodeThreadRoom, handle: DecodeRoom) -> None:
-        try:
-            if await handle.begun():
-                self._tell(RoomEvent("begun", room))
-            await handle.opened()
-            self._tell(RoomEvent("opened", room))
-            handoff = await handle.landed()
-            handle.keep(room)
-            room.handoff = handoff
-            self._tell(RoomEvent("landed", room, handoff=handoff))
-        except KvflowError as error:
-            self._fail(room, error)
-        await handle.released()
-        self._release(room)
+        if await handle.begun():
+            self._tell(RoomEvent("begun", room))
+        await handle.opened()
+        self._tell(RoomEvent("opened", room))
+        room.handoff = await handle.landed()  # the pages are the engine's own: there is nothing to keep
+        self._tell(RoomEvent("landed", room, handoff=room.handoff))

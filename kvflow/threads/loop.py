@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -23,6 +24,7 @@ class LoopThread:
         self._posted: list[Callable[[], None]] = []
         self._woken = self._stopped = False
         self.errors = 0  # posted calls that ended in an exception
+        self._asked: set[concurrent.futures.Future[Any]] = set()
         started: list[BaseException | None] = []
         ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop
@@ -43,6 +45,8 @@ class LoopThread:
                     raise
                 started.append(error)  # raised where it is waited for, below
                 ready.set()
+            finally:
+                self._end()
 
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
@@ -64,13 +68,19 @@ class LoopThread:
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` on the loop, after what was posted, and wait for its result. Raises: what it raises; MisuseError
         when the loop has stopped, or from the loop's own thread."""
-        if threading.current_thread() is self._thread:
-            raise MisuseError(f"this would block {self._thread.name}, the thread that has to do the work")
+        self.check_not_within()
         with self._lock:
             if self._stopped:
                 raise MisuseError(f"{self._thread.name} is closed")
             future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+            self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
         return future.result()
+
+    def check_not_within(self) -> None:
+        """Raises: MisuseError from the loop's own thread."""
+        if threading.current_thread() is self._thread:
+            raise MisuseError(f"this would block {self._thread.name}, the thread that has to do the work")
 
     def stop(self) -> None:
         """End the loop, and wait for its thread; idempotent. Tasks that are left are cancelled."""
@@ -79,6 +89,14 @@ class LoopThread:
                 self._stopped = True
                 self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
+
+    def _end(self) -> None:
+        """The loop runs no more, whatever has ended it: nobody waits for it from here on."""
+        with self._lock:
+            self._stopped = True
+        for future in list(self._asked):
+            if not future.done():
+                future.set_exception(MisuseError(f"{self._thread.name} has ended"))
 
     def _run_posted(self) -> None:
         with self._lock:

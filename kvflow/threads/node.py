@@ -17,7 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.external import ExternalPages
@@ -35,7 +35,6 @@ A = TypeVar("A", PrefillRoom, DecodeRoom)
 R = TypeVar("R", bound=ThreadRoom)
 T = TypeVar("T")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
-LAST_TURNS = 4  # of the loop, until a future that is resolved has become its room's last event
 
 
 class NodeThread(Generic[N, A, R]):
@@ -50,9 +49,10 @@ class NodeThread(Generic[N, A, R]):
         self._loop_factory = loop_factory
         self._thread: LoopThread | None = None
         self._node: N | None = None
+        self._life = threading.Lock()  # around start and close, for threads that come together
         self._lock = threading.Lock()  # around what rooms know, where a check and a change belong together
         self._rooms: dict[R, A | None] = {}  # None until the loop has opened it; written on the loop but for new ones
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], A] = {}  # what is awaited of which room
         self._events: deque[RoomEvent[R]] = deque()
         self._news = threading.Condition()
         self._unproven: Sequence[UnprovenLoan] = ()
@@ -68,28 +68,32 @@ class NodeThread(Generic[N, A, R]):
     def start(self) -> Self:
         """Start the thread and the node. Raises: what the node raises when it is made or started; a second time,
         MisuseError."""
-        if self._thread is not None or self._closing:
-            raise MisuseError(f"the {self.role} thread was started before: make a new one")
-        self._thread = LoopThread(f"kvflow-{self.role}", self._loop_factory)
-        try:
-            self._thread.call(self._start)
-        except BaseException:
-            self._closing = True
-            self._thread.stop()
-            raise
+        with self._life:
+            if self._thread is not None or self._closing:
+                raise MisuseError(f"the {self.role} thread was started before: make a new one")
+            self._thread = LoopThread(f"kvflow-{self.role}", self._loop_factory)
+            try:
+                self._thread.call(self._start)
+            except BaseException:
+                self._closing = True
+                self._thread.stop()
+                raise
         return self
 
     def close(self) -> Sequence[UnprovenLoan]:
-        """End and drain every room, then the node, then the thread; waits for all of it; idempotent.
+        """End and drain every room, then the node, then the thread; waits for all of it; idempotent, from any threads.
 
         Returns the loans whose end could not be proven; their pages stay busy. What happened meanwhile is there to be
-        polled.
+        polled. Raises: MisuseError from the node's own thread, which has to do the work.
         """
-        self._closing = True
         if self._thread is not None:
-            if self._node is not None and not self._closed:
-                self._unproven = self._thread.call(self._close)
-            self._thread.stop()
+            self._thread.check_not_within()
+        self._closing = True
+        with self._life:
+            if self._thread is not None:
+                if self._node is not None and not self._closed:
+                    self._unproven = self._thread.call(self._close)
+                self._thread.stop()
         with self._news:
             self._over = True
             self._news.notify_all()
@@ -124,11 +128,17 @@ class NodeThread(Generic[N, A, R]):
     def ask(self, question: Callable[[N], T]) -> T:
         """Block for the answer to `question(node)`, on the node's own thread: `ask(lambda node: node.peers())`."""
 
-        async def answer() -> T:
+        async def answer() -> tuple[T | None, BaseException | None]:
             assert self._node is not None
-            return question(self._node)
+            try:
+                return question(self._node), None
+            except BaseException as problem:  # noqa: BLE001 - raised below: on the loop it might end the thread
+                return None, problem
 
-        return self._running().call(answer)
+        found, error = self._running().call(answer)
+        if error is not None:
+            raise error
+        return cast("T", found)
 
     def close_room(self, room: R, cause: Cause) -> None:
         """Called by rooms."""
@@ -179,8 +189,8 @@ class NodeThread(Generic[N, A, R]):
         assert self._node is not None
         unproven = await self._node.close()
         self._closed = True
-        for _ in range(LAST_TURNS):
-            await asyncio.sleep(0)
+        while due := [task for task, handle in self._tasks.items() if handle.when_released.given]:
+            await asyncio.wait(due)  # until that is the last event of each
         for task in self._tasks:  # those of rooms whose loans are unproven: they are never released
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -192,19 +202,45 @@ class NodeThread(Generic[N, A, R]):
             if self._closed:
                 raise room_error(Cause(Code.SHUTDOWN, f"the {self.role} thread is closed"))
             handle = self._rooms[room] = opened(self._node)
-        except KvflowError as error:
-            self._fail(room, error)
+        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
+            self._fail(room, self._explained(error, room))
             self._release(room)
         else:
-            task = asyncio.get_running_loop().create_task(self._follow(room, handle), name=f"kvflow-room-{room.room}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._spawn(handle, self._follow(room, handle), partial(self._followed, room, handle))
         finally:
             self.pages.unhold(pages)
 
     def _follow(self, room: R, handle: A) -> Coroutine[Any, Any, None]:
-        """Turn what happens to a room into events, until it is released."""
+        """Turn what happens to a room into events, until it has succeeded. Raises: what else has ended it."""
         raise NotImplementedError
+
+    def _followed(self, room: R, handle: A, error: BaseException | None) -> None:
+        """The last events of a room, whatever has ended it: that it failed, if it did, and that it is released."""
+        if error is not None:
+            failed = self._explained(error, room)
+            handle.close(failed.cause())
+            self._fail(room, failed)
+
+        def released(problem: BaseException | None) -> None:
+            if problem is None:  # else this thread closes, and the room's loans are unproven
+                self._release(room)
+
+        self._spawn(handle, handle.released(), released)
+
+    def _spawn(self, handle: A, work: Coroutine[Any, Any, None], ended: Callable[[BaseException | None], None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = handle
+
+        def report(done: asyncio.Task[None]) -> None:
+            del self._tasks[done]
+            ended(asyncio.CancelledError() if done.cancelled() else done.exception())
+
+        task.add_done_callback(report)
+
+    def _explained(self, error: BaseException, room: R) -> KvflowError:
+        """What has ended a room, as its event tells it."""
+        assert self._node is not None
+        return self._node.shell.explained(error, f"room {room.room} of the {self.role} thread")
 
     def _close_room(self, room: R, cause: Cause) -> None:
         handle = self._rooms.get(room)

@@ -13,8 +13,8 @@ from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.node import PrefillNode
-from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_prompt
-from kvflow.protocols.errors import Cause, KvflowError, MisuseError
+from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_cause, check_prompt
+from kvflow.protocols.errors import Cause, MisuseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, UnprovenLoan
@@ -94,7 +94,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
     def refuse(self, room: int, cause: Cause) -> None:
         """The engine's half of a room will never come: decode is told why. Raises: MisuseError."""
         number = room_id(room)
-        self._running().post(partial(self._refuse, number, cause))
+        self._running().post(partial(self._refuse, number, check_cause(cause)))
 
     def begin_room(self, room: PrefillThreadRoom) -> None:
         """Called by rooms."""
@@ -150,26 +150,21 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         try:
             if handle is not None and not handle.ended:
                 handle.send(pages, last=last, handoff=handoff)
-        except KvflowError as error:  # the room's own error comes as an event; any other one ends the room
-            assert handle is not None
-            handle.close(error.cause())
+        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
+            assert handle is not None  # the room's own error comes as an event; any other one ends the room
+            handle.close(self._explained(error, room).cause())
         finally:
             self.pages.unhold(pages)
 
     async def _follow(self, room: PrefillThreadRoom, handle: PrefillRoom) -> None:
-        try:
-            prefix_tokens = await handle.matched()
-            with self._lock:
-                room.left = len(handle.record.target_pages)
-                room.prefix_tokens = prefix_tokens
-            self._tell(RoomEvent("matched", room, prefix_tokens=prefix_tokens))
-            await handle.done()
-            room.done = True
-            self._tell(RoomEvent("done", room))
-        except KvflowError as error:
-            self._fail(room, error)
-        await handle.released()
-        self._release(room)
+        prefix_tokens = await handle.matched()
+        with self._lock:
+            room.left = len(handle.record.target_pages)
+            room.prefix_tokens = prefix_tokens
+        self._tell(RoomEvent("matched", room, prefix_tokens=prefix_tokens))
+        await handle.done()
+        room.done = True
+        self._tell(RoomEvent("done", room))
 
     def _release(self, room: PrefillThreadRoom) -> None:
         with self._lock:

@@ -10,8 +10,8 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kvflow.protocols.arguments import NO_PAGES, check_chunk, page_indices
-from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError
+from kvflow.protocols.arguments import NO_PAGES, check_cause, check_chunk, check_handoff, page_indices
+from kvflow.protocols.errors import Cause, KvflowError, MisuseError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 
@@ -83,7 +83,7 @@ class DecodeThreadRoom(ThreadRoom):
 
     def close(self, cause: Cause | None = None) -> None:
         """Abort it, unless it has ended; any number of times. Its pages are the engine's again when it is released."""
-        self._side.close_room(self, cause or Cause(Code.CLIENT_GONE))
+        self._side.close_room(self, check_cause(cause))
 
 
 class PrefillSide(Protocol):
@@ -128,7 +128,9 @@ class PrefillThreadRoom(ThreadRoom):
         Raises: MisuseError (before matched, after the last chunk, other than the pages that are left, a page outside
         the pool, a hand-over before the last chunk): nothing was queued; the room's own error once it has ended.
         """
-        self._side.send_chunk(self, page_indices(pages, self._side.num_pages, f"room {self.room}"), last, handoff)
+        self._side.send_chunk(
+            self, page_indices(pages, self._side.num_pages, f"room {self.room}"), bool(last), check_handoff(handoff)
+        )
 
     def check_chunk(self, layout: PoolLayout, pages: PageIndices, last: bool, handoff_bytes: int) -> None:
         """As `PrefillEndpoint.check_chunk`, which knows nothing yet of chunks that are on their way to its thread."""
@@ -142,4 +144,4 @@ class PrefillThreadRoom(ThreadRoom):
 
     def close(self, cause: Cause | None = None) -> None:
         """End it, unless it has ended; any number of times. Its pages are the engine's again when it is released."""
-        self._side.close_room(self, cause or Cause(Code.CLIENT_GONE))
+        self._side.close_room(self, check_cause(cause))

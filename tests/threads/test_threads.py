@@ -451,3 +451,115 @@ def test_what_is_found_of_a_prompt_after_its_announcement_does_not_travel(prefix
         sending.send([3, 1, 2][: len(mine)], last=True)
         wait_for(decode, "landed", room)
         wait_for(decode, "released", room)
+
+
+def test_a_room_that_is_closed_as_it_lands_has_landed() -> None:
+    with engines() as (prefill, decode):
+        source, target = (
+            prefill.open(7, prompt=PROMPT),
+            decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3]),
+        )
+        wait_for(decode, "opened", target)
+
+        def close_as_it_ends(_: kvflow.DecodeNode) -> None:
+            """Of all that can happen at that moment the earliest: no task has heard of the end."""
+            handle = decode._rooms[target]
+            assert handle is not None
+            handle.on_end(handle.close)
+
+        decode.ask(close_as_it_ends)
+        wait_for(prefill, "matched", source)
+        source.send([3, 4, 5], last=True, handoff=b"t")
+        _, before = wait_for(decode, "released", target)
+        assert before == ["landed"] and target.handoff == b"t" and target.error is None
+        wait_for(prefill, "released", source)
+
+
+def test_threads_that_close_at_once_all_see_it_closed() -> None:
+    found: list[object] = []
+    source = pool(shared=False)
+    for _ in range(20):
+        decode, together = kvflow.DecodeThread(source, FakePlane(FakeNetwork())).start(), threading.Barrier(3)
+
+        def close(decode: kvflow.DecodeThread = decode, together: threading.Barrier = together) -> None:
+            together.wait()
+            try:
+                found.append(decode.close())
+            except BaseException as error:
+                found.append(error)
+                raise
+
+        closing = [threading.Thread(target=close) for _ in range(3)]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+    source.close()
+    assert found == [()] * 60 or found == [[]] * 60
+
+
+def test_a_node_cannot_be_closed_from_its_own_thread() -> None:
+    with engines() as (prefill, _), pytest.raises(kvflow.MisuseError, match="would block"):
+        prefill.ask(lambda _: prefill.close())
+
+
+def test_a_question_that_ends_processes_does_not_end_the_thread() -> None:
+    def leave(_: object) -> None:
+        raise SystemExit(3)
+
+    with engines() as (prefill, _):
+        with pytest.raises(SystemExit):
+            prefill.ask(leave)
+        assert prefill.ask(lambda node: node.role) == "prefill"
+
+
+@pytest.mark.parametrize(
+    ("field", "odd"),
+    [
+        *(("prefill", odd) for odd in (["tcp://127.0.0.1:1"], [None], None, 7)),
+        *(("dp_rank", odd) for odd in ("0", 0.0, True, [0])),
+    ],
+)
+def test_what_has_a_wrong_type_is_refused_where_it_is_passed(field: str, odd: Any) -> None:
+    with engines() as (prefill, decode):
+        named = {"prefill": [prefill.info], "dp_rank": None, field: odd}
+        for call in (
+            lambda: decode.open(7, prompt=PROMPT, pages=[1, 2, 3], **named),
+            lambda: decode.announce(7, prompt=PROMPT, **named),
+            lambda: decode.refuse(7, cause=kvflow.Cause(kvflow.Code.ABORTED), **named),
+        ):
+            with pytest.raises(kvflow.MisuseError, match=field):
+                call()
+        assert not decode._rooms and decode.pages.at_rest()
+
+
+@pytest.mark.parametrize("cause", ["a text", 7, kvflow.Code.ABORTED])
+def test_a_cause_that_is_none_is_refused_where_it_is_passed(cause: Any) -> None:
+    with engines() as (prefill, decode):
+        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3])
+        source = prefill.open(7, prompt=PROMPT)
+        calls: list[Callable[[], object]] = [
+            lambda: room.close(cause),
+            lambda: source.close(cause),
+            lambda: prefill.refuse(8, cause),
+            lambda: decode.refuse(8, prefill=[prefill.info], cause=cause),
+        ]
+        for call in calls:
+            with pytest.raises(kvflow.MisuseError, match="cause"):
+                call()
+        room.close()
+        wait_for(decode, "released", room)
+
+
+def test_a_handoff_that_is_no_bytes_is_refused_where_it_is_passed() -> None:
+    with engines() as (prefill, decode):
+        source, target = (
+            prefill.open(7, prompt=PROMPT),
+            decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3]),
+        )
+        wait_for(prefill, "matched", source)
+        odd: Any = "text"
+        with pytest.raises(kvflow.MisuseError, match="hand-over"):
+            source.send([3, 4, 5], last=True, handoff=odd)
+        source.send([3, 4, 5], last=True, handoff=b"t")
+        wait_for(decode, "landed", target)

@@ -44,6 +44,19 @@ class DpRankError(MisuseError):
         super().__init__(f"dp_rank {dp_rank} is outside 0..{first.dp_size - 1}, the groups of prefill {first.control}")
 
 
+def check_infos(ranks: object, what: str) -> Sequence[RankInfo]:
+    """A user's list of ranks, or a resolver's. Raises: MisuseError."""
+    if isinstance(ranks, Sequence) and all(isinstance(info, RankInfo) for info in ranks):
+        return ranks
+    raise MisuseError(f"{what} must be a list of kvflow.RankInfo, not {ranks!r:.200}")
+
+
+def check_dp_rank(dp_rank: object) -> None:
+    """The number of a group that a user names, or None. Raises: MisuseError."""
+    if dp_rank is not None and (not isinstance(dp_rank, int) or isinstance(dp_rank, bool)):
+        raise MisuseError(f"dp_rank {dp_rank!r} is not the number of a group")
+
+
 def group_for(ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None) -> Sequence[RankInfo]:
     """Of all ranks of a prefill those that serve a room: the group that was asked for, or else number `room % dp_size`,
     which is what a router and both legs can work out by themselves. Ranks of one group have been chosen already.

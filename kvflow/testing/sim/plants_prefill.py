@@ -175,11 +175,14 @@ def second_cancel_skips_the_drain() -> Installed:
 
 def garbage_ends_the_loop() -> Installed:
     """The task that reads ends, as by an exception that is caught nowhere."""
+    # A CancelledError alone would be an error as any other: only a task that is cancelled ends by it.
 
     def parse(frame: bytes) -> ToPrefill:
         try:
             return parse_at_prefill(frame)
         except WireError:
+            if (reader := asyncio.current_task()) is not None:
+                reader.cancel()
             raise asyncio.CancelledError from None
 
     return swapped(prefill, "parse_at_prefill", parse)
