@@ -138,8 +138,8 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
         assert away == (3, 3), "pages came home while a thread copied them"
         gate.go.set()
         await asyncio.wait([work])
-        if loading and not work.cancelled():
-            work.result().release()
+        if not work.cancelled() and (loaded_prefix := work.result()) is not None:
+            loaded_prefix.release()
         if closing is not None:
             await closing
             return

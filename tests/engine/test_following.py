@@ -15,7 +15,8 @@ from kvflow.engine.ranks import wire
 from kvflow.engine.ranks.following import StepFollower
 from kvflow.engine.ranks.leading import StepLeader
 from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.protocols.errors import KvflowError, LostError, OwnershipError
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, OwnershipError
+from kvflow.protocols.wire.messages import Rank
 from kvflow.testing.pair import until
 
 
@@ -40,14 +41,18 @@ class Socket:
 class Follower:
     """One whose requests can be given back to nobody, and whose status may be unknown."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 1, shards: int = 1) -> None:
         socket: Any = Socket()
         self.socket = socket
         steps: Any = SimpleNamespace(cache=None, runner=SimpleNamespace(rest=lambda: None), give_back=self._give_back)
-        hello: Any = SimpleNamespace(rank=1)
-        neighbours: Any = SimpleNamespace(begin=lambda generation: None, abort=lambda **_: None, broken=False)
+        hello: Any = SimpleNamespace(rank=rank)
+        self.aborts: list[bool] = []  # for each: of the other shards too
+        neighbours: Any = SimpleNamespace(
+            begin=lambda generation: None, abort=lambda *, shards: self.aborts.append(shards), broken=False
+        )
         self.steps = StepFollower(
-            steps, socket, hello=hello, status=self._status, neighbours=neighbours, eos_ids=frozenset()
+            steps, socket, hello=hello, status=self._status, neighbours=neighbours, eos_ids=frozenset(),
+            shards=shards,
         )  # fmt: skip
         self.steps._say_hello = lambda: None  # type: ignore[method-assign]
         self.status_error: Exception | None = None
@@ -90,6 +95,34 @@ async def test_a_task_that_ends_makes_the_rank_unusable(
     with caplog.at_level(logging.ERROR), pytest.raises(LostError, match=f"steps of this rank have ended: {text}"):
         await asyncio.wait_for(follower.steps.unusable, 5)
     assert "ended" in caplog.text
+    await follower.steps.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "failed", "finishes"),
+    [(1, None, True), (1, 2, True), (1, 3, True), (1, 0, False), (1, 1, False), (2, None, False), (2, 0, False)],
+)
+async def test_shards_of_the_first_stage_finish_a_step_that_failed_in_another_stage(
+    rank: int, failed: int | None, finishes: bool
+) -> None:
+    """Of two stages with two shards each: ranks 0 and 1 wait for each other within every layer."""
+    steps = (follower := Follower(rank, shards=2)).steps
+    steps._receive(wire.Begin(generation=1))
+    steps._stepping = True
+    cause = Cause(Code.ENGINE_ERROR, "it broke down")
+    steps._receive(wire.End(generation=1, cause=cause, failed=None if failed is None else Rank(failed)))
+    assert steps._finishing is finishes and follower.aborts == [not finishes]
+
+
+async def test_a_request_that_was_dropped_before_it_came_is_not_kept() -> None:
+    follower = Follower()
+    await follower.steps.start()
+    follower.socket.frames.put_nowait(wire.encode(wire.Drop(ticket=2)))
+    await until(lambda: follower.steps._dropped_ahead == {2})
+    room: Any = SimpleNamespace(ended=False)
+    for ticket in (1, 2, 3):
+        follower.steps.add(ticket, room, np.arange(3), SamplingParams())
+    assert set(follower.steps.requests) == {1, 3} and not follower.steps._dropped_ahead
     await follower.steps.close()
 
 

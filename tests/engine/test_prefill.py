@@ -32,6 +32,17 @@ def watch(pair: EnginePair, seen: list[list[int]], before: Callable[[], object] 
     pair.prefill.steps.runner.forward = forward  # type: ignore[method-assign]
 
 
+async def test_prompts_that_cannot_be_divided_share_a_step_as_far_as_its_limit_allows(
+    loaded: Callable[[str], LoadedModel],
+) -> None:
+    """One of them alone may have more tokens than that."""
+    async with EnginePair(loaded("jamba"), chunk_tokens=8, max_batch_tokens=24) as pair:
+        steps: list[list[int]] = []
+        watch(pair, steps)
+        await asyncio.gather(*(pair.tokens(prompt_of(length, length), greedy(1)) for length in (30, 14, 9, 13)))
+        assert steps == [[30], [14, 9], [13]]
+
+
 async def test_full_pages_leave_while_the_next_chunk_is_computed(llama: LoadedModel) -> None:
     async with EnginePair(llama, page_size=4, chunk_tokens=10) as pair:
         steps: list[list[int]] = []

@@ -172,6 +172,23 @@ async def test_pages_of_failed_requests_are_not_cached(llama: LoadedModel) -> No
         assert await flushed(pair)
 
 
+async def test_a_request_whose_room_fails_locks_nothing_any_more(llama: LoadedModel) -> None:
+    """Decode has a part of its prompt, and prefill sends nothing."""
+    prompt = prompt_of(30)
+    async with EnginePair(llama, page_size=4, cache="lru") as pair:
+        await pair.tokens(prompt, greedy(3))
+        admission = await pair.decode.admit(prompt, greedy(3))
+        prefix = await pair.decode.cached(prompt, admission=admission)
+        assert prefix is not None and prefix.held
+        room = pair.room(prompt, prefix.tokens)
+        tokens = pair.decode.generate(room, prompt, greedy(3), admission, prefix)
+        room.fail()
+        with pytest.raises(KvflowError):
+            await anext(tokens)
+        assert prefix.end is None
+        assert await flushed(pair)
+
+
 async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
     prompt = prompt_of(30)
     async with EnginePair(llama, page_size=4, cache="lru") as pair:

@@ -30,6 +30,7 @@ from kvflow.protocols.machines.residency import ResidencyPhase
 from kvflow.telemetry.requests import CURRENT, RequestTrace
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
+from tests.memory.gate import CopyGate
 
 SMALL = {"page_size": 4, "num_pages": 24, "source_pages": 512, "new_token_ratio": 0.2}
 PROMPTS = [prompt_of(8 + n, n) for n in range(12)]  # each needs 10 to 13 pages in the end
@@ -83,6 +84,27 @@ async def test_without_any_host_memory_it_is_refused_too(llama: LoadedModel) -> 
         assert failed and all("pages of host memory, of which 0 are free" in str(f) for f in failed)
         assert pair.decode.retraction.recomputes == 0
         await until(lambda: pair.home)
+
+
+async def test_nobody_else_leaves_while_pages_that_are_enough_are_copied_out(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with EnginePair(llama, **SMALL, host_pages=200) as pair:
+        gate = CopyGate(monkeypatch)
+        running = [asyncio.create_task(pair.tokens(p, greedy(NEW_TOKENS))) for p in PROMPTS[:3]]
+        await gate.reached()
+        looks, look = 0, pair.decode._next_batch
+
+        def looked() -> Any:
+            nonlocal looks
+            looks += 1
+            return look()
+
+        monkeypatch.setattr(pair.decode, "_next_batch", looked)
+        await until(lambda: looks > 10 and bool(pair.decode._growth.short))
+        assert pair.decode.retraction.retracts == 1
+        gate.go.set()
+        await asyncio.gather(*running)
 
 
 @pytest.mark.parametrize("host", HOST)

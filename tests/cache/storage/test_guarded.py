@@ -15,7 +15,8 @@ import pytest
 
 from kvflow.cache.storage.call import Call
 from kvflow.cache.storage.file import PAGES_AT_ONCE
-from kvflow.cache.storage.guarded import GuardedStorage, Limits
+from kvflow.cache.storage.guarded import GuardedStorage, Limits, _Side
+from kvflow.cache.storage.port import StorageCounts
 from kvflow.protocols.errors import MisuseError
 from tests.cache.storage.files import QUICK, VALUE_BYTES, FaultyDisk, backend, empty, keys, store, value, values
 
@@ -84,6 +85,26 @@ async def test_a_read_that_hangs_is_given_up_and_holds_its_buffers_until_it_retu
         assert await ended(pages.get(keys(1, 2), into := empty(2))) == [True, True]
         assert into == values(1, 2)
         assert (pages.counts.stalls, pages.counts.trips, pages.counts.refused) == (1, 1, 6)
+
+
+async def test_a_probe_that_answers_too_late_proves_nothing() -> None:
+    """As a call of that length would not."""
+    go = threading.Event()
+
+    def probe() -> None:
+        assert go.wait(20)
+
+    side = _Side("slow", "reading", probe, StorageCounts(), QUICK)
+    side.breaker.open()
+    side.opened()
+    await until(lambda: side._probing is not None)
+    side._asked_s -= QUICK.stall_s + 1
+    late = side._probing
+    go.set()
+    await until(lambda: side._probing is not late)
+    assert side.breaker.is_open
+    await until(lambda: not side.breaker.is_open)
+    side.close()
 
 
 async def test_a_store_is_left_alone_while_its_threads_hang_even_if_a_probe_works(tmp_path: Path) -> None:

@@ -42,6 +42,18 @@ class Cache:
         return self.index.begin_write(found.end, DEVICE, HOST, pages(*range(at, at + count)))
 
 
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_stored_pages_in_the_middle_of_what_came_meanwhile_are_not_taken(start: int) -> None:
+    """While they were read, somebody has handed over all of the prompt as one run, which has no host pages."""
+    cache = Cache()
+    cache.insert(1, 2, 3, 4)
+    given = pages(*range(start, 4))
+    back = cache.index.insert_stored(token_bytes((1, 2, 3, 4)), given, next(cache.clock), start=start)
+    assert back.tolist() == given.tolist() and cache.index.stats().num_pages == (4, 0, 0)
+    assert cache.match(1, 2, 3, 4).device_pages.tolist() == [100, 101, 102, 103]
+    assert not cache.index.evict(HOST, 4).host.size and cache.index.evict(DEVICE, 4).device.size == 4
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
 def test_splits_on_both_sides_of_three_pending_copies(order: tuple[int, ...], failing: int | None) -> None:
