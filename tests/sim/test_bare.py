@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.testing.bare.plants import OWN, UNSEEN, all_plants, hunt, planted
+from kvflow.testing.bare.plants import NOT_HERE, OWN, UNSEEN, all_plants, hunt, planted
 from kvflow.testing.bare.run import simulate
 from kvflow.testing.sim.commands import app
 from kvflow.testing.sim.faults import KINDS
@@ -137,9 +137,9 @@ def test_every_plant_has_its_seed_here_or_a_reason() -> None:
     names = {plant.name for plant in all_plants()}
     assert names == set(FOUND_BY) and len(names) == len(all_plants())
     theirs = {plant.name for plant in plants_of_nodes()}
-    assert UNSEEN.keys() <= theirs and len(all_plants()) == len(theirs) - len(UNSEEN) + len(PLANTS_OF_THE_WALK) + len(
-        OWN
-    )
+    assert UNSEEN.keys() <= theirs and NOT_HERE.keys() <= {plant.name for plant in PLANTS_OF_THE_WALK}
+    here = len(theirs) - len(UNSEEN) + len(PLANTS_OF_THE_WALK) - len(NOT_HERE) + len(OWN)
+    assert len(all_plants()) == here
 
 
 @pytest.mark.parametrize("name", FOUND_BY)
@@ -158,6 +158,8 @@ def test_a_hunt_says_what_it_found_or_that_it_did_not() -> None:
 def test_a_plant_that_cannot_be_seen_is_refused_with_the_reason() -> None:
     with pytest.raises(MisuseError, match="in decode's shell"):
         planted("free on timer")
+    with pytest.raises(MisuseError, match="no decode has the pool of one before it"):
+        planted("earlier loans end with a link")
     with pytest.raises(MisuseError, match="ack before drain"):
         planted("tulip")
 

@@ -25,7 +25,7 @@ UNSEEN = {
     "failed handle taken for landed": "it is in the data plane",
     "garbage ends the loop": "there is no task that reads",
     "earlier loans forgotten": "stores are a shell's",
-    "earlier writer unwatched": "each decode has a pool of its own; tests/protocols/test_earlier.py joins two",
+    "earlier writer unwatched": "no decode has the pool of one before it; the walk finds its likeness",
     "close taken for proof": "it is in the shell's watches",
 } | {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
 """Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
@@ -41,10 +41,18 @@ OWN = (
 """Too rare for whole nodes, and too large for a walk."""
 
 
+NOT_HERE = dict.fromkeys(
+    ("earlier writer's death unseen", "earlier loans end with a link"), "no decode has the pool of one before it"
+)
+"""Of the walk."""
+
+
 def all_plants() -> tuple[Plant, ...]:
     """Those of the walk are called so where another one has their name."""
     found = {plant.name: plant for plant in of_nodes() if plant.name not in UNSEEN}
     for plant in OF_THE_WALK:
+        if plant.name in NOT_HERE:
+            continue
         name = f"{plant.name} (walk)" if plant.name in found or plant.name in UNSEEN else plant.name
         found[name] = Plant(name, plant.text, plant.install, plant.invariant)
     return (*found.values(), *OWN)
@@ -56,7 +64,8 @@ def planted(name: str) -> AbstractContextManager[object]:
         return nullcontext()
     known = {plant.name: plant for plant in all_plants()}
     if name not in known:
-        why = f", where it cannot be seen: {UNSEEN[name]}" if name in UNSEEN else f"; there are: {', '.join(known)}"
+        unseen = UNSEEN | NOT_HERE
+        why = f", where it cannot be seen: {unseen[name]}" if name in unseen else f"; there are: {', '.join(known)}"
         raise MisuseError(f"no plant {name!r}{why}")
     return known[name].install()
 

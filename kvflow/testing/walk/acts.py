@@ -17,7 +17,7 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_core import Timer as PrefillTimer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import Incarnation
-from kvflow.testing.walk.decode_side import DEAD, Decode, DecodeSide
+from kvflow.testing.walk.decode_side import DEAD, EARLIER, Decode, DecodeSide
 from kvflow.testing.walk.neighbours import Neighbour, Target
 from kvflow.testing.walk.prefill_side import Other, Prefill, PrefillSide
 from kvflow.testing.walk.world import (
@@ -147,7 +147,7 @@ class Acts:
                     may(f"finds the checksum of {where} good", partial(summed, checksum=SUM), fair=True)
                     may(f"finds another checksum {where}", partial(summed, checksum=OTHER_SUM), Price.CHECKSUM)
                     may(f"cannot compute the checksum {where}", partial(summed, checksum=b""), Price.CHECKSUM)
-        if endpoint.core.tasks:
+        if endpoint.core.work_left:
             may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
         if not value.left:
             may("begins to leave", DecodeSide.leave, Price.LEAVE)
@@ -196,13 +196,17 @@ class Acts:
         return found
 
     def _decode_proof(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
-        fenced = self.world.bounds.fences and seen.fenced and (rank, 1) in value.watched
+        proven = self.world.bounds.fences and seen.fenced
+        fenced, earlier = proven and (rank, 1) in value.watched, proven and rank == 0 and EARLIER in value.watched
         declares = self.world.allows(Price.DECLARE)
-        if not fenced and not declares:
+        if not fenced and not earlier and not declares:
             return []
-        key = "proof", value, rank, fenced
+        key = "proof", value, rank, fenced, earlier
         if key not in self._done:
             found = []
+            if earlier:
+                text = "has proof that an earlier decode's prefill is dead"
+                found.append(self._decode(value, text, DecodeSide.earlier_writer_died, Price.NOTHING, fair=True))
             if fenced:
                 text = f"has proof of prefill's death{self._of(rank)}"
                 found.append(self._decode(value, text, lambda s: s.writer_died(rank, 1), Price.NOTHING, fair=True))

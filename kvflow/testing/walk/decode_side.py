@@ -17,9 +17,14 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import TERMINAL
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.loan import LoanPhase
+from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.wire.codec import parse_at_prefill
 from kvflow.protocols.wire.messages import GrantId
 from kvflow.testing.walk.world import LATER, LIVES, SUM, ViolationError, Word, World, life_of, pages_of, word_of
+
+EARLIER_DECODE = 66  # its incarnation
+EARLIER = (-1, 1)
+"""Stands in `Decode.watched` for the writer of what it has lent: the first life of rank 0."""
 
 
 class Pages(IntEnum):
@@ -57,6 +62,7 @@ class Decode(NamedTuple):
     declared: frozenset[tuple[int, int]] = frozenset()
     left: bool = False
     closed: bool = False
+    earlier: bool = False  # pages of an earlier decode are not home
     # what follows from the endpoint
     ranks: tuple[Rank, ...] = ()
     rooms: int = 0
@@ -92,7 +98,7 @@ class DecodeSide:
         do(self)
         while True:
             if not self.world.bounds.step_by_step:
-                while self.core.tasks:
+                while self.core.work_left:
                     self.endpoint.tick(0.0)
             if not (found := self.endpoint.commands()):
                 break
@@ -138,7 +144,8 @@ class DecodeSide:
             watched=frozenset(self.watched),
             ranks=tuple(ranks),
             rooms=len(core.rooms),
-            busy=bool(core.tasks),
+            busy=core.work_left,
+            earlier=bool(core.earlier.writers),
         )
 
     def due(self, timer: Timer) -> None:
@@ -197,6 +204,24 @@ class DecodeSide:
         info = self.world.info(rank, life)
         self.endpoint.writer_died(c.PeerKey(LIVES[rank][life - 1], info.control), 0.0)
 
+    def inherit(self) -> None:
+        """What a decode before this one has lent to the first life of rank 0, which this one is linked to as well."""
+        self.grants.append(Grant(Pages.LENT, told=True, ended=True))
+        loan = UnprovenLoan(
+            writer=self.world.address,
+            incarnation=LIVES[0][0],
+            control=self.world.info(0, 1).control,
+            rank=0,
+            room=1,
+            lease=(EARLIER_DECODE, 1),
+            pages=pages_of(1, self.world.bounds.chunks),
+        )
+        assert list(self.endpoint.earlier.inherit([loan])) == [len(self.grants)]
+
+    def earlier_writer_died(self) -> None:
+        self.watched.discard(EARLIER)
+        self.endpoint.earlier.writer_died(1)
+
     def declare_dead(self, rank: int, life: int) -> None:
         try:
             self.endpoint.declare_dead(LIVES[rank][life - 1], "an operator's word", 0.0)
@@ -244,6 +269,12 @@ class DecodeSide:
     def _stop_watch(self, command: c.StopWatch) -> None:
         self.watched.discard(_place(command.peer))
 
+    def _watch_earlier(self, command: c.WatchEarlierWriter) -> None:
+        self.watched.add(EARLIER)
+
+    def _stop_earlier(self, command: c.StopEarlierWatch) -> None:
+        self.watched.discard(EARLIER)
+
     def _linked(self, command: c.Linked) -> None:
         self.grant(command.grant, linked=True)
 
@@ -288,6 +319,8 @@ _RUN: dict[type, Callable[[DecodeSide, Any], None]] = {
     c.HangUp: DecodeSide._hang_up,
     c.WatchWriter: DecodeSide._watch,
     c.StopWatch: DecodeSide._stop_watch,
+    c.WatchEarlierWriter: DecodeSide._watch_earlier,
+    c.StopEarlierWatch: DecodeSide._stop_earlier,
     c.Linked: DecodeSide._linked,
     c.RoomLanded: DecodeSide._landed,
     c.RoomFailed: DecodeSide._failed,

@@ -48,8 +48,10 @@ def orphaned(prefill: Prefill) -> Prefill:
 
 def start(world: World) -> tuple[Decode, Prefill]:
     """Decode, and each of its prefill ranks."""
-    theirs = PrefillSide(Prefill(0), world, world.new_prefill(1)).run(_nothing)
-    mine = DecodeSide(Decode(0), world, world.new_decode()).run(_nothing)
+    late = 1 << 1 if world.bounds.earlier else 0
+    theirs = PrefillSide(Prefill(0, late=late), world, world.new_prefill(1)).run(_nothing)
+    begin = DecodeSide.inherit if world.bounds.earlier else _nothing
+    mine = DecodeSide(Decode(0), world, world.new_decode()).run(begin)
     if not world.bounds.registered:
         return mine, theirs
     decode = DecodeSide(mine, world)

@@ -7,8 +7,10 @@ from typing import Any
 
 from kvflow.protocols import decode_core, decode_inbox, prefill_inbox
 from kvflow.protocols.decode import DecodeEndpoint
+from kvflow.protocols.decode_core import DecodeCore
 from kvflow.protocols.decode_links import DecodeLinks
 from kvflow.protocols.decode_rooms import ChunkCheck
+from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.machines import grants, link, peer
 from kvflow.protocols.machines import loan as loans
@@ -121,6 +123,15 @@ def lands_at_once(endpoint: PrefillEndpoint, record: Any, source_pages: Any, **h
     if not len(source_pages):
         write = endpoint.outbox.pop().write  # type: ignore[union-attr]  # it is the StartWrite
         endpoint.write_ended(write, WriteOutcome.LANDED, how["now"])
+
+
+_drop_if_idle = DecodeCore.drop_if_idle
+
+
+def _drops_earlier(core: DecodeCore, peer: Any, now: float) -> None:
+    if peer.phase is LinkPhase.GONE:
+        core.earlier.declare_dead(peer.key.incarnation)
+    _drop_if_idle(core, peer, now)
 
 
 def _not_again(*_: object) -> None:
@@ -309,6 +320,20 @@ ENDPOINTS: tuple[Plant, ...] = (
         _cells(peer, {(PeerPhase.UP, PeerKind.DIED): Move(PeerPhase.GONE)}),
         "rest",
         TINY._replace(crashes=1),
+    ),
+    Plant(
+        "earlier writer's death unseen",
+        "loans of an earlier decode over the pool never end",
+        _attribute(EarlierLoans, "writer_died", _not_again),
+        "rest",
+        TINY._replace(crashes=1, earlier=True),
+    ),
+    Plant(
+        "earlier loans end with a link",
+        "the end of a link to the same prefill ends what an earlier decode lent to it",
+        _attribute(DecodeCore, "drop_if_idle", _drops_earlier),
+        "I2",
+        TINY._replace(leaves=1, earlier=True),
     ),
     Plant(
         "loss without its rooms",

@@ -103,7 +103,7 @@ class PrefillSide:
         self.endpoint: PrefillEndpoint = endpoint or world.prefills.take(value.endpoint)
         self.core = self.endpoint.core
         self.writes: dict[int, Write] = dict(enumerate(value.writes, 1))
-        self.landed = list(value.landed or (0,) * (len(world.bounds.rooms) + 1))
+        self.landed = list(value.landed or (0,) * (world.bounds.last_grant + 1))
         self.rooms = {known.room: known for known in value.rooms}  # by serial: of known rooms it is their id
         self.routes = dict(value.routes)
         self.watched = set(value.watched)

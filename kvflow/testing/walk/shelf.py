@@ -20,6 +20,7 @@ import numpy as np
 from kvflow.protocols.commands import PeerKey
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity, PrefillPeer
+from kvflow.protocols.earlier import EarlierWriter
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.deadlines import Deadlines
 from kvflow.protocols.machines.story import Story
@@ -136,7 +137,7 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
         items = list(value.items())
         if items and type(items[0][0]) is PeerKey:
             items.sort()
-        elif items and type(items[0][0]) is PrefillPeer:
+        elif items and type(items[0][0]) in (PrefillPeer, EarlierWriter):
             items.sort(key=_key_of)
         return tuple([(freeze(k, seen), freeze(v, seen)) for k, v in items])
     if kind is set:
@@ -147,8 +148,12 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
     return tuple([freeze(getattr(value, name), seen) for name in _attributes(value)])
 
 
-def _key_of(item: tuple[PrefillPeer, Any]) -> PeerKey:
-    return item[0].key
+def _key_of(item: tuple[PrefillPeer | EarlierWriter, Any]) -> tuple[bool, PeerKey]:
+    """Of a source of loans."""
+    source = item[0]
+    if isinstance(source, EarlierWriter):
+        return True, PeerKey(source.incarnation, source.control)
+    return False, source.key
 
 
 _SLOTS: dict[type, tuple[str, ...]] = {}

@@ -74,7 +74,7 @@ class Tables:
         self._deaf = [lambda decode, rank=rank: deaf(decode, rank, rooms) for rank in range(bounds.ranks)]
         self._sees = [self._target_of(rank) for rank in range(bounds.ranks)]
         whole = (1 << bounds.chunks) - 1
-        self._whole = [lambda prefill, g=g: prefill.landed[g] == whole for g in range(rooms + 1)]
+        self._whole = [lambda prefill, g=g: prefill.landed[g] == whole for g in range(bounds.last_grant + 1)]
 
     def _target_of(self, rank: int) -> Callable[[Decode], int]:
         return lambda decode: self._target.number(target(decode, rank, len(self.bounds.rooms)))
@@ -128,6 +128,9 @@ class Tables:
     def at_rest(self, parts: Parts) -> NDArray[np.bool_]:
         """Nothing is under way, both sides have ended, and pages that are not home wait for a rank that cannot know."""
         rest = self.decodes.column(self._over)[parts.decode] > 0
+        if self.bounds.fences:  # what an earlier decode has lent to rank 0 is home when the proof of its death can come
+            waits = self.decodes.column(_waits_for_earlier)[parts.decode] > 0
+            rest &= ~(waits & (self.prefills.column(_gone)[parts.prefills[0]] > 0))
         for rank, (prefill, to_prefill, to_decode) in enumerate(zip(*parts[1:], strict=True)):
             rest &= (to_prefill == 0) & (to_decode == 0)
             rest &= self.prefills.column(self._rests)[prefill] > 0
@@ -344,6 +347,10 @@ def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int
 def _home(decode: Decode) -> int:
     """Bit per grant: its pages are free, or its user's."""
     return sum(1 << n for n, grant in enumerate(decode.grants, 1) if grant.pages in (Pages.KEPT, Pages.FREE))
+
+
+def _waits_for_earlier(decode: Decode) -> bool:
+    return decode.alive and decode.earlier and not decode.closed
 
 
 def _writing(prefill: Prefill) -> int:

@@ -75,6 +75,14 @@ class Bounds(NamedTuple):
     targets: int = 8
     closed_grants: int = 8
     quarantine_share: float = 1.0
+    earlier: bool = (
+        False  # a decode that was closed over this pool has lent pages to rank 0, whose write may still land
+    )
+
+    @property
+    def last_grant(self) -> int:
+        """Of the rooms; the pages of an earlier decode stand under grant 1."""
+        return len(self.rooms) + self.earlier
 
     def limit(self, price: Price) -> int:
         """How often something of that price may happen."""

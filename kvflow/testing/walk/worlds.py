@@ -64,6 +64,10 @@ WORLDS: dict[str, Named] = {
         "a data plane that never proves a death",
         _QUIET._replace(doubts=1, silences=1, fences=False, crashes=1, aborts=1),
     ),
+    "earlier": Named(
+        "a decode closed over this pool has lent pages to the same prefill, and its write may land at any time",
+        _QUIET._replace(silences=1, crashes=1, leaves=1, earlier=True),
+    ),
     "again": Named("the same room id again, under a later grant", _QUIET._replace(drops=1, rooms=(1, 1))),
     "rooms": Named("two rooms of one pair", _QUIET._replace(aborts=1, rooms=(1, 2), patient=True)),
     "announced": Named(
@@ -84,6 +88,9 @@ WORLDS: dict[str, Named] = {
     ),
     "order": Named("writes end in any order", _QUIET._replace(chunks=3, doubts=1, aborts=1, out_of_order=True)),
     "small-pair": Named("one room, few faults", ONE),
+    "small-earlier": Named(
+        "an earlier decode's loan, few faults", _QUIET._replace(silences=1, crashes=1, earlier=True, restarts=False)
+    ),
     "small-ranks": Named("three machines, one chunk", _QUIET._replace(ranks=2, aborts=1)),
 }
 
@@ -92,7 +99,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "wide": ("ranks", "ranks-ended"),
     "small": (
         *("small-pair", "small-ranks", "registration", "checksums", "shutdown", "declared"),
-        *("announced", "order"),
+        *("announced", "order", "small-earlier"),
     ),
 }
 """`small` is what the test suite walks."""
