@@ -234,7 +234,9 @@ def test_long_lists_do_not_take_the_slow_ways_of_numpy(monkeypatch: pytest.Monke
         store.give_back(taken, "c")
         assert store.returning_pages == 2048
         store.unhold(taken)
-    assert store.at_rest()
+    assert store.at_rest() and not store.held_pages
+    store.give_back(store.take(4096, "d"), "d")
+    assert store.free_pages == 4096, "no hold is left that the next owner's pages would wait for"
 
 
 def test_many_pages_are_looked_up_in_ascending_order(monkeypatch: pytest.MonkeyPatch) -> None:
