@@ -222,3 +222,32 @@ async def test_one_network_address_takes_so_many_places_and_no_more(kvflow_clean
         assert len(prefill.peers()) == 2
     for pool in pools:
         pool.close()
+
+
+async def test_nodes_in_one_process_know_nothing_of_one_that_has_closed() -> None:
+    """Over ZMQ and shared memory: as workers that switch their roles, in either order."""
+    pools = [PagedPool.allocate(small_layout()) for _ in range(3)]
+
+    async def one_room(prefill: PrefillNode, decode: DecodeNode, room: int) -> None:
+        source = prefill.room(room, range(8))
+        async with await decode.room(room, [prefill.info], range(8)) as target:
+            await source.matched()
+            source.send([0, 1], last=True)
+            await target.landed()
+
+    async with DecodeNode(pools[1], "local") as staying:
+        pools[0].pages.take(2, "engine")
+        prefill = PrefillNode(pools[0], "local")
+        await prefill.start()
+        await one_room(prefill, staying, 1)
+        async with DecodeNode(pools[2], "local") as leaving:
+            await one_room(prefill, leaving, 2)
+            assert len(prefill.peers()) == 2
+        assert [peer["incarnation"] for peer in prefill.peers()] == [f"{staying.incarnation:016x}"]
+        announced = staying.announce(3, [prefill.info], range(8))
+        await prefill.close()
+        with pytest.raises(AbortedError):
+            await announced.landed()
+        assert staying.peers() == [] and not staying.quarantined_pages
+    for pool in pools:
+        pool.close()

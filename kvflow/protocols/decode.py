@@ -273,7 +273,8 @@ class DecodeEndpoint:
         """Say goodbye to every prefill, until it acknowledges that: call it after `leave`, when no proof is awaited any
         more. Prefill then forgets this decode; it is asked nothing afterwards."""
         for peer in list(self.peers):
-            self.core.feed_link(peer, LinkKind.LEAVE, now, self._leaving)
+            if peer.phase not in (LinkPhase.PARTING, LinkPhase.GONE):
+                self.core.feed_link(peer, LinkKind.LEAVE, now, self._leaving)
         self.core.work(TICK_WORK, now)
 
     def unparted(self, now: float) -> list[PrefillPeer]:

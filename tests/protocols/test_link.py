@@ -25,7 +25,7 @@ SENT_AGAIN = {
 
 def expected(phase: LinkPhase, kind: LinkKind) -> object:
     if phase is P.GONE:  # never used again, but what it owes still ends on proof
-        if kind in DUE:  # it keeps no deadline
+        if kind in DUE or kind is K.LEAVE:  # it keeps no deadline, and nothing is said to it
             return ERROR
         return Move(P.GONE, (C.END_LOANS,)) if kind in PROOF else IGNORE
     if phase is P.REGISTERING and kind is K.DIED:  # nobody watches a writer before it has accepted
@@ -44,7 +44,7 @@ def expected(phase: LinkPhase, kind: LinkKind) -> object:
         return IGNORE
     if kind is K.LEAVE and phase in (P.REGISTERING, P.SILENT):  # once: no answer can be expected
         return Move(P.GONE, (C.SEND_GOODBYE, C.HANG_UP, C.LOSE_ROOMS))
-    if phase is P.PARTING and kind in (K.ACCEPTED, K.REFUSED, K.LEAVE):
+    if phase is P.PARTING and kind in (K.ACCEPTED, K.REFUSED):
         return IGNORE
     return {
         (P.REGISTERING, K.ACCEPTED): Move(P.UP, (C.WATCH_WRITER, C.START_ROOMS)),

@@ -97,7 +97,6 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
             K.ACCEPTED: IGNORE,
             K.REFUSED: IGNORE,
             K.HEARD: IGNORE,
-            K.LEAVE: IGNORE,
             K.REPEAT_DUE: Move(P.PARTING, (C.SEND_GOODBYE,)),
             K.ACKNOWLEDGED: _GONE,
         },
@@ -115,7 +114,7 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         P.GONE: rest(K, ERROR)
         | {
             **dict.fromkeys((K.ACCEPTED, K.REFUSED, K.REPLACED, K.HEARD, K.CLOSED), IGNORE),
-            **dict.fromkeys((K.LEAVE, K.GOODBYE, K.ACKNOWLEDGED), IGNORE),
+            **dict.fromkeys((K.GOODBYE, K.ACKNOWLEDGED), IGNORE),
             K.DIED: Move(P.GONE, (C.END_LOANS,)),
             K.DECLARED_DEAD: Move(P.GONE, (C.END_LOANS,)),
         },
