@@ -208,8 +208,8 @@ class GrantTable(Generic[R]):
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
         """The one place that changes a grant's phase. Returns what to do now."""
         before = self._phases.get(grant)
-        if before is None:
-            before = self._phase_of_others(grant)
+        if before is None:  # most grants come in order: nothing is known of those that have not been seen
+            before = P.UNKNOWN if grant >= self._seen_below else self._phase_of_others(grant)
         move = TABLE.moves[before, kind]
         if grant >= self._seen_below:
             self._seen_below = grant + 1
@@ -247,7 +247,10 @@ class GrantTable(Generic[R]):
         self.announcements.discard(grant)
         self._sent[grant] = sent
         insort(self._remembered, grant)  # nearly always at the end
-        self._count_bytes(sent, 1)
+        for message in sent:
+            if type(message) is ChunkDone:
+                self.kept_bytes += len(message.handoff)
+                self._kept.total += len(message.handoff)
         while len(self._sent) > self._limit:
             self.evict()
 
@@ -256,7 +259,7 @@ class GrantTable(Generic[R]):
         evicted, sent = next(iter(self._sent.items()))
         self.feed(evicted, K.EVICT)
         del self._sent[evicted], self._remembered[bisect_left(self._remembered, evicted)]
-        self._count_bytes(sent, -1)
+        self._uncount(sent)
         self._raise_low_water(GrantId(evicted + 1))
 
     def forget(self) -> None:
@@ -264,11 +267,11 @@ class GrantTable(Generic[R]):
         self._kept.total -= self.kept_bytes
         self.kept_bytes = 0
 
-    def _count_bytes(self, sent: tuple[Message, ...], sign: int) -> None:
+    def _uncount(self, sent: tuple[Message, ...]) -> None:
         for message in sent:
-            if type(message) is ChunkDone and message.handoff:
-                self.kept_bytes += sign * len(message.handoff)
-                self._kept.total += sign * len(message.handoff)
+            if type(message) is ChunkDone:
+                self.kept_bytes -= len(message.handoff)
+                self._kept.total -= len(message.handoff)
 
     def _raise_low_water(self, grant: GrantId) -> None:
         if grant > self.low_water:
@@ -324,7 +327,7 @@ class GrantTable(Generic[R]):
         first, last = bisect_left(self._remembered, start), bisect_left(self._remembered, end)
         for grant in self._remembered[first:last]:
             self.feed(grant, K.SETTLE)
-            self._count_bytes(self._sent.pop(grant), -1)
+            self._uncount(self._sent.pop(grant))
         del self._remembered[first:last]
         for grant in [grant for grant in self._evicted_in_doubt if start <= grant < end]:
             self.feed(grant, K.SETTLE)
