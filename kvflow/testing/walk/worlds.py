@@ -66,7 +66,7 @@ WORLDS: dict[str, Named] = {
     ),
     "earlier": Named(
         "a decode closed over this pool has lent pages to the same prefill, and its write may land at any time",
-        _QUIET._replace(silences=1, crashes=1, leaves=1, earlier=True),
+        _QUIET._replace(silences=1, crashes=1, earlier=True),
     ),
     "again": Named("the same room id again, under a later grant", _QUIET._replace(drops=1, rooms=(1, 1))),
     "rooms": Named("two rooms of one pair", _QUIET._replace(aborts=1, rooms=(1, 2), patient=True)),
