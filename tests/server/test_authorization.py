@@ -72,6 +72,7 @@ async def test_each_key_opens_its_own_routes_and_no_other(
     name: str, configured: str, meeting: Meeting, session: Session
 ) -> None:
     callers = [*(("s", headers) for headers in STRANGERS), ("c", bearer(CLIENT)), ("o", bearer(ADMIN))]
+    callers.append(("o", {"Authorization": f"bearer {ADMIN}"}))
     async for app in app_of(name, CONFIGURED[configured], meeting):
         routes = [*routes_of(app), "GET /nowhere", "DELETE /generate", "POST //generate", "GET /livez/../server_info"]
         assert len(routes) > 6
