@@ -60,7 +60,7 @@ class Engine:
     async def prefetch(self, *_: object) -> None:
         return None
 
-    def cached(self, *_: object) -> None:
+    async def cached(self, *_: object) -> None:
         return None
 
     async def generate(self, room: DecodeRoom, *taken: Any) -> AsyncGenerator[TokenOut, None]:

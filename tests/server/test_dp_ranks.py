@@ -45,7 +45,7 @@ class FirstTokens:
     async def prefetch(self, *_: object) -> None:
         return None
 
-    def cached(self, *_: object) -> None:
+    async def cached(self, *_: object) -> None:
         return None
 
     async def generate(self, room: DecodeRoom, *_: object) -> AsyncGenerator[TokenOut, None]:
