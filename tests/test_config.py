@@ -107,7 +107,12 @@ def test_booleans_are_words_in_the_environment() -> None:
         ),
         ("router", {"api_key": "k"}, {}, ["or an --admin-api-key, with which workers join it"]),
         ("router", {"api_key": "k", "admin_api_key": "k"}, {}, ["--admin-api-key is the --api-key"]),
-        ("prefill", {"kv_events_config": "{}"}, {}, ["--kv-events-config without --prefix-cache"]),
+        (
+            "prefill",
+            {"prefix_cache": "off", "kv_events_config": "{}"},
+            {},
+            ["--kv-events-config with --prefix-cache off"],
+        ),
         (
             "decode",
             {"prefix_cache": "lru", "kv_events_config": "{"},
@@ -126,7 +131,12 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["--kv-events-config: endpoint 'tcp://*:99999': the last port is 65535"],
         ),
-        ("prefill", {"cache_host_bytes": "4096"}, {}, ["--cache-host-bytes 4096 without --prefix-cache"]),
+        (
+            "prefill",
+            {"prefix_cache": "off", "cache_host_bytes": "4096"},
+            {},
+            ["--cache-host-bytes 4096 with --prefix-cache off"],
+        ),
         ("prefill", {"prefix_cache": "lru", "l3": "file", "l3_dir": "x"}, {}, ["--l3 file needs --cache-host-bytes"]),
         (
             "decode",
@@ -155,7 +165,12 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["--kv-events-config: endpoint 'tcp://*:65533': the last port is 65535, and number 3 would take 65536"],
         ),
-        ("prefill", {"cache_state_bytes": "5"}, {}, ["--cache-state-bytes 5 without --prefix-cache: it has no effect"]),
+        (
+            "prefill",
+            {"prefix_cache": "off", "cache_state_bytes": "5"},
+            {},
+            ["--cache-state-bytes 5 without a prefix cache: it has no effect"],
+        ),
         (
             "decode",
             {"prefix_cache": "lru", "cache_write_policy": "write_back"},

@@ -210,7 +210,7 @@ async def serving(model: str, threads: int, tree: str = "", arguments: tuple[str
         env |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-m", "kvflow.cli", "up", "--port", "0", "--model-path", model, "--log-level", "warning",
-        *arguments, stdout=asyncio.subprocess.PIPE, env=env,
+        "--prefix-cache", "off", *arguments, stdout=asyncio.subprocess.PIPE, env=env,
     )  # fmt: skip
     try:
         async with asyncio.timeout(START_TIMEOUT_S):

@@ -107,24 +107,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         "page_first"
     )
     prefix_cache: Annotated[
-        Literal["off", EvictionPolicy],
+        Literal["auto", "off", EvictionPolicy],
         Meta(
             description="Pages that ended requests leave in the pool for prompts that begin alike, and which go first "
-            "where others need them: the longest or the least often used, those of low priority, the deepest."
+            "where others need them: the longest or the least often used, those of low priority, the deepest; auto is "
+            "lru, or off for a model that cannot take it."
         ),
-    ] = "off"
+    ] = "auto"
     cache_host_bytes: Annotated[
         int,
         Meta(
             description="Bytes of host memory, taken at the start, that cached pages are copied to, and back from when "
-            "the pool has evicted them; 0 = none. Needs --prefix-cache.",
+            "the pool has evicted them; 0 = none.",
             ge=0,
         ),
     ] = 0
     cache_state_bytes: Annotated[
         int,
         Meta(
-            description="Host memory at most, taken at the start of a prefill with --prefix-cache whose model keeps a "
+            description="Host memory at most, taken at the start of a prefill that caches prefixes of a model with a "
             "state for each request: for copies of states at ends of pages, where later prompts go on.",
             ge=0,
         ),

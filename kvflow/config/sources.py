@@ -165,7 +165,7 @@ def _check_events(role: Role, settings: Settings) -> None:
     except MisuseError as error:
         raise ConfigError(f"--kv-events-config: {error}") from None
     if settings.prefix_cache == "off":
-        raise ConfigError("--kv-events-config without --prefix-cache: nothing is cached, and there are no events")
+        raise ConfigError("--kv-events-config with --prefix-cache off: nothing is cached, and there are no events")
 
 
 def _check_storage(role: Role, settings: Settings) -> None:
@@ -182,7 +182,7 @@ def _check_effect(role: Role, settings: Settings) -> None:
     """Refuse what is given, and would change nothing."""
     store = tuple(name for name in FIELDS if name.startswith("mooncake_"))
     for needed, is_there, names in (
-        ("--prefix-cache", settings.prefix_cache != "off", ("cache_state_bytes",)),
+        ("a prefix cache", settings.prefix_cache != "off", ("cache_state_bytes",)),
         ("--cache-host-bytes", settings.cache_host_bytes > 0, ("cache_write_policy", "cache_prefetch_policy")),
         ("--l3 file", settings.l3 == "file", ("l3_dir", "l3_bytes")),
         ("--l3 mooncake", settings.l3 == "mooncake", store),
@@ -225,7 +225,7 @@ def _check(role: Role, settings: Settings) -> None:
                 f"{flag_of(name)} {shards} with --device {settings.device}: shards run on the CPU only; leave one out"
             )
     if settings.cache_host_bytes and settings.prefix_cache == "off":
-        raise ConfigError(f"--cache-host-bytes {settings.cache_host_bytes} without --prefix-cache: nothing is cached")
+        raise ConfigError(f"--cache-host-bytes {settings.cache_host_bytes} with --prefix-cache off: nothing is cached")
     if settings.l3 != "off":
         _check_storage(role, settings)
     if settings.kv_events_config:

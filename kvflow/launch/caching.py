@@ -22,7 +22,7 @@ from kvflow.cache.storage.identity import identity_of
 from kvflow.cache.storage.mooncake import MooncakeBackend
 from kvflow.cache.storage.port import Backend
 from kvflow.cache.stored import StorageTier
-from kvflow.config.catalog import FIELDS
+from kvflow.config.catalog import FIELDS, flag_of
 from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import Settings
 from kvflow.launch.parts import Parts
@@ -65,21 +65,18 @@ def _is_taken(host: str, port: int) -> bool:
 
 @asynccontextmanager
 async def prefix_cache(
-    settings: Settings, parts: Parts, *, computes: bool = False
+    settings: Settings, parts: Parts, *, computes: bool = False, ranks: int = 1
 ) -> AsyncGenerator[PrefixCache | None, None]:  # fmt: skip
-    """Of a worker's pool, which has all of its pages again at the end; None where prefixes are not cached. `computes`:
-    prompts, which may have to go on from a state.
+    """Of a worker's pool, which has all of its pages again at the end; None where prefixes are not cached, by choice or
+    because nothing asked for it and the model cannot take it, which is logged. `computes`: prompts, which may have to
+    go on from a state. `ranks`: of this worker, each with a cache of its own.
 
-    Raises: MisuseError for a model whose prefixes are of no use, host memory that is not there, a port in use.
+    Raises: MisuseError for a model that cannot take what was asked for, host memory that is not there, a port in use.
     """
-    if settings.prefix_cache == "off":
+    has_states = computes and parts.pool.layout.num_rows > 0
+    if settings.prefix_cache == "off" or not _can_cache(settings, parts, of_states=has_states and ranks > 1):
         yield None
         return
-    layout = parts.pool.layout
-    if parts.model.whole_prompts:
-        text = f"{settings.model_name} ({parts.model.model_type}) computes every prompt as a whole; leave it out"
-        raise MisuseError(f"--prefix-cache {settings.prefix_cache}: {text}")
-    has_states = computes and layout.num_rows > 0
     if computes and not has_states and settings.cache_state_bytes != FIELDS["cache_state_bytes"].default:
         given = settings.cache_state_bytes
         _log.warning("--cache-state-bytes %d: %s keeps no states, it has no effect", given, settings.model_name)
@@ -88,15 +85,17 @@ async def prefix_cache(
     states: StateStore | None = None
     try:
         if has_states:
-            states = await _states(settings, parts, layout.num_pages + (0 if host is None else host.pages.capacity))
+            most = parts.pool.layout.num_pages + (0 if host is None else host.pages.capacity)
+            states = await _states(settings, parts, most)
         storage = await _storage_tier(settings, host, has_states=has_states)
     except BaseException:
         for memory in (host, states):
             if memory is not None:
                 memory.close()
         raise
+    policy = "lru" if settings.prefix_cache == "auto" else settings.prefix_cache
     cache = PrefixCache(
-        parts.pool.pages, layout.page_size, settings.prefix_cache, host=host,
+        parts.pool.pages, parts.pool.layout.page_size, policy, host=host,
         write_policy=settings.cache_write_policy, events=config is not None, storage=storage, states=states,
     )  # fmt: skip
     try:
@@ -109,6 +108,36 @@ async def prefix_cache(
         finally:
             if cache.publisher is not None:
                 await cache.publisher.close()  # when it has told that nothing is cached any more
+
+
+def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
+    """False, with a line in the log, where the model cannot take a prefix cache that is only the default. `of_states`:
+    each of several ranks would have to cache states.
+
+    Raises: MisuseError where a setting asks for one by name.
+    """
+    obstacle = ""
+    if parts.model.whole_prompts:
+        obstacle = "computes every prompt as a whole"
+    elif of_states:
+        obstacle = "keeps a state for each request, which the ranks of a prefill (--pp, --tp) do not cache"
+    if not obstacle:
+        return True
+    model = f"{settings.model_name} ({parts.model.model_type}) {obstacle}"
+    if asked := _asked_for(settings):
+        raise MisuseError(f"{asked}: {model}; leave it out")
+    _log.info("prefixes are not cached: %s", model)
+    return False
+
+
+def _asked_for(settings: Settings) -> str:
+    """The setting that asks for a prefix cache by name; empty where it is only the default."""
+    if settings.prefix_cache != "auto":
+        return f"--prefix-cache {settings.prefix_cache}"
+    for name in ("cache_host_bytes", "cache_state_bytes", "kv_events_config"):
+        if (value := getattr(settings, name)) != FIELDS[name].default:
+            return f"{flag_of(name)} {value}"
+    return ""
 
 
 async def _allocated(parts: Parts, allocate: Callable[[], T], setting: str) -> T:

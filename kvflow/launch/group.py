@@ -38,7 +38,7 @@ from kvflow.launch.process import Ready, StopSignals, announce
 from kvflow.launch.ranks import PrefillRankSpec, RankProcesses, end_at_once
 from kvflow.launch.services import Control, bind_control, prefill_node
 from kvflow.node import PrefillNode
-from kvflow.protocols.errors import Cause, KvflowError, LostError, MisuseError
+from kvflow.protocols.errors import Cause, KvflowError, LostError
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember, TicketKey
 from kvflow.protocols.ports import ControlSocket
@@ -301,10 +301,7 @@ async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) 
     meeting = Meeting(Path(spec.meeting), spec.attempt)
     parts = await stack.enter_async_context(loaded(settings, part, meeting))
     node = await prefill_node(parts, settings, control, stack, rank=rank, world_size=part.ranks)
-    if settings.prefix_cache != "off" and parts.pool.layout.num_rows:
-        text = f"--prefix-cache {settings.prefix_cache} with --pp {spec.stages} --tp {spec.shards}"
-        raise MisuseError(f"{text}: {settings.model_name} keeps a state for each request; leave it out")
-    cache = await stack.enter_async_context(prefix_cache(settings, parts))
+    cache = await stack.enter_async_context(prefix_cache(settings, parts, computes=True, ranks=part.ranks))
     await node.start()
     return _Rank(node, parts, cache, settings)
 

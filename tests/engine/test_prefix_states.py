@@ -284,6 +284,39 @@ async def test_caches_that_would_do_without_states_are_refused(loaded: Loaded) -
 
 
 @pytest.mark.parametrize(
+    ("family", "ranks", "why"),
+    [
+        ("jamba", 1, "computes every prompt as a whole"),
+        ("lfm2", 2, "keeps a state for each request, which the ranks of a prefill"),
+        ("llama", 2, ""),
+        ("lfm2", 1, ""),
+    ],
+)
+async def test_by_default_a_prefill_caches_what_its_model_can_take(
+    family: str, ranks: int, why: str, loaded: Loaded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be cached is said in one line, and refused only where a setting asks for it."""
+    model = loaded(family)
+    caplog.set_level("INFO")
+    async with EnginePair(model, **HOW) as pair:
+        parts = Parts(model, pair.source.pool, pair._threads[0])
+        settings = resolve("prefill", {"model_path": model.name}, env={})
+        async with prefix_cache(settings, parts, computes=True, ranks=ranks) as found:
+            assert (found is None) is bool(why)
+        lines = [record.getMessage() for record in caplog.records if "not cached" in record.getMessage()]
+        assert len(lines) == bool(why) and all(why in line for line in lines)
+        off = resolve("prefill", {"model_path": model.name, "prefix_cache": "off"}, env={})
+        async with prefix_cache(off, parts, computes=True, ranks=ranks) as found:
+            assert found is None
+        for given in ({"prefix_cache": "lru"}, {"kv_events_config": "{}"}) if why else ():
+            asked = resolve("prefill", {"model_path": model.name, **given}, env={})
+            (name,) = given
+            with pytest.raises(MisuseError, match=f"--{name.replace('_', '-')} .*{why}.*leave it out"):
+                async with prefix_cache(asked, parts, computes=True, ranks=ranks):
+                    pass
+
+
+@pytest.mark.parametrize(
     ("family", "given", "message"),
     [
         ("jamba", {}, r"--prefix-cache lru: \S+ \(jamba\) computes every prompt as a whole; leave it out"),

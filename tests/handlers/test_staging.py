@@ -65,6 +65,28 @@ async def test_a_room_lands_in_its_own_pages(p: Pair, chunks: int, verify: bool)
     assert p.decode.counts.mismatched == 0
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("had", [0, 3])
+async def test_a_last_chunk_without_pages_lands_through_staging_too(p: Pair, verify: bool, had: int) -> None:
+    """Of a prompt that decode has whole, and of one whose last pages were sent before."""
+    if verify:
+        p.prefill.shell.checksums = PageChecksums(p.prefill.pool)
+        p.decode.shell.endpoint.core.verify = p.decode._arrivals._verify = True  # type: ignore[union-attr]
+    prompt = range(3 * PAGE_SIZE)
+    source = p.prefill.room(7, prompt)
+    target = await p.decode.room(7, "sim", prompt, prefix_tokens=(3 - had) * PAGE_SIZE)
+    await source.matched()
+    mine = p.prefill.pages.take(had, "engine")
+    if had:
+        source.send(mine)
+    source.send([], last=True, handoff=b"handoff")
+    assert await target.landed() == b"handoff" and len(target.pages) == had
+    await source.done()
+    p.prefill.pages.give_back(mine, "engine")
+    target.close()
+    await p.rest()
+
+
 async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
     p.prefill.shell.checksums = PageChecksums(p.prefill.pool)
     p.decode.shell.endpoint.core.verify = p.decode._arrivals._verify = True  # type: ignore[union-attr]
