@@ -121,13 +121,13 @@ def _readme(beginning: str) -> tuple[str, str]:
 
 def _demo() -> Step:
     _, command = _readme("make demo")
-    return Step("make demo", command, (command,), 900)
+    return Step("make demo", command, (command,), 1800)
 
 
 def install(page: str = README) -> Step:
     """The block of a page that makes an environment and installs kvflow into it; a command is found there after."""
     (block,) = (block for block in blocks_of(page) if "pip install" in block)
-    return Step(f"{page}: install", f"{block}cd / && kvflow --help", tuple(commands_of(block)[1:]), 900)
+    return Step(f"{page}: install", f"{block}cd / && kvflow --help", tuple(commands_of(block)[1:]), 1800)
 
 
 def _served() -> list[Step]:

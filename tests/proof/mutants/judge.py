@@ -23,6 +23,16 @@ ARGUMENTS: tuple[str, ...] = (
     "-s",
 )
 ARGUMENTS += ("-m", "not gpu and not slow", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+# pytest-timeout ends the process, and counts the time that others have taken of a busy machine; the pool has a clock of
+# its own.
+ARGUMENTS += (
+    "-p",
+    "no:timeout",
+    "-W",
+    "ignore::pytest.PytestUnknownMarkWarning",
+    "-W",
+    "ignore::pytest.PytestConfigWarning",
+)
 SEED = "1"
 
 
