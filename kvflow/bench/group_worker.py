@@ -21,7 +21,7 @@ import zmq
 from kvflow.bench.child import StallTicker, cpu_s, serve
 from kvflow.handlers.group import LeaderShell, MemberShell
 from kvflow.handlers.rooms import Answer, PrefillRoom
-from kvflow.protocols.errors import Cause, room_error
+from kvflow.protocols.errors import Cause, Code, room_error
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember
 from kvflow.protocols.wire.messages import Incarnation, RoomId
@@ -35,12 +35,17 @@ JOIN_S = 30.0
 BARE_HEADER = 8  # bytes of a bare frame that say which request it is of
 
 
-class SwiftRoom:
-    """What a `MemberShell` asks of a rank's room, of one that waits for nothing but the group."""
+class SwiftRoom(PrefillRoom):
+    """A rank's room that moves no page: it waits for nothing but the group."""
 
     def __init__(self, room: RoomId) -> None:
-        self.room = room
+        # It belongs to no prefill shell and has no record, so nothing of the base class is set up.
+        self._room = room
         self.when_done: Answer[None] = Answer()
+
+    @property
+    def room(self) -> RoomId:
+        return self._room
 
     async def matched(self) -> int:
         return 0
@@ -51,9 +56,9 @@ class SwiftRoom:
     async def released(self) -> None:
         return
 
-    def close(self, cause: Cause) -> None:
+    def close(self, cause: Cause | None = None) -> None:
         if not self.when_done.given:
-            self.when_done.give(None, room_error(cause))
+            self.when_done.give(None, room_error(cause or Cause(Code.CLIENT_GONE)))
 
 
 class GroupWorker:
@@ -80,7 +85,7 @@ class GroupWorker:
         member = GroupMember(Incarnation(rank + 1), rank, ranks, now=monotonic(), process=process)
         self._member = MemberShell(
             member, socket=connect_dealer(f"tcp://{HOST}:{port}", rank + 1),
-            open_room=lambda _key, room, request: cast(PrefillRoom, SwiftRoom(room)),
+            open_room=lambda _key, room, request: SwiftRoom(room),
             refuse_room=lambda room, cause: None, wait_dead=wait_dead, counts=Counts(), now=monotonic,
         )  # fmt: skip
         self._engine = asyncio.create_task(self._land())

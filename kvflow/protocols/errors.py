@@ -52,13 +52,17 @@ class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
     text: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.code, Code) or not isinstance(self.text, str):
+        if not _is_cause(self.code, self.text):
             raise MisuseError(f"a cause is a kvflow.Code and a text, not {self.code!r} and {self.text!r}")
         if len(self.text) > MAX_CAUSE_TEXT:  # causes are kept, and some come from peers
             msgspec.structs.force_setattr(self, "text", self.text[:MAX_CAUSE_TEXT])
 
     def __str__(self) -> str:
         return f"{self.code}: {self.text}" if self.text else str(self.code)
+
+
+def _is_cause(code: object, text: object) -> bool:
+    return isinstance(code, Code) and isinstance(text, str)
 
 
 class KvflowError(Exception):
