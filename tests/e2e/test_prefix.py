@@ -78,7 +78,7 @@ async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
     pool = {"num_pages": 4096, "page_size": PAGE_SIZE}
     bytes_moved = {}
     async with aiohttp.ClientSession() as session:
-        async with running(**pool) as fleet:
+        async with running(**pool, prefix_cache="off") as fleet:
             expected = await chats(fleet.url, seed)
             bytes_moved["off"] = await moved(session, fleet.decodes[0].url)
         async with running(**pool, prefix_cache="lru") as fleet:
