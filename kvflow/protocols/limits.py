@@ -27,6 +27,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     lost_after_s: float = 5.0  # without a heartbeat for this long the link is lost: rooms end, loans do not
     repeat_after_s: float = 0.4  # Register, Announce, Abort and Resync are repeated after this long without an answer
     rendezvous_s: float = 5.0  # how long half a room waits for a partner that has not announced itself
+    announced_s: float = MAX_TIME_S  # how long prefill keeps a decode's announcement, if its engine's half never comes
     register_s: float = 10.0  # how long an opening room waits for a prefill that does not answer
 
     def __post_init__(self) -> None:

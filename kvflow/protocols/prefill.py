@@ -116,6 +116,7 @@ class PrefillEndpoint:
                 core.set_deadline(record)
             core.meet(record, now)
         elif (announced := core.rendezvous.announced.pop(number, None)) is not None:
+            core.time_announcements()
             announced.peer.grants.feed(announced.grant, GrantKind.JOIN)
             core.bind(record, announced.peer, announced.grant)
             core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
@@ -336,6 +337,8 @@ class PrefillEndpoint:
         if timer.kind == "outcomes":
             core.rendezvous.expire(now)
             core.deadlines.set(timer, core.rendezvous.next_expiry_s())
+        elif timer.kind == "announced":
+            self._expire_announcement(now)
         elif timer.kind == "goodbye":
             peer = core.peers[Incarnation(timer.key)]
             if peer.phase is PeerPhase.PARTING:
@@ -357,6 +360,15 @@ class PrefillEndpoint:
             waits = now < record.own_deadline_at_s
             text = f"room {record.room}: nothing more came for {now - record.opened_at_s:.1f} s"
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
+
+    def _expire_announcement(self, now: float) -> None:
+        """The oldest one is refused if it is due; the next one has its turn."""
+        core = self.core
+        if (oldest := core.rendezvous.oldest_announced()) is not None and oldest[1].until_s <= now:
+            room, announced = oldest
+            text = f"room {room}: prefill's half has not come within {core.timing.announced_s:g} s"
+            core.refuse_grant(announced.peer, room, announced.grant, Cause(Code.RENDEZVOUS, text))
+        core.time_announcements()
 
 
 _READ_IN: dict[PeerPhase, Collection[type]] = {

@@ -49,7 +49,7 @@ _NO_CAUSE = Cause(Code.PEER_LOST)  # of what ends no room
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
     """What a deadline is for. `key`: a room id for "room", an incarnation for "silence" and "goodbye", 0 for
-    "outcomes"."""
+    "outcomes" and "announced"."""
 
     kind: str
     key: int
@@ -231,6 +231,14 @@ class PrefillCore:
         room = peer.grants.announcements.rooms.get(grant)
         if room is not None:
             self.rendezvous.forget_announcement(room, peer, grant)
+            self.time_announcements()
+
+    def time_announcements(self) -> None:
+        """One was added, joined or forgotten. A timer that is too early is put off when it comes."""
+        if (oldest := self.rendezvous.oldest_announced()) is None:
+            self.deadlines.cancel(Timer("announced", 0))
+        elif (timer := Timer("announced", 0)) not in self.deadlines:
+            self.deadlines.set(timer, oldest[1].until_s)
 
     # --- peers
 

@@ -172,6 +172,7 @@ def _end_withdrawn(
             core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=gone), now)
         else:
             core.rendezvous.forget_announcement(room, peer, grant)
+            core.time_announcements()
             _end_engine_half(core, room, gone, now)
 
 
@@ -209,7 +210,8 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
         full = CapacityError("announced rooms at prefill", len(core.rendezvous.announced) + 1, core.bounds.rooms)
         core.refuse_grant(peer, message.room, grant, full.cause())
     else:
-        core.rendezvous.announced[message.room] = Announcement(peer, grant)
+        core.rendezvous.announced[message.room] = Announcement(peer, grant, now + core.timing.announced_s)
+        core.time_announcements()
 
 
 def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: float) -> None:

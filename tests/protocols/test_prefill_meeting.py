@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from kvflow.protocols.commands import RoomMatched, RoomReleased, RoomStopped
@@ -12,10 +13,12 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     BROKEN,
+    DECODE,
     DIGEST,
     GONE,
     OTHER_DECODE,
     START,
+    TIMING,
     TOKENS,
     LonePrefill,
     abort,
@@ -60,6 +63,26 @@ class TestMeeting:
         assert prefill.hear(bootstrap()) == [RoomMatched(record.serial, 0)]
         prefill.endpoint.begin_room(record)
         assert prefill.asked() == prefill.hear(announce()) == []
+
+    def test_an_announcement_is_refused_when_its_time_is_over(self) -> None:
+        """In their order, one that was joined or withdrawn meanwhile left out."""
+        timing = msgspec.structs.replace(TIMING, announced_s=10.0)
+        prefill = LonePrefill(timing=timing).up(DECODE, OTHER_DECODE)
+        prefill.hear(announce(1, 1), announce(2, 2), announce(3, 3))
+        prefill.hear(abort(1, 1), announce(4, 4))
+        prefill.open(2)
+        prefill.asked()
+        prefill.now += 6
+        prefill.hear(announce(5, 1, OTHER_DECODE), beat(), beat(target=OTHER_DECODE))
+        assert not [word for word in prefill.tick(3.9) if isinstance(word, wire.RoomFailed)]
+        late = Cause(Code.RENDEZVOUS, "room {}: prefill's half has not come within 10 s")
+        told = [word for word in prefill.tick(0.2) if isinstance(word, wire.RoomFailed)]
+        causes = {room: Cause(late.code, late.text.format(room)) for room in (3, 4, 5)}
+        assert told == [failed(causes[3], 3, 3), failed(causes[4], 4, 4)]
+        prefill.now += 3
+        prefill.hear(beat(target=OTHER_DECODE))
+        told = [word for word in prefill.tick(3) if isinstance(word, wire.RoomFailed)]
+        assert failed(causes[5], 5, 1, target=OTHER_DECODE) in told and not prefill.core.rendezvous.announced
 
     def test_a_decode_that_lends_at_once_need_not_hear_it(self, prefill: LonePrefill) -> None:
         record = prefill.matched()

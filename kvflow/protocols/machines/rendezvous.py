@@ -28,11 +28,12 @@ class Outcome(NamedTuple):
 class Announcement(NamedTuple, Generic[S]):
     peer: S
     grant: GrantId
+    until_s: float
 
 
 class Rendezvous(Generic[S]):
-    """Announcements last as long as the peer that made them; outcomes are bounded in number and in time, and each is
-    told once."""
+    """Announcements last as long as the peer that made them, and all for the same time at most; outcomes are bounded in
+    number and in time, and each is told once."""
 
     def __init__(self, limit: int) -> None:
         """At most `limit` outcomes are remembered."""
@@ -49,6 +50,10 @@ class Rendezvous(Generic[S]):
         found = self.announced.get(room)
         if found is not None and found.peer is peer and found.grant == grant:
             del self.announced[room]
+
+    def oldest_announced(self) -> tuple[RoomId, Announcement[S]] | None:
+        """The one that ends first."""
+        return next(iter(self.announced.items()), None)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
         """`side` has ended: kept for the other one, unless that has ended already."""

@@ -353,6 +353,8 @@ class Acts:
                 may(text, partial(_silent, timer=timer), price, fair=lost)
             elif timer.kind == "goodbye":
                 may("says goodbye again", partial(PrefillSide.due, timer=timer), fair=True)
+            elif timer.kind == "announced":
+                continue  # nothing in a walk lasts as long as an announcement may
             elif timer.kind == "room":
                 record = core.rooms[timer.key]
                 waits_for_decode = record.phase is PrefillPhase.EXPECTED
