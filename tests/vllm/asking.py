@@ -66,14 +66,19 @@ def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]
     return prompts
 
 
-def body_of(prompt: Prompt, count: int, params: object = None, **fields: Any) -> dict[str, Any]:
+def body_of(prompt: Prompt | list[Prompt], count: int, params: object = None, **fields: Any) -> dict[str, Any]:
     found = {"model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
     found |= {"return_token_ids": True, **fields}
     return found if params is None else found | {"kv_transfer_params": params}
 
 
 async def ask(
-    session: aiohttp.ClientSession, url: str, prompt: Prompt, count: int, params: object = None, **fields: Any
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: Prompt | list[Prompt],
+    count: int,
+    params: object = None,
+    **fields: Any,
 ) -> Answer:
     body = body_of(prompt, count, params, **fields)
     async with session.post(f"{url}/v1/completions", json=body) as answer:

@@ -48,7 +48,37 @@ def _gpt_neox() -> Any:
     return GPTNeoXConfig(**_COMMON, intermediate_size=512, initializer_range=0.12)
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {"llama": _llama, "qwen3": _qwen3, "opt": _opt, "gpt_neox": _gpt_neox}
+def _deepseek_v2() -> Any:
+    """With MLA, in which vLLM does not go on from a cached beginning on a CPU."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        **_COMMON,
+        intermediate_size=512,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        first_k_dense_replace=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        initializer_range=0.12,
+    )
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "opt": _opt,
+    "gpt_neox": _gpt_neox,
+    "deepseek_v2": _deepseek_v2,
+}
 
 
 def make_model(family: str, folder: Path, seed: int = 7) -> Path:

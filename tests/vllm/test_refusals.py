@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 
 from tests.vllm.asking import ask, ask_prefill, eventually, is_empty, one_after_the_other
 from tests.vllm.conftest import Fleet
-from tests.vllm.servers import BLOCK, Server, stop_all
+from tests.vllm.models import make_model
+from tests.vllm.servers import BLOCK, VENV, Server, stop_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
 Session = aiohttp.ClientSession
@@ -61,22 +64,26 @@ async def test_a_prefill_that_is_not_there_is_an_error_soon(session: Session, fl
 
 
 def test_a_vllm_that_cannot_serve_says_why(model_of: Callable[[int], Path], logs: Path, tmp_path: Path) -> None:
-    """Another version than the connector is for; a port that is taken; settings that cannot be."""
+    """Another version than the connector is for; a port that is taken; settings that cannot be; an attention backend
+    that does not compute over what was loaded."""
     version = "import sys, types\nsys.modules['vllm._version'] = types.ModuleType('vllm._version')\n"
     version += "vars(sys.modules['vllm._version']).update(__version__='0.33.0', __version_tuple__=(0, 33, 0))\n"
     (tmp_path / "sitecustomize.py").write_text(version)
     path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        reference_mla = ("--attention-backend", "CPU_MLA")  # what a CPU without AMX has
         servers = [
             Server("prefill", model_of(1), logs, name="other_version", environment=path),
             Server("prefill", model_of(1), logs, name="taken_port", bootstrap_port=port),
             Server("prefill", model_of(1), logs, name="bad_field", bootstrap_prot=1),
+            Server("decode", make_model("deepseek_v2", tmp_path / "mla"), logs, *reference_mla, name="mla_on_a_cpu"),
         ]
         said = (
             "vLLM 0.32.x, and vLLM 0.33.0 is installed",
             f"bootstrap_port of worker 0: the registry cannot listen on 127.0.0.1:{port}",
             "unknown field `bootstrap_prot`",
+            "vLLM has switched chunked prefill and prefix caching off here",
         )
         try:
             for server in servers:
@@ -84,6 +91,23 @@ def test_a_vllm_that_cannot_serve_says_why(model_of: Callable[[int], Path], logs
             for text, server in zip(said, servers, strict=True):
                 assert server.wait_end() != 0
                 assert text in server.log.read_text(), server.tail()
-            assert "(EngineCore" not in servers[2].log.read_text(), "it was told only when the engine had been started"
+            for server in servers[2:]:
+                assert "(EngineCore" not in server.log.read_text(), "it was told only when the engine had been started"
         finally:
             stop_all(servers)
+
+
+def test_only_what_is_full_attention_itself_is_moved(model_of: Callable[[int], Path]) -> None:
+    """By vLLM's own classes, in its environment: also those that derive from what is moved are looked at."""
+    model_of(1)  # skips where there is no vLLM
+    root = Path(__file__).parents[2]
+    program = [str(VENV / "bin/python"), str(root / "tests/vllm/specs.py")]
+    found = subprocess.run(
+        program, check=False, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=240
+    )
+    assert found.returncode == 0, found.stderr
+    refused = json.loads(found.stdout.splitlines()[-1])
+    for name in ("full", "full, with a window", "MLA", "several layers"):
+        assert refused.pop(name) is None
+    assert all(refused.values()), refused
+    assert "causal" in refused["not causal"] and "SlidingWindowSpec" in refused["a window"]

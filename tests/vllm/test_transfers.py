@@ -99,6 +99,23 @@ async def test_a_prompt_that_decode_has_cached_moves_nothing(session: Session, f
     await assert_same(session, fleet, [prompt] * 3, [first.tokens, again.tokens, together.tokens])
 
 
+async def test_one_transfer_serves_the_first_of_several_prompts(session: Session, fleet: Fleet, seed: int) -> None:
+    """Those that no answer of prefill's speaks of wait for nobody there, and fail nowhere."""
+    rng = random.Random(seed)
+    prompts = [random_prompt(rng, 3 * BLOCK + number) for number in range(3)]
+    before = await measure(session, fleet.prefill.status_url, "kvflow_rooms_failed_total")
+    for asked, count in ((prompts, 1), (prompts[:1], 1)):
+        first = await ask(session, fleet.prefill.url, asked, 1, {"do_remote_decode": True}, n=count)
+        assert first.status == 200, first.text
+        answer = await ask(session, fleet.decode.url, asked, COUNT, first.body["kv_transfer_params"], n=count)
+        assert answer.status == 200, answer.text
+        choices = answer.body["choices"]
+        wanted = [prompt for prompt in asked for _ in range(count)]
+        await assert_same(session, fleet, wanted, [choice["token_ids"] for choice in choices])
+        assert not await measure(session, fleet.prefill.status_url, "kvflow_rooms"), "one waits for its deadline"
+    assert await measure(session, fleet.prefill.status_url, "kvflow_rooms_failed_total") == before
+
+
 async def test_requests_that_are_cut_off_leave_the_others_alone_and_nothing_behind(
     session: Session, fleet: Fleet, seed: int
 ) -> None:

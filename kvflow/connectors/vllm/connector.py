@@ -26,7 +26,7 @@ from kvflow.connectors.vllm.memory import check_groups, shared_allocation
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.params import FromPrefill, ToDecode, prefill_answer, read_params
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
-from kvflow.connectors.vllm.settings import Settings
+from kvflow.connectors.vllm.settings import Settings, check_continues
 from kvflow.connectors.vllm.stats import KvflowPromMetrics, KvflowStats
 from kvflow.connectors.vllm.worker_sides import WorkerSides
 from kvflow.memory.shared import SharedSegment
@@ -44,10 +44,12 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises: MisuseError for settings that cannot be, and a KV cache that kvflow does not move."""
+        """Raises: MisuseError for settings that cannot be, a vLLM that does not go on from a cached beginning, and a KV
+        cache that kvflow does not move."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
-        self._block_size = check_groups(kv_cache_config)
+        check_continues(vllm_config)
+        self._block_size, self._num_blocks = check_groups(kv_cache_config), kv_cache_config.num_blocks
         parallel = vllm_config.parallel_config
         self._ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._prefill: PrefillScheduler | None = None
@@ -157,6 +159,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._settings,
             kv_caches,
             block_size=self._block_size,
+            num_blocks=self._num_blocks,
             bootstrap_port=self._bootstrap_port,
             segment=self._segments[0] if self._segments else None,
         )

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from kvflow.connectors.vllm.params import ToDecode, read_params
-from kvflow.connectors.vllm.settings import Settings
+from kvflow.connectors.vllm.settings import Settings, check_continues
 from kvflow.connectors.vllm.version import NAME
 from kvflow.protocols.errors import Cause, Code, MisuseError
 from kvflow.server.http.errors import STATUS_OF_CODE
@@ -61,6 +61,7 @@ def _starting(init: Any) -> Any:
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == NAME:
             Settings.read(transfer.kv_connector_extra_config)
+            check_continues(vllm_config)
         init(self, vllm_config, *args, **kwargs)
 
     return started

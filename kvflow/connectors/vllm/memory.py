@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvflow.connectors.vllm.version import SUPPORTED
 from kvflow.engine.model.identity import config_digest, weights_digest
@@ -32,9 +32,17 @@ def check_groups(config: KVCacheConfig) -> int:
     spec = groups[0].kv_cache_spec
     inner = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     for each in inner:
-        if not isinstance(each, FullAttentionSpec):
+        # The type itself: one that derives from it keeps something else besides, or gives blocks up while it decodes.
+        if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
             raise MisuseError(
                 f"kvflow's connector moves the KV cache of full attention, and this model's is a {type(each).__name__}"
+            )
+        if each.non_causal:
+            raise MisuseError("kvflow's connector moves what causal attention keeps, and this model's is not causal")
+        if isinstance(each, MLAAttentionSpec) and (each.model_version is not None or each.tokens_per_state != 1):
+            raise MisuseError(
+                f"kvflow's connector moves one state for each token, and this model's cache is of the version "
+                f"{each.model_version!r} with {each.tokens_per_state} tokens for each"
             )
     return int(spec.block_size)
 

@@ -95,8 +95,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def timing(self) -> Timing:
         # A step of the model may stand between the two legs of a request that are posted at once.
-        return Timing(lost_after_s=self.lost_after_s, rendezvous_s=self.source_deadline_s)
+        return Timing(
+            lost_after_s=self.lost_after_s, rendezvous_s=self.source_deadline_s, announced_s=self.source_deadline_s
+        )
 
     @property
     def bounds(self) -> Bounds:
         return Bounds(quarantine_share=self.quarantine_share)
+
+
+def check_continues(vllm_config: Any) -> None:
+    """vLLM itself computes over what is cached of a prompt, in chunks or from a common prefix, or it has both switched
+    off: for MLA on CPUs without AMX, for layers that are not causal, on RISC-V. There it would compute the end of a
+    prompt that was loaded as if nothing came before it. Raises: MisuseError."""
+    if vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching:
+        return
+    model = vllm_config.model_config
+    kind = ("MLA on " if model.use_mla else "") + str(vllm_config.device_config.device_type)
+    raise MisuseError(
+        f"vLLM has switched chunked prefill and prefix caching off here ({model.model}, {kind}): it cannot go on from "
+        f"KV cache that was loaded, and its answers would be wrong without an error; if that was your command line, "
+        f"leave one of them on"
+    )

@@ -15,6 +15,7 @@ from kvflow.connectors.vllm.decode_worker import DecodeWorker
 from kvflow.connectors.vllm.memory import Heads, model_fingerprint, pool_over
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
+from kvflow.connectors.vllm.self_test import check_moves
 from kvflow.connectors.vllm.settings import Settings
 from kvflow.connectors.vllm.status import StatusServer
 from kvflow.connectors.vllm.transfers import Transfers
@@ -54,12 +55,14 @@ class WorkerSides:
         caches: Mapping[str, torch.Tensor],
         *,
         block_size: int,
+        num_blocks: int,
         bootstrap_port: int,
         segment: SharedSegment | None,
     ) -> Self:
         """`bootstrap_port`: of rank 0 of this engine. Raises: KvflowError."""
         config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
         pool = _pool(vllm_config, settings, place, caches, block_size, segment)
+        check_moves(caches, pool, num_blocks)
         pages, wake = ExternalPages(pool.layout.num_pages), threading.Event()
         engine = vllm_config.parallel_config.data_parallel_index
         transfers = Transfers(pool.layout.page_bytes, f"{engine}.{place.rank}")

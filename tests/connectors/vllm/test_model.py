@@ -119,7 +119,8 @@ class Game:
         self.random.shuffle(calls)
         if len(engine.steps) < 2 and self.random.random() < 0.6:
             if isinstance(engine, PrefillEngine):
-                engine.schedule(self.random.randint(1, 9), self.preempts and self.random.random() < 0.2)
+                often = 0.2 if engine.preemptions else 1.0  # a run without one would show nothing of it
+                engine.schedule(self.random.randint(1, 9), self.preempts and self.random.random() < often)
             else:
                 assert isinstance(engine, DecodeEngine)
                 engine.schedule()
@@ -172,7 +173,7 @@ def game(
     source_deadline_s: float = 0.1,
     load_deadline_s: float | None = 0.05,
 ) -> Iterator[Game]:
-    timing = Timing(rendezvous_s=source_deadline_s)
+    timing = Timing(rendezvous_s=source_deadline_s, announced_s=source_deadline_s)
     wake, gates = threading.Event(), [Gate() for _ in range(workers)]
     with ExitStack() as stack:
         sources: list[PrefillWorker] = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvflow.connectors.vllm.settings import Settings
+from kvflow.connectors.vllm.settings import Settings, check_continues
 from kvflow.protocols.errors import MisuseError
 
 
@@ -54,3 +55,28 @@ def test_what_is_wrong_names_itself(extra: dict[str, Any], text: str) -> None:
     with pytest.raises(MisuseError) as raised:
         Settings.read({"transfer_backend": "local", **extra})
     assert str(raised.value).startswith("kv_connector_extra_config: ") and text in str(raised.value)
+
+
+def config(*, chunks: bool, prefixes: bool, mla: bool = False) -> Any:
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunks),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+        model_config=SimpleNamespace(model="tiny", use_mla=mla),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+
+
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize(("chunks", "prefixes"), [(True, True), (True, False), (False, True)])
+def test_a_vllm_that_goes_on_from_its_own_cache_goes_on_from_what_was_loaded(
+    chunks: bool, prefixes: bool, mla: bool
+) -> None:
+    check_continues(config(chunks=chunks, prefixes=prefixes, mla=mla))
+
+
+@pytest.mark.parametrize(("mla", "kind"), [(True, "tiny, MLA on cpu"), (False, "tiny, cpu")])
+def test_a_vllm_that_never_does_is_refused_in_one_line(mla: bool, kind: str) -> None:
+    with pytest.raises(MisuseError) as raised:
+        check_continues(config(chunks=False, prefixes=False, mla=mla))
+    text = str(raised.value)
+    assert f"chunked prefill and prefix caching off here ({kind})" in text and "\n" not in text

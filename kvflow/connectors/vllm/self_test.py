@@ -1,0 +1,95 @@
+"""The test of every start: a block that is moved as peers move it reads back as vLLM wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvflow.memory.copies import copier_for, copy_slices
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.layout import NO_PLACES, Places
+from kvflow.protocols.pages.plan import Pairing
+
+if TYPE_CHECKING:
+    import torch
+
+_SLICE_BYTES = 1 << 30
+_SHOWN = 3  # layers
+
+
+def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks: int) -> None:
+    """Write one block through `caches`, vLLM's layers, and move it by the description in `pool`, by which planes find
+    their bytes: the block it was moved to must read as the first one, and the blocks around both as before. No block is
+    in use yet; a layout that passes has every byte put back. Raises: LayoutError naming the layers that do not pass."""
+    for name, cache in caches.items():
+        if cache.shape[0] != num_blocks:
+            shape = tuple(cache.shape)
+            raise LayoutError(f"KV cache of {name}, {shape}: its first dimension is not vLLM's {num_blocks} blocks")
+    if num_blocks < 2:
+        return
+    source, target = num_blocks - 1, num_blocks // 2 - 1
+    near = sorted({n for at in (source, target) for n in (at - 1, at, at + 1) if 0 <= n < num_blocks} | {0})
+    kept = {name: _read(cache, near) for name, cache in caches.items()}
+    try:
+        for seed, cache in enumerate(caches.values()):
+            for block in near:  # no two of them alike, so that a byte from elsewhere shows
+                cache[block].copy_(_pattern(cache, seed * num_blocks + block))
+        wanted = {name: _read(cache, near) for name, cache in caches.items()}
+        for blocks in wanted.values():
+            blocks[target] = blocks[source]
+        _move(pool, source, target)
+        wrong = [name for name, cache in caches.items() if not _are_alike(_read(cache, near), wanted[name])]
+    finally:
+        for name, cache in caches.items():
+            for block, content in kept[name].items():
+                cache[block].copy_(content)
+        _settle(pool)
+    if wrong:
+        names = ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+        raise LayoutError(
+            f"self-test: a block of vLLM's KV cache that was moved does not read back as it was written, in {names}: "
+            f"kvflow's connector does not know this layout"
+        )
+
+
+def _move(pool: PagedPool, source: int, target: int) -> None:
+    here, there = (Places(np.array([block], np.int32), NO_PLACES) for block in (source, target))
+    copier = copier_for(pool)
+    _settle(pool)
+    try:
+        copy_slices(Pairing(pool.layout, pool.layout), here, there, _SLICE_BYTES, lambda: False, copier)
+    finally:
+        copier.close()
+    _settle(pool)
+
+
+def _settle(pool: PagedPool) -> None:
+    """The device has done what it was given: copies of ours are not in the order of vLLM's."""
+    if not pool.on_host:
+        import torch
+
+        torch.accelerator.synchronize()
+
+
+def _pattern(cache: torch.Tensor, seed: int) -> torch.Tensor:
+    """One block of any bytes, of the cache's own type: what it makes of them does not matter."""
+    import torch
+
+    size = cache[0].numel() * cache.element_size()
+    drawn = np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+    return torch.from_numpy(drawn).view(cache.dtype).reshape(cache.shape[1:]).to(cache.device)
+
+
+def _read(cache: torch.Tensor, blocks: Iterable[int]) -> dict[int, torch.Tensor]:
+    return {block: cache[block].clone() for block in blocks}
+
+
+def _are_alike(one: Mapping[int, torch.Tensor], other: Mapping[int, torch.Tensor]) -> bool:
+    """Byte by byte: a number may differ from itself."""
+    import torch
+
+    pairs = ((one[block].contiguous(), other[block].contiguous()) for block in one)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
