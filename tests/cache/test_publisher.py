@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -219,6 +219,19 @@ async def test_a_request_that_is_none_is_counted_and_the_next_one_answered(start
         await dealer.send_multipart(frames)
     assert (await ask(dealer, u64(0)))[0][0] == 0
     assert cache.publisher.stats().bad_requests == len(bad)
+
+
+async def test_a_request_that_is_too_large_is_not_taken_in(start: Start, connect: Connect) -> None:
+    cache = await start()
+    stranger = connect(zmq.DEALER, cache.publisher.replay_address)
+    assert await ask(stranger, u64(2**64 - 1)) == []
+    monitor = cast("zmq.Socket[bytes]", stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED))  # a plain one, as it is
+    await stranger.send_multipart([b"", bytes(2000)])
+    assert await asyncio.to_thread(monitor.poll, 20_000), "its connection was kept"
+    stranger.disable_monitor()
+    monitor.close()
+    assert cache.publisher.stats().bad_requests == 0, "it was cut off before it was read"
+    assert (await ask(connect(zmq.DEALER, cache.publisher.replay_address), u64(0)))[0][0] == 0
 
 
 async def test_what_is_not_kept_begins_with_a_snapshot(start: Start, connect: Connect) -> None:
