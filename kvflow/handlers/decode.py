@@ -25,11 +25,13 @@ from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, Mis
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.pages.layout import NO_PLACES, PoolLayout
 from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, Quarantine, UnprovenLoan
+from kvflow.protocols.waiting import Waiting
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
+LEND_WORK = 32  # rooms that get their pages in one turn of the event loop
 
 
 class Quarantined:
@@ -69,7 +71,8 @@ class DecodeShell(Shell):
         self.checksums, self.arrivals = checksums, arrivals
         self.lent = pages if arrivals is None else arrivals.lent  # who owns what peers write into
         self.quarantine, self._lent_quarantine = stores[0][0], stores[-1][0]
-        self._waiting: dict[GrantId, DecodeRoom] = {}  # for pages of staging, in order
+        self.waiting: Waiting[GrantId] = Waiting()  # for pages of staging
+        self._lends_later = False
         self._opening: set[DecodeRoom] = set()  # the ranks of their prefill are being asked for
         self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
         self.connections = Connections(self, endpoint, plane, connect)
@@ -251,7 +254,7 @@ class DecodeShell(Shell):
         for room in self.rooms.values():
             self._abandon(room)
         self.rooms.clear()
-        self._waiting.clear()
+        self.waiting.clear()
         return left
 
     def _unproven(self, room: DecodeRoom) -> Iterator[UnprovenLoan]:
@@ -294,7 +297,7 @@ class DecodeShell(Shell):
             self.run()
 
     def _lend(self, room: DecodeRoom) -> None:
-        """At once; or, where all of the staging is lent, when others' pages come back: first come first served."""
+        """At once; or, where too little of the staging is free, when others' pages come back: see `Waiting`."""
         if room.record is None or room.ended:
             return
         has_rows = self.endpoint.core.identity.layout.num_rows
@@ -332,24 +335,46 @@ class DecodeShell(Shell):
             never = CapacityError(what, (wanted - has_row) * layout.page_size, layout.num_pages * layout.page_size)
             never.code = Code.BAD_REQUEST  # as a prompt that is larger than the pool: no other try helps
             raise never
-        first = next(iter(self._waiting), room.grant)
+        if self.waiting:
+            self.waiting.add(room.grant, wanted, self.now())
+            if self._next_waiting() != room.grant:
+                return False
         try:
-            if first != room.grant:
-                raise CapacityError("staging pages", wanted, 0)
-            room.lent = (self.lent.take_room if layout.num_rows else self.lent.take)(wanted, room.owner)
+            room.lent = (self.lent.take_room if has_row else self.lent.take)(wanted, room.owner)
         except CapacityError:
-            self._waiting[room.grant] = room
+            self.waiting.add(room.grant, wanted, self.now())
             return False
-        self._waiting.pop(room.grant, None)
+        self.waiting.discard(room.grant)
         return True
 
+    @property
+    def staging_can_come_back(self) -> int:
+        """Places of staging that no quarantine keeps."""
+        core = self.endpoint.core
+        return core.identity.layout.num_places - core.ledger.quarantined_pages
+
+    def _next_waiting(self) -> GrantId | None:
+        free = self.lent.free_pages + bool(self.endpoint.core.identity.layout.num_rows)
+        return self.waiting.next(free, self.staging_can_come_back, self.now())
+
     def _lend_waiting(self) -> None:
-        """Pages of staging have come back, or a room waits no more."""
-        while (first := next(iter(self._waiting.values()), None)) is not None:
-            self._lend(first)
-            if first.grant in self._waiting:
+        """Pages of staging have come back, or a room waits no more. What has much to lend goes on in the next turn."""
+        for _ in range(LEND_WORK):
+            if not self.waiting or (grant := self._next_waiting()) is None:
                 break
+            self._lend(self.rooms[grant])
+            if grant in self.waiting:  # there is no row for it: nor for another one
+                break
+        else:
+            if not self._lends_later:
+                self._lends_later = True
+                self._loop.call_soon(self._lend_later, context=self._context)
         self.run()
+
+    def _lend_later(self) -> None:
+        self._lends_later = False
+        if not self.stopped:
+            self.guard(self._lend_waiting, "lending pages of staging")
 
     def _verify(self, command: c.VerifyChunk) -> None:
         room = self.rooms[command.grant]
@@ -384,7 +409,7 @@ class DecodeShell(Shell):
     def _ended_room(self, command: c.RoomEnded) -> None:
         room = self.rooms[command.grant]
         room.over = True
-        if self._waiting.pop(room.grant, None) is not None:
+        if self.waiting.discard(room.grant):
             self._lend_waiting()
         if room.phase is DecodePhase.SUCCESS:  # its pages are its user's
             if self.arrivals is not None:

@@ -18,6 +18,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, PlaneAddress, Quarantine, UnprovenLoan
+from kvflow.protocols.waiting import Waits
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.telemetry.counters import Counts
@@ -138,6 +139,11 @@ class Node(Generic[S]):
     def staging_at_rest(self) -> bool:
         """Nothing of it is lent, or read by a copy."""
         return True
+
+    @property
+    def staging_waits(self) -> Waits | None:
+        """Rooms of a decode that wait for pages of its staging; None for a node that lends none."""
+        return None
 
     @property
     def pinned_pages(self) -> int:

@@ -24,6 +24,7 @@ from kvflow.protocols.errors import Cause, KvflowError, LostError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
+from kvflow.protocols.waiting import Waits
 from kvflow.protocols.wire.messages import room_id
 from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos, group_for, groups_to_tell
 from kvflow.transports.control.zmq import connect_dealer
@@ -90,6 +91,12 @@ class DecodeNode(Node[DecodeShell]):
     @property
     def staging_at_rest(self) -> bool:
         return self.staging is None or self.reached.places.at_rest()
+
+    @property
+    def staging_waits(self) -> Waits | None:
+        if self.staging is None:
+            return None
+        return self.shell.waiting.report(self.shell.staging_can_come_back, self._now())
 
     @property
     def unavailable_reason(self) -> str:

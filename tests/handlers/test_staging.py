@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvflow.handlers import decode
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode
 from kvflow.protocols.errors import CapacityError, Code, KvflowError
+from kvflow.protocols.waiting import PASSED_FOR_S, Waits
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
 from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import PROMPT, ledger
@@ -152,10 +154,10 @@ async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
     first = await opened(p, 1)
     sources = [p.prefill.room(n, PROMPT) for n in (2, 3, 4)]
     others = [p.decode.room(n, "sim", PROMPT) for n in (2, 3, 4)]
-    await until(lambda: len(p.decode.shell._waiting) == 3)
+    await until(lambda: len(p.decode.shell.waiting) == 3)
     assert [len(room.pages) for room in others] == [0, 0, 0], "no page of the pool is taken meanwhile"
     others[1].close()
-    await until(lambda: sources[1].ended and len(p.decode.shell._waiting) == 2)
+    await until(lambda: sources[1].ended and len(p.decode.shell.waiting) == 2)
     p.plane(p.prefill).release()
     for source, target in (first, (sources[0], others[0]), (sources[2], others[2])):
         await source.matched()
@@ -165,14 +167,97 @@ async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
         assert same_bytes(p, pages, target)
         target.close()
     await p.rest()
-    assert not p.decode.shell._waiting
+    assert not p.decode.shell.waiting
+
+
+async def sized(p: Pair, room: int, pages: int) -> tuple[PrefillRoom, DecodeRoom]:
+    """Both halves of a room of so many pages; decode's may wait for staging."""
+    prompt = range(pages * PAGE_SIZE)
+    return p.prefill.room(room, prompt), p.decode.room(room, "sim", prompt)
+
+
+async def finish(p: Pair, source: PrefillRoom, target: DecodeRoom) -> None:
+    await source.matched()
+    p.send_all(source)
+    await target.landed()
+    target.close()
+
+
+async def test_rooms_that_fit_pass_a_large_one_for_a_while_and_then_it_has_what_comes_back(little: Pair) -> None:
+    """Of seven pages three are lent; five are wanted, and then two at a time, for ever."""
+    p = little
+    holder = await sized(p, 1, 3)
+    await holder[1].opened()
+    large = await sized(p, 2, 5)
+    await until(lambda: large[1].grant and p.decode.shell.waiting)
+    passing = [await sized(p, room, 2) for room in (3, 4)]
+    for pair_of in passing:
+        await pair_of[1].opened()
+        assert not large[1].when_opened.given
+    p.clock(p.decode).advance(PASSED_FOR_S)
+    late = await sized(p, 5, 2)
+    await finish(p, *passing[0])
+    await finish(p, *passing[1])
+    await until(lambda: p.decode.reached.pages.free_pages == 4)
+    assert not late[1].when_opened.given, "four pages are free, and two wanted: they are kept for the large room"
+    waits = p.decode.staging_waits
+    assert waits is not None and (waits.rooms, waits.pages, waits.stuck_rooms) == (2, 7, 0)
+    assert waits.oldest_s >= PASSED_FOR_S
+    await finish(p, *holder)
+    await finish(p, *large)
+    await finish(p, *late)
+    await p.rest()
+
+
+async def test_a_room_that_quarantine_keeps_from_its_pages_keeps_nobody_else_waiting(little: Pair) -> None:
+    p = little
+    p.plane(p.prefill).script(Fault.STUCK)
+    holder = await sized(p, 1, 3)
+    await holder[0].matched()
+    p.send_all(holder[0])
+    await until(lambda: p.plane(p.prefill).writes)
+    holder[1].close()
+    await until(lambda: p.decode.quarantined_pages == 3)
+    large = await sized(p, 2, 5)
+    await until(lambda: p.decode.shell.waiting)
+    p.clock(p.decode).advance(10 * PASSED_FOR_S)
+    for room in (3, 4, 5):
+        await finish(p, *await sized(p, room, 2))
+    waits = p.decode.staging_waits
+    assert waits is not None and (waits.rooms, waits.stuck_rooms) == (1, 1)
+    p.plane(p.prefill).release()  # the proof comes
+    await finish(p, *large)
+    await p.rest()
+    assert p.decode.staging_waits == Waits(0, 0, 0, 0.0)
+
+
+async def test_what_many_rooms_wait_for_is_lent_in_slices(little: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "LEND_WORK", 2)
+    p = little
+    holder = await sized(p, 1, 7)
+    await holder[1].opened()
+    small = [await sized(p, room, 1) for room in range(2, 9)]
+    await until(lambda: len(p.decode.shell.waiting) == 7)
+    turns: list[int] = []
+    lend = p.decode.shell._lend_waiting
+
+    def lend_waiting() -> None:
+        before = len(p.decode.shell.waiting)
+        lend()
+        turns.append(before - len(p.decode.shell.waiting))
+
+    p.decode.shell._lend_waiting = lend_waiting  # type: ignore[method-assign]
+    holder[1].close()
+    await asyncio.gather(*(finish(p, *both) for both in small))
+    assert max(turns) == 2 and sum(turns) == 7
+    await p.rest()
 
 
 async def test_staging_of_a_room_in_which_nothing_has_come_goes_to_the_next(little: Pair) -> None:
     p = little
     _, first = await opened(p, 1)
     source, second = p.prefill.room(2, PROMPT), p.decode.room(2, "sim", PROMPT)
-    await until(lambda: len(p.decode.shell._waiting) == 1)
+    await until(lambda: len(p.decode.shell.waiting) == 1)
     first.close()
     await asyncio.wait_for(source.matched(), 20)
     pages = p.send_all(source)
@@ -187,11 +272,11 @@ async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:
     p.plane(p.prefill).hold()
     first, target = await opened(p, 1)
     late = p.decode.room(2, "sim", PROMPT, deadline_s=5)
-    await until(lambda: p.decode.shell._waiting)
+    await until(lambda: p.decode.shell.waiting)
     p.clock(p.decode).advance(6)
     with pytest.raises(KvflowError) as caught:
         await late
-    assert caught.value.code is Code.DEADLINE and not p.decode.shell._waiting
+    assert caught.value.code is Code.DEADLINE and not p.decode.shell.waiting
     p.plane(p.prefill).release()
     p.send_all(first)
     await target.landed()

@@ -18,6 +18,7 @@ from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions, Sa
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause
+from kvflow.protocols.waiting import Waits
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.telemetry.counters import TransferMeasures
 from kvflow.telemetry.histogram import Histogram
@@ -85,6 +86,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     pages_total: int
     pages_by_kind: dict[str, int] = {}
     pages_at_rest: bool  # and its rows, and what is lent of a staging
+    staging_waits: Waits | None = None
     quarantine_pages: int = 0
     quarantine_limit_pages: int = 0  # above it, new requests are refused
     pinned_pages: int = 0

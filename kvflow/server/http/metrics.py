@@ -142,6 +142,12 @@ def _memory(report: Report) -> Iterator[Metric]:
     )
     limit = "Pages in quarantine above which new requests are refused."
     yield GaugeMetricFamily("kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages)
+    if (waits := report.staging_waits) is not None:
+        text = "Rooms that wait for pages of staging; stuck ones want more than there is without what is in quarantine."
+        counts = GaugeMetricFamily("kvflow_staging_waiting_rooms", text, labels=["state"])
+        yield labelled(counts, {"queued": waits.rooms - waits.stuck_rooms, "stuck": waits.stuck_rooms})
+        text = "For how long the oldest room has waited for pages of staging."
+        yield GaugeMetricFamily("kvflow_staging_waiting_seconds", text, value=waits.oldest_s)
     pinned = "Pages at prefill that writes of rooms that have ended still read: their decode does not take them."
     yield GaugeMetricFamily("kvflow_pinned_pages", pinned, value=report.pinned_pages)
     limit = "Pinned pages of one decode above which its new requests are refused."

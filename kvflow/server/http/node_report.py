@@ -25,6 +25,7 @@ def node_report(
         pages_total=node.pool.layout.num_pages,
         pages_by_kind=dict(pages_by_kind),
         pages_at_rest=at_rest,
+        staging_waits=node.staging_waits,
         quarantine_pages=node.quarantined_pages,
         quarantine_limit_pages=node.quarantine_limit,
         pinned_pages=node.pinned_pages,

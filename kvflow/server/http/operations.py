@@ -60,6 +60,7 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
         "kv_events": report.kv_events,
         "optimistic_prefill": msgspec.to_builtins(report.optimism),
         "retraction": msgspec.to_builtins(report.retraction),
+        "staging_waits": msgspec.to_builtins(report.staging_waits),
         "quarantine_pages": report.quarantine_pages,
         "quarantine_limit_pages": report.quarantine_limit_pages,
         "pinned_pages": report.pinned_pages,

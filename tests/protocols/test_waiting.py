@@ -1,0 +1,58 @@
+"""Who is next for shared pages: neither a large room nor the small ones behind it starve."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvflow.protocols.waiting import PASSED_FOR_S, Waiting, Waits
+
+
+def test_first_come_first_served_among_those_that_fit() -> None:
+    waiting: Waiting[str] = Waiting()
+    for n, (key, wanted) in enumerate((("large", 8), ("small", 2), ("other", 2))):
+        waiting.add(key, wanted, 0.01 * n)
+    waiting.add("small", 9, 0.5)  # it waits already
+    assert (len(waiting), waiting.pages) == (3, 12)
+    assert waiting.next(1, 10, 0.1) is None
+    assert waiting.next(2, 10, 0.1) == "small"
+    assert waiting.next(8, 10, 0.1) == "large"
+    assert waiting.discard("small") and not waiting.discard("small") and "small" not in waiting
+    assert waiting.next(7, 10, 0.1) == "other"
+
+
+def test_the_oldest_that_was_passed_for_long_has_what_comes_back_to_itself() -> None:
+    waiting: Waiting[str] = Waiting()
+    waiting.add("large", 8, 0.0)
+    waiting.add("small", 2, 0.1)
+    assert waiting.next(7, 10, PASSED_FOR_S) is None
+    assert waiting.next(8, 10, PASSED_FOR_S) == "large"
+    assert waiting.next(7, 7, PASSED_FOR_S + 1) == "small", "quarantine keeps more than it could do without"
+    assert waiting.report(7, PASSED_FOR_S) == Waits(2, 10, 1, PASSED_FOR_S)
+    assert waiting.report(8, PASSED_FOR_S) == Waits(2, 10, 0, PASSED_FOR_S)
+    waiting.clear()
+    assert not waiting and waiting.pages == 0 and waiting.report(8, 9.0) == Waits(0, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_nobody_waits_longer_than_the_rooms_before_it_last(turn: int) -> None:
+    """Rooms of any size keep coming, each lasts at most a second: the longest wait is bounded by what comes before."""
+    rng, most = random.Random(turn), 10
+    waiting: Waiting[int] = Waiting()
+    ends: list[tuple[float, int]] = []
+    sizes: dict[int, int] = {}
+    came: dict[int, float] = {}
+    longest, now = 0.0, 0.0
+    for number in range(2_000):
+        now = number * 0.05
+        if len(waiting) < 20:
+            sizes[number] = 10 if number % 37 == 0 else rng.randint(1, 3)
+            came[number] = now
+            waiting.add(number, sizes[number], now)
+        ends = [end for end in ends if end[0] > now]
+        while (key := waiting.next(most - sum(pages for _, pages in ends), most, now)) is not None:
+            waiting.discard(key)
+            longest = max(longest, now - came[key])
+            ends.append((now + rng.random(), sizes[key]))
+    assert longest < PASSED_FOR_S + 20 * 1.1
