@@ -241,7 +241,7 @@ class DecodeShell(Shell):
         Returns what could not be proven: its pages must not be used until every writer named is known to have ended.
         """
         core = self.endpoint.core
-        await self.wait_while(lambda: core.proof_may_come, self.timing.lost_after_s)
+        await self.wait_while(lambda: core.proof_may_come or bool(core.tasks), self.timing.lost_after_s)
         self.endpoint.part(self.now())
         self.run()
         await self.wait_while(lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s)

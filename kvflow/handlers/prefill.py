@@ -227,7 +227,8 @@ class PrefillShell(Shell):
         """Wait until the writes of every room have ended, or patience has; then until decodes have confirmed what they
         were told of those rooms, which comes with a heartbeat, or two are overdue."""
         self.leave()
-        await self.wait_while(lambda: bool(self.endpoint.rooms), patience_s)
+        core = self.endpoint.core
+        await self.wait_while(lambda: bool(core.rooms or core.tasks), patience_s)
         await self.wait_while(lambda: bool(self._unconfirmed()), 2 * self.timing.heartbeat_s)
         if left := self._unconfirmed():
             names = ", ".join(sorted({f"{peer.incarnation:016x}" for peer in left}))

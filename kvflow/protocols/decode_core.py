@@ -116,9 +116,7 @@ class DecodeCore:
         for command in self.links.feed(peer, kind, now, self.ledger, cause):
             if command is LinkCommand.START_ROOMS:
                 self.repeat_from(peer, now)  # what was withdrawn before came to a prefill that did not know us
-                for grant in self.ledger.grants_of(peer):
-                    if (record := self.rooms.get(grant)) is not None:
-                        self.link_if_ready(record, now)
+                self.for_each_loan(peer, "start")
             elif command is LinkCommand.LOSE_ROOMS:
                 self.for_each_loan(peer, "lose", peer.cause)
             elif command is LinkCommand.ASK_LOANS:
@@ -324,6 +322,13 @@ def _part(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
         core.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
 
 
+def _start(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
+    """One rank of the room has come up: the room is linked once all have, and once."""
+    record = core.rooms.get(grant)
+    if record is not None and not record.linked and record.state.phase is DecodePhase.BOOTSTRAPPING:
+        core.link_if_ready(record, now)
+
+
 def _loan_task(kind: LoanKind, phases: tuple[LoanPhase, ...]) -> Callable[[DecodeCore, Task, GrantId, float], None]:
     """Feed `kind` to a loan that is still in one of `phases`."""
 
@@ -343,6 +348,7 @@ def _close(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
 
 
 _TASKS: dict[str, Callable[[DecodeCore, Task, GrantId, float], None]] = {
+    "start": _start,
     "lose": _lose,
     "ask": _loan_task(LoanKind.SOURCE_BACK, (LoanPhase.DOUBTFUL,)),
     "fenced": _loan_task(LoanKind.FENCED, (LoanPhase.DOUBTFUL,)),

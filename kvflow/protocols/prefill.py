@@ -115,8 +115,8 @@ class PrefillEndpoint:
             if deadline_at_s < float("inf"):
                 core.set_deadline(record)
             core.meet(record, now)
-        elif (announced := core.rendezvous.announced.pop(number, None)) is not None:
-            core.time_announcements()
+        elif (announced := core.announced(number, now)) is not None:
+            core.forget_announcement(announced.peer, announced.grant)
             announced.peer.grants.feed(announced.grant, GrantKind.JOIN)
             core.bind(record, announced.peer, announced.grant)
             core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
@@ -138,7 +138,7 @@ class PrefillEndpoint:
         """The engine's half of a room will never come: decode's is told why, now or when it comes."""
         core, number = self.core, wire.room_id(room)
         record = core.rooms.get(number)
-        announced = core.rendezvous.announced.get(number)
+        announced = core.announced(number, now)
         if record is not None:
             if record.prompt is None:
                 self.close_room(record, cause, now)
@@ -234,6 +234,8 @@ class PrefillEndpoint:
         else:
             note_alive(core, peer, now)
             HANDLERS[type(message)](core, peer, message, now)
+        if core.tasks:
+            core.work(TICK_WORK, now)
 
     def route_opened(self, incarnation: Incarnation, now: float) -> bool:
         """The data plane can reach a decode's pool. False when that decode has left meanwhile: close the route."""
@@ -286,10 +288,9 @@ class PrefillEndpoint:
     def leave(self, now: float) -> None:
         """Open no room from here on, and end all; `rooms` is empty when their writes have ended."""
         core = self.core
-        core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
-        core.add_task(Task(core.rooms.values(), PrefillKind.ENDED_LOCALLY, core.leaving))
-        for room, found in list(core.rendezvous.announced.items()):
-            core.refuse_grant(found.peer, room, found.grant, core.leaving)
+        why = core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
+        core.add_task(Task("end", core.rooms.values(), why))
+        core.add_task(Task("refuse", core.rendezvous.announced.items(), why))
         core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
@@ -325,12 +326,15 @@ class PrefillEndpoint:
     def tick(self, now: float) -> None:
         """Deadlines and silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
         core = self.core
+        was_idle = not core.work_left
         core.work(TICK_WORK, now)
         for _ in range(TICK_WORK):
             timer = core.deadlines.pop_due(now)
             if timer is None:
-                return
+                break
             self._expire(timer, now)
+        if was_idle:
+            core.work(TICK_WORK, now)
 
     def _expire(self, timer: Timer, now: float) -> None:
         core = self.core

@@ -33,7 +33,7 @@ from kvflow.protocols.machines.peer import TABLE as PEER_TABLE
 from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
 from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, step
-from kvflow.protocols.machines.rendezvous import Rendezvous, Side
+from kvflow.protocols.machines.rendezvous import Announcement, Rendezvous, Side
 from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
@@ -44,6 +44,7 @@ from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import MAX_TEXT, MAX_UNPROVEN, WIRE_VERSION, GrantId, Incarnation, RoomId
 
 _NO_GRANT = GrantId(0)
+WITHDRAWN = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
 _NO_CAUSE = Cause(Code.PEER_LOST)  # of what ends no room
 
 
@@ -56,12 +57,14 @@ class Timer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Task:
-    """Work on many rooms at once is cut up, so that no tick takes long: each of `rooms` in turn is fed `kind`."""
+    """Work on many rooms at once is cut up, so that no tick takes long: one of `items` at a time, which may have
+    changed since it was queued. `run` names what is done to each (see `_TASKS`); `peer` is whose they are."""
 
-    __slots__ = ("cause", "kind", "rooms")
+    __slots__ = ("cause", "items", "peer", "run")
 
-    def __init__(self, rooms: Iterable[PrefillRoomRecord], kind: PrefillKind, cause: Cause) -> None:
-        self.rooms, self.kind, self.cause = deque(rooms), kind, cause
+    def __init__(self, run: str, items: Iterable[Any], cause: Cause, peer: DecodePeer | None = None) -> None:
+        self.run, self.cause, self.peer = run, cause, peer
+        self.items: deque[Any] = deque(items)
 
 
 class PrefillCore:
@@ -252,7 +255,11 @@ class PrefillCore:
             self.deadlines.set(Timer("silence", peer.incarnation), now + self.timing.lost_after_s)
         for command in move.commands:
             _PEER_RUN[command](self, peer, cause, now)
-        if peer.phase is PeerPhase.GONE and not peer.grants.rooms:
+        self.forget_if_idle(peer, now)
+
+    def forget_if_idle(self, peer: DecodePeer, now: float) -> None:
+        """A decode that is gone is kept until its rooms have ended and its announcements are void."""
+        if peer.phase is PeerPhase.GONE and not peer.grants.rooms and not peer.grants.announcements.rooms:
             self.feed_peer(peer, PeerKind.IDLE, now)
 
     def remember_grants(self, peer: DecodePeer) -> None:
@@ -292,11 +299,10 @@ class PrefillCore:
         while self.tasks and limit > 0:
             limit -= 1
             task = self.tasks[0]
-            room = task.rooms.popleft()
-            if not task.rooms:
+            item = task.items.popleft()
+            if not task.items:
                 self.tasks.popleft()
-            if not room.ended:
-                self.feed_room(room, PrefillEvent(task.kind, cause=task.cause), now)
+            _TASKS[task.run](self, task, item, now)
         self.earlier.work(limit)
 
     @property
@@ -310,8 +316,40 @@ class PrefillCore:
         return self._last_grant
 
     def add_task(self, task: Task) -> None:
-        if task.rooms:
+        if task.items:
             self.tasks.append(task)
+
+    def end_engine_half(self, room: RoomId, cause: Cause, now: float) -> None:
+        """Decode's half will not come: the engine's is told, now or when it comes."""
+        record = self.rooms.get(room)
+        if record is None or record.ended:
+            self.record_outcome(room, Side.DECODE, cause, now)
+        elif record.phase is PrefillPhase.EXPECTED:
+            self.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+            self.rendezvous.take(room, Side.DECODE)  # decode knows
+
+    def void(self, room: RoomId, found: Announcement[DecodePeer], cause: Cause, now: float) -> None:
+        """An announcement that nothing will follow: decode is told, and the engine's half when it comes."""
+        self.refuse_grant(found.peer, room, found.grant, cause)
+        self.record_outcome(room, Side.DECODE, cause, now)
+        self.forget_if_idle(found.peer, now)
+
+    def announced(self, room: RoomId, now: float) -> Announcement[DecodePeer] | None:
+        """Who has announced a room. What was withdrawn, or announced by a decode that is lost, ends here, where a task
+        has not come to it yet."""
+        found = self.rendezvous.announced.get(room)
+        if found is None:
+            return None
+        if found.grant not in found.peer.grants.announcements.rooms:
+            self.rendezvous.forget_announcement(room, found.peer, found.grant)
+            self.time_announcements()
+            self.record_outcome(room, Side.DECODE, WITHDRAWN, now)
+        elif found.peer.phase not in (PeerPhase.OPENING, PeerPhase.UP):
+            lost = Cause(Code.PEER_LOST, f"decode {found.peer.incarnation:016x}, which announced the room, is lost")
+            self.void(room, found, lost, now)
+        else:
+            return found
+        return None
 
 
 # --- what a room's table asks for
@@ -398,8 +436,7 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
         peer.grants.end(record.grant, tuple(record.sent))
         while core.kept.total > core.bounds.kept_bytes:  # the decode that keeps most has what ended first forgotten
             max(core.peers.values(), key=lambda known: known.grants.kept_bytes).grants.evict()
-        if peer.phase is PeerPhase.GONE and not peer.grants.rooms:
-            core.feed_peer(peer, PeerKind.IDLE, now)
+        core.forget_if_idle(peer, now)
 
 
 _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]] = {
@@ -413,6 +450,55 @@ _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]]
     RoomCommand.TELL_SUCCESS: _tell_success,
     RoomCommand.TELL_ENDED: _tell_ended,
     RoomCommand.END: _end,
+}
+
+
+# --- one room of a task at a time
+
+
+def _end_room(kind: PrefillKind) -> Callable[[PrefillCore, Task, PrefillRoomRecord, float], None]:
+    def end(core: PrefillCore, task: Task, record: PrefillRoomRecord, now: float) -> None:
+        if not record.ended:
+            core.feed_room(record, PrefillEvent(kind, cause=task.cause), now)
+
+    return end
+
+
+def _void(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
+    """Of a decode that was lost, unless it has been heard again meanwhile."""
+    grant, room = announced
+    assert task.peer is not None
+    found = core.rendezvous.find(room, task.peer, grant)
+    if found is not None and not task.peer.is_up:
+        core.void(room, found, task.cause, now)
+
+
+def _refuse_announced(
+    core: PrefillCore, task: Task, announced: tuple[RoomId, Announcement[DecodePeer]], now: float
+) -> None:
+    room, found = announced
+    if core.rendezvous.find(room, found.peer, found.grant) is not None:
+        core.refuse_grant(found.peer, room, found.grant, task.cause)
+
+
+def _withdraw(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
+    """Decode offers nothing under this grant any more."""
+    grant, room = announced
+    assert task.peer is not None
+    if (record := task.peer.grants.rooms.get(grant)) is not None:
+        core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=task.cause), now)
+    elif core.rendezvous.find(room, task.peer, grant) is not None:
+        core.rendezvous.forget_announcement(room, task.peer, grant)
+        core.time_announcements()
+        core.end_engine_half(room, task.cause, now)
+
+
+_TASKS: dict[str, Callable[[PrefillCore, Task, Any, float], None]] = {
+    "end": _end_room(PrefillKind.ENDED_LOCALLY),
+    "lose": _end_room(PrefillKind.TARGET_LOST),
+    "void": _void,
+    "refuse": _refuse_announced,
+    "withdraw": _withdraw,
 }
 
 
@@ -441,11 +527,8 @@ def _watch(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> Non
 
 def _lose_rooms(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     """Rooms end; announcements that no engine has answered are void."""
-    core.add_task(Task(peer.grants.rooms.values(), PrefillKind.TARGET_LOST, cause))
-    void = [(room, found.grant) for room, found in core.rendezvous.announced.items() if found.peer is peer]
-    for room, grant in void:
-        core.refuse_grant(peer, room, grant, cause)
-        core.record_outcome(room, Side.DECODE, cause, now)
+    core.add_task(Task("void", peer.grants.announcements.rooms.items(), cause, peer))
+    core.add_task(Task("lose", peer.grants.rooms.values(), cause, peer))
 
 
 def _close_route(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:

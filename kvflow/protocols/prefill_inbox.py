@@ -13,7 +13,7 @@ from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, Pr
 from kvflow.protocols.machines.rendezvous import Announcement, Side
 from kvflow.protocols.pages.layout import PageIndices, unpack_pages
 from kvflow.protocols.ports import PlaneAddress
-from kvflow.protocols.prefill_core import PrefillCore
+from kvflow.protocols.prefill_core import WITHDRAWN, PrefillCore, Task
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord, pinned_pages
 from kvflow.protocols.wire import messages as wire
@@ -124,9 +124,9 @@ def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, n
     if isinstance(message, wire.Announce):
         if core.rendezvous.has_ended(message.room, Side.ENGINE):
             return  # kept: when this decode is accepted after all, it announces the room again
-        _end_engine_half(core, message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
+        core.end_engine_half(message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
     else:
-        _end_engine_half(core, message.room, message.cause, now)
+        core.end_engine_half(message.room, message.cause, now)
 
 
 def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float], None]:
@@ -166,14 +166,7 @@ def _end_withdrawn(
     core: PrefillCore, peer: DecodePeer, withdrawn: list[tuple[wire.GrantId, wire.RoomId]], now: float
 ) -> None:
     """What decode had only announced has ended there, and its Abort was lost or comes later."""
-    gone = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
-    for grant, room in withdrawn:
-        if (record := peer.grants.rooms.get(grant)) is not None:
-            core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=gone), now)
-        else:
-            core.rendezvous.forget_announcement(room, peer, grant)
-            core.time_announcements()
-            _end_engine_half(core, room, gone, now)
+    core.add_task(Task("withdraw", withdrawn, WITHDRAWN, peer))
 
 
 HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
@@ -202,7 +195,7 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
         core.bind(record, peer, grant)
         core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
         core.tell_begun(record)
-    elif record is not None or message.room in core.rendezvous.announced:
+    elif record is not None or core.announced(message.room, now) is not None:
         core.refuse_grant(peer, message.room, grant, _in_use(core, message, record, now))
     elif cause := core.rendezvous.take(message.room, Side.DECODE):
         core.refuse_grant(peer, message.room, grant, cause)
@@ -246,7 +239,7 @@ def _refuse_pinned(core: PrefillCore, peer: DecodePeer, message: wire.Announce |
     cause = CapacityError("pages held by writes to this decode that do not end", pinned, limit).cause()
     core.refuse_grant(peer, message.room, message.grant, cause)
     if message.room not in core.rendezvous.announced:  # else another decode has announced it
-        _end_engine_half(core, message.room, cause, now)
+        core.end_engine_half(message.room, cause, now)
     return True
 
 
@@ -256,7 +249,7 @@ def _unwelcome(
     """Why no room can begin with this offer. Raises: CapacityError."""
     if core.leaving is not None:
         return core.leaving
-    if message.room in core.rendezvous.announced:
+    if core.announced(message.room, now) is not None:
         return _in_use(core, message, record, now)
     if record is not None:
         return None if record.phase is PrefillPhase.EXPECTED else _in_use(core, message, record, now)
@@ -334,16 +327,7 @@ def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, no
     core.forget_announcement(peer, message.grant)
     peer.grants.end(message.grant, ())
     if message.room not in core.rendezvous.announced:  # else another decode has announced it since
-        _end_engine_half(core, message.room, message.cause, now)
-
-
-def _end_engine_half(core: PrefillCore, room: wire.RoomId, cause: Cause, now: float) -> None:
-    record = core.rooms.get(room)
-    if record is None or record.ended:
-        core.record_outcome(room, Side.DECODE, cause, now)
-    elif record.phase is PrefillPhase.EXPECTED:
-        core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
-        core.rendezvous.take(room, Side.DECODE)  # decode knows
+        core.end_engine_half(message.room, message.cause, now)
 
 
 def _acknowledge(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:

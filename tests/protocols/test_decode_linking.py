@@ -12,10 +12,12 @@ from kvflow.protocols.commands import (
     StopWatch,
     WatchWriter,
 )
+from kvflow.protocols.decode import TICK_WORK
 from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
-from kvflow.protocols.wire.messages import GrantId
+from kvflow.protocols.wire.messages import GrantId, Incarnation
+from kvflow.protocols.wire.ranks import RankInfo
 from tests.protocols.alone import (
     AT,
     ELSEWHERE,
@@ -222,6 +224,23 @@ class TestWhichRanks:
         assert fresh.hear(answer, key=OTHER_KEY) == [WatchWriter(OTHER_KEY, OWN_ADDRESS), Linked(grant)]
         offered = [to(bootstrap()), to(bootstrap(source=OTHER_PREFILL), OTHER_KEY)]
         assert fresh.lend(grant) == offered
+
+    @pytest.mark.parametrize("ranks", [ONE, TWO])
+    def test_many_rooms_are_linked_a_few_at_a_time_and_once(
+        self, fresh: LoneDecode, ranks: tuple[RankInfo, ...]
+    ) -> None:
+        grants = [fresh.open(room, ranks) for room in range(2 * TICK_WORK + 1)]
+        fresh.endpoint.close_room(grants[-2], GONE, fresh.now)
+        fresh.asked()
+        linked: list[list[GrantId]] = []
+        for info in ranks:
+            source = Incarnation(info.incarnation)
+            answer = registered(source=source, rank=info.rank, size=len(ranks), fresh_from=fresh.core.next_grant)
+            linked.append([c.grant for c in fresh.hear(answer, key=key_of(info)) if isinstance(c, Linked)])
+        while fresh.endpoint.next_tick() == float("-inf"):
+            linked.append([c.grant for c in fresh.tick() if isinstance(c, Linked)])
+        assert max(map(len, linked)) == TICK_WORK
+        assert sorted(grant for found in linked for grant in found) == [*grants[:-2], grants[-1]]
 
     def test_two_ranks_at_one_address(self) -> None:
         decode = LoneDecode().up(TWO)

@@ -346,7 +346,7 @@ class TestWhatWasWithdrawn:
         assert prefill.hear(announce(7, 1), announce(8, 2), announce(9, 3)) == []
         why = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
         ended = [ack(7, 1), RoomStopped(record.serial, why), RoomReleased(record.serial)]
-        assert prefill.register(fresh_from=3) == [*ended, registered(fresh_from=3)]
+        assert prefill.register(fresh_from=3) == [registered(fresh_from=3), *ended]
         other = prefill.open(8)
         assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], "never came, and ended"
         assert prefill.hear(announce(8, 4)) == [], "and that was told once"
@@ -358,7 +358,7 @@ class TestWhatWasWithdrawn:
         prefill.hear(announce(7, 1), announce(8, 2))
         why = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
         ended = [ack(7, 1), RoomStopped(record.serial, why), RoomReleased(record.serial)]
-        assert prefill.hear(beat(2)) == [*ended, beat()]
+        assert prefill.hear(beat(2)) == [beat(), *ended]
         assert list(prefill.core.rendezvous.announced) == [8]
 
     def test_a_heartbeat_about_grants_that_never_came_is_not_its_own(self) -> None:

@@ -8,7 +8,9 @@ from kvflow.protocols.commands import CloseRoute, RoomReleased, RoomStopped
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.peer import PeerPhase
+from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.prefill import TICK_WORK
+from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     DECODE,
     OTHER_DECODE,
@@ -22,6 +24,7 @@ from tests.protocols.alone import (
     registered,
 )
 
+IN_USE = Cause(Code.ROOM_IN_USE, f"room {2 * TICK_WORK} has a decode already")
 SILENT = Cause(Code.PEER_LOST, f"decode {DECODE:016x} was silent for 5 s")
 
 
@@ -115,6 +118,79 @@ def test_many_rooms_end_a_few_at_a_time(prefill: LonePrefill, how: str) -> None:
         prefill.endpoint.tick(prefill.now)
     assert ended == [TICK_WORK, 2 * TICK_WORK, 2 * TICK_WORK + 1]
     assert (DECODE in prefill.core.peers) == (how == "leave"), "dead, and its last room has ended"
+
+
+MANY = range(1, 2 * TICK_WORK + 2)
+
+
+def to_the_end(prefill: LonePrefill) -> list[int]:
+    """How many announcements were left after each turn, until nothing is due at once."""
+    left = []
+    while True:
+        left.append(len(prefill.core.rendezvous.announced))
+        if prefill.endpoint.next_tick() != float("-inf"):
+            return left
+        prefill.endpoint.tick(prefill.now)
+
+
+@pytest.mark.parametrize("how", ["leave", "die", "fall silent", "withdraw by heartbeat", "withdraw by register"])
+def test_many_announcements_are_void_a_few_at_a_time(prefill: LonePrefill, how: str) -> None:
+    prefill.hear(*(announce(room, room) for room in MANY))
+    if how == "leave":
+        prefill.endpoint.leave(prefill.now)
+    elif how == "die":
+        prefill.endpoint.peer_died(DECODE, prefill.now)
+    elif how == "fall silent":
+        prefill.endpoint.tick(prefill.now + 5)
+    elif how == "withdraw by heartbeat":
+        prefill.hear(beat(len(MANY) + 1))
+    else:
+        prefill.register(fresh_from=len(MANY) + 1)
+    assert to_the_end(prefill) == [len(MANY) - TICK_WORK, len(MANY) - 2 * TICK_WORK, 0]
+    told = [message.room for message in prefill.asked() if isinstance(message, wire.RoomFailed)]
+    assert how.startswith("withdraw") or told == list(MANY)
+    assert (DECODE in prefill.core.peers) == (how != "die")
+    if how != "leave":
+        record = prefill.open(MANY[-1])
+        assert record.ended and prefill.open(MANY[-1]).phase is PrefillPhase.EXPECTED, "and that is told once"
+
+
+@pytest.mark.parametrize("how", ["fall silent", "withdraw"])
+def test_an_engine_does_not_join_what_is_about_to_be_void(prefill: LonePrefill, how: str) -> None:
+    """The turn of its announcement has not come, and the engine's half is there, or another decode's."""
+    prefill.up(OTHER_DECODE)
+    prefill.hear(*(announce(room, room) for room in MANY))
+    prefill.now += 4
+    prefill.hear(beat(target=OTHER_DECODE))
+    prefill.now += 1
+    if how == "withdraw":
+        prefill.hear(beat(len(MANY) + 1))
+    else:
+        prefill.endpoint.tick(prefill.now)
+    last, other = MANY[-1], MANY[-2]
+    assert last in prefill.core.rendezvous.announced
+    record = prefill.open(last)
+    assert (
+        record.ended
+        and record.state.cause is not None
+        and record.state.cause.code in (Code.PEER_LOST, Code.CLIENT_GONE)
+    )
+    prefill.asked()
+    assert prefill.hear(announce(other, 7, OTHER_DECODE))[:1] != [failed(IN_USE, other, 7, OTHER_DECODE)]
+    to_the_end(prefill)
+    assert prefill.open(last).phase is PrefillPhase.EXPECTED
+
+
+def test_a_decode_that_is_heard_again_keeps_what_was_not_void_yet(prefill: LonePrefill) -> None:
+    prefill.hear(*(announce(room, room) for room in MANY))
+    prefill.endpoint.tick(prefill.now + 5)
+    prefill.now += 5
+    left = len(prefill.core.rendezvous.announced)
+    assert left
+    prefill.hear(beat())
+    to_the_end(prefill)
+    assert len(prefill.core.rendezvous.announced) == left
+    assert prefill.open(MANY[-1]).phase is PrefillPhase.ANNOUNCED
 
 
 def test_a_room_that_ended_by_itself_is_not_ended_again(prefill: LonePrefill) -> None:

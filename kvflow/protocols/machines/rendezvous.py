@@ -47,9 +47,13 @@ class Rendezvous(Generic[S]):
 
     def forget_announcement(self, room: RoomId, peer: S, grant: GrantId) -> None:
         """Only the one that was made under this grant."""
-        found = self.announced.get(room)
-        if found is not None and found.peer is peer and found.grant == grant:
+        if self.find(room, peer, grant) is not None:
             del self.announced[room]
+
+    def find(self, room: RoomId, peer: S, grant: GrantId) -> Announcement[S] | None:
+        """The announcement of a room, if it was made under this grant."""
+        found = self.announced.get(room)
+        return found if found is not None and found.peer is peer and found.grant == grant else None
 
     def oldest_announced(self) -> tuple[RoomId, Announcement[S]] | None:
         """The one that ends first."""

@@ -62,8 +62,9 @@ def _abort_forgotten() -> AbstractContextManager[object]:
 
     def end_other_half(core: Any, peer: Any, message: Any, now: float) -> None:
         if peer.grants.phase(message.grant) is not GrantPhase.UNKNOWN:
-            return prefill_inbox._end_other_half(core, peer, message, now)
-        return prefill_inbox._end_engine_half(core, message.room, message.cause, now)
+            prefill_inbox._end_other_half(core, peer, message, now)
+        else:
+            core.end_engine_half(message.room, message.cause, now)
 
     stack.enter_context(_item(prefill_inbox._RUN, GrantCommand.END_OTHER_HALF, end_other_half))
     return stack
