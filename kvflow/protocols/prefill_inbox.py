@@ -249,7 +249,7 @@ def _unwelcome(
     """Why no room can begin with this offer. Raises: CapacityError."""
     if core.leaving is not None:
         return core.leaving
-    if core.announced(message.room, now) is not None:
+    if message.room in core.rendezvous.announced and core.announced(message.room, now) is not None:
         return _in_use(core, message, record, now)
     if record is not None:
         return None if record.phase is PrefillPhase.EXPECTED else _in_use(core, message, record, now)

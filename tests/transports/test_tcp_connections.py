@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
 import zmq
 
+from kvflow.testing.pair import until
 from kvflow.transports.control import tcp_connections
 from kvflow.transports.control.curve import ControlKey
 from kvflow.transports.control.packing import PACKED_BYTES
@@ -266,4 +271,76 @@ async def test_without_the_key_nothing_is_kept() -> None:
             raw.sendall(greeting + ready(b"DEALER", b"x"))
             await asyncio.to_thread(pour, raw, part(4 * MIB), 256 * MIB)
     assert rss_mib() < before + 50
+    router.close()
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """As where a stranger has taken all that the process may have."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open(os.devnull, os.O_RDONLY)
+    os.close(spare)
+    used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used, before[1]))
+    taken: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_without_a_descriptor_left_a_message_that_does_not_end_is_cut() -> None:
+    router, port = bind_router("127.0.0.1", 0)
+    with connected(port) as raw:
+        await until(lambda: router.connections.open)
+        pouring = asyncio.create_task(asyncio.to_thread(pour, raw, part(MIB), 4096 * MIB))
+        await asyncio.sleep(0)
+        with no_descriptor_left():
+            with pytest.raises(OSError, match="Too many open files"):
+                os.open(os.devnull, os.O_RDONLY)
+            await until(lambda: router.connections.cut == 1, 20)
+        assert await pouring < 4096 * MIB
+    router.close()
+
+
+def test_connections_take_half_of_the_descriptors_at_most() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for soft, most in ((256, 128), (before[1], min(tcp_connections.MAX_CONNECTIONS, before[1] // 2))):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+            assert tcp_connections.most_connections() == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+async def test_many_connections_are_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_connections, "LOOK_WORK", 8)
+    router, port = bind_router("127.0.0.1", 0)
+    connections = router.connections
+    turns: list[list[int]] = []
+    look_at, received = connections._look_at, connections._received
+
+    def counted(found: tcp_connections._Round) -> None:
+        turns.append([])
+        look_at(found)
+
+    def noted(descriptor: int) -> int | None:
+        turns[-1].append(descriptor)
+        return received(descriptor)
+
+    monkeypatch.setattr(connections, "_look_at", counted)
+    monkeypatch.setattr(connections, "_received", noted)
+    strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(33)]
+    await until(lambda: len(connections.open) == 33)
+    turns.clear()
+    await until(lambda: sum(map(len, turns)) >= 2 * 33)
+    assert max(map(len, turns)) == 8
+    assert {descriptor for turn in turns for descriptor in turn} == set(connections.open)
+    for raw in strangers:
+        raw.close()
     router.close()

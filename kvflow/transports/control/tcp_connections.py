@@ -4,17 +4,25 @@ ZMQ bounds a frame and the number of whole messages that wait, but not the frame
 the last has come: a stranger who never sends it takes all memory. None of it can be read before. So the kernel is asked
 how many bytes each connection has received since it last delivered a whole message, and one above the limits is cut:
 ZMQ then frees what it kept. A decode that is cut reconnects, and Resync repairs what was lost.
+
+The connections are looked at some at a time, so that thousands of idle ones take no long turn of the loop. Neither
+the look nor a cut needs a descriptor: a stranger who takes all that there are switches nothing off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
+import resource
 import socket
 import struct
-from collections.abc import Callable
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -28,7 +36,8 @@ LOOK_S = 0.1  # on loopback some 200 MB can arrive in between
 UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)  # of one connection; the most that ours have under way, and some
 ALL_UNFINISHED_BYTES = 64 << 20  # of all; ZMQ's own memory is up to 32 times that, for frames without a byte
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10  # with more than this a message may not take longer
-MAX_CONNECTIONS = 2_048
+MAX_CONNECTIONS = 2_048  # or half of the descriptors that the process may have, where that is less
+LOOK_WORK = 64  # connections, or events of them, in one turn of the event loop: some 300 us
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
 _EVENTS = _OPENED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _TCP_INFO = struct.Struct("128xQ")  # its field bytes_received (linux/tcp.h, since Linux 4.1)
@@ -44,6 +53,46 @@ class TcpConnection:
         self.received, self.since_s = 0, now
         self.unfinished_bytes = 0
         self.has_delivered = False
+
+
+class _Spare:
+    """A descriptor that is there in advance, to be made that of a connection which is cut."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = os.dup(self._nothing)
+
+    @contextmanager
+    def borrow(self, descriptor: int) -> Iterator[socket.socket]:
+        """The same socket under a number of our own, since ZMQ may close its at any time. Raises: OSError."""
+        with self._lock:
+            os.dup2(descriptor, self._descriptor, inheritable=False)
+            tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=self._descriptor)
+            try:
+                yield tcp
+            finally:
+                tcp.detach()
+                os.dup2(self._nothing, self._descriptor, inheritable=False)
+
+
+_spare = functools.cache(_Spare)
+
+
+def most_connections() -> int:
+    """Of strangers' connections and ours to one socket: half of the process's descriptors are for all else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
+
+
+class _Round:
+    """One look at every connection: those that are left, and whether what they have not delivered is unfinished."""
+
+    __slots__ = ("all_had_a_turn", "left", "reliable")
+
+    def __init__(self, descriptors: Iterable[int], *, all_had_a_turn: bool) -> None:
+        self.left = deque(descriptors)
+        self.all_had_a_turn, self.reliable = all_had_a_turn, True
 
 
 class TcpConnections:
@@ -64,6 +113,9 @@ class TcpConnections:
         self._monitor.connect(address)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._round: _Round | None = None
+        self._turn: asyncio.Handle | None = None
+        _spare()
 
     def watch(
         self, port: int, incoming: Incoming, tell_cut: Callable[[], None], tell_waits: Callable[[], None]
@@ -77,14 +129,17 @@ class TcpConnections:
         self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for handle in (self._timer, self._turn):
+            if handle is not None:
+                handle.cancel()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
 
-    def read_events(self) -> None:
-        """What has happened to connections since the last call."""
-        while not self._socket.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+    def read_events(self) -> bool:
+        """What has happened to connections since the last call. False when there is more: call again."""
+        for _ in range(LOOK_WORK):
+            if self._socket.closed or not int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+                return True
             found = parse_monitor_message(self._monitor.recv_multipart())
             event, descriptor = int(found["event"]), int(found["value"])
             if event & _OPENED:
@@ -94,32 +149,56 @@ class TcpConnections:
                 self.open.pop(descriptor, None)
             else:
                 self._on_event(event)
+        return False
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(LOOK_S, self._look)
-        self.read_events()
-        if not self.open:
-            return
+        if self._turn is None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Some connections, or some of what has happened to them; the others in the next turn."""
+        self._turn = None
+        if self.read_events():
+            if (found := self._round) is None:
+                if not self.open:
+                    return
+                self._round = found = self._begin()
+            self._look_at(found)
+            if not found.left:
+                self._round = None
+                if found.reliable:
+                    self._enforce()
+                return
+        self._turn = self._loop.call_soon(self._go_on)
+
+    def _begin(self) -> _Round:
+        """Whole messages are handed over in turn, one per connection: where none waits, or everybody has had a turn,
+        what a connection has not delivered is unfinished."""
         incoming = self._incoming
-        # Whole messages are handed over in turn, one per connection: where none waits, or everybody has had a turn,
-        # what a connection has not delivered is unfinished.
-        waits = int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN
-        if waits:
-            self._tell_waits()
-        all_read = not waits or incoming.messages - self._messages >= len(self.open)
+        all_had_a_turn = incoming.messages - self._messages >= len(self.open)
         self._messages = incoming.messages
-        for descriptor, connection in list(self.open.items()):
+        return _Round(self.open, all_had_a_turn=all_had_a_turn)
+
+    def _look_at(self, found: _Round) -> None:
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._tell_waits()
+            found.reliable &= found.all_had_a_turn
+        delivered = self._incoming.delivered
+        for _ in range(min(LOOK_WORK, len(found.left))):
+            descriptor = found.left.popleft()
+            if (connection := self.open.get(descriptor)) is None:
+                continue  # closed meanwhile
             received = self._received(descriptor)
             if received is None:
                 del self.open[descriptor]  # closed, and ZMQ has not told
-            elif descriptor in incoming.delivered or received < connection.received:
+            elif descriptor in delivered or received < connection.received:
                 connection.received, connection.since_s = received, self._loop.time()
                 connection.unfinished_bytes, connection.has_delivered = 0, True
             else:
                 connection.unfinished_bytes = received - connection.received
-        incoming.delivered.clear()
-        if all_read:
-            self._enforce()
+            delivered.discard(descriptor)
+        delivered.discard(-1)
 
     def _enforce(self) -> None:
         """Cut what is too large or too late, then the largest until all together are within the limit, then the oldest
@@ -136,14 +215,14 @@ class TcpConnections:
             total -= left[descriptor].unfinished_bytes
             self._cut(left, descriptor, f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all")
         silent = [descriptor for descriptor, connection in left.items() if not connection.has_delivered]
-        for descriptor in silent[: max(0, len(left) - MAX_CONNECTIONS)]:
-            self._cut(left, descriptor, f"more than {MAX_CONNECTIONS} connections")
+        for descriptor in silent[: max(0, len(left) - (most := most_connections()))]:
+            self._cut(left, descriptor, f"more than {most} connections")
         self.open = left
 
     def _cut(self, left: dict[int, TcpConnection], descriptor: int, why: str) -> None:
         connection = left.pop(descriptor)
         try:
-            with self._tcp(descriptor) as tcp:
+            with _spare().borrow(descriptor) as tcp:
                 peer, port = tcp.getpeername()[:2]
                 if self._is_ours(tcp):
                     tcp.shutdown(socket.SHUT_RDWR)
@@ -156,17 +235,19 @@ class TcpConnections:
     def _received(self, descriptor: int) -> int | None:
         """Bytes so far; None when the descriptor is no longer a connection of ours."""
         try:
-            with self._tcp(descriptor) as tcp:
-                if not self._is_ours(tcp):
-                    return None
-                info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            # ZMQ may close it at any time, and another file get its number: all that is done with it is to read.
+            tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
         except OSError:
             return None
+        try:
+            if not self._is_ours(tcp):
+                return None
+            info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:
+            return None
+        finally:
+            tcp.detach()
         return int(_TCP_INFO.unpack(info)[0])
-
-    def _tcp(self, descriptor: int) -> socket.socket:
-        """A descriptor of our own, since ZMQ may close its at any time. Raises: OSError."""
-        return socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=os.dup(descriptor))
 
     def _is_ours(self, tcp: socket.socket) -> bool:
         """The number may be another's by now. Raises: OSError."""
