@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+from kvflow.bench.crowds import crowds
 from kvflow.bench.pair import Process
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.engine.scheduler.stops import MAX_STOP_CHARACTERS, MAX_STOPS
@@ -88,6 +89,13 @@ async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any
                     seen = {role: await worker.ask("watched") for role, worker in workers.items()}
                     say(f"round {turn + 1} of {rounds}: {name}, {sent} requests: {_told(seen)}")
                     _keep_worst(found.setdefault(name, seen), seen)
+        for turn in range(rounds):
+            for name, crowd in crowds().items():
+                await asyncio.gather(*(worker.ask("watch") for worker in workers.values()))
+                came = await crowd(workers["prefill"], ready[0], WATCH_S)
+                seen = {role: await worker.ask("watched") for role, worker in workers.items()}
+                say(f"round {turn + 1} of {rounds}: {name}, {came} came: {_told(seen)}")
+                _keep_worst(found.setdefault(name, seen), seen)
     finally:
         for worker in workers.values():
             await worker.close()

@@ -1,9 +1,10 @@
 """One role, or nothing at all, whose event loop is watched: everything of the server but the model.
 
-    python -m kvflow.bench.stalls_worker prefill|decode|idle
+    python -m kvflow.bench.stalls_worker prefill|decode|idle|crowd
 
-Commands: setup, watch, watched, quit. HTTP, tokenizer, node, registry and data plane are the real ones; the engine
-makes tokens without a model, so that whole prompts of a million tokens are served in a second.
+Commands: setup, watch, watched, connections, announce, announced, quit. HTTP, tokenizer, node, registry and data plane
+are the real ones; the engine makes tokens without a model, so that whole prompts of a million tokens are served in a
+second.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.engine.scheduler.rooms import DecodeRoomPort, PrefillRoomPort
+from kvflow.launch.process import allow_many_connections
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.server.http import generate, openai
 from kvflow.server.http.app import build_app
 from kvflow.server.http.completion_service import ModelCard
@@ -38,13 +41,16 @@ from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.registry import registry_app
 from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.testing.pair import until
 from kvflow.transports.control.registry import RankTable, RegistryClient
+from kvflow.transports.control.zmq import ZmqSocket
 from kvflow.transports.data.select import open_plane
 
 PAGES = 1 << 21
 CONTEXT = 1 << 21
 VOCABULARY = 1 << 17
 CHUNK_PAGES = 1 << 13
+PATIENCE_S = 120.0
 TOP = tuple((token, -0.1 * token - 0.123456) for token in range(20))
 
 
@@ -131,6 +137,7 @@ class StallsWorker:
         self._role = role
         self._stack = AsyncExitStack()
         self._ticker: StallTicker | None = None
+        self._prefill: PrefillNode | None = None
 
     async def setup(self, *, tokenizer: str) -> dict[str, Any]:
         if self._role == "idle":
@@ -139,11 +146,13 @@ class StallsWorker:
         pool = await asyncio.to_thread(PagedPool.allocate, layout)
         plane = await asyncio.to_thread(open_plane, "local", pool.segment, None)
         card = ModelCard(path=tokenizer, name="stalls", context_length=CONTEXT, vocab_size=VOCABULARY)
-        bootstrap_port = None
+        bootstrap_port = rank = None
+        allow_many_connections()
         service: Any
         if self._role == "prefill":
-            prefill = PrefillNode(pool, plane)
+            prefill = self._prefill = PrefillNode(pool, plane)
             await prefill.start()
+            rank = rank_to_json(prefill.info)
             self._stack.push_async_callback(prefill.close)
             bootstrap = bound_socket("127.0.0.1", 0, "--port")
             bootstrap_port = bootstrap.getsockname()[1]
@@ -156,7 +165,35 @@ class StallsWorker:
             await decode.start()
             self._stack.push_async_callback(decode.close)
             service = DecodeService(card, decode, PacedDecode(pool), 60.0)  # type: ignore[arg-type]
-        return {"port": await self._listen(service, tokenizer), "bootstrap_port": bootstrap_port}
+        port = await self._listen(service, tokenizer)
+        return {"port": port, "bootstrap_port": bootstrap_port, "rank": rank}
+
+    async def connections(self) -> dict[str, Any]:
+        """How many this prefill has."""
+        assert self._prefill is not None
+        socket = self._prefill.shell.socket
+        return {"count": len(socket.connections.open) if isinstance(socket, ZmqSocket) else 0}
+
+    async def announced(self, *, count: int) -> dict[str, Any]:
+        """Wait until so many rooms are announced to this prefill."""
+        assert self._prefill is not None
+        found = self._prefill.shell.endpoint.core.rendezvous.announced
+        await until(lambda: len(found) == count, PATIENCE_S)
+        return {}
+
+    async def announce(self, *, count: int, rank: dict[str, Any]) -> dict[str, Any]:
+        """As a decode of its own: announce so many rooms of one token."""
+        layout = build_layout([("k", "uint8", (8,))], page_size=1, num_pages=PAGES)
+        pool = await asyncio.to_thread(PagedPool.allocate, layout)
+        node = DecodeNode(pool, await asyncio.to_thread(open_plane, "local", pool.segment, None))
+        await node.start()
+        self._stack.push_async_callback(node.close)
+        ranks = [rank_from_json(rank)]
+        for room in range(1 << 32, (1 << 32) + count):
+            node.announce(room, ranks, [1])
+            if room % 32 == 0:
+                await asyncio.sleep(0)
+        return {}
 
     async def _listen(self, service: Any, tokenizer: str) -> int:
         from transformers import PreTrainedTokenizerFast

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvflow.bench import stalls
+from kvflow.bench import crowds, stalls
 from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 from kvflow.server.http.app import MAX_BODY_BYTES
 
@@ -19,8 +19,10 @@ def test_the_cases_are_the_largest_legal_ones() -> None:
 async def test_every_case_is_answered_and_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls, "WATCH_S", 0.0)
     monkeypatch.setattr(stalls, "STREAM_TOKENS", 50)
+    monkeypatch.setattr(crowds, "IDLE_CONNECTIONS", 40)
+    monkeypatch.setattr(crowds, "ANNOUNCED_ROOMS", 200)
     report = await stalls.bench_stalls(1, print)
-    assert list(report["cases"]) == [name for name, _, _ in stalls.cases()]
+    assert list(report["cases"]) == [*(name for name, _, _ in stalls.cases()), *crowds.crowds()]
     for figures in report["cases"].values():
         assert set(figures) == {"prefill", "decode", "idle"}
         assert all(seen["late_p99_ms"] >= seen["late_p50_ms"] for seen in figures.values())

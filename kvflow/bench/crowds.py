@@ -1,0 +1,51 @@
+"""Crowds for `kvflow bench stalls`: what costs prefill's event loop by its number alone, whatever else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import Any
+
+from kvflow.bench.pair import Process
+from kvflow.launch.process import allow_many_connections
+
+IDLE_CONNECTIONS = 2_000
+ANNOUNCED_ROOMS = 32_000
+
+Crowd = Callable[[Process, dict[str, Any], float], Awaitable[int]]
+"""(prefill, what it said when it was set up, for how long at least) -> how many came."""
+
+
+async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
+    """Strangers that connect to the control port, and never send a byte."""
+    allow_many_connections()
+    loop, port = asyncio.get_running_loop(), int(ready["rank"]["control"].rpartition(":")[2])
+    with ExitStack() as stack:
+        for _ in range(IDLE_CONNECTIONS):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            await loop.sock_connect(stranger, ("127.0.0.1", port))
+        await asyncio.sleep(watch_s)
+        return int((await prefill.ask("connections"))["count"])
+
+
+async def announced_rooms(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
+    """A decode announces rooms that no engine opens here, and is killed: all of them are void."""
+    decode = await Process.spawn(sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", "crowd", name="crowd")
+    try:
+        await decode.ask("announce", count=ANNOUNCED_ROOMS, rank=ready["rank"])
+        await prefill.ask("announced", count=ANNOUNCED_ROOMS)
+    finally:
+        await decode.kill()
+    await prefill.ask("announced", count=0)
+    return ANNOUNCED_ROOMS
+
+
+def crowds() -> dict[str, Crowd]:
+    return {
+        f"{IDLE_CONNECTIONS:,} idle connections": idle_connections,
+        f"{ANNOUNCED_ROOMS:,} announced rooms of a decode that dies": announced_rooms,
+    }
