@@ -52,17 +52,15 @@ class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
     text: str = ""
 
     def __post_init__(self) -> None:
-        if not _is_cause(self.code, self.text):
+        # As a tuple, because mypy takes the declared types for granted and calls a plain check redundant.
+        given: tuple[object, object] = (self.code, self.text)
+        if not isinstance(given[0], Code) or not isinstance(given[1], str):
             raise MisuseError(f"a cause is a kvflow.Code and a text, not {self.code!r} and {self.text!r}")
         if len(self.text) > MAX_CAUSE_TEXT:  # causes are kept, and some come from peers
             msgspec.structs.force_setattr(self, "text", self.text[:MAX_CAUSE_TEXT])
 
     def __str__(self) -> str:
         return f"{self.code}: {self.text}" if self.text else str(self.code)
-
-
-def _is_cause(code: object, text: object) -> bool:
-    return isinstance(code, Code) and isinstance(text, str)
 
 
 class KvflowError(Exception):
