@@ -22,6 +22,7 @@ from kvflow.transports.control import tcp_connections
 from kvflow.transports.control.curve import ControlKey
 from kvflow.transports.control.packing import PACKED_BYTES
 from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
+from kvflow.transports.host.descriptors import descriptors_for
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
@@ -308,12 +309,12 @@ async def test_without_a_descriptor_left_a_message_that_does_not_end_is_cut() ->
     router.close()
 
 
-def test_connections_take_half_of_the_descriptors_at_most() -> None:
+def test_connections_and_sessions_take_half_of_the_descriptors_at_most() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         for soft, most in ((256, 128), (before[1], min(tcp_connections.MAX_CONNECTIONS, before[1] // 2))):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
-            assert tcp_connections.most_connections() == most
+            assert descriptors_for(tcp_connections.MAX_CONNECTIONS) == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

@@ -16,7 +16,6 @@ import functools
 import itertools
 import logging
 import os
-import resource
 import socket
 import struct
 import threading
@@ -29,6 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 from kvflow.transports.control.packing import Incoming
+from kvflow.transports.host.descriptors import descriptors_for
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +77,6 @@ class _Spare:
 
 
 _spare = functools.cache(_Spare)
-
-
-def most_connections() -> int:
-    """Of strangers' connections and ours to one socket: half of the process's descriptors are for all else."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, soft // 2)
 
 
 class _Round:
@@ -215,7 +209,7 @@ class TcpConnections:
             total -= left[descriptor].unfinished_bytes
             self._cut(left, descriptor, f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all")
         silent = [descriptor for descriptor, connection in left.items() if not connection.has_delivered]
-        for descriptor in silent[: max(0, len(left) - (most := most_connections()))]:
+        for descriptor in silent[: max(0, len(left) - (most := descriptors_for(MAX_CONNECTIONS)))]:
             self._cut(left, descriptor, f"more than {most} connections")
         self.open = left
 

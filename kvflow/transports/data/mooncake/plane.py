@@ -17,6 +17,11 @@ A peer is asked whether it answers before the engine is given its address (`hand
 session it takes no blocks for others, and where nobody answers it waits for a minute. A peer that answers us and then
 leaves the engine waiting can still do that; nothing here can stop it.
 
+The engine closes no connection to a peer that has gone: each process that was written to costs the writer one socket in
+CLOSE_WAIT until it ends itself (12 of 12 decodes that came and went; none was given back within a minute). Nothing here
+can close it: the number is the engine's. So sessions are bounded by half of the descriptors that the process may have,
+and by 16,384; beyond that a new decode is refused, with the reason.
+
 A route belongs to one process. Once that process is known to have ended, or another one was met at its session, nothing
 more is submitted. What the engine holds by then (one window) it fails within about a second; a new process that takes
 over both ports in that time, with memory registered at the same addresses, would be written to.
@@ -41,6 +46,7 @@ from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.route import Planner
 from kvflow.transports.data.threaded import EnginePlane
 from kvflow.transports.host.address import bracketed
+from kvflow.transports.host.descriptors import descriptors_for
 from kvflow.transports.host.identity import check_same_host, own_identity
 from kvflow.transports.host.names import HostNames
 from kvflow.transports.host.peer_process import PeerProcess
@@ -176,9 +182,9 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         known = self._sessions.get(peer.locator)
         if known is not None and known.process == peer.process:
             return known.met[-1]
-        if known is None and len(self._sessions) >= MAX_SESSIONS:
+        if known is None and len(self._sessions) >= (most := descriptors_for(MAX_SESSIONS)):
             raise TransferError(
-                f"more than {MAX_SESSIONS} sessions, which an engine never forgets: restart this process"
+                f"more than {most} sessions, and an engine keeps a descriptor (ulimit -n) for each: restart this process"
             )
         met = known.met if known is not None else ()
         engine = next((engine for engine in self._engines if engine not in met), None)

@@ -1,0 +1,11 @@
+"""How many descriptors one kind of thing may take, of those that this process may have (`ulimit -n`)."""
+
+from __future__ import annotations
+
+import resource
+
+
+def descriptors_for(most: int) -> int:
+    """At most `most`, and half of all: the other half is for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
