@@ -104,14 +104,17 @@ async def test_one_transfer_serves_the_first_of_several_prompts(session: Session
     rng = random.Random(seed)
     prompts = [random_prompt(rng, 3 * BLOCK + number) for number in range(3)]
     before = await measure(session, fleet.prefill.status_url, "kvflow_rooms_failed_total")
-    for asked, count in ((prompts, 1), (prompts[:1], 1)):
-        first = await ask(session, fleet.prefill.url, asked, 1, {"do_remote_decode": True}, n=count)
+    for asked, fields in ((prompts, {}), (prompts[:1], {"n": 2, "temperature": 0.5})):
+        first = await ask(session, fleet.prefill.url, asked, 1, {"do_remote_decode": True}, **fields)
         assert first.status == 200, first.text
-        answer = await ask(session, fleet.decode.url, asked, COUNT, first.body["kv_transfer_params"], n=count)
+        params = first.body["kv_transfer_params"]
+        answer = await ask(session, fleet.decode.url, asked, COUNT, params, **fields)
         assert answer.status == 200, answer.text
-        choices = answer.body["choices"]
-        wanted = [prompt for prompt in asked for _ in range(count)]
-        await assert_same(session, fleet, wanted, [choice["token_ids"] for choice in choices])
+        found = [choice["token_ids"] for choice in answer.body["choices"]]
+        if fields:
+            assert len(found) == 2
+        else:
+            await assert_same(session, fleet, asked, found)
         assert not await measure(session, fleet.prefill.status_url, "kvflow_rooms"), "one waits for its deadline"
     assert await measure(session, fleet.prefill.status_url, "kvflow_rooms_failed_total") == before
 

@@ -39,14 +39,15 @@ def test_a_room_that_is_announced_first() -> None:
 
 
 def test_an_announced_load_is_ready_when_its_prefill_has_begun() -> None:
-    with pair(load_deadline_s=0.2) as each:
+    with pair(load_deadline_s=60) as each:
         each.step_decode(targets=[each.target(workers=2)])
         each.step_prefill(sources=[each.source()])
         each.until(lambda: each.room_phase() == "ANNOUNCED")
         assert not each.ready
         each.step_prefill(begun=["another's", NAME])
         each.until(lambda: each.ready)
-        assert each.ready == {NAME: {0}} and not each.failures, "no deadline before anything is lent"
+        assert each.ready == {NAME: {0}} and not each.failures
+        assert not each.decode._due_s, "no deadline before anything is lent"
         each.step_prefill(computed={NAME: Computed([3, 1, 2], True)}, finished={NAME: False})
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.until_rest()
@@ -178,10 +179,12 @@ def test_it_is_over_after_it_was_told_and_before_it_is_held() -> None:
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_held_blocks_are_released_when_nothing_writes_them(is_over: bool) -> None:
-    with pair(load_deadline_s=0.1) as each:
+    with pair(load_deadline_s=60) as each:
         each.gate.open.clear()
         each.send_all(3, 1, 2)
         each.load(9, 4, 7)
+        assert each.gate.reached.wait(20)
+        each.pass_deadline()
         each.hold()
         assert each.received == each.failed == {NAME: 1} and each.causes[NAME].code == Code.DEADLINE
         assert not each.released and each.decode.quarantined_blocks == 3
@@ -299,10 +302,12 @@ def test_closing_ends_what_is_under_way() -> None:
 
 def test_blocks_held_for_another_worker_are_not_held_for_this_one() -> None:
     """Its own failure is not counted yet: vLLM would free what may still be written."""
-    with pair(load_deadline_s=0.05) as each:
+    with pair(load_deadline_s=60) as each:
         each.gate.open.clear()
         each.send_all(3, 1, 2)
         each.load(9, 4, 7)
+        assert each.gate.reached.wait(20)
+        each.pass_deadline()
         each.until(lambda: each.failures[NAME])
         each.step_decode(held={NAME: {1}})
         assert not each.received

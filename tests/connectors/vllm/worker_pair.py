@@ -115,6 +115,11 @@ class Pair:
         self.step_prefill()
         self.step_decode()
 
+    def pass_deadline(self) -> None:
+        """That of decode's load is over, whatever was set; the next look at the clock sees it."""
+        with self.decode._lock:
+            self.decode._due_s[NAME] = 0.0
+
     # --- what the scheduler sides would tell them
 
     def source(self, room: int = ROOM, name: str = NAME) -> OpenSource:
