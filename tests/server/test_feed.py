@@ -508,3 +508,21 @@ async def test_a_new_router_finds_what_workers_have(
     services[0].changed_report = {"cache": stats, "pages_total": 4096}  # it publishes no more
     first.check_due.set()
     await until(lambda: first.cache.feed is None)
+
+
+async def test_a_feed_goes_on_whatever_ends_a_try(monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack) -> None:
+    """Else what it knows would be taken for what the worker has, for good."""
+    monkeypatch.setattr(feed_module, "PAUSE_S", 0.0)
+    tries: list[BlockFeed] = []
+
+    async def fails(feed: BlockFeed) -> None:
+        tries.append(feed)
+        feed.live = True
+        if len(tries) > 2:
+            await asyncio.Event().wait()
+        raise KeyError("block_hashes")
+
+    monkeypatch.setattr(BlockFeed, "_follow", fails)
+    feed = follow(stack, Source("tcp://127.0.0.1:1", None, PAGE))
+    await until(lambda: len(tries) == 3)
+    assert not feed._task.done()

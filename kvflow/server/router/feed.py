@@ -76,6 +76,8 @@ class BlockFeed:
                 if self.live or reason != logged:
                     _log.warning("cache events of %s are not followed: %s", self._name, reason)
                 logged = reason
+            except Exception:  # noqa: BLE001 - else what is known of its cache would stay, and be wrong
+                _log.exception("following the cache events of %s failed; it is tried again", self._name)
             self._forget()
             await asyncio.sleep(PAUSE_S)
 

@@ -310,6 +310,9 @@ class Workers:
             return f"/health took more than {CHECK_TIMEOUT_S:g} s"
         except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             return str(error) or type(error).__name__
+        except Exception as error:  # noqa: BLE001 - else nobody asks it any more, and it stays what it was
+            _log.exception("asking %s failed", worker.url)
+            return f"asking it failed: {type(error).__name__}: {error}"
 
     async def _ask(self, worker: Worker) -> Identity | str:
         """Raises: as `Identify`."""

@@ -183,9 +183,8 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         if known is not None and known.process == peer.process:
             return known.met[-1]
         if known is None and len(self._sessions) >= (most := descriptors_for(MAX_SESSIONS)):
-            raise TransferError(
-                f"more than {most} sessions, and an engine keeps a descriptor (ulimit -n) for each: restart this process"
-            )
+            keeps = "each with a descriptor that its engine keeps (ulimit -n)"
+            raise TransferError(f"more than {most} sessions, {keeps}: restart this process")
         met = known.met if known is not None else ()
         engine = next((engine for engine in self._engines if engine not in met), None)
         if engine is None:

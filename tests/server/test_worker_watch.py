@@ -1,0 +1,35 @@
+"""The router's watch of its workers goes on whatever an answer makes it raise."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from kvflow.server.router import workers as workers_module
+from kvflow.server.router.policies import Policy
+from kvflow.server.router.workers import Worker, Workers
+
+
+async def test_a_worker_whose_answer_cannot_be_read_is_down_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Worker] = []
+
+    async def ask(_: Workers, worker: Worker) -> str:
+        asked.append(worker)
+        raise KeyError("fingerprint")
+
+    monkeypatch.setattr(Workers, "_ask", ask)
+    monkeypatch.setattr(workers_module, "LEAST_CHECK_S", 0.0)
+    async with aiohttp.ClientSession() as session:
+        watched = Workers(["http://127.0.0.1:1"], [], session, 0.001, Policy(), _no_identity)
+        async with asyncio.timeout(10):
+            await watched.start()
+            while len(asked) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        assert not watched.all[0].up and "asking it failed: KeyError" in watched.all[0].unavailable_reason
+        await watched.close()
+
+
+async def _no_identity(*_: object) -> workers_module.Identity:
+    raise AssertionError("it is not asked for")
