@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -10,13 +11,18 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvflow.bench.pair import Process
-from kvflow.launch.process import allow_many_connections
 
 IDLE_CONNECTIONS = 2_000
 ANNOUNCED_ROOMS = 32_000
 
 Crowd = Callable[[Process, dict[str, Any], float], Awaitable[int]]
 """(prefill, what it said when it was set up, for how long at least) -> how many came."""
+
+
+def allow_many_connections() -> None:
+    """As roles do: as many descriptors as the system lets this process have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:

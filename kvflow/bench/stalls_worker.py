@@ -20,13 +20,13 @@ import numpy as np
 import uvloop
 
 from kvflow.bench.child import StallTicker, serve
+from kvflow.bench.crowds import allow_many_connections
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.scheduler.budget import Admission, PageBudget
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.engine.scheduler.rooms import DecodeRoomPort, PrefillRoomPort
-from kvflow.launch.process import allow_many_connections
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.cache.hashes import ANY, Namespace

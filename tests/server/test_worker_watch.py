@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from kvflow.server.router import workers as workers_module
+from kvflow.server.router.identity import Identity
 from kvflow.server.router.policies import Policy
 from kvflow.server.router.workers import Worker, Workers
 
@@ -31,5 +32,5 @@ async def test_a_worker_whose_answer_cannot_be_read_is_down_and_asked_again(monk
         await watched.close()
 
 
-async def _no_identity(*_: object) -> workers_module.Identity:
+async def _no_identity(session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None) -> Identity:
     raise AssertionError("it is not asked for")
