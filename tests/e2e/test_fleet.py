@@ -257,7 +257,10 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(pro
     if plane == "mooncake":
         pytest.importorskip("mooncake")
         least = FEWER_REQUESTS
-    async with serving(keys=KEYS, disaggregation_transfer_backend=plane) as service, session_with(KEYS.api) as session:
+    async with (
+        serving(keys=KEYS, prefix_cache="off", disaggregation_transfer_backend=plane) as service,
+        session_with(KEYS.api) as session,
+    ):
         router = await service.start_router()
         operator = Operator(session, service, router)
 
@@ -284,7 +287,7 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(pro
 
 
 async def test_the_official_client_sees_a_fleet_that_changes_as_one_server(prompts: list[Prompt]) -> None:
-    async with serving(keys=KEYS) as service, session_with(KEYS.api) as session:
+    async with serving(keys=KEYS, prefix_cache="off") as service, session_with(KEYS.api) as session:
         router = await service.start_router()
         operator = Operator(session, service, router)
 
@@ -311,7 +314,7 @@ SGLANG = (
 
 async def test_behind_sglang_router_workers_join_leave_and_come_back(prompts: list[Prompt]) -> None:
     """It says which workers it uses by the same routes, and knows nothing of roles that change."""
-    async with serving() as service, session_with("") as session:
+    async with serving(prefix_cache="off") as service, session_with("") as session:
         prefills = [(service.url(name), service.bootstrap_port(name)) for name in service.names("prefill")]
         async with router_over(prefills, [*map(service.url, service.names("decode"))], *SGLANG) as router:
             operator = Operator(session, service, router)
