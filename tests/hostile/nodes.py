@@ -23,6 +23,8 @@ from kvflow.protocols.wire.messages import (
     Announce,
     Begun,
     ChunkDone,
+    Goodbye,
+    GoodbyeAck,
     Heartbeat,
     Register,
     Registered,
@@ -107,7 +109,11 @@ class Nodes:
             return "foreign"
         if message.source != self.prefill.incarnation:
             return "stale"
-        if self._unknown(message) and type(message) is not Register:
+        if isinstance(message, Goodbye):
+            return "taken"  # it is answered, whether prefill knows the decode or not
+        if isinstance(message, Register):
+            return "stale" if message.target in self.prefill.shell.endpoint.core.parted else "taken"
+        if self._unknown(message) or isinstance(message, GoodbyeAck):  # this prefill has not said goodbye
             return "stale"
         return "foreign" if isinstance(message, Heartbeat) and self._settles_unseen(message) else "taken"
 
