@@ -104,7 +104,7 @@ async def run(requests: int = 2_000, router: str = "kvflow", seed: int = 0) -> R
     rss: list[dict[str, float]] = []
     home = False
     async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(running(num_pages=2048))
+        fleet = await stack.enter_async_context(running(num_pages=2048, prefix_cache="off"))
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)))
         url = await stack.enter_async_context(sglang_router(fleet)) if router == "sglang" else fleet.url
         kinds = [(prompt, size) for prompt in prompts() for size in SIZES]
