@@ -138,14 +138,9 @@ class Decode(Node):
         core = self.endpoint.core
         if self.clock.now < until_s and (self.endpoint.rooms or len(core.ledger)):
             return self.wait(CLOSE_LOOK_S, self.look_again, until_s)
-        self.endpoint.part(self.clock.now)
-        self.run()
-        return self._look_last(self.clock.now + 2 * self.world.timing.heartbeat_s)
+        return self.part()
 
-    def _look_last(self, until_s: float) -> None:
-        """Wait until prefills have acknowledged the goodbye, then hang up."""
-        if self.endpoint.unparted(self.clock.now) and self.clock.now < until_s:
-            return self.wait(CLOSE_LOOK_S, self._look_last, until_s)
+    def has_parted(self) -> None:
         self.endpoint.close(self.clock.now)
         self.run()
         if self.endpoint.rooms or self.world.wire.dialled_by(self):

@@ -201,6 +201,21 @@ class Node:
         """Wait for what is still to come, until then at the longest."""
         raise NotImplementedError
 
+    def part(self) -> None:
+        """Say goodbye, wait a while until every peer has acknowledged it, and end."""
+        self._ticking.part(self.clock.now)
+        self.run()
+        self._await_answers(self.clock.now + 2 * self.world.timing.heartbeat_s)
+
+    def _await_answers(self, until_s: float) -> None:
+        if self._ticking.unparted(self.clock.now) and self.clock.now < until_s:
+            return self.wait(CLOSE_LOOK_S, self._await_answers, until_s)
+        return self.has_parted()
+
+    def has_parted(self) -> None:
+        """Be gone. Every peer has acknowledged the goodbye, or has not done so in time."""
+        raise NotImplementedError
+
     def died(self) -> None:
         raise NotImplementedError
 

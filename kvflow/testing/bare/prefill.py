@@ -187,14 +187,9 @@ class Prefill(Writer):
     def look_again(self, until_s: float) -> None:
         if self.endpoint.rooms and self.clock.now < until_s:
             return self.wait(CLOSE_LOOK_S, self.look_again, until_s)
-        self.endpoint.part(self.clock.now)
-        self.run()
-        return self._look_last(self.clock.now + 2 * self.world.timing.heartbeat_s)
+        return self.part()
 
-    def _look_last(self, until_s: float) -> None:
-        """Wait until decodes have acknowledged the goodbye."""
-        if self.endpoint.unparted(self.clock.now) and self.clock.now < until_s:
-            return self.wait(CLOSE_LOOK_S, self._look_last, until_s)
+    def has_parted(self) -> None:
         self.oracle.parted(self, self.endpoint.core.parted)
         return self.world.kill(self, "has left")
 
