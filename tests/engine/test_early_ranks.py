@@ -131,6 +131,23 @@ async def test_every_rank_gives_places_back_for_whoever_has_both_halves(
         await ranks.rest()
 
 
+async def test_a_prompt_that_shares_cached_pages_gives_way_to_whom_no_page_is_missing_here(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+) -> None:
+    """Both fit into the pools that cache their pages, and one alone into a pool that has lost them."""
+    async with group(stages, llama, pages=(10, 10), caches=True, chunk_tokens=10, optimistic_tries=2) as ranks:
+        assert await ranks.tokens(prompt_of(24), greedy(4)) == expected(prompt_of(24))
+        early = await begun(ranks, 24)
+        await early.whole()
+        async with asyncio.timeout(20):
+            assert await ranks.tokens(prompt_of(24), greedy(4)) == expected(prompt_of(24))
+        assert ranks.engine.optimism.lost == 1
+        await early.whole()
+        assert await early.meet() == expected(early.prompt)
+        await early.leg
+        await ranks.rest()
+
+
 async def test_after_its_last_try_a_prompt_waits_for_its_match(
     stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
 ) -> None:

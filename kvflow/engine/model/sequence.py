@@ -65,6 +65,11 @@ class Sequence:
         self.rows = NO_PLACES
         return places
 
+    @property
+    def prompt_pages(self) -> int:
+        """How many pages its whole prompt needs."""
+        return -(-self.prompt_length // self.page_size)
+
     def pages_missing(self, tokens: int) -> int:
         """How many more pages the first `tokens` tokens need."""
         return max(0, -(-tokens // self.page_size) - self.page_count)

@@ -91,10 +91,13 @@ class OptimisticStarts(Generic[R]):
         if request in self._waiting:
             self._waiting.remove(request)
 
-    def give_way(self, pages: int, rows: int, in_use: PageIndices = NO_PLACES) -> list[R]:
+    def give_way(
+        self, pages: int, rows: int, in_use: PageIndices = NO_PLACES, *, without_cache: int = 0
+    ) -> list[R]:  # fmt: skip
         """Those whose places are to be taken from them, so that `pages` more pages and `rows` more rows are free: the
         ones that have computed the fewest tokens, and none in vain. Empty where all together have too few. `in_use`:
-        of a cache, by others than these.
+        of a cache, by others than these. `without_cache`: pages that are missing at a rank that shares none between
+        prompts, where each of these has all the pages of its prompt.
 
         They begin again if they may. Call it between steps: none of them is in one then (I13).
         """
@@ -103,6 +106,8 @@ class OptimisticStarts(Generic[R]):
         def are_enough(chosen: list[R]) -> bool:
             """Whether they have so many pages and rows between them, with those that a cache keeps for them alone."""
             if sum(r.sequence.rows.size for r in chosen) < rows:
+                return False
+            if sum(r.sequence.prompt_pages for r in chosen) < without_cache:
                 return False
             missing = pages - sum(r.sequence.places.pages.size for r in chosen)
             if missing <= 0 or not any(r.sequence.shared for r in chosen):

@@ -318,11 +318,12 @@ class PrefillEngine(EngineLoop):
         """Give the first of a queue its places, those of early ones too where it has both halves of its room."""
         if not self._turn.comes(request):
             return False
-        missing, missing_rows = self._short_of(request)
-        if missing > 0 or missing_rows > 0:
+        missing, missing_rows, without_cache = short = self._short_of(request)
+        if max(short) > 0:
             losers = []
             if request is not self._early.first:
-                losers = self._early.give_way(missing, missing_rows, self._read_of_the_cache(request))
+                in_use = self._read_of_the_cache(request)
+                losers = self._early.give_way(missing, missing_rows, in_use, without_cache=without_cache)
             self._preempt(losers)
             if not losers or not self._is_ready or max(self._short_of(request)) > 0:
                 self._turn.over(request)
@@ -354,18 +355,17 @@ class PrefillEngine(EngineLoop):
     def _is_ready(self) -> bool:
         return self._lockstep is None or self._lockstep.ready
 
-    def _short_of(self, request: PrefillRequest) -> tuple[int, int]:
-        """Pages and rows that are missing for all of its prompt, at the rank that lacks the most. The others may have
-        places of a request until `drop`."""
+    def _short_of(self, request: PrefillRequest) -> tuple[int, int, int]:
+        """Pages that are missing here for all of its prompt, rows at the rank that lacks the most, and pages at the
+        smallest rank if nothing were cached there. The others may have places of a request until `drop`."""
         missing, missing_rows = self.steps.short_of(request)
         if self._lockstep is None:
-            return missing, missing_rows
+            return missing, missing_rows, 0
         pages, rows = self._lockstep.most_places
-        taken = sum(-(-placed.sequence.prompt_length // self._page_size) for placed in self._placed.values())
-        missing = max(missing, request.sequence.pages_missing(request.sequence.prompt_length) + taken - pages)
+        taken = sum(placed.sequence.prompt_pages for placed in self._placed.values())
         if self.steps.rows is not None:
             missing_rows = max(missing_rows, 1 + len(self._placed) - rows)
-        return missing, missing_rows
+        return missing, missing_rows, request.sequence.prompt_pages + taken - pages
 
     def _pick(self) -> tuple[list[Row], list[PrefillRequest]]:
         """The rows of one step: a chunk of each of the first prompts in order, within the limits of a step."""
