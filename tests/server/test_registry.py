@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -357,6 +358,25 @@ async def test_connections_are_bounded_and_ended(table: RankTable, monkeypatch: 
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.transport.abort()
+
+
+async def test_a_connection_that_comes_at_the_end_is_closed(table: RankTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its task is cancelled before it has begun."""
+    accepted: list[asyncio.StreamWriter] = []
+    honest = rank_server._Connections.accept
+
+    def accept(self: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        honest(self, reader, writer)
+        accepted.append(writer)
+
+    monkeypatch.setattr(rank_server._Connections, "accept", accept)
+    async with bare(table) as server:
+        client = socket.create_connection(("127.0.0.1", server.port))
+        while not accepted:  # noqa: ASYNC110 - in the turn after this the task has not begun
+            await asyncio.sleep(0)
+    with client, suppress(ConnectionResetError):
+        client.settimeout(10)
+        assert await asyncio.to_thread(client.recv, 1) == b""
 
 
 async def test_a_port_that_is_taken_is_named(table: RankTable) -> None:

@@ -66,16 +66,20 @@ class _Connections:
         self._table, self._documents = table, documents
         self._key = f"Bearer {api_key}".encode() if api_key else b""
         self._open: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= MAX_CONNECTIONS:
+        if self._closing or len(self._open) >= MAX_CONNECTIONS:
             writer.transport.abort()
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
+        # Not by the task itself, which does nothing at all when it is cancelled before it has begun.
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
+        self._closing = True  # a connection that the loop has accepted already may still come
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
@@ -93,8 +97,6 @@ class _Connections:
             asyncio.IncompleteReadError,
         ) as error:  # the client has disconnected, or is too slow
             log.debug("a request ended early: %r", error)
-        finally:
-            writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
         try:
