@@ -93,6 +93,9 @@ async def prefix_cache(
             if memory is not None:
                 memory.close()
         raise
+    if has_states and states is None:
+        yield None
+        return
     policy = "lru" if settings.prefix_cache == "auto" else settings.prefix_cache
     cache = PrefixCache(
         parts.pool.pages, parts.pool.layout.page_size, policy, host=host,
@@ -154,11 +157,21 @@ async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
     return await _allocated(parts, functools.partial(HostTier, parts.pool, size), f"--cache-host-bytes {size}")
 
 
-async def _states(settings: Settings, parts: Parts, most: int) -> StateStore:
-    """`most`: pages, at whose ends they are."""
+async def _states(settings: Settings, parts: Parts, most: int) -> StateStore | None:
+    """`most`: pages, at whose ends they are. None, with a line in the log, where there is no memory for a prefix cache
+    that is only the default.
+
+    Raises: MisuseError where a setting asks for one by name.
+    """
     size = settings.cache_state_bytes
     allocate = functools.partial(StateStore, parts.pool, size, most)
-    return await _allocated(parts, allocate, f"--cache-state-bytes {size}")
+    try:
+        return await _allocated(parts, allocate, f"--cache-state-bytes {size}")
+    except MisuseError as error:
+        if _asked_for(settings):
+            raise
+        _log.warning("prefixes are not cached: %s", error)
+        return None
 
 
 async def _storage_tier(settings: Settings, host: HostTier | None, *, has_states: bool) -> StorageTier | None:

@@ -21,6 +21,7 @@ from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.engine.scheduler.prefill_states import PromptStates
 from kvflow.launch.caching import prefix_cache
 from kvflow.launch.parts import Parts
+from kvflow.memory.available import Available
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
@@ -334,6 +335,24 @@ async def test_what_a_prefill_cannot_cache_is_said_in_one_line(
             async with prefix_cache(settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True):
                 pass
         assert "\n" not in str(refused.value)
+
+
+async def test_a_prefill_starts_without_a_cache_where_states_have_no_memory(
+    loaded: Loaded, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is only the default; one that is asked for by name is refused."""
+    model = loaded("lfm2")
+    async with EnginePair(model, **HOW) as pair:
+        monkeypatch.setattr("kvflow.memory.shared.available_memory", lambda: Available(100, "memory of the machine"))
+        parts = Parts(model, pair.source.pool, pair._threads[0])
+        settings = resolve("prefill", {"model_path": model.name}, env={})
+        async with prefix_cache(settings, parts, computes=True) as found:
+            assert found is None
+        assert caplog.text.count("prefixes are not cached: --cache-state-bytes 1073741824: ") == 1
+        settings = resolve("prefill", {"model_path": model.name, "prefix_cache": "lru"}, env={})
+        with pytest.raises(MisuseError, match=r"--cache-state-bytes 1073741824: .*100 bytes are available"):
+            async with prefix_cache(settings, parts, computes=True):
+                pass
 
 
 async def test_a_prefill_leaves_storage_out_and_a_decode_keeps_no_states(
