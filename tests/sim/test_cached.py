@@ -59,7 +59,9 @@ def test_more_seeds_in_processes() -> None:
     assert counts["cache: flushes"] > 20 and counts["cache: rooms that failed"] > 200
     assert all(faults[kind] for kind in (*ON_DISKS, "failed copy", "slow copy", "restart"))
     assert not report["cells"]["error"]
-    assert not [cell for cell in report["cells"]["missing"] if cell.startswith("cached run")]
+    missing = {cell for cell in report["cells"]["missing"] if cell.startswith("cached run")}
+    # Prompts wait for what is loaded of them, so they hardly ever give a page that arrives just then: the walk does.
+    assert missing <= {"cached run ARRIVING x GIVEN"}
 
 
 def test_a_seed_is_one_run() -> None:
