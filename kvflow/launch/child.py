@@ -89,6 +89,9 @@ class Child:
                 },
                 start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the roles in order
             )  # fmt: skip
+        except BaseException:
+            os.close(reading)
+            raise
         finally:
             os.close(writing)
         self._reading = asyncio.create_task(self._read_stderr())
@@ -117,8 +120,7 @@ class Child:
                 _log.warning("%s did not end within %g s of SIGTERM: killed", self.name, timeout_s)
                 self.kill()
                 await self.process.wait()
-        if self._reading is not None:
-            await self._reading
+        await self._all_read()
         return self.process.returncode or 0
 
     def kill(self) -> None:
@@ -132,9 +134,13 @@ class Child:
 
     async def _ended(self) -> ChildEndedError:
         status = await self.process.wait()
-        if self._reading is not None:
-            await self._reading
+        await self._all_read()
         return ChildEndedError(self.name, status, self.last_lines[-1] if self.last_lines else "")
+
+    async def _all_read(self) -> None:
+        """Return when it has written its last line."""
+        if self._reading is not None:  # others wait for it, too: a cancellation is of this wait alone
+            await asyncio.wait([self._reading])
 
     async def _read_stderr(self) -> None:
         stream = self.process.stderr

@@ -98,8 +98,7 @@ class MooncakeMaster:
         except TimeoutError:
             process.kill()
             await process.wait()
-        if self._reading is not None:
-            await self._reading
+        await self._all_read()
 
     async def _keep(self, ports: tuple[int, int]) -> None:
         """Start it again whenever it ends."""
@@ -147,9 +146,13 @@ class MooncakeMaster:
         raise await self._ended(process.returncode)
 
     async def _ended(self, status: int) -> ChildEndedError:
-        if self._reading is not None:
-            await self._reading
+        await self._all_read()
         return ChildEndedError(NAME, status, self._lines[-1] if self._lines else "")
+
+    async def _all_read(self) -> None:
+        """Return when it has written its last line."""
+        if self._reading is not None:  # `_keep` may wait for it as `stop` cancels that, and goes on to wait for it
+            await asyncio.wait([self._reading])
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         self._lines.clear()

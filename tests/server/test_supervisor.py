@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,18 @@ from kvflow.testing.freezing import freeze
 
 NOBODY = "http://127.0.0.1:1"
 ROUTER = ["--port", "0", "--prefill", NOBODY, "--decode", NOBODY]
+_ENDS_BEFORE_ITS_HELPER = """#!{python}
+import os, sys
+helper = os.fork()
+if helper == 0:
+    os.close(int(os.environ["KVFLOW_READY_FD"]))
+    os.execvp("sleep", ["sleep", "60"])
+sys.stderr.write("the last line\\n")
+with open("{found}.new", "w") as file:
+    file.write(str(helper))
+os.rename("{found}.new", "{found}")
+os._exit(3)
+"""
 
 
 async def test_a_second_signal_kills_what_does_not_end() -> None:
@@ -47,6 +60,48 @@ async def test_a_line_longer_than_the_reader_holds_does_not_end_it() -> None:
     assert caught.value.status == 2
     assert sum(map(len, child.last_lines)) > len(word)
     assert await child.stop(1) == 2
+
+
+async def test_a_wait_that_is_cancelled_leaves_the_last_lines_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has ended, and one that it has started still has its stderr."""
+    program, found = tmp_path / "program", tmp_path / "pid"
+    program.write_text(_ENDS_BEFORE_ITS_HELPER.format(python=sys.executable, found=found))
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    child = Child("router", "router", [], quiet=True)
+    starting = asyncio.create_task(child.start(os.environ, 30))
+    try:
+        while not found.exists() or child.process.returncode is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(child.wait_for_end())
+        await asyncio.sleep(0)
+        for wait in (starting, waiting):
+            wait.cancel()
+        await asyncio.wait([starting, waiting])
+        assert starting.cancelled() and waiting.cancelled()
+    finally:
+        os.kill(int(found.read_text()), signal.SIGKILL)
+    assert await child.stop(5) == 3
+    assert child.last_lines[-1] == "the last line"
+
+
+async def test_a_role_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    opened = []
+    pipe = os.pipe
+
+    def noted() -> tuple[int, int]:
+        opened.append(pipe())
+        return opened[-1]
+
+    monkeypatch.setattr(os, "pipe", noted)
+    with pytest.raises(FileNotFoundError):
+        await Child("router", "router", ROUTER, quiet=True).start(os.environ, 30)
+    for descriptor in opened[0]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 async def test_what_the_user_can_mend_is_told_without_ceremony(capfd: pytest.CaptureFixture[str]) -> None:
