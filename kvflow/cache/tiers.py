@@ -184,7 +184,11 @@ class Tiers:
             self.counts.fetched_pages += good
 
     async def end(self) -> None:
-        """End every copy, and close the store. What hangs in it is left alone: it keeps its memory."""
+        """End every copy, and close the store; when this returns, or raises a cancellation, they have ended (I12). What
+        hangs in the store is left alone: it keeps its memory."""
+        await run_to_end(asyncio.ensure_future(self._end()))
+
+    async def _end(self) -> None:
         await asyncio.sleep(0)  # a copy that has not begun would not end its write
         if self.storage is not None:
             await self.storage.store.close()

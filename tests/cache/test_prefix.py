@@ -304,6 +304,27 @@ async def test_a_cache_that_closes_ends_copies_that_have_not_begun() -> None:
         assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
 
 
+async def test_a_copy_that_begins_as_a_cache_closes_is_ended() -> None:
+    """Its task has not begun then, and would do nothing at all if it were cancelled."""
+    async with bench(host_pages=6) as b:
+        closing = asyncio.create_task(b.cache.close())
+        await asyncio.sleep(0)
+        b.run(1, 2, 3)
+        await closing
+        assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
+
+
+async def test_a_cache_whose_end_is_cancelled_ends_all_the_same() -> None:
+    async with bench(host_pages=6) as b:
+        b.run(1, 2, 3)
+        closing = asyncio.create_task(b.cache.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled() and not b.copies
+        assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
+
+
 async def test_what_host_pages_follow_can_be_evicted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pages of a prompt failed to be copied; the others, which a later prompt brought, were copied."""
     async with bench(host_pages=6) as b:
