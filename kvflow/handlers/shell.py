@@ -177,8 +177,9 @@ class Shell:
         of_caller: bool = False,
         ended: Callable[[BaseException | None], None] | None = None,
     ) -> asyncio.Task[None]:
-        """Start `work`. Its end is reported to `ended` with what it raised, whatever that is, a cancellation before its
-        first step included; without `ended`, what it raises is logged and counted.
+        """Start `work`, which does nothing once this shell has stopped. Its end is reported to `ended` with what it
+        raised, whatever that is, a cancellation before its first step included; without `ended`, what it raises is
+        logged and counted.
 
         `of_caller`: its log lines are about the request of the caller.
         """
@@ -197,6 +198,8 @@ class Shell:
                 log.error("%s ended", name, exc_info=error)
 
         task.add_done_callback(report, context=context)
+        if self.stopped:  # else nothing would ever end it
+            task.cancel()
         return task
 
     async def bursts(self, socket: ControlSocket) -> AsyncIterator[list[tuple[bytes, bytes]]]:

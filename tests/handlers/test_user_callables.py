@@ -14,7 +14,7 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import CapacityError, KvflowError, LostError
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError
 from kvflow.protocols.limits import Timing
 from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import PROMPT, success
@@ -418,6 +418,30 @@ async def test_a_resolver_that_is_deaf_to_its_end_does_not_keep_the_node_from_cl
             await p.decode.close()
             await room.released()
         ends.set()
+
+
+async def test_what_comes_as_the_last_parts_of_a_node_close_asks_no_resolver() -> None:
+    """Nothing would end such a task any more: the shell has ended its tasks."""
+    async with pair(timing=TIMING) as p:
+        closes, may_close = asyncio.Event(), asyncio.Event()
+        close = p.plane(p.decode).close
+
+        async def held_up() -> None:
+            closes.set()
+            await may_close.wait()
+            await close()
+
+        p.plane(p.decode).close = held_up  # type: ignore[method-assign]
+        p.decode._resolve = awaited(NEVER)
+        closing = asyncio.create_task(p.decode.close())
+        await closes.wait()
+        p.decode.refuse(6, "sim", Cause(Code.CLIENT_GONE, "it has gone"))
+        room = p.decode.room(7, "sim", PROMPT)
+        may_close.set()
+        await closing
+        with pytest.raises(KvflowError, match="this node is shutting down"):
+            await room.landed()
+        assert not p.decode.shell._tasks and not p.decode._asking
 
 
 @pytest.mark.parametrize("node", ["prefill", "decode"])
