@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from kvflow.server.router import workers as workers_module
+from kvflow.server.router.feed import Source
 from kvflow.server.router.identity import Identity
 from kvflow.server.router.policies import Policy
 from kvflow.server.router.workers import Worker, Workers
@@ -29,6 +30,28 @@ async def test_a_worker_whose_answer_cannot_be_read_is_down_and_asked_again(monk
             while len(asked) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert not watched.all[0].up and "asking it failed: KeyError" in watched.all[0].unavailable_reason
+        await watched.close()
+
+
+async def test_a_worker_that_leaves_as_it_is_asked_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers = asyncio.Event(), asyncio.Event()
+    events = Source("tcp://127.0.0.1:1", None, 16)
+
+    async def ask(_: Workers, worker: Worker) -> Identity:
+        asked.set()
+        await answers.wait()
+        return Identity("prefill", None, "1", "model", "", None, 0, events)
+
+    monkeypatch.setattr(Workers, "_ask", ask)
+    async with aiohttp.ClientSession() as session:
+        watched = Workers([], [], session, 60, Policy(), _no_identity)
+        worker = Worker("prefill", "http://127.0.0.1:1")
+        joining = asyncio.create_task(watched.add(worker))
+        await asked.wait()
+        watched.leave(worker)
+        answers.set()
+        await joining
+        assert watched.all == [] and worker.cache.feed is None and not worker.up
         await watched.close()
 
 

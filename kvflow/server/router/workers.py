@@ -299,7 +299,9 @@ class Workers:
             await self._check(worker)
 
     async def _check(self, worker: Worker) -> None:
-        self._take(worker, await self._found(worker))
+        found = await self._found(worker)
+        if worker in self._watches:  # else it has left meanwhile, and nothing would end what follows its events
+            self._take(worker, found)
 
     async def _found(self, worker: Worker) -> Identity | str:
         """What a worker is now, or why it cannot serve."""
