@@ -117,8 +117,10 @@ class LeaderShell(Shell):
 
     async def close(self) -> None:
         self.leave()
-        await asyncio.sleep(0)  # what has been decided is sent as this turn of the loop ends
-        await self.stop()
+        try:
+            await asyncio.sleep(0)  # what has been decided is sent as this turn of the loop ends
+        finally:
+            await self.stop()
 
     async def stop(self) -> None:
         await super().stop()

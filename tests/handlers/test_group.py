@@ -311,6 +311,15 @@ async def test_the_death_of_a_stage_is_seen_at_once_and_it_may_come_back() -> No
         await g.rest()
 
 
+async def test_a_leader_whose_end_is_cancelled_ends_all_the_same() -> None:
+    async with group(1) as g:
+        closing = asyncio.create_task(g.leader.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait([closing])
+        assert closing.cancelled() and g.leader.stopped and not g.leader._tasks
+
+
 async def test_a_rank_that_is_refused_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
