@@ -10,7 +10,7 @@ from kvflow.protocols.decode_core import DecodeCore
 from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.decode_rooms import ChunkCheck, DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind
+from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase
 from kvflow.protocols.machines.link import LinkKind
 from kvflow.protocols.machines.loan import WRITABLE, LoanKind, LoanPhase
 from kvflow.protocols.wire import messages as wire
@@ -41,9 +41,9 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
-    """The room's user is told once, when the last rank has begun."""
+    """The room's user is told once, when the last rank has begun; a user that has lent waits for it no longer."""
     record = _room_of(core, peer, message)
-    if record is None:
+    if record is None or record.phase is not DecodePhase.BOOTSTRAPPING:
         return
     everyone = (1 << len(record.peers)) - 1
     begun = record.begun | 1 << record.peers.index(peer)

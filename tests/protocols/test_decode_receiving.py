@@ -116,6 +116,14 @@ class TestBeginning:
         assert decode.hear(mine, mine) == []
         assert decode.hear(theirs, key=OTHER_KEY) == [RoomBegun(grant)]
 
+    def test_a_room_that_has_lent_or_drains_is_not_told(self, decode: LoneDecode) -> None:
+        first, second = decode.lent(7), decode.lent(8)
+        assert decode.hear(begun(room=7, grant=first.grant)) == []
+        decode.close(second.grant)
+        decode.asked()
+        assert second.phase is DecodePhase.DRAINING
+        assert decode.hear(begun(room=8, grant=second.grant)) == []
+
 
 class TestLending:
     def test_once_and_after_linked(self, decode: LoneDecode) -> None:

@@ -21,6 +21,7 @@ from kvflow.testing.bare.holds import Room
 from kvflow.testing.bare.job import DecodeJob
 from kvflow.testing.bare.node import CLOSE_LOOK_S, Node, Scene, address_of
 from kvflow.testing.bare.pages import Pages
+from kvflow.testing.bare.turns import Turns
 from kvflow.testing.bare.wire import Burst
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import PAGE_SIZE
@@ -41,6 +42,7 @@ class Decode(Node):
         self.pages = Pages(name, world.oracle, world.variety.layout)
         self.rooms: dict[int, Room] = {}  # by grant; until the room and its pages are both done with
         self.watches: set[PeerKey] = set()
+        self.turns: Turns[Room] = Turns()
 
     # --- requests
 
@@ -59,7 +61,7 @@ class Decode(Node):
                 Prompt(job.tokens, job.digest, job.prefix_pages * PAGE_SIZE if job.tokens_left else job.tokens),
                 now=now,
                 deadline_at_s=deadline_at_s,
-                announce=job.announces or job.offers_after_s is not None,
+                announce=job.announces or job.waits or job.offers_after_s is not None,
             )
         except KvflowError as error:
             self.oracle.halves.refused_at_decode(job.room, error.cause())
@@ -86,10 +88,20 @@ class Decode(Node):
         self.endpoint.close_room(room.record.grant, cause, self.clock.now)
 
     def _has_pages(self, room: Room) -> None:
-        room.held_back = False
-        if room.linked:
+        self.take_turn(room)
+        self.run()
+
+    def take_turn(self, room: Room) -> None:
+        """Whatever comes first: prefill has begun and there is a place, or the room waits no longer."""
+        offers, room.held_back = room.held_back and room.linked, False
+        if offers:
             self._offer(room)
-            self.run()
+
+    def give_up_waiting(self) -> None:
+        """Offer for rooms whose prefill has not begun, as it may never do."""
+        for room in list(self.rooms.values()):
+            if not room.told and not self.oracle.has_begun(room):
+                self._has_pages(room)
 
     def _offer(self, room: Room) -> None:
         grant = room.record.grant
@@ -183,6 +195,13 @@ class Decode(Node):
         if not room.held_back:
             self._offer(room)
 
+    def _begun(self, command: c.RoomBegun) -> None:
+        room = self.rooms[command.grant]
+        self.say(f"prefill has begun room {room.record.room}")
+        self.oracle.told_begun(room)
+        if room.held_back and room.job.waits:
+            self.turns.ask(room, self.take_turn)
+
     def _verify(self, command: c.VerifyChunk) -> None:
         self.wait(THREAD_S, self._summed, self.rooms[command.grant], command)
 
@@ -204,6 +223,7 @@ class Decode(Node):
         self.say(f"room {room.record.room} has landed")
         self.oracle.told_at_decode(room, None)
         self.oracle.landed(room, command.handoff)
+        self.turns.end(room)
         self.pages.keep(room.pages, command.grant)
         room.job.succeeded = room.freed = True
         self.clock.later(room.job.kept_s, self, self.pages.give_back, room.pages, -command.grant)
@@ -212,6 +232,7 @@ class Decode(Node):
         room = self.rooms[command.grant]
         self.say(f"room {room.record.room} fails: {command.cause}")
         self.oracle.told_at_decode(room, command.cause)
+        self.turns.end(room)
 
     def _ended(self, command: c.RoomEnded) -> None:
         room = self.rooms[command.grant]
@@ -243,6 +264,7 @@ class Decode(Node):
         c.WatchWriter: _watch,
         c.StopWatch: _stop_watch,
         c.Linked: _linked,
+        c.RoomBegun: _begun,
         c.VerifyChunk: _verify,
         c.StopVerifying: _stop_verifying,
         c.RoomLanded: _landed,

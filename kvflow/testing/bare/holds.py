@@ -22,7 +22,8 @@ class Room:
     """What decode's user holds."""
 
     __slots__ = (
-        *("cause", "freed", "held_back", "home", "job", "keys", "linked", "node", "over", "pages", "record", "told"),
+        *("begun", "cause", "freed", "held_back", "home", "job", "keys", "linked", "node", "over", "pages", "record"),
+        "told",
     )
 
     def __init__(self, node: Who, home: Pages, record: DecodeRoomRecord, job: DecodeJob) -> None:
@@ -30,7 +31,8 @@ class Room:
         self.keys = promises_of(node.incarnation, record)
         self.pages: list[int] = []
         self.linked = False  # pages are to be taken
-        self.held_back = job.offers_after_s is not None
+        self.held_back = job.waits or job.offers_after_s is not None
+        self.begun = False  # it was told that prefill has begun
         self.told = False
         self.cause: Cause | None = None
         self.over = self.freed = False
@@ -40,7 +42,8 @@ class Leg:
     """What the engine holds of one room."""
 
     __slots__ = (
-        *("cause", "chunks", "computing", "job", "matched", "number", "pages", "record", "released", "sent", "told"),
+        *("cause", "chunks", "computing", "job", "matched", "number", "pages", "queues", "record", "released", "sent"),
+        "told",
     )
 
     def __init__(self, record: PrefillRoomRecord, job: PrefillJob) -> None:
@@ -50,6 +53,7 @@ class Leg:
         self.number = 0  # of the chunk that comes next
         self.sent = 0  # how many of `pages` were sent, or are at decode already
         self.matched = self.computing = False
+        self.queues = False  # it waits for its turn
         self.told = self.released = False
         self.cause: Cause | None = None
 

@@ -54,12 +54,14 @@ class DecodeJob(_Job):
         prefix_pages: int = 0,
         announces: bool = True,
         offers_after_s: float | None = None,
+        waits: bool = False,
         kept_s: float = 0.0,
     ) -> None:
         super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.group = group
         self.prefix_pages = min(prefix_pages, self.num_pages)  # that decode has already
         self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
+        self.waits = waits  # its pages are held back until prefill has begun, or until `offers_after_s`
 
     @property
     def tokens_left(self) -> int:
@@ -80,9 +82,11 @@ class PrefillJob(_Job):
         refused: bool = False,
         fails_at: int | None = None,
         rendezvous_s: float | None = None,
+        begins_after_s: float | None = None,
     ) -> None:
         super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.chunks, self.fails_at, self.rendezvous_s = chunks, fails_at, rendezvous_s
+        self.begins_after_s = begins_after_s  # when it asks for its turn; None: it takes none, and never says so
 
     def chunks_after(self, prefix_pages: int) -> list[int]:
         """What is left to send, the row with the last pages; a chunk without pages when decode has everything."""

@@ -61,6 +61,7 @@ class Oracle:
         self.damaged = False  # bytes, on purpose
         self.over_at_s: dict[Record, float] = {}
         self._bound: dict[Promise, PrefillRoomRecord] = {}
+        self._begun: set[PrefillRoomRecord] = set()
         self._causes: dict[int, set[Cause]] = {}  # that the world gave to a room
         self._deadlines: dict[int, float] = {}  # the earliest of any half of a room
         self._prompts: dict[int, set[tuple[int, bytes]]] = {}
@@ -163,6 +164,19 @@ class Oracle:
         self._prompts.setdefault(room.record.room, set()).add((prompt.tokens, prompt.digest))
         self.halves.opened_at_decode(room)
 
+    def told_begun(self, room: Room) -> None:
+        """Decode's user is told that prefill has a place for the whole prompt."""
+        if room.told or room.begun:
+            when = "after its end" if room.told else "twice"
+            self.broken("I4", f"room {room.record.room} is told {when} that prefill has begun")
+        if not self.has_begun(room):
+            self.broken("I4", f"room {room.record.room} is said to have begun, and not every rank has")
+        room.begun = True
+
+    def has_begun(self, room: Room) -> bool:
+        """Every rank has a place for it, and knows of this decode."""
+        return all(self._bound.get(key) in self._begun for key in room.keys)
+
     def told_at_decode(self, room: Room, cause: Cause | None) -> None:
         self._told(room, room.record, room.node, cause, room.record.deadline_at_s)
         self._count("decode", cause)
@@ -195,6 +209,10 @@ class Oracle:
     def opened_at_prefill(self, node: Who, leg: Leg) -> None:
         self._prompts.setdefault(leg.record.room, set()).add((leg.job.tokens, leg.job.digest))
         self.halves.opened_at_prefill(node, leg)
+
+    def begun_at_prefill(self, record: PrefillRoomRecord) -> None:
+        """The engine has a place for the whole prompt."""
+        self._begun.add(record)
 
     def bound(self, node: Who, record: PrefillRoomRecord) -> Promise:
         """Decode's half has come to prefill, or is announced."""

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from kvflow.protocols import decode_inbox
+from kvflow.protocols.commands import Linked, RoomBegun
+from kvflow.protocols.decode_core import DecodeCore
+from kvflow.protocols.decode_links import PrefillPeer
+from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.machines.grants import TABLE as GRANTS
+from kvflow.protocols.machines.grants import GrantKind, GrantPhase
+from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.machines.ranges import GrantRanges
+from kvflow.protocols.machines.tables import IGNORE
+from kvflow.protocols.prefill_core import PrefillCore
+from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.wire.messages import Begun
+from kvflow.testing.bare.decode import Decode
 from kvflow.testing.bare.run import simulate
 from kvflow.testing.sim import plants_residency
 from kvflow.testing.sim.plants import Plant, hunted
 from kvflow.testing.sim.plants import all_plants as of_nodes
-from kvflow.testing.sim.swap import swapped
+from kvflow.testing.sim.swap import swapped, swapped_cells, swapped_item
 from kvflow.testing.walk.plants import PLANTS as OF_THE_WALK
 
 UNSEEN = {
@@ -30,6 +43,43 @@ UNSEEN = {
 } | {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
 """Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
 
+
+def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> AbstractContextManager[object]:
+    """Decode tells its user of every Begun for which `when` holds, of a room and the ranks that have sent one."""
+
+    def on_begun(core: DecodeCore, peer: PrefillPeer, message: Begun, now: float) -> None:
+        if (record := core.rooms.get(message.grant)) is not None:
+            begun = record.begun | 1 << record.peers.index(peer)
+            if when(record, begun):
+                core.outbox.append(RoomBegun(record.grant))
+            record.begun = begun
+
+    return swapped_item(decode_inbox.HANDLERS, Begun, on_begun)
+
+
+def _everyone(record: DecodeRoomRecord) -> int:
+    return (1 << len(record.peers)) - 1
+
+
+@contextmanager
+def _taken_too_soon() -> Iterator[None]:
+    original = Decode.RUN[Linked]
+
+    def linked(node: Decode, command: Linked) -> None:
+        original(node, command)
+        if (room := node.rooms[command.grant]).held_back and room.job.waits:
+            node.turns.ask(room, node.take_turn)
+
+    with swapped_item(Decode.RUN, Linked, linked), swapped_item(Decode.RUN, RoomBegun, lambda *_: None):
+        yield
+
+
+def _tell_begun(core: PrefillCore, record: PrefillRoomRecord) -> None:
+    if record.phase is PrefillPhase.ANNOUNCED:
+        assert record.peer is not None
+        core.send(record.peer, Begun(**core.header(record.room, record.grant, record.peer)))
+
+
 OWN = (
     Plant(
         "settled range begins again",
@@ -37,8 +87,44 @@ OWN = (
         lambda: swapped(GrantRanges, "add", lambda *_: None),
         "I6",
     ),
+    Plant(
+        "begun said once",
+        "a repeated announcement is not told that its room has begun: a Begun that is lost is lost for good",
+        lambda: swapped_cells(GRANTS, {(GrantPhase.OPEN, GrantKind.ANNOUNCE): IGNORE}),
+        "I5",
+    ),
+    Plant(
+        "begun before it has",
+        "prefill says so of every announced room",
+        lambda: swapped(PrefillCore, "tell_begun", _tell_begun),
+        "I4",
+    ),
+    Plant(
+        "one rank has begun",
+        "decode waits for no other rank",
+        lambda: _begun_told(lambda record, _: not record.begun),
+        "I4",
+    ),
+    Plant(
+        "begun told twice",
+        "decode tells of a repeated Begun",
+        lambda: _begun_told(lambda record, begun: begun == _everyone(record)),
+        "I4",
+    ),
+    Plant(
+        "begun after the end",
+        "decode tells of a room that drains that it has begun",
+        lambda: _begun_told(lambda record, begun: begun == _everyone(record) != record.begun),
+        "I4",
+    ),
+    Plant(
+        "pages taken too soon",
+        "decode takes pages before prefill has begun: rooms wait for each other",
+        _taken_too_soon,
+        "I5",
+    ),
 )
-"""Too rare for whole nodes, and too large for a walk."""
+"""Too rare for whole nodes, too large for a walk, or of what neither does: no node of theirs says that it has begun."""
 
 
 NOT_HERE = dict.fromkeys(

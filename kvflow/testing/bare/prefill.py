@@ -20,6 +20,7 @@ from kvflow.testing.bare.holds import Leg
 from kvflow.testing.bare.job import PrefillJob, handoff_of
 from kvflow.testing.bare.node import CLOSE_LOOK_S, Scene, address_of
 from kvflow.testing.bare.pages import FreePlaces
+from kvflow.testing.bare.turns import Turns
 from kvflow.testing.bare.wire import Burst
 from kvflow.testing.bare.writes import PacedWrite, Writer
 from kvflow.testing.shards import shard_layout
@@ -44,6 +45,7 @@ class Prefill(Writer):
         self.free = FreePlaces(layout)
         self.cells = [None] * layout.num_places
         self.watches: set[int] = set()
+        self.turns: Turns[Leg] = Turns()
         self.writes: dict[int, PacedWrite] = {}  # under way
         self.reaching = {}
         self._stalled_from_s = float("inf")
@@ -80,6 +82,9 @@ class Prefill(Writer):
                 self.close_room(leg, job.cause(Code.CAPACITY, "no pages at prefill"))
             else:
                 leg.pages = pages
+                if job.begins_after_s is not None:
+                    leg.queues = True
+                    self.clock.later(job.begins_after_s, self, self._queue, leg)
         finally:
             self.run()
 
@@ -97,9 +102,26 @@ class Prefill(Writer):
         self.say(f"room {leg.record.room}: {cause}")
         self.endpoint.close_room(leg.record, cause, self.clock.now)
 
+    def _queue(self, leg: Leg) -> None:
+        """Ranks of a group have no common queue, so that two of them could wait for each other."""
+        if self.info.world_size == 1:
+            self.turns.ask(leg, self._take_turn)
+        elif not leg.told:
+            self._take_turn(leg)
+        self.run()
+
+    def _take_turn(self, leg: Leg) -> None:
+        """It has a place for the whole prompt."""
+        leg.queues = False
+        self.say(f"room {leg.record.room} begins")
+        self.oracle.begun_at_prefill(leg.record)
+        self.endpoint.begin_room(leg.record)
+        if leg.matched:
+            self.compute(leg)
+
     def ready(self, leg: Leg) -> None:
-        """Both halves of the room are here: the engine begins."""
-        if leg.pages:
+        """Both halves of the room are here: the engine begins, once it is the room's turn."""
+        if leg.pages and not leg.queues:
             self.compute(leg)
 
     def compute(self, leg: Leg) -> None:
@@ -259,11 +281,13 @@ class Prefill(Writer):
         self.say(f"room {leg.record.room} is done")
         self.oracle.told_at_prefill(self, leg, None)
         leg.job.succeeded = True
+        self.turns.end(leg)
 
     def _stopped(self, command: c.RoomStopped) -> None:
         leg = self.legs[command.serial]
         self.say(f"room {leg.record.room} stops: {command.cause}")
         self.oracle.told_at_prefill(self, leg, command.cause)
+        self.turns.end(leg)
 
     def _released(self, command: c.RoomReleased) -> None:
         leg = self.legs.pop(command.serial, None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from time import process_time
 from typing import Any, NamedTuple
 
+from kvflow.protocols.decode_core import MAX_REPEAT_AFTER_S
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.codec import prompt_digest
@@ -19,7 +20,7 @@ from kvflow.testing.bare.node import Node, Tell
 from kvflow.testing.bare.oracle import BrokenError, Oracle
 from kvflow.testing.bare.prefill import Prefill
 from kvflow.testing.bare.rest import left
-from kvflow.testing.bare.scenario import Twist, Twists, Visit, draw_all
+from kvflow.testing.bare.scenario import Twist, Twists, Visit, draw_waiting
 from kvflow.testing.bare.world import World
 from kvflow.testing.sim.coverage import Cell, covered
 from kvflow.testing.sim.faults import Faults
@@ -97,6 +98,7 @@ class Run:
                     prefix_pages=twist.prefix_pages,
                     announces=twist.announces,
                     offers_after_s=request.offers_after_s,
+                    waits=twist.waits,
                     kept_s=request.kept_s,
                 )
                 self.clock.later(leg.at_s, None, self.begin, sum(self.scenario.groups) + place, theirs, leg)
@@ -116,6 +118,7 @@ class Run:
                 refused=request.refused,
                 fails_at=request.fails_at,
                 rendezvous_s=twist.rendezvous_s,
+                begins_after_s=twist.begins_after_s,
             )
             self.clock.later(leg.at_s, None, self.begin, first + rank, job, leg)
 
@@ -225,6 +228,13 @@ class Run:
                 if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
                     write.thaw()  # else the dead keep their place at prefill
                 node.end(write.leg.job, "given up")  # else both halves wait for it, as they should
+        self.clock.later(MAX_REPEAT_AFTER_S + RECOVER_S, None, self._give_up_waiting)
+
+    def _give_up_waiting(self) -> None:
+        """Whatever was lost has been asked for again: a room that prefill has not begun by now never will be."""
+        for node in self.world.nodes.values():
+            if node.alive and isinstance(node, Decode):
+                node.give_up_waiting()
 
     # --- rest
 
@@ -295,7 +305,7 @@ def _forgetful(scenario: Scenario) -> bool:
 class Cast(NamedTuple):
     """Who plays, and what."""
 
-    draw: Callable[[random.Random, Faults], tuple[Scenario, Twists]] = draw_all
+    draw: Callable[[random.Random, Faults], tuple[Scenario, Twists]] = draw_waiting
     world: type[World] = World
     run: type[Run] = Run
     halves: type[WatchedHalves] = WatchedHalves

@@ -20,6 +20,8 @@ class Twist(NamedTuple):
     announces: bool = True  # else the offer is the announcement where all are linked
     rendezvous_s: float | None = None
     second_decode: int | None = None  # another decode asks for the same room
+    begins_after_s: float | None = None  # when prefill asks for a place for the whole prompt; None: never
+    waits: bool = False  # decode holds its pages back until prefill has begun
 
 
 class Visit(NamedTuple):
@@ -55,6 +57,19 @@ def draw_all(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPE
     return scenario, twists
 
 
+def draw_waiting(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
+    """As `draw_all`, and in some runs decodes wait until prefill has begun."""
+    scenario, twists = draw_all(rng, faults)
+    if rng.random() < _WAIT:
+        twists = twists._replace(requests=[_waiting(rng, twist) for twist in twists.requests])
+    return scenario, twists
+
+
+def _waiting(rng: random.Random, twist: Twist) -> Twist:
+    after_s = rng.choice((0.0, rng.uniform(0.0, 0.4)))
+    return twist._replace(begins_after_s=after_s if rng.random() < 0.9 else None, waits=rng.random() < 0.7)
+
+
 def _twists(rng: random.Random, scenario: Scenario) -> Twists:
     variety: Variety = scenario.variety
     return Twists(
@@ -75,6 +90,7 @@ def _visit(rng: random.Random, decodes: int) -> Visit:
     return Visit(at_s, rng.randrange(decodes), silent_s, comes_after_s, stays_s)
 
 
+_WAIT = 0.3
 _DECLARED = {PROMPT: 0.0, NEVER: 0.6, "late": 0.3}
 
 

@@ -171,8 +171,13 @@ class BothSides:
                 return
             if not linked or peer.fresh_from > key[2] or (self.forgetful and key in self.acked):
                 return  # nothing from before the link was lost is told on: the engine's half waits for its rendezvous
-            if self.forgetful and self.over_at_s.get(prefill, decode.opened_at_s) < decode.opened_at_s:
+            over_at_s = self.over_at_s.get(prefill, decode.opened_at_s)
+            if self.forgetful and over_at_s < decode.opened_at_s:
                 return  # its end was forgotten before decode's half came
+            if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < self._troubled_at_s(
+                source, target, peer.key.control
+            ):
+                return  # its end is kept for a while only: the announcement that was lost may have come too late
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
             return
