@@ -35,7 +35,7 @@ def test_a_half_that_meets_the_refusal_of_an_earlier_request_of_its_number_break
 def test_more_seeds_in_processes() -> None:
     report = simulate_many(range(1000, 2000), jobs=2)
     assert not report["first_violations"] and report["seeds"] == 1000
-    assert len(report["cells"]["missing"]) <= 18, "the rest are rare: lies, late answers and answers in doubt"
+    assert len(report["cells"]["missing"]) <= 20, "the rest are rare: lies, late answers, doubts and goodbyes"
 
 
 def test_a_seed_is_one_run() -> None:
