@@ -433,6 +433,7 @@ class DecodeShell(Shell):
         room = self.rooms.get(command.grant)
         if room is None:
             self.earlier.free(command)
+            self._lend_waiting()
             return
         if self.arrivals is not None:
             self._return_lent(room)

@@ -350,6 +350,29 @@ async def test_what_is_unproven_at_the_end_stays_with_the_staging(p: Pair) -> No
     assert staging.host.places.at_rest() and not ledger(second).quarantined_pages
 
 
+async def test_a_room_that_waits_has_what_an_earlier_node_left_once_that_is_proven(little: Pair) -> None:
+    p = little
+    source, target = await sized(p, 7, 3)
+    await source.matched()
+    p.plane(p.prefill).script(Fault.LATE)
+    p.send_all(source)
+    with pytest.raises(KvflowError):
+        await target.landed()
+    await until(lambda: p.decode.quarantined_pages == 3)
+    first, staging = p.decode, p.decode.staging
+    assert isinstance(staging, Staging)
+    [loan] = await first.close()
+    p.decodes.remove(first)
+    second = await p.add_decode(over=staging)
+    target = second.room(8, p.ranks, PROMPT)
+    await until(lambda: second.shell.waiting)
+    staging.host.quarantine.forget(loan.incarnation, loan.writer)  # another node over the staging has the proof
+    await until(lambda: not second.quarantined_pages)
+    await until(lambda: target.lent.size == 5)
+    target.close()
+    await target.released()
+
+
 async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(staging_bytes=0) as p:
         own = ExternalPages(64)
