@@ -86,6 +86,11 @@ class DecodeCore:
         """One event for one loan, and what follows for its room."""
         self.loan_changed(self.ledger.feed(lease, peer, kind), now)
 
+    def feed_answer(self, lease: Lease[PrefillPeer], peer: PrefillPeer, drained: bool, now: float) -> None:
+        """Prefill answers for one loan. Nothing has to be proven about a loan that could not be written anyway."""
+        drained = drained or lease.loans[peer] not in WRITABLE
+        self.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
+
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
         lease, peer = change.lease, change.source
         # A silent source is asked when it answers again; until then an Abort would only wait in a queue.
@@ -318,8 +323,7 @@ def _part(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
         core.feed_room(record, DecodeEvent(DecodeKind.ROOM_FAILED, cause=task.cause), now)
     lease = core.ledger.find(peer, grant)
     if lease is not None:
-        drained = grant not in peer.unproven or lease.loans[peer] not in WRITABLE
-        core.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
+        core.feed_answer(lease, peer, grant not in peer.unproven, now)
 
 
 def _start(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:

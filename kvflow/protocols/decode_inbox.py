@@ -12,7 +12,7 @@ from kvflow.protocols.decode_rooms import ChunkCheck, DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase
 from kvflow.protocols.machines.link import LinkKind
-from kvflow.protocols.machines.loan import WRITABLE, LoanKind, LoanPhase
+from kvflow.protocols.machines.loan import LoanKind, LoanPhase
 from kvflow.protocols.wire import messages as wire
 
 
@@ -89,8 +89,7 @@ def _on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: wire.AbortAck, n
     if lease is None or lease.room != message.room:
         core.observer.message_dropped("stale")
         return
-    drained = message.drained or lease.loans[peer] not in WRITABLE  # else whatever it says, there is nothing to prove
-    core.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
+    core.feed_answer(lease, peer, message.drained, now)
 
 
 def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: float) -> None:

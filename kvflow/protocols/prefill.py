@@ -226,7 +226,6 @@ class PrefillEndpoint:
             on_register(core, message, now, sender_address)
         elif type(message) is wire.Goodbye:
             on_goodbye(core, message, now)
-            core.work(TICK_WORK, now)
         elif peer is None and isinstance(message, wire.Announce | wire.Abort):
             on_room_of_refused(core, message, now)
         elif peer is None or type(message) not in _READ_IN[peer.phase]:
