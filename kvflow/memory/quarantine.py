@@ -61,9 +61,7 @@ class PoolQuarantine:
             if self._named is None or not (kept := self._named[pages] > 0).any():
                 return
             place = int(np.asarray(pages)[kept][0])
-            loan = next(
-                lease.loans[0] for lease in self.leases.values() if lease.loans and place in lease.pages.tolist()
-            )
+            loan = next(lease.loans[0] for lease in self.leases.values() if place in lease.pages.tolist())
         text = f"page {place}" if place < self._layout.num_pages else f"row {place - self._layout.num_pages}"
         raise OwnershipError(
             f"{text} is in quarantine: an earlier node over this pool lent it to prefill {loan.incarnation:016x} at "
@@ -87,8 +85,15 @@ class PoolQuarantine:
             return
         try:
             store.withhold(np.concatenate([lease.pages for lease in fresh]))
-        except OwnershipError as error:  # it knows fewer pages than the pool has; `check` refuses the others by name
-            log.warning("%r cannot withhold the pages of %d earlier rooms: %s", store, len(fresh), error)
+        except OwnershipError as error:
+            # It knows fewer pages than the pool has: it keeps those of each room that it can, and `check` refuses the
+            # others by name.
+            if len(fresh) > 1:
+                for lease in fresh:
+                    self._withhold(store, (lease,))
+            else:
+                room = fresh[0].loans[0].room
+                log.warning("%r cannot withhold the pages of room %d of an earlier node: %s", store, room, error)
             return
         for lease in fresh:
             lease.stores.append(store)
@@ -139,8 +144,10 @@ class PoolQuarantine:
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
         with self._lock:
-            for lease in self.leases.values():
+            for name, lease in list(self.leases.items()):
                 lease.loans = [o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)]
+                if not lease.loans:  # no node has taken it over yet, and none will
+                    self.free(name)
             heirs = [heir for heir, _ in self._heirs]
         for heir in heirs:
             heir.writer_ended(incarnation, writer)

@@ -346,4 +346,4 @@ class Quarantine(Protocol):
         """Every loan of these pages has ended: stores may hand them out again. No effect the second time."""
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
-        """All loans of this writer have ended, and what they alone kept was freed. Other nodes are told."""
+        """All loans of this writer have ended: what they alone kept is free. Other nodes are told."""

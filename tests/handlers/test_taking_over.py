@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -452,6 +453,23 @@ async def test_a_node_in_another_thread_leaves_them_to_one_that_runs_here() -> N
             await asyncio.to_thread(pool.quarantine.forget, 9, writer)
             await until(lambda: not node.quarantined_pages)
             assert not withheld(node.pages)
+
+
+async def test_what_was_proven_before_the_loop_heard_of_it_is_not_taken_over() -> None:
+    async with pair(timing=TIMING) as p:
+        pool, writer = p.decode.pool, p.prefill.exported[0]
+        async with next_node(p, "decode", None) as node:
+            lent = np.arange(5, dtype=np.int32)
+            loan = UnprovenLoan(
+                writer=writer, incarnation=9, control="tcp://x:1", rank=0, room=7, lease=(5, 1), pages=lent
+            )
+            other = threading.Thread(target=pool.quarantine.add, args=([loan], ExternalPages(64)))
+            other.start()
+            other.join()  # the loop stands still meanwhile
+            pool.quarantine.forget(9, writer)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not node.quarantined_pages and not withheld(node.pages) and not pool.unproven
 
 
 async def test_a_node_that_never_starts_changes_nothing() -> None:

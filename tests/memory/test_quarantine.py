@@ -133,10 +133,20 @@ def test_a_store_of_fewer_pages_is_told_what_it_cannot_know(caplog: pytest.LogCa
     pool, store = small(), ExternalPages(4)
     closed(pool, 6)
     pool.quarantine.keep_out_of(store)
-    assert "cannot withhold the pages of 1 earlier rooms: page 6 is outside 0..3" in caplog.text
+    assert "cannot withhold the pages of room 7 of an earlier node: page 6 is outside 0..3" in caplog.text
     with pytest.raises(OwnershipError, match="page 6 is in quarantine"):
         pool.quarantine.check(pages(6))
     pool.quarantine.free((5, 6))
+    assert store.at_rest()
+
+
+def test_a_store_of_fewer_pages_withholds_those_that_it_knows() -> None:
+    pool, store = small(), ExternalPages(4)
+    closed(pool, 6, 2, 7, 3)
+    pool.quarantine.keep_out_of(store)
+    assert store.busy(range(4)).tolist() == [2, 3]
+    for grant in (6, 2, 7, 3):
+        pool.quarantine.free((5, grant))
     assert store.at_rest()
 
 
@@ -165,6 +175,15 @@ def test_a_writer_is_forgotten_though_another_still_has_the_pages() -> None:
     pool.quarantine.forget(1, FIRST)
     assert [found.writer for found in pool.unproven] == [SECOND] and pool.pages.free_pages == 6
     assert "1 leases" in repr(pool.quarantine)
+
+
+def test_pages_whose_last_writer_is_forgotten_are_free() -> None:
+    """The word about a writer comes before a node that runs has heard of its loans."""
+    pool = small()
+    closed(pool, 2, 3)
+    pool.quarantine.forget(1, FIRST)
+    pool.quarantine.check(pages(2, 3))
+    assert pool.pages.at_rest() and not pool.unproven and not pool.quarantine.leases
 
 
 def test_leases_that_name_one_page_are_all_waited_for() -> None:
