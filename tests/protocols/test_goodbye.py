@@ -306,6 +306,12 @@ class TestPrefillIsTold:
         prefill.hear(goodbye(), goodbye(target=OTHER_DECODE))
         assert list(prefill.core.parted) == [OTHER_DECODE]
 
+    def test_they_take_no_place_among_those_that_may_come_back(self) -> None:
+        prefill = LonePrefill(bounds=Bounds(closed_grants=1)).up()
+        prefill.core.displaced[OTHER_DECODE] = GrantId(5)
+        prefill.hear(announce(7, 1), goodbye())
+        assert list(prefill.core.parted) == [DECODE] and prefill.core.displaced == {OTHER_DECODE: 5}
+
 
 def test_what_is_named_is_read_back(decode: LoneDecode) -> None:
     """The whole way: a prefill in doubt about one of two rooms, and the decode that lent to it."""
