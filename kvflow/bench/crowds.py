@@ -20,7 +20,7 @@ Crowd = Callable[[Process, dict[str, Any], float], Awaitable[int]]
 
 
 def allow_many_connections() -> None:
-    """As roles do: as many descriptors as the system lets this process have."""
+    """Raise this process's limit of descriptors as far as the system lets it, as roles do."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -1,4 +1,4 @@
-"""What outlived the nodes over one pool: loans without proof, and the stores that must not hand out their pages.
+"""Loans without proof that outlived the nodes over one pool, and the stores that must not hand out their pages.
 
 It belongs to the pool, not to a store of pages: the next node over the pool may well have another store.
 """

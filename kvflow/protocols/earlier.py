@@ -34,7 +34,7 @@ class EarlierWriter:
 
 
 class EarlierLoans:
-    """The part of an endpoint that decides about them. Commands go to the endpoint's outbox."""
+    """The part of an endpoint that decides about loans of earlier nodes. Its commands go to the endpoint's outbox."""
 
     def __init__(self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]) -> None:
         """`ledger` is the endpoint's own: the sources of its other loans are never looked at here, nor these there."""
@@ -76,11 +76,12 @@ class EarlierLoans:
         return [writer for writer in self.writers.values() if writer.incarnation == incarnation]
 
     def owed_by(self, writer: EarlierWriter) -> tuple[int, int]:
-        """Its loans, and the pages that they keep in quarantine."""
+        """The number of loans of a writer, and of pages that they keep in quarantine."""
         return self._ledger.owed_by(writer)
 
     def declare_dead(self, incarnation: int) -> tuple[int, int]:
-        """An operator's word. Returns how many loans end, and how many pages they keep in quarantine."""
+        """End the loans of a writer by an operator's word. Returns how many end, and how many pages they keep in
+        quarantine."""
         loans = pages = 0
         for writer in self.of(incarnation):
             owed = self.owed_by(writer)
@@ -94,7 +95,7 @@ class EarlierLoans:
             self._end(writer)
 
     def _end(self, writer: EarlierWriter) -> None:
-        """A second word for it changes nothing."""
+        """Queue the end of a writer's loans. Idempotent."""
         if all(other is not writer for other, _ in self.tasks):
             self.tasks.append((writer, deque(self._ledger.grants_of(writer))))
 
@@ -115,7 +116,7 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Another node may have closed meanwhile, and left more of this writer's."""
+        """Stop watching a writer, unless another node has closed meanwhile and left more loans of it."""
         if self._ledger.owes(writer):
             self._end(writer)
             return

@@ -2,8 +2,8 @@
 
 A room that fits may pass those before it: one large room would keep all small ones waiting. It may do so for a while
 only: then the oldest has what comes back to itself until it fits, or small rooms would keep it waiting. A room that
-needs more than can come back without a proof, because the rest is in quarantine, has nothing to itself: nobody knows
-when that ends.
+needs more than can come back without a proof, because the rest is in quarantine, has nothing to itself: when that
+ends is not known.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Waiting(Generic[K]):
             self.pages += wanted
 
     def discard(self, key: K) -> bool:
-        """Whether it has waited."""
+        """Take out a key. Returns False for one that does not wait."""
         wanted = self._sizes.pop(key, None)
         if wanted is None:
             return False
@@ -69,8 +69,8 @@ class Waiting(Generic[K]):
         return True
 
     def next(self, free: int, can_come_back: int, now: float) -> K | None:
-        """Who may have its pages now, of `free` ones, where `can_come_back` is all that no quarantine keeps; None when
-        nobody may."""
+        """The key that may have its pages now, out of `free` ones; `can_come_back` counts all that no quarantine keeps.
+        None where every key has to wait."""
         oldest = self._oldest(can_come_back)
         if oldest is None:
             return None
@@ -91,6 +91,6 @@ class Waiting(Generic[K]):
         self.pages = 0
 
     def _oldest(self, most: int) -> tuple[K, _Wait] | None:
-        """Of those that want at most so many."""
+        """The oldest of the keys that want at most `most` pages."""
         firsts = [next(iter(keys.items())) for wanted, keys in self._by_size.items() if wanted <= most]
         return min(firsts, key=lambda found: found[1].turn, default=None)

@@ -1,4 +1,4 @@
-"""What the cache brings from the host for a prompt of prefill when its turn has come, and who holds it until then.
+"""Copies from the host for the prompt of prefill whose turn has come, and the locks that hold them until it begins.
 
 A prompt loads when it is the first in its queue and could take all of its places at once, never earlier: of what many
 prompts load while they wait, the first ones lose theirs to the last ones before they begin. What it has loaded is
@@ -46,8 +46,8 @@ class Loads:
         return True
 
     async def _load(self, request: PrefillRequest) -> None:
-        # Where a step will name it, its places may still be read by the last writes and copies of others, which end
-        # without a word. Without them less would be loaded than there is.
+        # The last writes and copies of others may still read places that it could take, and nothing reports their end.
+        # Loading without these places would bring less than the host has.
         while max(self._steps.short_of(request)) > 0:  # noqa: ASYNC110
             await asyncio.sleep(RECHECK_S)
         await self._steps.load(request, self._policy)
@@ -86,13 +86,13 @@ class Turn:
         self._request: PrefillRequest | None = None
 
     def comes(self, request: PrefillRequest) -> bool:
-        """It is the first in its queue: the turn of any other is over. False while it still loads."""
+        """Give the turn to the first request of its queue: that of any other is over. False while it still loads."""
         if self._request is not None and self._request is not request:
             self.over(self._request)
         return not self._loads.is_running(request)
 
     def begins(self, request: PrefillRequest) -> bool:
-        """It could take its places, and nothing has to be loaded before."""
+        """True where a request that could take its places may: nothing of it has to be loaded before."""
         if self._request is request:
             return True
         if not self._loads.begin(request):
@@ -101,12 +101,12 @@ class Turn:
         return False
 
     def taken(self, request: PrefillRequest) -> None:
-        """It has its places: what was loaded is locked as long as it has them."""
+        """End the turn of a request that has its places: what was loaded is locked as long as it has them."""
         if self._request is request:
             self._request = None
 
     def over(self, request: PrefillRequest) -> None:
-        """It does not take its places now: it holds nothing. Idempotent."""
+        """End the turn of a request that does not take its places now: it holds nothing. Idempotent."""
         self._loads.stop(request)
         self._steps.forget_prefix(request)
         self.taken(request)

@@ -18,7 +18,7 @@ class GrantRanges:
         self._ends: list[GrantId] = []
 
     def __len__(self) -> int:
-        """How many ranges there are."""
+        """The number of ranges, not of grants."""
         return len(self._starts)
 
     def __contains__(self, grant: GrantId) -> bool:

@@ -1,4 +1,4 @@
-"""Who may call which route: clients have one key, the operator of the servers another one.
+"""Access to routes: clients have one key, the operator of the servers another one.
 
 Every route of every role stands in one class of `ROUTES`; an application with a route that stands in none is not built.
 The levels are SGLang's, but for one case: where there is an API key and no operator's, SGLang takes the API key for
@@ -19,7 +19,7 @@ from kvflow.server.http.errors import Failure
 
 
 class Access(Enum):
-    """Who is let in to a route."""
+    """Callers that a route admits."""
 
     OPEN = "everybody, for probes and scrapers"
     CLIENT = "who has the API key, or everybody where there is none"
@@ -35,7 +35,7 @@ class Keys(NamedTuple):
 
     @property
     def of_operator(self) -> str:
-        """What an operator of servers with these keys sends, or one of them that has no key for operators."""
+        """The key that an operator sends: the API key, where there is none for operators."""
         return self.admin or self.api
 
 
@@ -85,7 +85,7 @@ def authorized(keys: Keys) -> Middleware:
 
 
 def check_routes(app: web.Application) -> None:
-    """Whether every route of `app` stands in a class. Raises: AssertionError."""
+    """Raises: AssertionError for routes of `app` that stand in no class."""
     missing = [route for route in routes_of(app) if route not in _ACCESS_OF]
     if missing:
         raise AssertionError(f"routes that stand in no class of authorization.ROUTES: {', '.join(missing)}")
@@ -99,7 +99,7 @@ def routes_of(app: web.Application) -> Iterable[str]:
 
 
 def _refusal(request: web.Request, keys: Keys) -> Failure | None:
-    """Why this request is refused; None where it is not."""
+    """The answer to a request without the key that its route needs; None where the request may pass."""
     access = _access(request)
     if access is Access.OPEN or (access is not Access.CONTROL and not any(keys)):
         return None
@@ -117,14 +117,14 @@ def _refusal(request: web.Request, keys: Keys) -> Failure | None:
 
 
 def _access(request: web.Request) -> Access:
-    """What matches no route is told to clients only, as the routes themselves are."""
+    """The class of a request's route. A path without one needs a client's key, as most routes do."""
     resource = request.match_info.route.resource
     method = "GET" if request.method == "HEAD" else request.method
     return Access.CLIENT if resource is None else _ACCESS_OF.get(f"{method} {resource.canonical}", Access.CLIENT)
 
 
 def _has_one_of(request: web.Request, *keys: str) -> bool:
-    """Whether it carries one of these keys. The comparisons take as long for a wrong key as for the right one."""
+    """True for a request with one of these keys. A comparison takes as long for a wrong key as for the right one."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     token = given.encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
     matches = [hmac.compare_digest(token, key.encode()) for key in keys if key]

@@ -1,4 +1,4 @@
-"""How many descriptors one kind of thing may take, of those that this process may have (`ulimit -n`)."""
+"""Shares of the descriptors that this process may have (`ulimit -n`)."""
 
 from __future__ import annotations
 
