@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,13 +14,14 @@ from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.ports import LeaseId, UnprovenLoan
 from kvflow.protocols.wire.codec import parse_at_prefill
 from kvflow.protocols.wire.messages import Bootstrap, Incarnation
 from kvflow.telemetry.counters import Counts
 from kvflow.testing.bare.holds import Room
 from kvflow.testing.bare.job import DecodeJob
 from kvflow.testing.bare.node import CLOSE_LOOK_S, Node, Scene, address_of
-from kvflow.testing.bare.pages import Pages
+from kvflow.testing.bare.pages import Pages, name_of
 from kvflow.testing.bare.turns import Turns
 from kvflow.testing.bare.wire import Burst
 from kvflow.testing.sim.times import THREAD_S
@@ -41,8 +42,29 @@ class Decode(Node):
         super().__init__(world, name, number, self.endpoint)
         self.pages = Pages(name, world.oracle, world.variety.layout)
         self.rooms: dict[int, Room] = {}  # by grant; until the room and its pages are both done with
-        self.watches: set[PeerKey] = set()
+        self.watches: set[PeerKey | int] = set()
         self.turns: Turns[Room] = Turns()
+        self.left_behind: list[UnprovenLoan] | None = None  # what the next decode over its pool takes over
+        self.inherited: dict[int, list[UnprovenLoan]] = {}  # by grant: loans of decodes before this one
+
+    def inherit(self, earlier: Decode) -> None:
+        """Take over the pool of a decode that has left. All that is not under a loan without proof is free again: the
+        users that kept pages are gone."""
+        assert earlier.left_behind is not None
+        self.pages = earlier.pages
+        by_lease: dict[LeaseId, list[UnprovenLoan]] = {}
+        for loan in earlier.left_behind:
+            by_lease.setdefault(loan.lease, []).append(loan)
+        granted = self.endpoint.earlier.inherit(earlier.left_behind)
+        self.inherited = {grant: by_lease[lease] for grant, lease in granted.items()}
+        self.pages.inherit({owner_of(loans[0]) for loans in self.inherited.values()})
+        self.say(f"has the pool of {earlier.incarnation:x}, with {len(earlier.left_behind)} loans without proof")
+        self.run()
+
+    def inherited_loans(self) -> Iterator[UnprovenLoan]:
+        """Those without proof until now."""
+        for loans in self.inherited.values():
+            yield from (loan for loan in loans if self.endpoint.earlier.find(loan.incarnation, loan.writer))
 
     # --- requests
 
@@ -127,11 +149,16 @@ class Decode(Node):
                 self.endpoint.receive(key, frame, self.clock.now)
             self.run()
 
-    def known_dead(self, watched: PeerKey) -> None:
+    def known_dead(self, watched: PeerKey | int) -> None:
+        """Of a link, or of an earlier writer by its number."""
         if watched in self.watches:
             self.watches.discard(watched)
-            self.say(f"the fence proves the death of {watched.control}")
-            self.endpoint.writer_died(watched, self.clock.now)
+            if isinstance(watched, int):
+                self.say(f"the fence proves the death of earlier writer {watched}")
+                self.endpoint.earlier.writer_died(watched)
+            else:
+                self.say(f"the fence proves the death of {watched.control}")
+                self.endpoint.writer_died(watched, self.clock.now)
             self.run()
 
     def _locked_out(self, key: PeerKey) -> None:
@@ -139,9 +166,10 @@ class Decode(Node):
         self.run()
 
     def declare_dead(self, incarnation: int) -> None:
-        if any(peer.key.incarnation == incarnation for peer in self.endpoint.peers):
+        endpoint = self.endpoint
+        if endpoint.earlier.of(incarnation) or any(peer.key.incarnation == incarnation for peer in endpoint.peers):
             self.say(f"an operator declares {incarnation:x} dead")
-            self.endpoint.declare_dead(Incarnation(incarnation), "it was seen to die", self.clock.now)
+            endpoint.declare_dead(Incarnation(incarnation), "it was seen to die", self.clock.now)
             self.run()
 
     # --- the end
@@ -157,10 +185,32 @@ class Decode(Node):
         self.run()
         if self.endpoint.rooms or self.world.wire.dialled_by(self):
             self.oracle.broken("I5", f"{self.name} is closed, and has rooms or connections")
+        self.left_behind = self._without_proof()
         return self.world.kill(self, "has left")
 
+    def _without_proof(self) -> list[UnprovenLoan]:
+        """From here on these pages have names that no grant of the next decode over the pool has."""
+        found = list(self.inherited_loans())
+        for grant, room in self.rooms.items():
+            pages, lease = np.array(room.pages, np.int32), (self.incarnation, grant)
+            found += [
+                UnprovenLoan(
+                    writer=peer.address,
+                    incarnation=peer.key.incarnation,
+                    control=peer.key.control,
+                    rank=peer.info.rank,
+                    room=room.record.room,
+                    lease=lease,
+                    pages=pages,
+                )
+                for peer in room.record.lease.loans
+            ]
+            self.pages.rename(room.pages, grant, name_of(*lease))
+        return found
+
     def died(self) -> None:
-        self.pages.lost = True
+        """The pool of one that has left stays, for the next one."""
+        self.pages.lost = self.left_behind is None
 
     # --- commands
 
@@ -188,6 +238,13 @@ class Decode(Node):
 
     def _stop_watch(self, command: c.StopWatch) -> None:
         self.watches.discard(command.peer)
+
+    def _watch_earlier(self, command: c.WatchEarlierWriter) -> None:
+        self.watches.add(command.writer)
+        self.world.watch(self, command.address, command.writer)
+
+    def _stop_earlier(self, command: c.StopEarlierWatch) -> None:
+        self.watches.discard(command.writer)
 
     def _linked(self, command: c.Linked) -> None:
         room = self.rooms[command.grant]
@@ -246,6 +303,9 @@ class Decode(Node):
         self.say(f"pages of grant {command.grant} are in quarantine")
 
     def _free(self, command: c.FreePages) -> None:
+        if (loans := self.inherited.pop(command.grant, None)) is not None:
+            self.say(f"pages of an earlier decode, grant {command.grant} here, are free")
+            return self.pages.give_back(loans[0].pages.tolist(), owner_of(loans[0]))
         room = self.rooms.get(command.grant)
         if room is None or room.freed:
             return self.oracle.broken("I1", f"{self.name}: pages of grant {command.grant} are given back twice")
@@ -263,6 +323,8 @@ class Decode(Node):
         c.HangUp: _hang_up,
         c.WatchWriter: _watch,
         c.StopWatch: _stop_watch,
+        c.WatchEarlierWriter: _watch_earlier,
+        c.StopEarlierWatch: _stop_earlier,
         c.Linked: _linked,
         c.RoomBegun: _begun,
         c.VerifyChunk: _verify,
@@ -273,6 +335,11 @@ class Decode(Node):
         c.QuarantinePages: _quarantine,
         c.FreePages: _free,
     }
+
+
+def owner_of(loan: UnprovenLoan) -> int:
+    """Of pages that an earlier decode lent."""
+    return name_of(*loan.lease)
 
 
 def checksum_of(contents: list[object]) -> bytes:

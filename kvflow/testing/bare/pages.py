@@ -83,5 +83,21 @@ class Pages:
             owners[page] = None
         self._free.give_back(pages)
 
+    def rename(self, pages: list[int], owner: int, name: int) -> None:
+        for page in pages:
+            if self.owners[page] != owner:
+                self._oracle.broken("I1", f"{self._who}: page {page} of {self.owners[page]} was lent by {owner}")
+            self.owners[page] = name
+
+    def inherit(self, kept: set[int]) -> None:
+        """The next decode over the pool hands out all that is not under a loan of these owners."""
+        for owner in self.owned() - kept:
+            self.give_back([page for page, other in enumerate(self.owners) if other == owner], owner)
+
     def owned(self) -> set[int]:
         return {owner for owner in self.owners if owner is not None}
+
+
+def name_of(incarnation: int, grant: int) -> int:
+    """The owner of pages that a decode which is gone has lent: no grant, of whatever decode."""
+    return incarnation << 64 | grant

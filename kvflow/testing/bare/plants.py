@@ -11,6 +11,7 @@ from kvflow.protocols.commands import Linked, RoomBegun
 from kvflow.protocols.decode_core import DecodeCore
 from kvflow.protocols.decode_links import PrefillPeer
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
+from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.grants import TABLE as GRANTS
 from kvflow.protocols.machines.grants import GrantKind, GrantPhase
@@ -38,7 +39,6 @@ UNSEEN = {
     "failed handle taken for landed": "it is in the data plane",
     "garbage ends the loop": "there is no task that reads",
     "earlier loans forgotten": "stores are a shell's",
-    "earlier writer unwatched": "no decode has the pool of one before it; the walk finds its likeness",
     "close taken for proof": "it is in the shell's watches",
 } | {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
 """Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
@@ -118,6 +118,12 @@ OWN = (
         "I4",
     ),
     Plant(
+        "earlier loans not inherited",
+        "the next decode over a pool takes over no loan of the one before it",
+        lambda: swapped(EarlierLoans, "inherit", lambda *_: {}),
+        "I2",
+    ),
+    Plant(
         "pages taken too soon",
         "decode takes pages before prefill has begun: rooms wait for each other",
         _taken_too_soon,
@@ -127,18 +133,10 @@ OWN = (
 """Too rare for whole nodes, too large for a walk, or of what neither does: no node of theirs says that it has begun."""
 
 
-NOT_HERE = dict.fromkeys(
-    ("earlier writer's death unseen", "earlier loans end with a link"), "no decode has the pool of one before it"
-)
-"""Of the walk."""
-
-
 def all_plants() -> tuple[Plant, ...]:
     """Those of the walk are called so where another one has their name."""
     found = {plant.name: plant for plant in of_nodes() if plant.name not in UNSEEN}
     for plant in OF_THE_WALK:
-        if plant.name in NOT_HERE:
-            continue
         name = f"{plant.name} (walk)" if plant.name in found or plant.name in UNSEEN else plant.name
         found[name] = Plant(name, plant.text, plant.install, plant.invariant)
     return (*found.values(), *OWN)
@@ -150,8 +148,7 @@ def planted(name: str) -> AbstractContextManager[object]:
         return nullcontext()
     known = {plant.name: plant for plant in all_plants()}
     if name not in known:
-        unseen = UNSEEN | NOT_HERE
-        why = f", where it cannot be seen: {unseen[name]}" if name in unseen else f"; there are: {', '.join(known)}"
+        why = f", where it cannot be seen: {UNSEEN[name]}" if name in UNSEEN else f"; there are: {', '.join(known)}"
         raise MisuseError(f"no plant {name!r}{why}")
     return known[name].install()
 

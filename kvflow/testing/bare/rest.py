@@ -10,7 +10,7 @@ from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
-from kvflow.testing.bare.decode import Decode
+from kvflow.testing.bare.decode import Decode, owner_of
 from kvflow.testing.bare.prefill import Prefill
 from kvflow.testing.bare.world import World
 from kvflow.testing.sim.both_sides import Promise
@@ -71,6 +71,12 @@ def _left_at_decode(node: Decode, world: World, doubts: bool) -> Iterator[str]:
                 in_doubt.add(grant)
             else:
                 yield f"{node.name}: a loan of grant {grant} is {phase.name} without reason"
+    for loan in node.inherited_loans():
+        loans, source = loans + 1, world.nodes[loan.incarnation]
+        if doubts and (source.alive or world.clock.now < source.proven_at_s + FENCE_SLACK_S):
+            in_doubt.add(owner_of(loan))
+        else:
+            yield f"{node.name}: an earlier decode's loan {loan.lease} is there without reason"
     if len(core.ledger) != loans:
         yield f"{node.name}: {len(core.ledger)} loans, {loans} of links that are known"
     for grant, record in core.rooms.items():

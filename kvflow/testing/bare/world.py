@@ -31,7 +31,10 @@ class World(Scene):
         node.say("starts again")
         if isinstance(node, Prefill):
             return self.start_prefill(node.group, node.rank, node.info.world_size)
-        return self.start_decode(node.group)
+        heir = self.start_decode(node.group)
+        if isinstance(node, Decode) and node.left_behind is not None:
+            heir.inherit(node)
+        return heir
 
     def _incarnation(self) -> Incarnation:
         """Drawn from the seed, not from the system."""

@@ -7,7 +7,7 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.testing.bare.decode import Decode, checksum_of
 from kvflow.testing.bare.holds import Leg, Write
 from kvflow.testing.bare.node import Node
-from kvflow.testing.bare.pages import Content
+from kvflow.testing.bare.pages import Content, name_of
 from kvflow.testing.sim.times import LATE_S, PAGE_S, SLOW_PAGE_S, STALL_LOOK_S, STUCK_S
 
 FAILS = ("late", "error")
@@ -85,10 +85,9 @@ class PacedWrite(Write):
                 content = (DAMAGED, content[1])
         target = self.home
         target.writers[page] -= 1
-        if target.owners[page] != self.key[2] and not target.lost:
-            source.oracle.broken(
-                "I2", f"{self.key}: a byte lands on page {page}, which belongs to {target.owners[page]}"
-            )
+        owner, (_, lender, grant) = target.owners[page], self.key
+        if owner != grant and owner != name_of(lender, grant) and not target.lost:
+            source.oracle.broken("I2", f"{self.key}: a byte lands on page {page}, which belongs to {owner}")
         if source.world.tell is not None:
             source.say(f"page {page} of grant {self.key[2]} lands")
         if content is not None:
