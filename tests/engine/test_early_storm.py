@@ -208,7 +208,7 @@ async def test_a_planted_bug_is_found(
 ) -> None:  # fmt: skip
     plant(monkeypatch)
     stands_still = plant is not send_before_the_match  # which needs one that meets after it was begun early
-    requests, within_s = (60, 8) if stands_still else (200, 40)
+    requests, within_s = (60, 8) if stands_still else (800, 90)
     with pytest.raises((AssertionError, KvflowError, TimeoutError, ExceptionGroup)) as found:
         await played(stages, llama, seed, stock("llama"), {}, requests=requests, within_s=within_s)
     print(f"seed {seed}: {found.value!r}")
