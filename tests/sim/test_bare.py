@@ -47,6 +47,7 @@ FOUND_BY = {
     "dropped from one table": (0, "I7"),
     "ack for another life": (5, "I6"),
     "prompts not compared": (0, "I8"),
+    "goodbye not said": (5156, "I5"),
     "goodbye before the drain": (20, "I2"),
     "goodbye of another incarnation taken as proof": (1, "I2"),
     "goodbye proves what it names": (27, "I2"),

@@ -53,6 +53,14 @@ class Scene:
         found = self.registry[group]
         return [found[rank] for rank in sorted(found)]
 
+    def living(self, kind: type[Any]) -> list[Any]:
+        """Those that stay, and that their address leads to."""
+        return [
+            node
+            for node in self.nodes.values()
+            if isinstance(node, kind) and node.alive and not node.leaving and not node.displaced
+        ]
+
     def kill(self, node: Node, how: str = "dies") -> None:
         """Nothing of it runs, arrives or lands any more, and that can be observed."""
         node.say(how)

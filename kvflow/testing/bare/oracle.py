@@ -17,7 +17,7 @@ from kvflow.testing.bare.clock import Clock
 from kvflow.testing.bare.holds import Leg, Room, Who, Write, key_of
 from kvflow.testing.bare.job import handoff_of
 from kvflow.testing.bare.pages import Pages
-from kvflow.testing.sim.both_sides import Promise, Record
+from kvflow.testing.sim.both_sides import Promise, Record, Side
 from kvflow.testing.sim.outcome import Violation
 
 DEADLINE_SLACK_S = 0.1
@@ -44,6 +44,8 @@ class Halves:
     def opened_at_prefill(self, node: Who, leg: Leg) -> None: ...
 
     def failed(self, node: Who, record: Record, cause: Cause | None) -> None: ...
+
+    def has_left(self, source: Side, control: str, linked: Iterable[Side]) -> None: ...
 
 
 class Oracle:

@@ -40,6 +40,7 @@ UNSEEN = {
     "garbage ends the loop": "there is no task that reads",
     "earlier loans forgotten": "stores are a shell's",
     "close taken for proof": "it is in the shell's watches",
+    "earlier loans of a decode forgotten by prefill": "it is in prefill's shell, and no node changes its role",
 } | {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
 """Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
 

@@ -24,6 +24,7 @@ from kvflow.testing.bare.turns import Turns
 from kvflow.testing.bare.wire import Burst
 from kvflow.testing.bare.writes import PacedWrite, Writer
 from kvflow.testing.shards import shard_layout
+from kvflow.testing.sim.both_sides import is_linked
 from kvflow.testing.sim.times import THREAD_S
 from kvflow.testing.sim.variety import PAGE_SIZE
 
@@ -213,6 +214,8 @@ class Prefill(Writer):
 
     def has_parted(self) -> None:
         self.oracle.parted(self, self.endpoint.core.parted)
+        linked = [node for node in self.world.living(Decode) if is_linked(node.endpoint.peers, self.incarnation)]
+        self.oracle.halves.has_left(self, self.control, linked)
         return self.world.kill(self, "has left")
 
     def died(self) -> None:

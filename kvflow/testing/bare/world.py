@@ -40,14 +40,6 @@ class World(Scene):
         """Drawn from the seed, not from the system."""
         return Incarnation(self.rng.getrandbits(63) | 1)
 
-    def living(self, kind: type[Decode | Prefill]) -> list[Any]:
-        """Those that stay, and that their address leads to."""
-        return [
-            node
-            for node in self.nodes.values()
-            if isinstance(node, kind) and node.alive and not node.leaving and not node.displaced
-        ]
-
     def declare_dead(self, *nodes: Node) -> None:
         """An operator gives his word for processes that have died, at every decode."""
         for node in self.living(Decode):

@@ -7,7 +7,7 @@ when something has happened to a node or a link.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Protocol
 
@@ -150,6 +150,17 @@ class BothSides:
         where = "decode" if isinstance(record, DecodeRoomRecord) else "prefill"
         self.broken("I4", f"room {record.room} at {where}: {cause}; nothing has happened to it")
 
+    # --- partings
+
+    def has_left(self, source: Side, control: str, linked: Iterable[Side]) -> None:
+        """A prefill has closed in order, and decodes take it for one that serves them: none of these could be reached,
+        or it has not said goodbye and what they have lent it stays on loan for nothing (I5)."""
+        for target in linked:
+            quiet_s = self.now_s() - self._last_trouble_s(source, target, control)
+            if target.up and quiet_s > PATIENCE_S and not self.unplaced(source, target):
+                who = f"prefill {source.incarnation:x} has left"
+                self.broken("I5", f"{who}, decode {target.incarnation:x} has not heard its goodbye")
+
     # --- both sides of a failure
 
     def look(self, key: Promise) -> None:
@@ -239,6 +250,9 @@ class BothSides:
         now = self.now_s()
         if not source.up or not target.up or source.stalled_until_s > now:
             return now
+        return self._last_trouble_s(source, target, control)
+
+    def _last_trouble_s(self, source: Side, target: Side, control: str) -> float:
         return max(
             self.link_troubled_at_s(control, target),
             source.troubled_at_s,
@@ -249,6 +263,11 @@ class BothSides:
 
 def promises_of(target: int, record: DecodeRoomRecord) -> list[Promise]:
     return [(peer.key.incarnation, target, record.grant) for peer in record.peers]
+
+
+def is_linked(peers: Iterable[PrefillPeer], source: int) -> bool:
+    """A decode with these peers takes that prefill for one that serves it."""
+    return any(peer.key.incarnation == source and peer.phase is LinkPhase.UP for peer in peers)
 
 
 def promise_of(source: int, record: PrefillRoomRecord) -> Promise | None:

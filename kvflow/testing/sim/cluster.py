@@ -10,9 +10,12 @@ from typing import Any
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.ports import PageStore
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.shards import shard_layout
+from kvflow.testing.sim.both_sides import is_linked
+from kvflow.testing.sim.endings import Endings
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.lies import another_life, from_long_ago
 from kvflow.testing.sim.loop import Process, VirtualLoop
@@ -62,6 +65,8 @@ class Member:
 class Cluster:
     """Prefill groups of one or more ranks, and decodes."""
 
+    endings: Endings  # of the run
+
     def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety) -> None:
         self.loop, self.oracle, self.faults, self.variety = loop, oracle, faults, variety
         self.wire = Wire(oracle, faults)
@@ -82,13 +87,17 @@ class Cluster:
                 latest[member.node.info.rank] = member.node.info
         return [latest[rank] for rank in sorted(latest)]
 
-    def start_prefill(self, group: int, rank: int, world_size: int, port: int = 0) -> Member:
+    def start_prefill(
+        self, group: int, rank: int, world_size: int, port: int = 0, after: Member | None = None
+    ) -> Member:
+        """`after`: as in `start_decode`."""
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
-        process, pool, plane, books = self._parts(name, None, (rank, world_size))
+        process, pool, plane, books = self._parts(name, after, (rank, world_size))
         incarnation = self._incarnation()
         node = PrefillNode(
             pool,
             plane,
+            pages=self._store_after(after, pool, incarnation),
             port=port,
             rank=rank,
             world_size=world_size,
@@ -102,15 +111,15 @@ class Cluster:
         return self._join(name, process, node, plane, books, group)
 
     def start_decode(self, number: int, after: Member | None = None) -> Member:
-        """`after`: over the pool of a node that was closed; what it could not prove is inherited. Every other one has
-        another store of pages."""
+        """`after`: over the pool of a node that was closed, of either role; what it could not prove is inherited.
+        Every other one has another store of pages."""
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
         incarnation = self._incarnation()
         node = DecodeNode(
             pool,
             plane,
-            pages=another_store(pool) if after is not None and incarnation & 2 else None,
+            pages=self._store_after(after, pool, incarnation),
             timing=self.variety.timing,
             bounds=self.variety.bounds,
             verify_transfers=self.variety.verify,
@@ -119,6 +128,10 @@ class Cluster:
             now=self.loop.time,
         )
         return self._join(name, process, node, plane, books, number)
+
+    @staticmethod
+    def _store_after(after: Member | None, pool: PagedPool, incarnation: int) -> PageStore | None:
+        return another_store(pool) if after is not None and incarnation & 2 else None
 
     # --- what can happen to a node
 
@@ -152,15 +165,24 @@ class Cluster:
             self.oracle.trace(lambda: f"{member.name} has left")
             if isinstance(member.node, PrefillNode):
                 self.oracle.parted(member.node.incarnation, member.node.shell.endpoint.core.parted)
+                linked = [
+                    decode.seen
+                    for decode in self.living(DecodeNode)
+                    if isinstance(decode.node, DecodeNode)
+                    and is_linked(decode.node.shell.endpoint.peers, member.node.incarnation)
+                ]
+                self.endings.has_left(member.seen, member.node.control, linked)
             self.loop.kill(member.process)
             self.wire.unplug(member.process)
 
     def declare_dead(self) -> None:
         """Where no fence ever proves a death, an operator gives his word for every dead prefill."""
         dead = {m.node.incarnation for m in self.members if not m.alive}
-        for member in [member for member in self.living(DecodeNode) if member.up]:
-            assert isinstance(member.node, DecodeNode)
-            known = {int(line["incarnation"], 16) for line in member.node.peers()}
+        for member in [member for member in (*self.living(DecodeNode), *self.living(PrefillNode)) if member.up]:
+            lines = member.node.peers()
+            if isinstance(member.node, PrefillNode):  # those it is linked to are decodes, which write nothing
+                lines = [line for line in lines if line["phase"] == "earlier"]
+            known = {int(line["incarnation"], 16) for line in lines}
             for incarnation in sorted(known & dead):
                 member.process.run(member.node.declare_dead, incarnation, "it was seen to die")
 
@@ -197,6 +219,15 @@ class Cluster:
         member.seen.displaced = True
         self.wire.unplug(member.process)
         return self.start_again(member)
+
+    def switch_role(self, member: Member, number: int) -> Member:
+        """A node of the other role over the pool of one that was closed; `number` is its group's, or its own."""
+        self.oracle.trace(lambda: f"{member.name} goes on in the other role")
+        if isinstance(member.node, PrefillNode):
+            return self.start_decode(number, member)
+        before = self.ranks(number)  # it comes back to the address that it had as a prefill
+        port = int(before[0].control.rsplit(":", 1)[1]) if before else 0
+        return self.start_prefill(number, 0, 1, port, after=member)
 
     def halt(self, member: Member) -> None:
         self.oracle.trace(lambda: f"{member.name} stands still")

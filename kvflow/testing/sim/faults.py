@@ -12,6 +12,8 @@ ON_LINKS = ("partition", "jam")
 KINDS = (*ON_FRAMES, *ON_LINKS, *ON_WRITES, "capacity", *ON_NODES)
 ON_COPIES = ("slow copy", "failed copy", "no host memory")
 """Of snapshots, which only whole nodes make; drawn beside the others."""
+SWITCH = "switch"
+"""A node parts in order, and one of the other role goes on over its pool; drawn beside the others, too."""
 
 _EVERY_FRAMES = (3, 25)  # a kind strikes once in so many frames, drawn per run
 _EVERY_WRITES = (2, 6)

@@ -57,6 +57,7 @@ PLANTS = (
     Plant("dropped from one table", "an ended room leaves its grant open", p.grave_of_one_room, "I5"),
     Plant("ack for another life", "prefill acknowledges what its predecessor was asked", p.ack_for_another_life, "I6"),
     Plant("prompts not compared", "prefill matches halves by room alone", p.prompts_not_compared, "I8"),
+    Plant("goodbye not said", "prefill leaves without a word", g.goodbye_not_said, "I5"),
     Plant(
         "goodbye before the drain",
         "prefill says goodbye as it begins to leave, and names nothing",
@@ -89,6 +90,12 @@ PLANTS = (
     ),
     Plant(
         "close taken for proof", "an earlier node's loans end when the next one starts", d.close_taken_for_proof, "I2"
+    ),
+    Plant(
+        "earlier loans of a decode forgotten by prefill",
+        "a prefill takes over no loans of the decode that had its pool before a switch of roles",
+        p.earlier_loans_forgotten_by_prefill,
+        "I5",
     ),
     Plant("garbage ends the loop", "prefill's reader dies of a malformed frame", p.garbage_ends_the_loop, "I7"),
 )

@@ -1,4 +1,4 @@
-"""Planted bugs of goodbyes: said too early, believed of another incarnation, taken for more than they prove."""
+"""Planted bugs of goodbyes: not said, or too early, believed of another incarnation, taken for more than they prove."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ from kvflow.protocols.wire.messages import Goodbye, ToDecode
 from kvflow.testing.sim.swap import swapped, swapped_item
 
 Installed = AbstractContextManager[object]
+
+
+def goodbye_not_said() -> Installed:
+    return swapped(PrefillEndpoint, "part", lambda *_: None)
 
 
 def goodbye_before_the_drain() -> Installed:

@@ -8,14 +8,18 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from kvflow import aio as threads
+from kvflow.handlers import prefill as prefill_shell
+from kvflow.handlers.earlier import EarlierShell
+from kvflow.handlers.shell import Shell
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols import prefill, prefill_core, prefill_inbox
 from kvflow.protocols.commands import SendToDecode
+from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.machines.grants import GrantPhase, GrantTable
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Write, WriteOutcome
+from kvflow.protocols.ports import DataPlane, Write, WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
 from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
@@ -28,6 +32,15 @@ from kvflow.transports.data.fake import FakeRoute
 
 Installed = AbstractContextManager[object]
 _ENDED = (GrantPhase.CLOSED, GrantPhase.DOUBTFUL)
+
+
+def earlier_loans_forgotten_by_prefill() -> Installed:
+    """Their pages stay withheld, and nothing watches who may still write into them."""
+
+    def take_over_nothing(shell: Shell, loans: EarlierLoans, plane: DataPlane, _: object) -> EarlierShell:
+        return EarlierShell(shell, loans, plane, ())
+
+    return swapped(prefill_shell, "EarlierShell", take_over_nothing)
 
 
 def ack_before_drain() -> Installed:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from kvflow.testing.sim.coverage import TABLES, TABLES_OF_CACHES, TABLES_OF_GROUPS, TABLES_OF_NODES, Cell, report
-from kvflow.testing.sim.faults import KINDS, ON_COPIES
+from kvflow.testing.sim.faults import KINDS, ON_COPIES, SWITCH
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.plants import planted
 from kvflow.testing.sim.run import simulate
@@ -33,8 +33,9 @@ def simulate_many(
     ranks; the report counts, and tells how to replay each violation."""
     bare = bare or bool(group)
     tables = TABLES_OF_CACHES if cache else TABLES_OF_GROUPS if group else TABLES if bare else TABLES_OF_NODES
+    kinds = KINDS if bare else (*KINDS, *ON_COPIES) if cache else (*KINDS, *ON_COPIES, SWITCH)
     visits: Counter[Cell] = Counter()
-    faults: Counter[str] = Counter(dict.fromkeys(KINDS if bare else (*KINDS, *ON_COPIES), 0))
+    faults: Counter[str] = Counter(dict.fromkeys(kinds, 0))
     endings: Counter[str] = Counter()
     violations: list[dict[str, Any]] = []
     steps: list[int] = []

@@ -21,15 +21,18 @@ def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str
             if any(not task.done() for task in member.tasks):
                 found.append(f"{member.name}: a request has not ended")
             if isinstance(member.node, PrefillNode):
-                found += _left_at_prefill(member)
+                found += _left_at_prefill(member, oracle, doubts)
             else:
                 found += _left_at_decode(member, oracle, doubts)
     return found
 
 
-def _left_at_prefill(member: Member) -> list[str]:
-    name, node, found = member.name, member.node, []
+def _left_at_prefill(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
+    name, node = member.name, member.node
     assert isinstance(node, PrefillNode)
+    lent, found = _lent_by_earlier(member, oracle, doubts)
+    if node.quarantined_pages != lent:
+        found.append(f"{name}: {node.quarantined_pages} pages in quarantine, earlier nodes have lent {lent}")
     shell = node.shell
     core = shell.endpoint.core
     if core.rooms:
@@ -45,8 +48,10 @@ def _left_at_prefill(member: Member) -> list[str]:
     found += [f"{name}: {count} {what}" for what, count in counts.items() if count]
     if any(peer.grants.remembered > core.bounds.closed_grants for peer in core.peers.values()):
         found.append(f"{name}: more closed grants than {core.bounds.closed_grants} are remembered")
-    if not member.seen.pool.places.at_rest():
-        found.append(f"{name}: pages of {set(member.seen.books.owners) - {None}}")
+    books = member.seen.books
+    out = books.out - books.owners.count(OWNER)
+    if out > lent or (not lent and not member.seen.pool.places.at_rest()):
+        found.append(f"{name}: pages of {set(books.owners) - {None}}")
     return found
 
 
@@ -72,12 +77,8 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
                 in_doubt.add(grant)
             else:
                 found.append(f"{name}: a loan of grant {grant} is {phase.name} without reason")
-    for earlier, loan in {loan.lease: loan for loan in node.pool.unproven}.items():  # of nodes before this one
-        source = oracle.by_incarnation[loan.incarnation]
-        if doubts and (not source.ended or oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S):
-            lent += len(loan.pages)
-        else:
-            found.append(f"{name}: an earlier node's loan {earlier} is there without reason")
+    lent_before, without_reason = _lent_by_earlier(member, oracle, doubts)
+    lent, found = lent + lent_before, found + without_reason
     loans += len(node.pool.unproven)
     if len(core.ledger) != loans:
         found.append(f"{name}: {len(core.ledger)} loans, {loans} of writers that are known")
@@ -87,6 +88,18 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
     if out > lent or node.quarantined_pages != out:
         found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {set(books.owners) - {None}}")
     return found
+
+
+def _lent_by_earlier(member: Member, oracle: Oracle, doubts: bool) -> tuple[int, list[str]]:
+    """The pages that nodes before this one have lent and may not have back yet, and the loans that must have ended."""
+    lent, found = 0, []
+    for lease, loan in {loan.lease: loan for loan in member.node.pool.unproven}.items():
+        source = oracle.by_incarnation[loan.incarnation]
+        if doubts and (not source.ended or oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S):
+            lent += len(loan.pages)
+        else:
+            found.append(f"{member.name}: an earlier node's loan {lease} is there without reason")
+    return lent, found
 
 
 def _doubtful(key: Key, oracle: Oracle) -> bool:

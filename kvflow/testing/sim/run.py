@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import process_time
@@ -19,20 +19,21 @@ from kvflow.testing.sim.cluster import Cluster, Member
 from kvflow.testing.sim.coverage import Cell, covered
 from kvflow.testing.sim.endings import Endings, observed
 from kvflow.testing.sim.engine import Job, PlainScheduler, Scheduler
-from kvflow.testing.sim.faults import Faults
+from kvflow.testing.sim.faults import SWITCH, Faults
 from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.residence import Residence
 from kvflow.testing.sim.rest import left
-from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, draw
+from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, Switch, draw, with_switch
 from kvflow.testing.sim.stay import GOOD
 from kvflow.testing.sim.swap import swapped
 from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
 STEPS_MIN = 200
-PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks: they fit beside any quarantine
+PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks
+PROBES_OF_NODE = 12  # at most so many at once: they fit beside any quarantine
 
 
 class Run:
@@ -45,9 +46,16 @@ class Run:
         """`cluster`: a plain one, unless it is given."""
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
-        self.endings = Endings(oracle, forgetful=_forgetful(scenario))
+        self.endings = self.cluster.endings = Endings(oracle, forgetful=_forgetful(scenario))
         self._places: list[Member] = []  # who is in each place now
+        self._switching: Member | None = None  # who leaves to go on in the other role
         self._probe_room = 1_000_000
+        self._prefills: list[range] = []  # the places of each group
+        for ranks in scenario.groups:
+            first = self._prefills[-1].stop if self._prefills else 0
+            self._prefills.append(range(first, first + ranks))
+        groups = [group for group, places in enumerate(self._prefills) for _ in places]
+        self._numbers = [*groups, *range(scenario.decodes)]  # by place: of the group, or the decode, that belongs there
         self._begun: dict[Process | None, list[Job]] = defaultdict(list)
 
     async def play(self) -> None:
@@ -55,9 +63,12 @@ class Run:
             self._places += [self.cluster.start_prefill(group, rank, world_size) for rank in range(world_size)]
         self._places += [self.cluster.start_decode(n) for n in range(self.scenario.decodes)]
         for request in self.scenario.requests:
-            self._schedule(request)
+            decode = sum(self.scenario.groups) + request.decode_at
+            self._schedule(request, self._prefills[request.group], request.group, decode)
         for accident in self.scenario.accidents:
             self.loop.later(accident.at_s, self._happen, accident)
+        if (switch := self.scenario.switch) is not None:
+            self.loop.later(switch.at_s, self._switch, switch)
         await asyncio.sleep(FAULTS_END_S)
         await self._two_kinds_at_least()
         self.calm()
@@ -82,10 +93,10 @@ class Run:
 
     # --- requests
 
-    def _schedule(self, request: Request) -> None:
+    def _schedule(self, request: Request, prefills: Iterable[int], group: int, decode: int) -> None:
+        """At those places; `group` is what decode asks the registry for."""
         if request.prefill is not None:
-            first = sum(self.scenario.groups[: request.group])
-            for rank in range(self.scenario.groups[request.group]):
+            for place in prefills:
                 job = Job(
                     request.room,
                     request.prompt,
@@ -94,13 +105,13 @@ class Run:
                     fails_at=request.fails_at,
                     refused=request.refused,
                 )
-                self.loop.later(request.prefill.at_s, self._begin, first + rank, job, request.prefill)
+                self.loop.later(request.prefill.at_s, self._begin, place, PrefillNode, job, request.prefill)
         if request.decode is not None:
             job = Job(
                 request.room,
                 request.decode_prompt,
                 deadline_s=request.decode.deadline_s,
-                ranks=lambda: self.cluster.ranks(request.group),
+                ranks=partial(self.cluster.ranks, group),
                 kept_s=request.kept_s,
                 refused=request.decode_refused,
                 offers_after_s=request.offers_after_s,
@@ -108,12 +119,12 @@ class Run:
             )
             if request.topples:
                 job.topples = partial(self._topple, job)
-            place = sum(self.scenario.groups) + request.decode_at
-            self.loop.later(request.decode.at_s, self._begin, place, job, request.decode)
+            self.loop.later(request.decode.at_s, self._begin, decode, DecodeNode, job, request.decode)
 
-    def _begin(self, place: int, job: Job, leg: Leg) -> None:
+    def _begin(self, place: int, role: type, job: Job, leg: Leg) -> None:
+        """Unless there is none of that role at the place: its client is refused, and the other leg finds that out."""
         member = self._places[place]
-        if not member.alive or member.leaving:
+        if not member.alive or member.leaving or not isinstance(member.node, role):
             return
         task = member.spawn(self._leg(member, job))
         self._begun[member.process].append(job)
@@ -159,6 +170,8 @@ class Run:
         kind, cluster = accident.kind, self.cluster
         if not member.up or member.leaving:
             return
+        if kind in ("takeover", "stall") and not isinstance(member.node, PrefillNode):
+            return
         if kind == "crash" and not self._enough_without(member):
             kind = "restart"
         self.faults.strike(kind)
@@ -195,7 +208,9 @@ class Run:
     def _enough_without(self, gone: Member) -> bool:
         """A whole prefill group and a decode would be left."""
         left = Counter(
-            m.group if isinstance(m.node, PrefillNode) else "decode" for m in self._places if m.alive and m is not gone
+            m.group if isinstance(m.node, PrefillNode) else "decode"
+            for m in self._places
+            if m.alive and m is not gone and m is not self._switching
         )
         return left["decode"] > 0 and any(left[g] == ranks for g, ranks in enumerate(self.scenario.groups))
 
@@ -205,6 +220,43 @@ class Run:
             self._places[place] = self.cluster.start_again(member)
         elif member.leaving:  # it has not finished
             self.loop.later(0.1, self._start_again, place)
+
+    # --- roles
+
+    def _switch(self, switch: Switch) -> None:
+        member = self._places[switch.node]
+        if not self.faults.on or not member.up or member.leaving or not self._enough_without(member):
+            return
+        self.faults.strike(SWITCH)
+        self._switching = member
+        self.cluster.leave(member)
+        self._go_on(switch)
+
+    def _go_on(self, switch: Switch) -> None:
+        """As a node of the other role, once the old one has ended."""
+        place, member = switch.node, self._places[switch.node]
+        if member.alive:
+            self.loop.later(0.02, self._go_on, switch)
+            return
+        at_home = isinstance(member.node, PrefillNode) != (place < sum(self.scenario.groups))
+        group = self._numbers[place] if at_home else len(self._places) + place
+        self._places[place] = self.cluster.switch_role(member, group)
+        self._switching = None
+        if not at_home:
+            for request in switch.requests:
+                self._schedule_elsewhere(request, place, group)
+            if switch.back_after_s is not None:
+                self.loop.later(switch.back_after_s, self._switch, switch)
+
+    def _schedule_elsewhere(self, request: Request, place: int, group: int) -> None:
+        """A request for the node at `place`, which is not of the role that belongs there, and for another node."""
+        if isinstance(self._places[place].node, PrefillNode):
+            decodes = [n for n, member in enumerate(self._places) if isinstance(member.node, DecodeNode)]
+            self._schedule(request, (place,), group, decodes[request.room % len(decodes)])
+        else:
+            others = [n for n, places in enumerate(self._prefills) if place not in places]
+            other = others[request.room % len(others)]
+            self._schedule(request, self._prefills[other], other, place)
 
     async def _two_kinds_at_least(self) -> None:
         """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for a moment."""
@@ -251,15 +303,19 @@ class Run:
     async def _probe(self) -> None:
         """The next good room works, for every pair that lives (I7)."""
         legs: list[tuple[Member, Job]] = []
-        for group in range(len(self.scenario.groups)):
+        groups, decodes = {m.group for m in self.cluster.living(PrefillNode)}, self.cluster.living(DecodeNode)
+        count = min(PROBES, PROBES_OF_NODE // max(1, len(groups), len(decodes)))
+        for group in sorted(groups):
             ranks = [m for m in self.cluster.living(PrefillNode) if m.group == group]
-            if len(ranks) < self.scenario.groups[group]:
+            if group < len(self._prefills) and len(ranks) < len(self._prefills[group]):
                 continue
-            for decode in self.cluster.living(DecodeNode):
+            if any(member.node.quarantined_pages > member.node.quarantine_limit for member in ranks):
+                continue  # pages of earlier nodes: it may have too few
+            for decode in decodes:
                 assert isinstance(decode.node, DecodeNode)
                 if decode.node.quarantined_pages > decode.node.quarantine_limit:
                     continue  # it may refuse
-                for number in range(PROBES):
+                for number in range(count):
                     self._probe_room = room = self._probe_room + 1
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
                     legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
@@ -295,7 +351,7 @@ def simulate(
     rng = random.Random(seed)
     loop = VirtualLoop(rng)
     faults = Faults(rng, copies=True)
-    scenario = draw(rng, faults)
+    scenario = with_switch(random.Random(f"switch {seed}"), draw(rng, faults))
 
     def make_run(oracle: Oracle) -> Run:
         return Run(loop, faults, scenario, scheduler or PlainScheduler(), oracle)

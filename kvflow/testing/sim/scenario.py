@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from kvflow.testing.sim.faults import ON_LINKS, ON_NODES, Faults
 from kvflow.testing.sim.stay import Stay, draw_stay
 from kvflow.testing.sim.variety import PAGE_SIZE, Variety, draw_variety
@@ -14,6 +16,8 @@ Shape = tuple[tuple[int, ...], int]
 SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
 """Ranks of each prefill group, and decodes: at least three nodes."""
 PROMPT_PAGES_MAX = 6
+SWITCHES_IN = 0.3  # of all seeds
+SWITCH_ROOM = 500_000  # the first room of those that are for the other role
 
 Moment = tuple[float, str]
 """When (s after the leg has begun) and what: cancel, cancel twice, close."""
@@ -54,12 +58,23 @@ class Accident(NamedTuple):
     for_s: float
 
 
+class Switch(NamedTuple):
+    """A node parts in order, and one of the other role goes on over its pool. `node` counts as in `Accident`;
+    `requests` are for the other role and are timed from its start, as is the way back, where there is one."""
+
+    at_s: float
+    node: int
+    requests: tuple[Request, ...] = ()
+    back_after_s: float | None = None
+
+
 class Scenario(NamedTuple):
     groups: tuple[int, ...]
     decodes: int
     variety: Variety
     requests: list[Request]
     accidents: list[Accident]
+    switch: Switch | None = None
 
 
 def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
@@ -82,15 +97,37 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
     return Scenario(groups, decodes, draw_variety(rng, decodes), requests, accidents)
 
 
+def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The scenario, in some of all seeds with a node that changes its role. `rng` is another generator than that of the
+    scenario, which stays as it is without a switch. A rank of several has a share of a pool only, and keeps its role.
+    """
+    if rng.random() >= SWITCHES_IN:
+        return scenario
+    ranks_of_group = [ranks for ranks in scenario.groups for _ in range(ranks)] + [1] * scenario.decodes
+    places = [place for place, ranks in enumerate(ranks_of_group) if ranks == 1]
+    requests = tuple(_request(rng, SWITCH_ROOM + n, 1, 1, within_s=0.4) for n in range(rng.randint(4, 8)))
+    bounds, variety = scenario.variety.bounds, scenario.variety
+    bounds = msgspec.structs.replace(bounds, targets=bounds.targets + 1)  # there may be one decode more
+    return scenario._replace(
+        variety=variety._replace(bounds=bounds),
+        switch=Switch(
+            rng.uniform(0.1, 1.2),
+            rng.choice(places),
+            requests,
+            rng.uniform(0.2, 1.0) if rng.random() < 0.6 else None,
+        ),
+    )
+
+
 def _duration_s(rng: random.Random) -> float:
     """Short ones go unnoticed, long ones outlast every patience."""
     return rng.choice((rng.uniform(0.05, 0.6), rng.uniform(0.6, 2.5)))
 
 
-def _request(rng: random.Random, room: int, groups: int, decodes: int) -> Request:
+def _request(rng: random.Random, room: int, groups: int, decodes: int, within_s: float = 1.6) -> Request:
     prompt = [rng.randrange(1 << 31) for _ in range(rng.randint(1, PROMPT_PAGES_MAX * PAGE_SIZE))]
     pages = -(-len(prompt) // PAGE_SIZE)
-    at_s = rng.uniform(0.0, 1.6)
+    at_s = rng.uniform(0.0, within_s)
     prefill: Leg | None = _leg(rng, at_s + rng.choice((0.0, 0.0, rng.uniform(0, 0.4))))
     decode: Leg | None = _leg(rng, at_s + rng.choice((0.0, 0.0, rng.uniform(0, 0.4))))
     fate = rng.random()
