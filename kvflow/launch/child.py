@@ -120,7 +120,7 @@ class Child:
                 _log.warning("%s did not end within %g s of SIGTERM: killed", self.name, timeout_s)
                 self.kill()
                 await self.process.wait()
-        await self._all_read()
+        await all_read(self._reading)
         return self.process.returncode or 0
 
     def kill(self) -> None:
@@ -134,13 +134,8 @@ class Child:
 
     async def _ended(self) -> ChildEndedError:
         status = await self.process.wait()
-        await self._all_read()
+        await all_read(self._reading)
         return ChildEndedError(self.name, status, self.last_lines[-1] if self.last_lines else "")
-
-    async def _all_read(self) -> None:
-        """Return when it has written its last line."""
-        if self._reading is not None:  # others wait for it, too: a cancellation is of this wait alone
-            await asyncio.wait([self._reading])
 
     async def _read_stderr(self) -> None:
         stream = self.process.stderr
@@ -154,6 +149,13 @@ class Child:
                 shown = relayed(text, self.role, self.name) if self._log_format == "json" else f"[{self.name}] {text}"
                 sys.stderr.write(f"{shown}\n")
                 sys.stderr.flush()
+
+
+async def all_read(reading: asyncio.Task[None] | None) -> None:
+    """Return when the task that reads a process's stderr has its last line. A cancellation ends this wait alone, since
+    others may wait for the same task, `stop` after it among them."""
+    if reading is not None:
+        await asyncio.wait([reading])
 
 
 async def _line_of(stream: asyncio.StreamReader) -> bytes:

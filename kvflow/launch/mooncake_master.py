@@ -17,7 +17,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from kvflow.launch.child import KEPT_LINES, ChildEndedError
+from kvflow.launch.child import KEPT_LINES, ChildEndedError, all_read
 from kvflow.protocols.errors import MisuseError
 
 NAME = "mooncake_master"
@@ -98,7 +98,7 @@ class MooncakeMaster:
         except TimeoutError:
             process.kill()
             await process.wait()
-        await self._all_read()
+        await all_read(self._reading)
 
     async def _keep(self, ports: tuple[int, int]) -> None:
         """Start it again whenever it ends."""
@@ -146,13 +146,8 @@ class MooncakeMaster:
         raise await self._ended(process.returncode)
 
     async def _ended(self, status: int) -> ChildEndedError:
-        await self._all_read()
+        await all_read(self._reading)
         return ChildEndedError(NAME, status, self._lines[-1] if self._lines else "")
-
-    async def _all_read(self) -> None:
-        """Return when it has written its last line."""
-        if self._reading is not None:  # `_keep` may wait for it as `stop` cancels that, and goes on to wait for it
-            await asyncio.wait([self._reading])
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         self._lines.clear()

@@ -16,6 +16,7 @@ from kvflow.memory.external import ExternalPages
 from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode
 from kvflow.protocols.errors import CapacityError, Code, KvflowError
+from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.waiting import PASSED_FOR_S, Waits
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
 from kvflow.transports.data.fake import Fault
@@ -44,6 +45,25 @@ async def opened(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
     source, target = await p.open(room, PROMPT)
     await source.matched()
     return source, target
+
+
+async def left_in_doubt(p: Pair, source: PrefillRoom, target: DecodeRoom, pages: int) -> None:
+    """The write of the room fails and may still land: its pages stay lent."""
+    p.plane(p.prefill).script(Fault.LATE)
+    p.send_all(source)
+    with pytest.raises(KvflowError):
+        await target.landed()
+    await until(lambda: p.decode.quarantined_pages == pages)
+
+
+async def closed_in_doubt(p: Pair, source: PrefillRoom, target: DecodeRoom, pages: int) -> tuple[Staging, UnprovenLoan]:
+    """As `left_in_doubt`, and decode closes. Returns its staging, and the one loan that it leaves."""
+    await left_in_doubt(p, source, target, pages)
+    first, staging = p.decode, p.decode.staging
+    assert isinstance(staging, Staging)
+    [loan] = await first.close()
+    p.decodes.remove(first)
+    return staging, loan
 
 
 def same_bytes(p: Pair, pages: Any, target: DecodeRoom) -> bool:
@@ -299,11 +319,7 @@ async def test_a_room_that_never_fits_is_refused_with_the_numbers(little: Pair) 
 async def test_a_late_write_reaches_nothing_but_staging(p: Pair) -> None:
     """A write in doubt: its room ends, and what it still moves goes to pages that are lent until the fence."""
     source, target = await opened(p)
-    p.plane(p.prefill).script(Fault.LATE)
-    p.send_all(source)
-    with pytest.raises(KvflowError):
-        await target.landed()
-    await until(lambda: p.decode.quarantined_pages == 5)
+    await left_in_doubt(p, source, target, 5)
     lent = p.decode.reached.places.owned()
     assert list(lent.values()) == [5]
     before = p.decode.pool.pages_bytes(np.arange(64, dtype=np.int32)).tobytes()
@@ -331,15 +347,7 @@ async def test_a_prefill_that_dies_in_mid_write_leaves_its_loan_until_the_fence(
 async def test_what_is_unproven_at_the_end_stays_with_the_staging(p: Pair) -> None:
     """The pool's own pages are free at once: nothing of a peer's can reach them."""
     source, target = await opened(p)
-    p.plane(p.prefill).script(Fault.LATE)
-    p.send_all(source)
-    with pytest.raises(KvflowError):
-        await target.landed()
-    await until(lambda: p.decode.quarantined_pages == 5)
-    first, staging = p.decode, p.decode.staging
-    assert isinstance(staging, Staging)
-    [loan] = await first.close()
-    p.decodes.remove(first)
+    staging, loan = await closed_in_doubt(p, source, target, 5)
     assert staging.pool.pages.at_rest() and not staging.host.places.at_rest()
     assert staging.host.unproven == [loan] and not staging.pool.unproven
     await target.released()
@@ -354,15 +362,7 @@ async def test_a_room_that_waits_has_what_an_earlier_node_left_once_that_is_prov
     p = little
     source, target = await sized(p, 7, 3)
     await source.matched()
-    p.plane(p.prefill).script(Fault.LATE)
-    p.send_all(source)
-    with pytest.raises(KvflowError):
-        await target.landed()
-    await until(lambda: p.decode.quarantined_pages == 3)
-    first, staging = p.decode, p.decode.staging
-    assert isinstance(staging, Staging)
-    [loan] = await first.close()
-    p.decodes.remove(first)
+    staging, loan = await closed_in_doubt(p, source, target, 3)
     second = await p.add_decode(over=staging)
     target = second.room(8, p.ranks, PROMPT)
     await until(lambda: second.shell.waiting)

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
+from kvflow.protocols.pages.layout import PageIndices
 
 
 class EarlyRequest(Protocol):
@@ -91,13 +91,11 @@ class OptimisticStarts(Generic[R]):
         if request in self._waiting:
             self._waiting.remove(request)
 
-    def give_way(
-        self, pages: int, rows: int, in_use: PageIndices = NO_PLACES, *, without_cache: int = 0
-    ) -> list[R]:  # fmt: skip
-        """Those whose places are to be taken from them, so that `pages` more pages and `rows` more rows are free: the
-        ones that have computed the fewest tokens, and none in vain. Empty where all together have too few. `in_use`:
-        of a cache, by others than these. `without_cache`: pages that are missing at a rank that shares none between
-        prompts, where each of these has all the pages of its prompt.
+    def give_way(self, pages: int, rows: int, without_cache: int, in_use: PageIndices) -> list[R]:
+        """Choose the requests whose places are to be taken from them, so that `pages` more pages and `rows` more rows
+        are free: the ones that have computed the fewest tokens, and none in vain. Empty where all together have too
+        few. `without_cache`: pages that are missing at a rank that shares none between prompts, where each of these
+        requests has all the pages of its prompt. `in_use`: pages of a cache that others than these read.
 
         They begin again if they may. Call it between steps: none of them is in one then (I13).
         """

@@ -318,12 +318,11 @@ class PrefillEngine(EngineLoop):
         """Give the first of a queue its places, those of early ones too where it has both halves of its room."""
         if not self._turn.comes(request):
             return False
-        missing, missing_rows, without_cache = short = self._short_of(request)
+        short = self._short_of(request)
         if max(short) > 0:
             losers = []
             if request is not self._early.first:
-                in_use = self._read_of_the_cache(request)
-                losers = self._early.give_way(missing, missing_rows, in_use, without_cache=without_cache)
+                losers = self._early.give_way(*short, self._read_of_the_cache(request))
             self._preempt(losers)
             if not losers or not self._is_ready or max(self._short_of(request)) > 0:
                 self._turn.over(request)
@@ -356,8 +355,8 @@ class PrefillEngine(EngineLoop):
         return self._lockstep is None or self._lockstep.ready
 
     def _short_of(self, request: PrefillRequest) -> tuple[int, int, int]:
-        """Pages that are missing here for all of its prompt, rows at the rank that lacks the most, and pages at the
-        smallest rank if nothing were cached there. The others may have places of a request until `drop`."""
+        """Count what is missing for all of its prompt: pages here, rows at the rank that lacks the most, and pages at
+        the smallest rank if nothing were cached there. The others may have places of a request until `drop`."""
         missing, missing_rows = self.steps.short_of(request)
         if self._lockstep is None:
             return missing, missing_rows, 0
