@@ -72,7 +72,7 @@ class EarlierShell:
 
     def _take_over(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
         # Another node may have had the proof before this loop could hear of them.
-        loans = [loan for loan in loans if loan.lease in quarantine.leases]
+        loans = quarantine.standing(loans)
         if loans and not self._left:
             self._leases |= {grant: (quarantine, lease) for grant, lease in self._loans.inherit(loans).items()}
             self._shell.run()

@@ -53,6 +53,10 @@ class PoolQuarantine:
         with self._lock:
             return [loan for lease in self.leases.values() for loan in lease.loans]
 
+    def standing(self, loans: Sequence[UnprovenLoan]) -> list[UnprovenLoan]:
+        known = {id(loan) for loan in self.loans}
+        return [loan for loan in loans if id(loan) in known]
+
     def check(self, pages: PageIndices) -> None:
         """Raises: OwnershipError, which names the page, the writer and what to do."""
         if not self.leases:
@@ -85,9 +89,9 @@ class PoolQuarantine:
             return
         try:
             store.withhold(np.concatenate([lease.pages for lease in fresh]))
-        except OwnershipError as error:
-            # It knows fewer pages than the pool has: it keeps those of each room that it can, and `check` refuses the
-            # others by name.
+        except Exception as error:
+            # It knows fewer pages than the pool has, or it is somebody's own and fails: it keeps those of each room
+            # that it can, and `check` refuses the others by name.
             if len(fresh) > 1:
                 for lease in fresh:
                     self._withhold(store, (lease,))
@@ -119,9 +123,7 @@ class PoolQuarantine:
                 lease = fresh.get(loan.lease) or fresh.setdefault(loan.lease, _Lease(loan.pages))
                 lease.loans.append(loan)
             every = np.concatenate([lease.pages for lease in fresh.values()])
-            lender.withhold(every)
-            for lease in fresh.values():
-                lease.stores.append(lender)
+            self._withhold(lender, fresh.values())
             if self._named is None:
                 self._named = np.zeros(self._layout.num_places, dtype=np.int32)
             np.add.at(self._named, every, 1)
@@ -140,7 +142,10 @@ class PoolQuarantine:
             assert self._named is not None
             np.subtract.at(self._named, found.pages, 1)
             for store in found.stores:
-                store.unhold(found.pages)
+                try:
+                    store.unhold(found.pages)
+                except Exception:  # the other stores have theirs back all the same
+                    log.exception("%r could not take pages back from quarantine", store)
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
         with self._lock:

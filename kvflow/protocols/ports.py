@@ -329,6 +329,9 @@ class Quarantine(Protocol):
     def leases(self) -> Collection[LeaseId]:
         """The names of the pages whose loans have not all ended."""
 
+    def standing(self, loans: Sequence[UnprovenLoan]) -> list[UnprovenLoan]:
+        """Those of `loans` that have not ended meanwhile."""
+
     def check(self, pages: PageIndices) -> None:
         """Raises: OwnershipError for pages that a writer of an earlier node may still write into."""
 

@@ -186,6 +186,59 @@ def test_pages_whose_last_writer_is_forgotten_are_free() -> None:
     assert pool.pages.at_rest() and not pool.unproven and not pool.quarantine.leases
 
 
+def test_a_loan_stands_until_its_writer_has_ended_though_its_pages_are_kept_for_another() -> None:
+    pool = small()
+    both = [loan(pages(2)), loan(pages(2), writer=SECOND)]
+    pool.quarantine.add(both, ExternalPages(8))
+    pool.quarantine.forget(1, FIRST)
+    assert pool.quarantine.standing(both) == both[1:]
+    pool.quarantine.free((5, 1))
+    assert pool.quarantine.standing(both) == []
+
+
+class FailingStore(ExternalPages):
+    """A store of somebody's own, with a defect: it raises an error that is not ours."""
+
+    def withhold(self, pages: PageIndices) -> None:
+        raise ValueError("no such book")
+
+    def unhold(self, pages: PageIndices) -> None:
+        super().unhold(pages)
+        raise ValueError("no such book")
+
+
+def test_a_store_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    pool, fails, after = small(), FailingStore(8), ExternalPages(8)
+    pool.quarantine.join(Heir(), fails)
+    pool.quarantine.join(Heir(), after)
+    closed(pool, 6)
+    assert "cannot withhold the pages of room 7 of an earlier node: no such book" in caplog.text
+    assert after.busy(range(8)).tolist() == [6] and pool.pages.free_pages == 7
+    pool.quarantine.free((5, 6))
+    assert after.at_rest() and pool.pages.at_rest()
+
+
+def test_a_store_that_fails_to_take_pages_back_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class FailsLate(FailingStore):
+        withhold = ExternalPages.withhold
+
+    pool, fails, after = small(), FailsLate(8), ExternalPages(8)
+    for store in (fails, after):
+        pool.quarantine.join(Heir(), store)
+    closed(pool, 6)
+    pool.quarantine.free((5, 6))
+    assert "could not take pages back from quarantine" in caplog.text
+    assert after.at_rest() and pool.pages.at_rest()
+
+
+def test_what_a_failing_lender_cannot_keep_is_refused_by_name() -> None:
+    pool, lender = small(), FailingStore(8)
+    pool.quarantine.add([loan(pages(6))], lender)
+    with pytest.raises(OwnershipError, match="page 6 is in quarantine"):
+        pool.quarantine.check(pages(6))
+    assert pool.pages.free_pages == 7
+
+
 def test_leases_that_name_one_page_are_all_waited_for() -> None:
     pool, store = small(), ExternalPages(8)
     pool.quarantine.add([loan(pages(2, 3), 1)], store)
