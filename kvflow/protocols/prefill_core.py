@@ -537,7 +537,7 @@ def _close_route(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) 
 
 def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     # Nothing is kept of a stranger, and of a decode that has parted only that it has.
-    if peer.grants.seen_below > peer.fresh_from and peer.incarnation not in core.parted:
+    if peer.has_had_grants and peer.incarnation not in core.parted:
         core.remember_grants(peer)
     core.deadlines.cancel(Timer("silence", peer.incarnation))
     core.deadlines.cancel(Timer("goodbye", peer.incarnation))

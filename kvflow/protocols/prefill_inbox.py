@@ -26,7 +26,7 @@ DRAINS = "room {} is in use: writes of the last room of that id still run"
 def on_register(core: PrefillCore, message: wire.Register, now: float, sender_address: Callable[[], str] = str) -> None:
     """A decode says who it is; the way into its pool is opened by the shell."""
     peer = core.peers.get(message.target)
-    seen_below = core.displaced.get(message.target, message.fresh_from)  # before making place pushes it out
+    seen_below = core.displaced.get(message.target)  # before making place pushes it out
     if message.target in core.parted:
         core.observer.message_dropped("stale")
     elif message.wire_version != WIRE_VERSION:
@@ -58,8 +58,9 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
         refusal = f"{len(neighbours)} decodes at {sender} are registered already, of at most {limit} for one address"
         core.answer_register(message.target, message.source, refusal)
     else:
-        peer = core.peers[message.target] = DecodePeer(message, core.bounds.closed_grants, core.kept, now, sender)
-        peer.grants.begin_from(seen_below)
+        peer = core.peers[message.target] = DecodePeer(
+            message, core.bounds.closed_grants, core.kept, now, sender, seen_below
+        )
         peer.grants.remember_doubts(core.in_doubt.pop(message.target, ()))
         core.displaced.pop(message.target, None)
         if refusal := peer.mismatch(core.identity):

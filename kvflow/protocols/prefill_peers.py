@@ -13,7 +13,7 @@ from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire.codec import routing_id
-from kvflow.protocols.wire.messages import Incarnation, Rank, Register
+from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank, Register
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
@@ -33,13 +33,20 @@ class DecodePeer:
 
     __slots__ = (
         *("address", "fresh_from", "grants", "incarnation", "layout", "phase", "received_at_s", "routing_id"),
-        "sender_address",
+        *("sender_address", "unknown_below"),
     )
 
     def __init__(
-        self, message: Register, closed_grants: int, kept: KeptBytes, now: float, sender_address: str = ""
+        self,
+        message: Register,
+        closed_grants: int,
+        kept: KeptBytes,
+        now: float,
+        sender_address: str = "",
+        seen_below: GrantId | None = None,
     ) -> None:
-        """`sender_address`: where its first Register came from; empty where that is not known."""
+        """`sender_address`: where its first Register came from; empty where that is not known. `seen_below`: what was
+        remembered of a decode that has been here before; None for a stranger."""
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
         self.layout = message.layout
@@ -49,6 +56,10 @@ class DecodePeer:
         self.received_at_s = now
         self.fresh_from = message.fresh_from  # of its newest Register
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from, kept)
+        if seen_below is not None:
+            self.grants.begin_from(seen_below)
+        # Only a stranger can have had no grant here before the first that it asks for.
+        self.unknown_below = message.fresh_from if seen_below is None else GrantId(0)
 
     def __repr__(self) -> str:
         return f"<DecodePeer {self.incarnation:016x}: {self.phase.name.lower()}>"
@@ -56,6 +67,11 @@ class DecodePeer:
     @property
     def is_up(self) -> bool:
         return self.phase is PeerPhase.UP
+
+    @property
+    def has_had_grants(self) -> bool:
+        """A grant of it has been seen here, in this life or in one that was remembered."""
+        return self.grants.seen_below > self.unknown_below
 
     @property
     def displaceable(self) -> bool:

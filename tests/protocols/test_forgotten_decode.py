@@ -96,6 +96,30 @@ def test_it_is_remembered_through_a_second_refusal() -> None:
     assert_stale(talk.announce(3))
 
 
+def test_it_is_remembered_through_a_refusal_of_a_later_registration() -> None:
+    """Decode comes back and asks for later grants only, is refused, and its first Register arrives once more."""
+    talk = Talk()
+    talk.register()
+    talk.announce(3)
+    talk.refuse_route()
+    talk.register(fresh_from=9)
+    talk.refuse_route()
+    talk.register()
+    assert_stale(talk.announce(3))
+    assert_stale(talk.announce(8))
+    assert talk.announce(9) == []
+
+
+def test_it_is_remembered_when_it_had_asked_for_later_grants_before_it_was_forgotten() -> None:
+    talk = Talk()
+    talk.register()
+    talk.announce(3)
+    talk.register(fresh_from=9)
+    talk.refuse_route()
+    talk.register()
+    assert_stale(talk.announce(3))
+
+
 def test_what_a_dead_decode_had_sent_before_begins_nothing() -> None:
     """Its death is observed before the last of its messages has been read."""
     talk = Talk()
