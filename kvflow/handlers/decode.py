@@ -221,6 +221,8 @@ class DecodeShell(Shell):
     def tick(self, now: float) -> None:
         self.connections.poll(now)
         super().tick(now)
+        if self.waiting:  # another node over this staging may have given pages back
+            self._lend_waiting()
 
     # --- the end
 

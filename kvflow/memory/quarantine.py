@@ -89,7 +89,7 @@ class PoolQuarantine:
             return
         try:
             store.withhold(np.concatenate([lease.pages for lease in fresh]))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged; no other store and no other room pays for it
             # It knows fewer pages than the pool has, or it is somebody's own and fails: it keeps those of each room
             # that it can, and `check` refuses the others by name.
             if len(fresh) > 1:

@@ -373,6 +373,20 @@ async def test_a_room_that_waits_has_what_an_earlier_node_left_once_that_is_prov
     await target.released()
 
 
+async def test_a_room_that_waits_has_what_another_node_over_the_staging_gives_back(little: Pair) -> None:
+    p = little
+    source, target = await opened(p)
+    assert isinstance(p.decode.staging, Staging)
+    second = await p.add_decode(over=p.decode.staging)
+    waits = second.room(8, p.ranks, PROMPT)
+    await until(lambda: second.shell.waiting)
+    target.close()
+    await until(lambda: waits.lent.size == 5)
+    waits.close()
+    await waits.released()
+    assert source.ended
+
+
 async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(staging_bytes=0) as p:
         own = ExternalPages(64)
