@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 ENDS_PROCESS = (KeyboardInterrupt, SystemExit)
@@ -46,6 +46,13 @@ async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) 
             running.exception()  # retrieved, or asyncio logs it
         raise cancelled
     return running.result()
+
+
+async def all_ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Wait until every one of `tasks` has ended, in whatever way. A cancellation of this coroutine is raised only then:
+    what follows in its caller must not meet them."""
+    if waited := list(tasks):
+        await run_to_end(asyncio.ensure_future(asyncio.wait(waited)))
 
 
 async def wait_or_cancel(running: asyncio.Future[T], undo: Callable[[T], object] = lambda _: None) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import zmq
 import zmq.asyncio
 
-from kvflow.aio import in_thread, in_turns
+from kvflow.aio import all_ended, in_thread, in_turns
 from kvflow.protocols.cache.addresses import DEFAULT_ADDRESS, numbered_address
 from kvflow.protocols.cache.stream import Batch, EventSource, EventStream, StreamLimits
 from kvflow.protocols.errors import MisuseError
@@ -136,9 +136,10 @@ class EventPublisher:
                 self._turn.cancel()
             for task in self._tasks:
                 task.cancel()
-            if self._tasks:
-                await asyncio.wait(self._tasks)
-            self._close_sockets(LINGER_MS)
+            try:
+                await all_ended(self._tasks)
+            finally:
+                self._close_sockets(LINGER_MS)
 
     def _sockets(self) -> list[zmq.Socket[Any]]:
         return [self._pub, *([self._router] if self._router is not None else [])]

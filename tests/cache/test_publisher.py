@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import Batch, StreamLimits
 from kvflow.protocols.errors import MisuseError
+from kvflow.testing.cancellation import Steps
 from kvflow.transports.control.curve import ControlKey, read_key, write_key
 from tests.protocols.cache.decoders import DECODERS, apply
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
@@ -357,6 +359,18 @@ async def test_close_sends_what_is_left_and_leaves_nothing(connect: Connect) -> 
             except MisuseError:
                 await asyncio.sleep(0.01)  # ZMQ closes sockets in a thread of its own
     await again.publisher.close()
+
+
+async def test_a_close_that_is_cancelled_in_its_clean_up_closes_the_sockets_too(start: Start) -> None:
+    for at in itertools.count():
+        cache = await start(heartbeat_s=60.0)
+        await cache.turn()
+        steps = Steps(cache.publisher.close(), at, at + 1)
+        await asyncio.gather(steps.task(), return_exceptions=True)
+        assert all(socket.closed for socket in cache.publisher._sockets())
+        if steps.waits <= at:
+            break
+    assert at, "it waits for its tasks"
 
 
 async def heard(cache: Cache, sub: zmq.asyncio.Socket) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +13,12 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.scheduler.params import TokenOut
 from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.protocols.errors import CapacityError
+from kvflow.testing.cancellation import Steps
 from tests.engine.pair import EnginePair, Side, greedy, prompt_of, until
+
+
+async def _first(tokens: AsyncGenerator[TokenOut, None]) -> TokenOut:
+    return await anext(tokens)
 
 
 async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -> None:
@@ -35,6 +42,15 @@ async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -
         with pytest.raises(CapacityError):
             await anext(engine.generate(prompt_of(500), greedy(400)))
         await until(side.pages.at_rest)
+        for at in itertools.count():
+            tokens = engine.generate(prompt_of(200), greedy(50))
+            steps = Steps(_first(tokens), at, at + 1)
+            await asyncio.gather(steps.task(), return_exceptions=True)
+            await tokens.aclose()
+            await until(side.pages.at_rest)
+            if steps.waits <= at:
+                break
+        assert at, "it waits for its tokens"
         await engine.close()
     async with EnginePair(llama, chunk_tokens=32) as pair:
         assert found == [await pair.outputs(p, greedy(12)) for p in prompts]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 
-from kvflow.aio import run_to_end
+from kvflow.aio import all_ended
 from kvflow.engine.model.sequence import Prompt, Sequence
 from kvflow.engine.model.step import Row
 from kvflow.engine.ranks import wire
@@ -90,9 +90,10 @@ class StepFollower:
         self._wake.set()
         for task in (self._tasks[0], self._tasks[2]) if self._tasks else ():
             task.cancel()
-        if self._tasks:
-            await run_to_end(asyncio.ensure_future(asyncio.wait(self._tasks)))
-        await self._loads.close()
+        try:
+            await all_ended(self._tasks)
+        finally:
+            await self._loads.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """The first rank hears by the end of this process: without any of them it would wait for ever."""

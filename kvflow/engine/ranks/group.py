@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvflow.aio import all_ended
 from kvflow.engine.model.sequence import Prompt
 from kvflow.engine.ranks import wire
 from kvflow.engine.ranks.leading import StepLeader
@@ -56,11 +57,12 @@ class PrefillGroup:
         """End every request."""
         for asked in self._asked.values():
             asked.group.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
-        if self._serving:
-            await asyncio.wait(self._serving)
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        try:
+            await all_ended(self._serving)
+        finally:
+            if self._task is not None:
+                self._task.cancel()
+                await all_ended([self._task])
 
     @property
     def unavailable_reason(self) -> str:

@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 
 import numpy as np
 
-from kvflow.aio import run_to_end
+from kvflow.aio import all_ended, run_to_end
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.runner import Runner
 from kvflow.engine.model.sequence import Sequence
@@ -44,9 +44,11 @@ class ShardFollower:
         finally:
             self._link.abort()  # the first shard need not wait for the end of this process
             beating.cancel()
-            await asyncio.wait([beating])
-            if self._pool is not None:
-                self._pool.close()
+            try:
+                await all_ended([beating])
+            finally:
+                if self._pool is not None:
+                    self._pool.close()
 
     def stop(self) -> None:
         """`run` returns when the step that runs has ended. The first shard counts this one as lost."""

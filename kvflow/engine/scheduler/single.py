@@ -6,7 +6,9 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Hashable
 from concurrent.futures import Executor
+from contextlib import AsyncExitStack
 
+from kvflow.aio import all_ended
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.sequence import Prompt
 from kvflow.engine.scheduler.decode import DecodeEngine
@@ -106,13 +108,19 @@ class SingleEngine:
             raise
         prefill = asyncio.create_task(self.prefill.prefill(room, prompt, params, into=room.pages))
         tokens = self.decode.generate(room, prompt, params, admission)
-        try:
+        async with AsyncExitStack() as ends:  # in the reverse order, whatever becomes of one of them
+            ends.callback(room.free)
+            ends.push_async_callback(_give_up, prefill)
+            ends.push_async_callback(tokens.aclose)
             async for out in tokens:
                 yield out
-        finally:
-            await tokens.aclose()
-            prefill.cancel()
-            await asyncio.wait([prefill])
-            if not prefill.cancelled():
-                prefill.exception()  # retrieved: the same error as decode's, which is raised
-            room.free()
+
+
+async def _give_up(prefill: asyncio.Task[TokenOut]) -> None:
+    """Return when it has ended, since until then it may write to the room's pages."""
+    prefill.cancel()
+    try:
+        await all_ended([prefill])
+    finally:
+        if not prefill.cancelled():
+            prefill.exception()  # retrieved: the same error as decode's, which is raised

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Protocol
 import msgspec
 from aiohttp import web
 
+from kvflow.aio import all_ended
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.server.http.completion_service import CompletionService
 from kvflow.server.http.errors import ConflictError
@@ -108,7 +109,7 @@ class RoleSwitch:
         """Give up a switch that is under way, and close the role."""
         if self._switching is not None and not self._switching.done():
             self._switching.cancel()
-            await asyncio.wait([self._switching])
+            await all_ended([self._switching])
         await self._running.close()
 
     async def _switch(self, role: WorkerRole, drain_timeout_s: float) -> float:
