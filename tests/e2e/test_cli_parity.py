@@ -181,6 +181,7 @@ def test_a_model_with_states_equals_generate(
         running.kill()
 
 
+@pytest.mark.slow
 def test_unsupported_models_are_refused_with_one_line_and_status_2(tiny: Callable[[str], Path]) -> None:
     commands = {"prefill": "--disaggregation-bootstrap-port 0", "decode": ""}
     started = {

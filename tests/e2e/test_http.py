@@ -248,6 +248,7 @@ async def until_no_rooms(session: aiohttp.ClientSession, url: str) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_pools_that_do_not_fit_are_a_clear_error(tmp_path: Path, session: aiohttp.ClientSession) -> None:
     config = tmp_path / "kvflow.toml"
     config.write_text("[prefill]\npage_size = 16\n[decode]\npage_size = 32\n")
@@ -288,7 +289,7 @@ WITH_STORE = ("--prefix-cache", "lru", "--cache-host-bytes", str(1 << 24), "--l3
     [
         pytest.param(signal.SIGINT, (), marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, WITH_STORE, marks=pytest.mark.slow),
-        (signal.SIGKILL, ()),
+        pytest.param(signal.SIGKILL, (), marks=pytest.mark.slow),
     ],
 )
 async def test_up_leaves_no_orphan(number: signal.Signals, more: tuple[str, ...]) -> None:

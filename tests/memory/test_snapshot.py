@@ -446,6 +446,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.slow
 async def test_ten_thousand_cycles_leave_memory_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     """Out and back again, by turns aborted while out: host bytes are freed once each time, and RSS stays flat."""
     pool, store = store_of(limit_pages=100)
