@@ -22,7 +22,6 @@ from kvflow.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.cache.storage.mooncake import MooncakeBackend
 from kvflow.cache.storage.port import Result
 from kvflow.cache.storage.record import HEADER_BYTES
-from kvflow.protocols.errors import MisuseError
 from tests.cache.storage.files import IDENTITY, empty, key, keys, value
 from tests.cache.storage.test_guarded import ended, until
 
@@ -227,9 +226,3 @@ def test_a_metadata_server_that_does_not_answer_is_named(monkeypatch: pytest.Mon
         store = MooncakeBackend(address, IDENTITY, SIZE, metadata_server="http://nowhere:1/metadata")
         with pytest.raises(OSError, match=r"metadata server http://nowhere:1/metadata: a child .* within 0\.2 s$"):
             store.probe_reads()
-
-
-@pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:", ":50051", "127.0.0.1:0", "127.0.0.1:65536", "a:b"])
-def test_an_address_that_is_none_is_named(address: str) -> None:
-    with pytest.raises(MisuseError, match=r"is not host:port with a port in 1\.\.65535"):
-        MooncakeBackend(address, IDENTITY, SIZE)
