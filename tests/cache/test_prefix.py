@@ -11,6 +11,7 @@ import pytest
 
 from kvflow.cache.host import HostTier
 from kvflow.cache.prefix import Prefix, PrefixCache
+from kvflow.cache.states import StateStore
 from kvflow.cache.tiers import OWNER
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
@@ -21,7 +22,7 @@ from kvflow.protocols.errors import CapacityError, MisuseError, TransferError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.pages.plan import Blocks
-from tests.cache.prefix_bench import PAGES, bench
+from tests.cache.prefix_bench import PAGE_SIZE, PAGES, bench
 from tests.engine.pair import until
 from tests.memory.gate import CopyGate
 
@@ -61,6 +62,17 @@ async def test_a_prompt_is_cached_in_whole_pages_and_once() -> None:
         twice.release()
 
 
+async def test_what_prompts_have_asked_for_and_found_is_counted() -> None:
+    async with bench() as b:
+        for prompt in ((1, 2, 3), (1, 2, 4), (1, 2, 4, 5)):
+            b.run(*prompt)
+        stats = b.cache.stats()
+        assert (stats.asked_tokens, stats.hit_tokens) == (10 * PAGE_SIZE, 5 * PAGE_SIZE)
+        b.pool.pages.reclaim(PAGES)
+        stats = b.cache.stats()
+        assert (stats.pages, stats.evictable_pages, stats.evicted_pages) == (0, 0, 5)
+
+
 async def test_namespaces_are_apart() -> None:
     async with bench() as b:
         b.run(1, 2, namespace=Namespace("a"))
@@ -87,6 +99,22 @@ async def test_what_the_device_has_lost_is_loaded_from_the_host() -> None:
         assert b.cache.stats().loaded_pages == 4
 
 
+@pytest.mark.parametrize("host_pages", [0, 8])
+async def test_where_there_is_nothing_to_load_that_is_no_failure(
+    host_pages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(host_pages) as b:
+        b.run(1, 2)
+        await until(lambda: not b.cache.busy)
+        for prompt, found in (((1, 2, 3), 2), ((4, 5), 0)):
+            tokens = b.tokens(*prompt)
+            (prefix := await b.cache.load(tokens)).release()
+            assert prefix.tokens == found * PAGE_SIZE
+            await b.cache.fetch(tokens)
+            assert not b.cache.lacks(tokens) and not b.cache.busy and b.cache.leaving_pages == 0
+        assert not caplog.records
+
+
 async def test_selective_write_through_waits_for_a_second_prompt() -> None:
     async with bench(8, "write_through_selective") as b:
         b.run(1, 2, 3)
@@ -106,6 +134,20 @@ async def test_a_full_host_tier_takes_what_was_used_last() -> None:
         (await b.cache.load(b.tokens(30, 31, 32))).release()
         b.check(found := b.cache.match(b.tokens(30, 31, 32)), 30, 31, 32)
         found.release()
+
+
+async def test_a_close_begins_no_further_slice_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with bench(host_pages=8) as b:
+        assert b.host is not None
+        monkeypatch.setattr(b.host, "_slice_bytes", b.pool.layout.page_bytes)
+        gate = CopyGate(monkeypatch)
+        b.run(1, 2, 3)
+        await gate.reached()
+        closing = asyncio.ensure_future(b.cache.close())
+        await until(lambda: all(copying.cancelling() for copying in b.copies))
+        gate.go.set()
+        await closing
+        assert gate.begun == 1
 
 
 @pytest.mark.parametrize("loading", [False, True])
@@ -161,6 +203,27 @@ async def test_host_memory_that_holds_nothing_is_refused() -> None:
     with pytest.raises(MisuseError, match="those of this pool hold nothing"):
         HostTier(all_rows, 1 << 20)
     all_rows.close()
+
+
+async def test_one_cached_state_makes_way_for_another_and_none_that_a_request_has() -> None:
+    streams = [StateKind("k", "int8", (4,)), StateKind("state", "int8", (8,), ROW)]
+    pool = PagedPool.allocate(build_layout(streams, page_size=1, num_pages=8, num_rows=1), shared=False)
+    store = StateStore(pool, 2 * pool.layout.row_bytes)
+    cache = PrefixCache(pool.pages, 1, states=store)
+    tokens = np.arange(4)
+    prefix = cache.match(tokens)
+    cache.keep(tokens, pool.pages.take(4, "request"), "request", prefix)
+    slots = {count: slot for count in (2, 4) if (slot := cache.take_state("request")) is not None}
+    assert len(slots) == 2 and cache.take_state("request") is None
+    cache.keep_states(tokens, slots, "request", prefix)
+    other = cache.take_state("other")
+    stats = cache.stats()
+    assert (stats.states, stats.limit_states, stats.evicted_states, stats.pages) == (1, 2, 1, 4)
+    assert other is not None
+    store.free((other,), "other")
+    await cache.close()
+    assert not store.slots.owned()
+    pool.close()
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from socket import AF_INET6, create_server
 from typing import Any, cast
 
 import msgspec
@@ -25,6 +26,7 @@ from kvflow.protocols.cache.stream import Batch, StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.cancellation import Steps
 from kvflow.transports.control.curve import ControlKey, read_key, write_key
+from tests.engine.pair import until
 from tests.protocols.cache.decoders import DECODERS, apply
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 from tests.protocols.cache.test_stream import Knower
@@ -203,6 +205,8 @@ async def test_a_replay_is_byte_for_byte_what_was_sent(start: Start, connect: Co
         apply(subscriber, DECODERS["vllm"][0].decode(payload))
     assert subscriber.content()[0] == {names(token)[0] for token in range(5)}
     assert await ask(dealer, u64(2**64 - 1)) == []
+    await until(lambda: cache.publisher.stats().replays == 3)
+    assert cache.publisher.stats().snapshots == 0
 
 
 async def test_a_request_that_is_none_is_counted_and_the_next_one_answered(start: Start, connect: Connect) -> None:
@@ -267,6 +271,7 @@ async def test_a_snapshot_on_demand(start: Start, connect: Connect) -> None:
     cache.index.insert(token_bytes([1, 3]), np.arange(2, dtype=np.int32), cache.now)  # recorded, and not sent
     dealer = connect(zmq.DEALER, cache.publisher.replay_address)
     messages = await ask(dealer, u64(2**64 - 1), b"snapshot")
+    assert [number for number, _ in messages] == [cache.publisher.stats().batches - 1], "its number is the newest one"
     subscriber = Subscriber()
     for _, payload in messages:
         apply(subscriber, DECODERS["vllm"][0].decode(payload))
@@ -347,6 +352,7 @@ async def test_close_sends_what_is_left_and_leaves_nothing(connect: Connect) -> 
     await heard(cache, sub)
     cache.insert(1, 2)
     await cache.publisher.close()
+    cache.index.insert(token_bytes([3]), np.arange(1, dtype=np.int32), cache.now)
     await cache.publisher.close()
     assert len(events_of(await receive_event(sub))[0]["block_hashes"]) == 2
     assert asyncio.all_tasks() == before
@@ -440,6 +446,18 @@ def test_addresses_of_ranks(address: str, rank: int, own: str) -> None:
 async def test_what_cannot_be(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(MisuseError, match=message):
         Cache(**keywords)
+
+
+async def test_events_and_replays_over_ipv6(start: Start, connect: Connect) -> None:
+    try:
+        create_server(("::1", 0), family=AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    cache = await start(address="tcp://[::1]:*", replay_address="tcp://[::1]:*")
+    sub = connect(zmq.SUB, cache.publisher.address, IPV6=1)
+    dealer = connect(zmq.DEALER, cache.publisher.replay_address, IPV6=1)
+    assert (await ask(dealer, u64(0)))[0][0] == 0
+    await receive(sub)
 
 
 async def test_a_port_that_is_taken(start: Start) -> None:

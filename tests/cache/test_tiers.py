@@ -120,6 +120,19 @@ async def test_a_store_that_fails_is_done_without_and_used_again(tmp_path: Path,
         assert await found(b, 1, 2, 3, 4, 7) == 5 and await found(b, 5, 6) == 2
 
 
+async def test_a_store_that_is_left_alone_is_asked_for_nothing(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    async with stored(tmp_path, disk, msgspec.structs.replace(QUICK, failures=2)) as b:
+        disk.fails["write"] = errno.EIO
+        for prompt in ((1, 2), (3, 4), (5, 6)):
+            b.run(*prompt)
+            await settled(b)
+        stats = b.cache.stats()
+        assert stats.storage is not None
+        assert (stats.storage.writable, stats.storage.refused, stats.storage.not_stored) == (False, 0, 4)
+        assert (stats.saved_pages, stats.failed_copies) == (6, 2)
+
+
 async def test_a_read_that_hangs_holds_its_pages_and_nobody_else(tmp_path: Path) -> None:
     async with stored(tmp_path) as b:
         b.run(1, 2, 3)
@@ -206,17 +219,29 @@ async def test_what_the_store_has_lost_is_stored_again(tmp_path: Path) -> None:
         assert await found(b, 1, 2, 3, 4, 9) == 5
 
 
-async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path) -> None:
-    async with stored(tmp_path) as b:
+@pytest.mark.parametrize("how", ["fail", "refuse"])
+async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path, how: str) -> None:
+    limits = msgspec.structs.replace(QUICK, waiting=1)
+    async with stored(tmp_path, limits=limits) as b:
         b.run(1, 2, 3)
         await settled(b)
         assert b.cache._tiers is not None and b.cache._tiers.storage is not None
-        backend = b.cache._tiers.storage.store._backend  # type: ignore[attr-defined]
-        backend.exists = lambda keys: [Result.FAILED] * len(keys)
+        store, go, asked = b.cache._tiers.storage.store, threading.Event(), list[asyncio.Task[int]]()
+        backend = store._backend  # type: ignore[attr-defined]
+        if how == "fail":
+            backend.exists = lambda keys: [Result.FAILED] * len(keys)
+        else:
+            backend.exists = lambda keys: [Result.DONE] * len(keys) if go.wait(20) else []
+            asked = [asyncio.ensure_future(store.exists_prefix([bytes(32)])) for _ in range(2)]
+            await asyncio.sleep(0)
         b.run(1, 2, 3, 4)
         await settled(b)
+        go.set()
         counts = b.cache.stats()
         assert (counts.lost_pages, counts.stored_pages, len(pages_in(tmp_path))) == (0, 4, 4)
+        if how == "refuse":
+            assert await asyncio.gather(*asked) == [1, 1] and counts.storage is not None
+            assert (counts.storage.refused, counts.storage.errors) == (1, 0)
 
 
 async def test_what_has_gone_before_the_store_is_asked_is_not_asked_for(tmp_path: Path) -> None:
@@ -242,6 +267,8 @@ async def test_no_more_than_a_share_waits_for_a_copy(tmp_path: Path, monkeypatch
         for first in (10, 20, 30):
             b.run(*range(first, first + 4))
         assert b.cache.stats().unsaved_pages == PAGES // 4
+        b.run(*range(30, 34))
+        assert b.cache.stats().unsaved_pages == 2 * (PAGES // 4), "it is counted each time"
         assert b.pool.pages.available_pages == PAGES // 4, "what waits for its copy"
         disk.waits["write"] = go = threading.Event()
         gate.go.set()

@@ -55,6 +55,29 @@ async def test_nothing_is_copied_before_pages_are_needed_and_nothing_goes_before
         assert not b.cache.stats().unsaved_pages
 
 
+async def test_no_more_is_copied_than_is_needed_beside_what_the_host_has() -> None:
+    async with bench(16, "write_back") as b:
+        b.run(1, 2, 3, 4)
+        b.pool.pages.reclaim(PAGES)
+        await until(lambda: not b.cache.busy)
+        for page in (5, 6, 7):
+            b.run(page)
+        assert b.pool.pages.reclaim(PAGES - 2) == PAGES - 3, "what has been copied goes at once"
+        assert b.cache.leaving_pages == 1
+
+
+async def test_pages_leave_beside_each_other_but_for_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for its copy cannot be evicted: so a quarter does not wait."""
+    async with bench(16, "write_back") as b:
+        for page in range(PAGES):
+            b.run(page)
+        gate = CopyGate(monkeypatch)
+        for wanted, leaving in ((1, 1), (2, 2), (PAGES, PAGES * 3 // 4)):
+            b.cache.evict(wanted)
+            assert (b.pool.pages.free_pages, b.cache.leaving_pages) == (0, leaving)
+        gate.go.set()
+
+
 async def test_a_parent_is_told_of_before_its_child_in_every_tier() -> None:
     async with bench(16, "write_back", events=True) as b:
         subscriber = Subscriber()  # it refuses a child without its parent

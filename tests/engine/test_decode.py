@@ -35,6 +35,17 @@ async def test_requests_join_and_leave_a_running_batch(llama: LoadedModel) -> No
     assert max(widths) > 1 and widths[-1] == 1 and sum(widths) == 4 + 29 + 11
 
 
+async def test_every_request_owns_its_pages_alone(llama: LoadedModel) -> None:
+    async with EnginePair(llama) as pair:
+        pair.decode.pause()
+        asked = [asyncio.ensure_future(pair.tokens(prompt_of(20, n), greedy(4))) for n in range(3)]
+        await until(lambda: pair.decode.load().running == 3)
+        assert sorted(pair.target.pages.owned().values()) == [2, 2, 2]
+        pair.decode.resume()
+        await asyncio.gather(*asked)
+        await until(lambda: pair.home)
+
+
 async def test_what_ends_a_request(llama: LoadedModel) -> None:
     prompt = prompt_of(20)
     async with EnginePair(llama) as pair:

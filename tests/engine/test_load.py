@@ -57,7 +57,7 @@ def test_a_stream_that_is_not_known_is_refused_by_name(tiny: Tiny, monkeypatch: 
     """Side buffers that a layer of another version of transformers keeps, plain or in a table."""
     stock = AutoModelForCausalLM.from_pretrained(tiny("deepseek_v32")).eval()
     update = DynamicIndexedLayer.update_indexer
-    for name, value in (("indexer_scales", lambda k: k[..., :1]), ("summaries", lambda k: {0: None, 1: [k]})):
+    for name, value in (("indexer_scales", lambda k: k[..., :1]), ("summaries", lambda k: {0: None, 1: [(k,)]})):
 
         def keeping(layer: Any, keys: torch.Tensor, name: str = name, value: Any = value) -> torch.Tensor:
             setattr(layer, name, value(keys))

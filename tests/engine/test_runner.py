@@ -38,6 +38,15 @@ def others(pool: PagedPool, mine: list[int]) -> PageIndices:
     return np.setdiff1d(np.arange(pool.layout.num_pages, dtype=np.int32), np.array(mine, dtype=np.int32))
 
 
+def test_a_model_does_not_attend_outside_of_a_step(llama: LoadedModel) -> None:
+    """Not even after one: it would read the pages of that step's sequences."""
+    pool = pool_of(llama, 4, "page_first")
+    llama.runner(pool).forward([Row(sequence_of(prompt_of(6), [0, 1]), 6)])
+    with pytest.raises(RuntimeError, match="the attention function kvflow was called outside a step"):
+        llama.model(input_ids=torch.tensor([[1, 2]]))
+    pool.close()
+
+
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v2", "gpt2", "bloom"])
 def test_a_step_touches_its_own_slots_only(family: str, order: Order, loaded: Callable[..., LoadedModel]) -> None:

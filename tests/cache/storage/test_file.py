@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -203,9 +204,13 @@ def test_a_page_that_was_removed_by_hand_is_not_there(tmp_path: Path) -> None:
     store.close()
 
 
-def test_pages_of_another_identity_are_never_read(tmp_path: Path) -> None:
+def test_pages_of_another_identity_are_never_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     other = bytes(32)
     first, second = opened(tmp_path), opened(tmp_path, identity=other)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"storage directory {tmp_path} also holds pages of 1 other models or layouts"
+    ]
     first.put(keys(1), values(1))
     assert second.exists(keys(1)) == [ABSENT]
     mine = pages_in(tmp_path)[0]
@@ -345,6 +350,52 @@ def test_with_sync_files_and_folders_are_synced(tmp_path: Path, monkeypatch: pyt
     other.put(keys(2), values(2))
     assert synced == []
     other.close()
+
+
+@pytest.mark.parametrize(("size", "capacity"), [(0, 4096), (1, 4095)])
+def test_a_capacity_that_holds_no_page_is_named(tmp_path: Path, size: int, capacity: int) -> None:
+    FileBackend(str(tmp_path), IDENTITY, 1, 4096)
+    text = f"capacity_bytes {capacity} does not hold one page, which takes 4096 bytes"
+    with pytest.raises(MisuseError, match=text):
+        FileBackend(str(tmp_path), IDENTITY, size, capacity)
+
+
+def test_a_probe_leaves_no_file_or_fails(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    store = opened(tmp_path, disk=disk)
+    store.probe_writes()
+    assert store.used_bytes == 0 and not list(tmp_path.glob("*/writing/*"))
+    disk.fails["remove"] = errno.EIO
+    with pytest.raises(OSError, match="a file cannot be removed"):
+        store.probe_writes()
+    assert store.used_bytes == FILE_BYTES, "it goes on to count"
+    store.close()
+
+
+@pytest.mark.parametrize("most", [7, HEADER_BYTES, HEADER_BYTES + 5, 5000])
+def test_a_disk_may_read_and_write_less_than_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """As the kernel may, of any file."""
+
+    def limited(call: Callable[..., int]) -> Callable[..., int]:
+        def one(descriptor: int, buffers: Sequence[bytes | memoryview], *rest: int) -> int:
+            left, parts = most, []
+            for buffer in buffers:
+                parts.append(memoryview(buffer)[:left])
+                left -= parts[-1].nbytes
+            return call(descriptor, [part for part in parts if part.nbytes], *rest)
+
+        return one
+
+    store = opened(tmp_path)
+    monkeypatch.setattr(os, "writev", limited(os.writev))
+    assert store.put(keys(1), values(1)) == [DONE]
+    assert pages_in(tmp_path)[0].read_bytes()[HEADER_BYTES:] == value(1)
+    monkeypatch.setattr(os, "preadv", limited(os.preadv))
+    assert store.get(keys(1), into := empty(1)) == [DONE]
+    assert into == values(1)
+    store.close()
 
 
 def test_a_header_and_a_page_are_all_of_a_file(tmp_path: Path) -> None:

@@ -11,14 +11,27 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvflow.cache.storage.call import Call
 from kvflow.cache.storage.file import PAGES_AT_ONCE
 from kvflow.cache.storage.guarded import GuardedStorage, Limits, _Side
 from kvflow.cache.storage.port import StorageCounts
+from kvflow.cache.storage.record import HEADER_BYTES
 from kvflow.protocols.errors import MisuseError
-from tests.cache.storage.files import QUICK, VALUE_BYTES, FaultyDisk, backend, empty, keys, store, value, values
+from tests.cache.storage.files import (
+    QUICK,
+    VALUE_BYTES,
+    FaultyDisk,
+    backend,
+    empty,
+    keys,
+    pages_in,
+    store,
+    value,
+    values,
+)
 
 PER_SLICE = PAGES_AT_ONCE
 ONE_THREAD = msgspec.structs.replace(QUICK, threads=1, waiting=2)
@@ -53,6 +66,19 @@ async def test_pages_come_back_and_leading_ones_are_counted(tmp_path: Path) -> N
         assert (counts.errors, counts.trips, counts.refused) == (0, 0, 0)
         assert await ended(pages.put([], [])) == []
         assert counts.refused == 0
+        await ended(pages.put(keys(1, 5), values(1, 5)))
+        await ended(pages.get(keys(5, 6, 7), into[:3]))
+        assert (counts.stored, counts.stored_bytes) == (5, 5 * VALUE_BYTES)
+        assert (counts.read, counts.not_read, counts.absent, counts.read_bytes) == (4, 3, 3, 4 * VALUE_BYTES)
+
+
+async def test_pages_that_are_damaged_are_counted_as_such(tmp_path: Path) -> None:
+    async with store(tmp_path) as pages:
+        for n in (1, 2):
+            await ended(pages.put(keys(n), values(n)))
+            pages_in(tmp_path)[0].write_bytes(bytes(VALUE_BYTES + HEADER_BYTES))
+            assert await ended(pages.get(keys(n), empty(1))) == [False]
+        assert (pages.counts.damaged, pages.counts.not_read, pages.counts.absent, pages.counts.errors) == (2, 2, 0, 0)
 
 
 async def test_a_read_that_hangs_is_given_up_and_holds_its_buffers_until_it_returns(tmp_path: Path) -> None:
@@ -129,8 +155,9 @@ async def test_a_store_is_left_alone_while_its_threads_hang_even_if_a_probe_work
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 async def test_a_disk_that_cannot_be_written_is_read_on_and_written_again_when_it_can(
-    tmp_path: Path, number: int
+    tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     disk = FaultyDisk()
     async with store(tmp_path, disk=disk) as pages:
         assert await ended(pages.put(keys(0), values(0))) == [True]
@@ -146,6 +173,7 @@ async def test_a_disk_that_cannot_be_written_is_read_on_and_written_again_when_i
         assert into[0] == value(0)
         assert await pages.exists_prefix(keys(0, 8)) == 1
         await until(lambda: disk.counted["write"] >= before + 2)  # probes fail
+        await until(lambda: any(record.getMessage().endswith(errno.errorcode[number]) for record in caplog.records))
         assert not pages.writable
         disk.fails.clear()
         await until(lambda: pages.writable)
@@ -255,6 +283,19 @@ async def test_too_many_calls_are_refused(tmp_path: Path) -> None:
         assert [await ended(call) for call in calls] == [[True]] * 3 + [[False]] * 2
 
 
+async def test_a_call_without_a_thread_fails_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with store(tmp_path) as pages:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert await ended(pages.put(keys(1), values(1))) == [False]
+        assert await ended(pages.put(keys(1), values(1))) == [True]
+
+
 async def test_a_cancelled_lookup_keeps_no_other_waiting(tmp_path: Path) -> None:
     async with store(tmp_path) as pages:
         await ended(pages.put(keys(1), values(1)))
@@ -286,6 +327,33 @@ async def test_close_drains_what_runs(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match="the store is closed"):
         await pages.exists_prefix(keys(1))
     await pages.close()
+
+
+async def test_close_waits_for_a_probe_that_fails_and_asks_no_more(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    pages = await GuardedStorage.open(backend(tmp_path, disk=disk), msgspec.structs.replace(QUICK, failures=1))
+    disk.fails["write"] = errno.EIO
+    assert await ended(pages.put(keys(1), values(1))) == [False]
+    disk.waits["write"] = go = threading.Event()
+    await begun(disk)
+    closing = asyncio.ensure_future(pages.close())
+    await asyncio.sleep(0)
+    go.set()
+    await closing
+    again = backend(tmp_path)
+    again.open()  # nothing holds the directory
+    again.close()
+
+
+async def test_close_ends_a_pause_without_a_probe(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    async with store(tmp_path, disk=disk, limits=msgspec.structs.replace(QUICK, failures=1)) as pages:
+        disk.fails["write"] = errno.EIO
+        assert await ended(pages.put(keys(1), values(1))) == [False]
+        timer = pages._writes._timer
+        assert timer is not None and not timer.cancelled()
+        await pages.close()
+        assert timer.cancelled(), "its threads are gone"
 
 
 async def test_close_leaves_what_hangs_alone(tmp_path: Path) -> None:
@@ -329,6 +397,7 @@ async def test_nothing_holds_the_buffers_of_a_call_that_has_ended(tmp_path: Path
         (keys(1), [], "1 keys and 0 buffers"),
         (keys(1), empty(1, 10), f"a buffer of 10 bytes: this store's pages have {VALUE_BYTES}"),
         (keys(1), [memoryview(bytes(VALUE_BYTES))], "a buffer to read into is read-only"),
+        (keys(1), [np.zeros(VALUE_BYTES // 5, "V5").data], "a buffer is not a memoryview of bytes in one piece"),
         (keys(1), [memoryview(bytearray(2 * VALUE_BYTES))[::2]], "a buffer is not a memoryview of bytes in one piece"),
     ],
 )
@@ -336,6 +405,11 @@ async def test_misuse_is_named(tmp_path: Path, given: list[bytes], buffers: list
     async with store(tmp_path) as pages:
         with pytest.raises(MisuseError, match=text):
             pages.get(given, buffers)
+        if "read-only" in text:
+            assert await ended(pages.put(given, buffers)) == [True]
+        else:
+            with pytest.raises(MisuseError, match=text):
+                pages.put(given, buffers)
 
 
 @pytest.mark.parametrize(
