@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -283,11 +284,29 @@ def test_what_is_no_connection_is_neither_kept_nor_left_open(tmp_path: Path) -> 
     before, store = _open_files(), FileStore(str(tmp_path / "store"), -1)
     ends = os.pipe()
     made = _open_files()
-    assert made > before
+    assert made - before == set(ends)
     assert _connections(before, store, ModelPart()) == []
     assert _open_files() == made
     for end in ends:
         os.close(end)
+
+
+def test_only_connections_to_another_shard_are_kept(tmp_path: Path) -> None:
+    """Not those of a listener, and none whose other end is in this process."""
+    before, store = _open_files(), FileStore(str(tmp_path / "store"), -1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [end for _ in range(2) for end in (socket.create_connection(server.getsockname()), server.accept()[0])]
+        here, there = str(ends[0].getsockname()), str(ends[0].getpeername())
+        store.set("connections/1", msgspec.json.encode([(there, here)]).decode())
+        made = _open_files()
+        kept = _connections(before, store, ModelPart(shard=0, shards=2))
+        assert [(str(one.getsockname()), str(one.getpeername())) for one in kept] == [(here, there)]
+        assert [here, there] in msgspec.json.decode(store.get("connections/0"))
+        for one in kept:
+            one.close()
+        assert _open_files() == made
+        for end in ends:
+            end.close()
 
 
 def test_a_pool_may_hold_the_parts_of_several_shards(llama: LoadedModel) -> None:

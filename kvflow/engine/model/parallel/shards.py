@@ -85,7 +85,8 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _open_files() -> set[int]:
-    return set(map(int, os.listdir("/proc/self/fd")))
+    # The listing has a descriptor of its own while it is read: the next file that is opened gets that number.
+    return {number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")}
 
 
 def _connections(before: set[int], store: Any, part: ModelPart) -> list[socket.socket]:
