@@ -55,15 +55,21 @@ async def test_nothing_is_copied_before_pages_are_needed_and_nothing_goes_before
         assert not b.cache.stats().unsaved_pages
 
 
-async def test_no_more_is_copied_than_is_needed_beside_what_the_host_has() -> None:
+async def test_no_more_is_copied_than_is_needed_beside_what_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(16, "write_back") as b:
         b.run(1, 2, 3, 4)
-        b.pool.pages.reclaim(PAGES)
+        b.cache.evict(PAGES)
         await until(lambda: not b.cache.busy)
         for page in (5, 6, 7):
             b.run(page)
-        assert b.pool.pages.reclaim(PAGES - 2) == PAGES - 3, "what has been copied goes at once"
-        assert b.cache.leaving_pages == 1
+        gate = CopyGate(monkeypatch)
+        prefix = b.cache.match(b.tokens(1, 2, 3, 4))
+        b.cache.evict(1)
+        prefix.release()
+        assert (b.pool.pages.free_pages, b.cache.leaving_pages) == (PAGES - 7, 1)
+        b.cache.evict(5)
+        assert (b.pool.pages.free_pages, b.cache.leaving_pages) == (PAGES - 4, 2)
+        gate.go.set()
 
 
 async def test_pages_leave_beside_each_other_but_for_a_share(monkeypatch: pytest.MonkeyPatch) -> None:

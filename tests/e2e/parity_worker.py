@@ -226,8 +226,6 @@ class Worker:
         await self.engine.close()
         await self.node.close()
         counts, pages = self.node.counts, self.places
-        troubles = {name: getattr(counts, name) for name in ("handler_errors", "malformed", "undelivered")}
-        troubles["failed_steps"] = self.engine.failed_steps
         if isinstance(self.node, DecodeNode):
             await self.snapshots.close()
         self.pool.close()
@@ -236,7 +234,7 @@ class Worker:
             "owned": {str(owner): count for owner, count in pages.owned().items()},
             "endings": counts.endings,
             "bytes_moved": counts.bytes_moved,
-            "troubles": {name: count for name, count in troubles.items() if count},
+            "troubles": self.engine.failed_steps + counts.handler_errors + counts.malformed + counts.undelivered,
         }
 
     async def _prefill(self, asks: list[Ask]) -> dict[str, Any]:

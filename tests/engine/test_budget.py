@@ -256,6 +256,15 @@ async def test_a_retracted_request_needs_a_row_again() -> None:
     first.release()
 
 
+async def test_who_has_a_row_already_waits_for_none() -> None:
+    rows, pages = PageAllocator(1, unit="row"), PageAllocator(4)
+    for store in (rows, pages):
+        store.take(1, "a room that has landed")
+    budget = PageBudget(pages, rows=rows)
+    (await asyncio.wait_for(budget.admit(4, 1), 5)).release()
+    budget.close(AbortedError())
+
+
 async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
     rows = PageAllocator(1, unit="row")

@@ -176,6 +176,16 @@ def test_a_checkpoint_with_holes_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         load_model(str(broken))
 
 
+def test_a_configuration_need_not_name_the_architecture(tiny: Tiny, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny("llama"), tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    del config["architectures"]
+    (path / "config.json").write_text(json.dumps(config))
+    model = load_model(str(path))
+    assert model.architectures == ("LlamaForCausalLM",) and model.fingerprint.startswith("LlamaForCausalLM 4x64 ")
+    assert model.context_length == config["max_position_embeddings"]
+
+
 def test_loading_is_silent_and_tells_how_far_it_is(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(tiny("llama"))
     capfd.readouterr()
@@ -186,6 +196,7 @@ def test_loading_is_silent_and_tells_how_far_it_is(tiny: Tiny, capfd: pytest.Cap
     assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
     stages = list(dict.fromkeys(stage for stage, _ in told))
     assert stages == ["configuration", "weights", "self-test", "ready"]
+    assert (told[0], told[-2:]) == (("configuration", 1.0), [("self-test", 0.0), ("ready", 1.0)])
     weights = [done for stage, done in told if stage == "weights"]
     assert weights == sorted(weights) and weights[-1] == 1.0 and len(weights) > 10
 

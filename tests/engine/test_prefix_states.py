@@ -212,6 +212,17 @@ async def test_who_is_retracted_has_his_state(host: dict[str, int], loaded: Load
         assert await flushed(pair)
 
 
+async def test_a_prompt_is_computed_where_no_slot_is_to_be_had(loaded: Loaded) -> None:
+    """All of them are those of other prompts, which have not ended."""
+    async with EnginePair(loaded("lfm2"), **HOW, cache="lru", cache_states=1) as pair:
+        slots = store_of(pair).slots
+        taken = slots.take(1, "another prompt")
+        assert len(await pair.tokens(prompt_of(37), greedy(3))) == 3
+        assert not pair.caches[0].stats().states and pair.prefill.failed_steps == 0
+        slots.give_back(taken, "another prompt")
+        assert await flushed(pair)
+
+
 async def test_states_of_failed_rooms_are_not_cached(loaded: Loaded) -> None:
     prompt = prompt_of(30)
     async with EnginePair(loaded("lfm2"), **HOW, cache="lru") as pair:

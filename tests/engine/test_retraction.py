@@ -122,6 +122,7 @@ async def test_the_log_tells_of_a_short_pool_once_and_of_each_request_at_debug_l
         async with EnginePair(llama, **SMALL, **HOST[host]) as pair:
             await asyncio.gather(*(named(pair, n) for n in range(len(PROMPTS))))
             report = pair.decode.retraction
+            await until(lambda: not pair.decode._retractions._moves)  # nothing is kept of those that have ended
     finally:
         caplog.handler.removeFilter(names)
     shortages = [r for r in caplog.records if r.levelno == logging.INFO]

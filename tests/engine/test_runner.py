@@ -38,6 +38,14 @@ def others(pool: PagedPool, mine: list[int]) -> PageIndices:
     return np.setdiff1d(np.arange(pool.layout.num_pages, dtype=np.int32), np.array(mine, dtype=np.int32))
 
 
+def test_a_stage_that_is_not_the_last_has_no_logits(stages: list[LoadedModel]) -> None:
+    first = stages[0]
+    first.neighbours.begin(1)
+    pool = pool_of(first, 4, "page_first")
+    assert first.runner(pool).forward([Row(sequence_of(prompt_of(6), [0, 1]), 6)]).shape[0] == 0
+    pool.close()
+
+
 def test_a_model_does_not_attend_outside_of_a_step(llama: LoadedModel) -> None:
     """Not even after one: it would read the pages of that step's sequences."""
     pool = pool_of(llama, 4, "page_first")

@@ -97,6 +97,13 @@ def test_logprobs_are_raw() -> None:
     assert own.top_logprobs == () and own.logprob == pytest.approx(float(want.max()))
 
 
+def test_each_row_has_as_many_top_logprobs_as_it_asks_for() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(6))
+    rows = [draws(1, temperature=0, logprobs=count)[0] for count in (0, 2, None, 5)]
+    assert [len(choice.top_logprobs) for choice in choose(logits, rows)] == [0, 2, 0, 5]
+    assert [choice.logprob is None for choice in choose(logits, rows)] == [False, False, True, False]
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-7])
 def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 30

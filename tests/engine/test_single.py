@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 import pytest
 
@@ -54,3 +55,29 @@ async def test_one_process_equals_two_and_frees_everything(llama: LoadedModel) -
         await engine.close()
     async with EnginePair(llama, chunk_tokens=32) as pair:
         assert found == [await pair.outputs(p, greedy(12)) for p in prompts]
+
+
+@pytest.fixture
+async def engine(llama: LoadedModel) -> AsyncIterator[SingleEngine]:
+    side = Side(llama, 30, 16, "layer_first")
+    with ThreadPoolExecutor(1) as executor:
+        made = SingleEngine(llama, side.pool, side.pages, executor)
+        await made.start()
+        yield made
+        await made.close()
+    assert side.pages.at_rest()
+
+
+async def test_a_request_whose_pages_are_gone_keeps_no_promise_of_others(
+    engine: SingleEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was admitted, and others have taken what it was to take."""
+
+    def refuse(count: int, owner: Hashable) -> NoReturn:
+        raise CapacityError("pages", count, 0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._places, "take_room", refuse)
+        with pytest.raises(CapacityError):
+            await anext(engine.generate(prompt_of(40), greedy(4)))
+    assert len([out async for out in engine.generate(prompt_of(400), greedy(80))]) == 80, "which is all of the pool"

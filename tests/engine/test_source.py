@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.engine.model.load import load_model
-from kvflow.engine.model.source import locate
+from kvflow.engine.model.source import folder_of, locate
 from kvflow.protocols.errors import MisuseError
 
 WEIGHTS = "model.safetensors"
@@ -154,3 +154,4 @@ def test_without_a_hub_the_cache_is_enough(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert locate("some/body") == str(snapshot)
+    assert folder_of("some/body") == snapshot and folder_of(str(snapshot)) == snapshot

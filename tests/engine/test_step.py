@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,6 +208,29 @@ def kept_by(runner: Runner) -> list[int]:
     assert runner._ahead is not None
     rings = [states for planned in runner._ahead._planned for states in planned._kept.values()]
     return [states.nbytes for states in (*(kept.states for kept in runner._ahead._kept.values()), *rings)]
+
+
+def test_no_page_is_read_twice_within_a_plan(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = build_layout(llama.streams, page_size=PAGE, num_pages=20)
+    pool = PagedPool.allocate(layout, shared=False)
+    runner, sequences, reads, read = llama.runner(pool), decoding([5, 9], 20), list[object](), DecodeSteps.read
+    for s in sequences:
+        s.computed = 0
+        runner.forward([Row(s, s.length - 1, 0)])
+        s.computed = s.length - 1
+
+    def counted(self: DecodeSteps, stream: Hashable, *rest: Any) -> torch.Tensor:
+        reads.append(stream)
+        return read(self, stream, *rest)
+
+    monkeypatch.setattr(DecodeSteps, "read", counted)
+    for _ in range(3):  # what its last page has room for
+        runner.forward([Row(s, 1) for s in sequences])
+        assert len(reads) == len(set(reads)) == len(llama.streams)
+        for s in sequences:
+            s.computed += 1
+            s.append(7)
+    pool.close()
 
 
 def test_plans_share_the_memory_that_they_gather_into() -> None:

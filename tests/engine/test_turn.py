@@ -76,6 +76,38 @@ async def test_who_comes_before_takes_the_turn_and_both_have_their_pages(
         assert done == {first} and first.result() == await later == WHOLE
 
 
+async def test_a_prompt_that_loads_is_left_to_load(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with small_pair(llama) as pair:
+        await only_on_the_host(pair)
+        gate = CopyGate(monkeypatch)
+        asked = asyncio.create_task(cached_tokens(pair, PROMPTS[0]))
+        await gate.reached()
+        for _ in range(3):
+            pair.prefill.wake()
+            await until(lambda: not pair.prefill._wake.is_set())
+        gate.go.set()
+        assert await asked == WHOLE
+        stats = pair.caches[0].stats()
+        assert (stats.loaded_pages, stats.failed_copies) == (WHOLE // PAGE, 0)
+
+
+async def test_a_prompt_that_waits_for_places_holds_nothing_of_the_cache(llama: LoadedModel) -> None:
+    """Those before it may need what it would hold."""
+    async with small_pair(llama, pages=12) as pair:
+        await pair.outputs(PROMPTS[0], greedy(1))
+        await until(lambda: pair.home)
+        pair.on_room = lambda room: room.gate.clear()
+        running = asyncio.create_task(cached_tokens(pair, PROMPTS[1]))
+        await until(lambda: pair.source.pages.free_pages == 1)
+        pair.on_room = lambda room: None
+        longer = PROMPTS[0] + prompt_of(12, 99)
+        waiting = asyncio.create_task(cached_tokens(pair, longer))
+        await until(lambda: len(pair.prefill._waiting) == 1 and not pair.prefill._wake.is_set())
+        assert not holders(pair.prefill) and pair.caches[0].evictable_pages == WHOLE // PAGE
+        pair.rooms[1].gate.set()
+        assert (await running, await waiting) == (0, WHOLE)
+
+
 @pytest.mark.parametrize("how", ["prefill is cancelled", "decode aborts", "the engine closes", "flush"])
 async def test_who_ends_while_it_loads_holds_nothing(
     how: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
@@ -95,8 +127,11 @@ async def test_who_ends_while_it_loads_holds_nothing(
             pair.prefill.flush()
         else:
             closing = asyncio.create_task(pair.prefill.close())
-        await asyncio.sleep(0)
+            await asyncio.wait([leg])
+        for _ in range(10):
+            await asyncio.sleep(0)
         assert not pair.source.places.at_rest(), "a thread copies into its pages"
+        assert closing is None or not closing.done()
         gate.go.set()
         (answer,) = await asyncio.gather(leg, return_exceptions=True)
         room.close()
