@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,6 +115,59 @@ def test_a_model_wrong_on_our_pages_fails_its_self_test(tiny: Tiny, monkeypatch:
     monkeypatch.setattr(selftest, "_paged", lambda *a, **k: honest(*a, **k).roll(1, -1))
     with pytest.raises(MisuseError, match=r"self-test failed \(packed: logits differ by .*; pad: logits differ"):
         load_model(str(tiny("llama")))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "fed"),
+    [
+        (9, [(0, 9)]),
+        (20, [(0, 9)]),
+        (8, [(0, 8), (8, 9)]),
+        (7, [(0, 7), (7, 8), (8, 9)]),
+        (4, [(0, 4), (4, 8), (8, 9)]),
+        (3, [(0, 3), (3, 6), (6, 8), (8, 9)]),
+    ],
+)
+def test_the_reference_is_a_whole_prompt_or_chunks_and_the_last_token_alone(
+    chunk: int, fed: list[tuple[int, int]], stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[int, int]] = []
+    model, forward = stock("llama"), selftest._forward
+
+    def counted(model: Any, cache: Any, prompt: list[int], start: int, end: int) -> torch.Tensor:
+        found.append((start, end))
+        return forward(model, cache, prompt, start, end)
+
+    monkeypatch.setattr(selftest, "_forward", counted)
+    logits = selftest._stock(model, list(range(1, 10)), chunk)
+    assert found == fed
+    assert torch.allclose(logits, model(input_ids=torch.arange(1, 10)[None]).logits[:, -1], atol=1e-4)
+
+
+class TakesPositions:
+    """A model as far as the self-test calls it."""
+
+    device = "cpu"
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any, position_ids: Any = None, **_: Any) -> Any:
+        return SimpleNamespace(logits=(input_ids.tolist(), None if position_ids is None else position_ids.tolist()))
+
+    def __call__(self, **given: Any) -> Any:
+        return self.forward(**given)
+
+
+class TakesNone(TakesPositions):
+    def forward(self, input_ids: torch.Tensor, past_key_values: Any, *_: Any, **more: Any) -> Any:
+        assert set(more) == {"use_cache"}
+        return SimpleNamespace(logits=(input_ids.tolist(), None))
+
+
+@pytest.mark.parametrize(("model", "positions"), [(TakesPositions(), [[3, 4]]), (TakesNone(), None)])
+def test_the_reference_says_where_a_token_stands_to_whoever_asks(model: Any, positions: list[list[int]] | None) -> None:
+    """Some models count from 0 at each call where they are told nothing."""
+    cache: Any = None
+    found: Any = selftest._forward(model, cache, [10, 11, 12, 13, 14, 15], 3, 5)
+    assert found == ([[13, 14]], positions)
 
 
 def test_a_model_that_disagrees_with_itself_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

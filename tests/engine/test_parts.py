@@ -15,12 +15,14 @@ import pytest
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, and not in its stubs
 from transformers import AutoConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.parallel.agreement import Agreement, ProcessOfRank
 from kvflow.engine.model.parallel.division import split_of
 from kvflow.engine.model.parallel.part import Meeting, ModelPart, own_layers
 from kvflow.engine.model.parallel.shards import _connections, _open_files
+from kvflow.engine.model.parallel.stage import _stand_in
 from kvflow.engine.model.probe import Layers
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, LostError, MisuseError
@@ -289,6 +291,13 @@ def test_what_is_no_connection_is_neither_kept_nor_left_open(tmp_path: Path) -> 
     assert _open_files() == made
     for end in ends:
         os.close(end)
+
+
+def test_a_layer_of_another_stage_is_stood_for_by_one_of_its_kind() -> None:
+    plain, sliding, linear = DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4), LinearAttentionLayer()
+    assert _stand_in(DynamicLayer(), [sliding, plain]) is plain
+    assert _stand_in(DynamicLayer(), [linear, sliding]) is sliding, "any that knows how long a sequence is"
+    assert _stand_in(linear, [plain]) is linear, "no other one has what it has"
 
 
 def test_only_connections_to_another_shard_are_kept(tmp_path: Path) -> None:
