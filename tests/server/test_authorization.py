@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -85,6 +86,32 @@ async def test_each_key_opens_its_own_routes_and_no_other(
                         refused = answer.status in (401, 403)
                         lets_in = LETS_IN[class_of(route)][configured]
                         assert refused == (who not in lets_in), (route, who, headers, answer.status)
+
+
+@pytest.mark.parametrize("key", [b"\xff", b"\xed\xa0\x80", b"sesame\xff"])
+async def test_a_key_that_is_no_utf8_is_a_key_as_others_are(key: bytes, meeting: Meeting) -> None:
+    """The server answered 500 to every request, as it could not compare such a key with what it was given."""
+    configured = Keys(key.decode("utf-8", "surrogateescape"))
+    async with served(Role(FakeService("decode", meeting), keys=configured).app) as server:
+        for given, status in ((key, 200), (key + b"x", 401), (b"sesame", 401), (b"\xfe", 401), (b"?", 401), (b"", 401)):
+            assert await status_of_bearer(server.url, given) == status, given
+
+
+@pytest.mark.parametrize("given", [b"\xff", b"\xed\xa0\x80", b"sesame\xff"])
+async def test_a_header_that_is_no_utf8_is_a_wrong_key(given: bytes, meeting: Meeting) -> None:
+    async with served(Role(FakeService("decode", meeting), keys=Keys(CLIENT)).app) as server:
+        assert await status_of_bearer(server.url, given) == 401
+
+
+async def status_of_bearer(url: str, key: bytes) -> int:
+    """The status that /get_load answers to a key which no HTTP client would send."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /get_load HTTP/1.1\r\nHost: kvflow\r\nAuthorization: Bearer %s\r\n\r\n" % key)
+    line = await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    return int(line.split()[1])
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,12 @@ def _access(request: web.Request) -> Access:
 def _has_one_of(request: web.Request, *keys: str) -> bool:
     """True for a request with one of these keys. A comparison takes as long for a wrong key as for the right one."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    token = given.encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
-    matches = [hmac.compare_digest(token, key.encode()) for key in keys if key]
+    token = _bytes_of(given) if scheme.lower() == "bearer" else b""
+    matches = [hmac.compare_digest(token, _bytes_of(key)) for key in keys if key]
     return any(matches)
+
+
+def _bytes_of(key: str) -> bytes:
+    """A key as bytes, for any text: two different keys never have the same ones."""
+    # A command line and a header turn bytes that are no UTF-8 into surrogates, which a plain `encode` refuses.
+    return key.encode("utf-8", "surrogatepass")
