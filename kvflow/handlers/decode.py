@@ -221,7 +221,9 @@ class DecodeShell(Shell):
     def tick(self, now: float) -> None:
         self.connections.poll(now)
         super().tick(now)
-        if self.waiting:  # another node over this staging may have given pages back
+        # Another node over this staging may have given pages back; or pages went to quarantine, and the room that all
+        # others wait for cannot fit any more.
+        if self.waiting:
             self._lend_waiting()
 
     # --- the end

@@ -251,6 +251,28 @@ async def test_a_room_that_quarantine_keeps_from_its_pages_keeps_nobody_else_wai
     assert p.decode.staging_waits == Waits(0, 0, 0, 0.0)
 
 
+async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_keeps_nobody_else(little: Pair) -> None:
+    """What comes back is kept for it, until what it waits for is in quarantine: nothing else happens then."""
+    p = little
+    p.plane(p.prefill).script(Fault.STUCK)
+    holder = await sized(p, 1, 3)
+    await holder[0].matched()
+    p.send_all(holder[0])
+    await until(lambda: p.plane(p.prefill).writes)
+    large = await sized(p, 2, 5)
+    await until(lambda: p.decode.shell.waiting)
+    p.clock(p.decode).advance(PASSED_FOR_S)
+    small = await sized(p, 3, 2)
+    await until(lambda: len(p.decode.shell.waiting) == 2)
+    holder[1].close()
+    await finish(p, *small)
+    waits = p.decode.staging_waits
+    assert waits is not None and (waits.rooms, waits.stuck_rooms) == (1, 1)
+    p.plane(p.prefill).release()
+    await finish(p, *large)
+    await p.rest()
+
+
 async def test_what_many_rooms_wait_for_is_lent_in_slices(little: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "LEND_WORK", 2)
     p = little
