@@ -355,7 +355,7 @@ class DecodeShell(Shell):
     def staging_can_come_back(self) -> int:
         """Places of staging that no quarantine keeps."""
         core = self.endpoint.core
-        return core.identity.layout.num_places - core.ledger.quarantined_pages
+        return core.identity.layout.num_places - (core.ledger.quarantined_pages - self.earlier.pages_beside)
 
     def _next_waiting(self) -> GrantId | None:
         free = self.lent.free_pages + bool(self.endpoint.core.identity.layout.num_rows)

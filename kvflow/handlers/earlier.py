@@ -29,7 +29,9 @@ class EarlierShell:
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._leases: dict[GrantId, tuple[Quarantine, LeaseId]] = {}
+        self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}  # with the number of its pages
+        self._lent = stores[-1][0]
+        self.pages_beside = 0  # of loans in the pool beside the staging: they keep nothing of what is lent here
         self._watches: dict[int, asyncio.Task[None]] = {}  # by number of the writer
         self._left = False
         shell.runners |= {c.WatchEarlierWriter: self._watch_writer, c.StopEarlierWatch: self._stop_watch}
@@ -44,7 +46,9 @@ class EarlierShell:
 
     def free(self, command: c.FreePages) -> None:
         """The pages of a room that an earlier node lent come back."""
-        quarantine, lease = self._leases.pop(command.grant)
+        quarantine, lease, pages = self._leases.pop(command.grant)
+        if quarantine is not self._lent:
+            self.pages_beside -= pages
         quarantine.free(lease)
 
     def check_unseen(self, incarnation: int) -> None:
@@ -74,7 +78,11 @@ class EarlierShell:
         # Another node may have had the proof before this loop could hear of them.
         loans = quarantine.standing(loans)
         if loans and not self._left:
-            self._leases |= {grant: (quarantine, lease) for grant, lease in self._loans.inherit(loans).items()}
+            pages = {loan.lease: len(loan.pages) for loan in loans}
+            for grant, lease in self._loans.inherit(loans).items():
+                self._leases[grant] = (quarantine, lease, pages[lease])
+            if quarantine is not self._lent:
+                self.pages_beside += sum(pages.values())
             self._shell.run()
 
     def _writer_ended(self, incarnation: int, address: PlaneAddress | None) -> None:

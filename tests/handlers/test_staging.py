@@ -409,6 +409,35 @@ async def test_a_room_that_waits_has_what_another_node_over_the_staging_gives_ba
     assert source.ended
 
 
+async def test_what_an_earlier_node_left_in_the_pool_keeps_no_room_from_the_staging() -> None:
+    """That node had no staging. Its pages are in quarantine, and none of them is the staging's."""
+    async with pair() as p:
+        source, target = await sized(p, 7, 5)
+        await source.matched()
+        await left_in_doubt(p, source, target, 5)
+        first = p.decode
+        assert await first.close()
+        p.decodes.remove(first)
+        staging = Staging(first.pool, 16 * PAGE_BYTES)
+        try:
+            second = await p.add_decode(over=staging)
+            holder, large = await second.room(8, p.ranks, range(4)), second.room(9, p.ranks, range(16 * PAGE_SIZE))
+            await until(lambda: second.shell.waiting)
+            waits = second.staging_waits
+            assert second.quarantined_pages == 5 and waits is not None and waits.stuck_rooms == 0
+            holder.close()
+            await until(lambda: large.lent.size == 16)
+            large.close()
+            await p.crash(p.prefill)
+            await until(lambda: not second.quarantined_pages)
+            assert second.shell.staging_can_come_back == 16 and second.shell.earlier.pages_beside == 0
+            await p.rest()
+            await second.close()
+            p.decodes.remove(second)
+        finally:
+            staging.close()
+
+
 async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair(staging_bytes=0) as p:
         own = ExternalPages(64)
