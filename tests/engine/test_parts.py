@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,12 +19,14 @@ from transformers import AutoConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.parallel import joining
 from kvflow.engine.model.parallel.agreement import Agreement, ProcessOfRank
 from kvflow.engine.model.parallel.division import split_of
 from kvflow.engine.model.parallel.part import Meeting, ModelPart, own_layers
 from kvflow.engine.model.parallel.shards import _connections, _open_files
-from kvflow.engine.model.parallel.stage import _stand_in
+from kvflow.engine.model.parallel.stage import ForeignLayer, _Convention, _stand_in
 from kvflow.engine.model.probe import Layers
+from kvflow.engine.model.selftest import Fit
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, LostError, MisuseError
 from kvflow.protocols.pages.components import Part
@@ -293,11 +296,64 @@ def test_what_is_no_connection_is_neither_kept_nor_left_open(tmp_path: Path) -> 
         os.close(end)
 
 
+def choose_together(
+    meeting: Meeting, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, fingerprints: tuple[str, str], *pad: int
+) -> list[Any]:
+    """What two stages choose, which `pad` can only run with the model's own attention: a `Fit`, or an error each."""
+
+    def choose(_: Any, layers: Layers, name: str, requested: str, rings: str) -> Fit:
+        return Fit("pad" if requested == "pad" or int(name) in pad else "packed", int(name) in pad, layers)
+
+    monkeypatch.setattr(joining, "choose_fit", choose)
+    monkeypatch.setattr(joining, "set_packed", lambda model, packed: True)
+    parts, meeting = [ModelPart(stage, 2) for stage in range(2)], Meeting(meeting.directory, load_timeout_s=20)
+    with ThreadPoolExecutor(2) as threads:
+        stages = [joining.Joined(part, meeting, Agreement(part, meeting)) for part in parts]
+        asked = [
+            threads.submit(stage.choose_fit, model.model, model.layers, str(n), "auto", "never", fingerprint)
+            for n, (stage, fingerprint) in enumerate(zip(stages, fingerprints, strict=True))
+        ]
+        return [one.exception(30) or one.result() for one in asked]
+
+
+def test_parts_of_two_models_name_each_other(
+    meeting: Meeting, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = choose_together(meeting, llama, monkeypatch, ("one", "other"))
+    assert str(first) == "rank 1 has loaded a part of 2 x 1 of 'other', rank 0 of 2 x 1 of 'one'"
+    assert str(second) == "rank 0 has loaded a part of 2 x 1 of 'one', rank 1 of 2 x 1 of 'other'"
+
+
+@pytest.mark.parametrize("pad", [(), (0,), (1,), (0, 1)])
+def test_parts_of_one_model_run_as_all_of_them_can(
+    pad: tuple[int, ...], meeting: Meeting, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = choose_together(meeting, llama, monkeypatch, ("one", "one"), *pad)
+    assert [(fit.mode, fit.whole_prompts) for fit in found] == [("pad" if pad else "packed", bool(pad))] * 2
+
+
 def test_a_layer_of_another_stage_is_stood_for_by_one_of_its_kind() -> None:
     plain, sliding, linear = DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4), LinearAttentionLayer()
     assert _stand_in(DynamicLayer(), [sliding, plain]) is plain
     assert _stand_in(DynamicLayer(), [linear, sliding]) is sliding, "any that knows how long a sequence is"
     assert _stand_in(linear, [plain]) is linear, "no other one has what it has"
+
+
+def test_what_stands_for_a_layer_shows_what_models_read_of_it_and_has_no_weights() -> None:
+    layer: Any = torch.nn.Linear(2, 2)
+    inner = torch.nn.Module()
+    layer.attention_type, layer._own = "sliding_attention", "x"
+    layer.inner = inner
+    for name in ("scale", "shift"):
+        inner.register_buffer(name, torch.ones(2))
+    found: Any = ForeignLayer(layer, 3, _Convention("m"), follows=False)
+    assert (found.attention_type, found.in_features, found.index) == ("sliding_attention", 2, 3)
+    assert not hasattr(found, "_own")
+    assert {name: buffer is inner.get_buffer(name[6:]) for name, buffer in found.named_buffers()} == {
+        "inner.scale": True,
+        "inner.shift": True,
+    }
+    assert not list(found.parameters()) and not found.state_dict()
 
 
 def test_only_connections_to_another_shard_are_kept(tmp_path: Path) -> None:
