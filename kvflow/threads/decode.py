@@ -158,9 +158,13 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         self._node.refuse(room, prefill, cause, dp_rank=dp_rank)
 
     def _offer(self, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None) -> None:
+        handle = self._rooms.get(room)
         try:
-            if (handle := self._rooms.get(room)) is not None:  # the node holds them by itself from here on
+            if handle is not None:  # the node holds them by itself from here on
                 handle.offer(pages, prefix_tokens=prefix_tokens)
+        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
+            assert handle is not None  # pages may have gone to quarantine since the engine offered them
+            handle.close(self._explained(error, room).cause())
         finally:
             self.pages.unhold(pages)
 

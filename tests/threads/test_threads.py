@@ -228,6 +228,32 @@ def test_pages_of_an_earlier_node_are_busy_until_its_loans_end() -> None:
             assert side.wait_released([1], PATIENCE_S) and not side.pool.unproven
 
 
+def test_pages_that_go_to_quarantine_after_they_were_offered_end_their_room() -> None:
+    lease = np.array([1], np.int32)
+    loan = UnprovenLoan(
+        writer=None, incarnation=0x77, control="tcp://gone:1", rank=0, room=1, lease=(5, 1), pages=lease
+    )
+    with engines() as (prefill, decode):
+        sending = prefill.open(7, prompt=PROMPT)
+        room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
+        gate, thread = threading.Event(), decode._running()
+
+        def stand_still() -> None:
+            gate.wait(PATIENCE_S)
+
+        thread.post(stand_still)
+        room.offer([0, 1, 2])
+        decode.pool.quarantine.add([loan], kvflow.ExternalPages(PAGES))  # another node over the pool closes
+        gate.set()
+        failed, _ = wait_for(decode, "failed", room)
+        assert failed.error is not None and "page 1 is in quarantine" in str(failed.error)
+        wait_for(decode, "released", room)
+        wait_for(prefill, "failed", sending)
+        assert list(decode.pages.busy(range(PAGES))) == [1] and not thread.errors
+        decode.ask(lambda node: node.declare_dead(0x77, "it is off"))
+        assert decode.wait_released([1], PATIENCE_S)
+
+
 def test_refusals_reach_the_other_side() -> None:
     with engines() as (prefill, decode):
         ranks = [prefill.info]
