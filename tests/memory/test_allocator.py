@@ -51,6 +51,14 @@ def test_a_wrong_return_changes_nothing(wrong: PageIndices) -> None:
     assert snapshot(store) == before
 
 
+def test_the_error_names_the_owner() -> None:
+    store = PageAllocator(8)
+    for owner in "abc":
+        store.take(1, owner)
+    with pytest.raises(OwnershipError, match="page 1 is 'b''s, not 'a''s"):
+        store.give_back(pages(1), "a")
+
+
 def test_double_free_is_an_error() -> None:
     store = PageAllocator(8)
     mine = store.take(2, "a")

@@ -76,3 +76,20 @@ def test_more_than_there_is_is_refused_before_it_is_touched(make: Callable[[int]
     assert there is not None
     with pytest.raises(LayoutError, match=r"no memory for a pool of \d+ bytes: \d+ bytes are available \("):
         make(there.size_bytes * 2)
+
+
+def test_a_group_without_a_figure_says_nothing_and_its_parents_do(tmp_path: Path) -> None:
+    proc, cgroups = machine(tmp_path, "0::/a/b")
+    group(cgroups / "a/b", str(2 * MIB), 1 * MIB)
+    (cgroups / "a/b" / "memory.max").unlink()
+    group(cgroups / "a", str(100 * MIB), 40 * MIB)
+    found = available_memory(proc, cgroups)
+    assert found is not None and found.size_bytes == 60 * MIB
+
+
+def test_only_the_memory_controller_of_version_1_counts(tmp_path: Path) -> None:
+    proc, cgroups = machine(tmp_path, "3:cpu:/small", "4:memory:/a")
+    group(cgroups / "memory/small", str(2 * MIB), 1 * MIB, v1=True)
+    group(cgroups / "memory/a", str(100 * MIB), 70 * MIB, v1=True)
+    found = available_memory(proc, cgroups)
+    assert found is not None and found.size_bytes == 30 * MIB

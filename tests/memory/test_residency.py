@@ -234,3 +234,17 @@ async def test_misuse_is_refused() -> None:
         with pytest.raises(MisuseError, match="no host memory"):
             await bare.retract()
         bare.close()
+
+
+async def test_pages_that_were_handed_over_are_no_longer_its_own() -> None:
+    async with world() as w:
+        first, later = w.request.places.pages[:2], w.request.places.pages[2:]
+        w.pool.pages.move(first, OWNER, "cache")
+        w.request.hand_over(2)
+        assert w.request.places.pages.tolist() == later.tolist() and w.request.sizes == (1, 1)
+        await w.request.retract()
+        with pytest.raises(MisuseError, match="is not resident"):
+            w.request.hand_over(1)
+        assert w.pool.pages.owned() == {"cache": 2}
+        await w.request.resume()
+        w.pool.pages.give_back(first, "cache")

@@ -15,7 +15,7 @@ from kvflow.memory.staging import StagedArrivals, StagedChecksums, Staging
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.kinds import StateKind
-from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
+from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
 from kvflow.protocols.pages.plan import Pairing
 from tests.memory.gate import CopyGate
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of, overwrite
@@ -147,6 +147,32 @@ async def test_what_peers_say_that_they_serve_is_kept_within_bounds() -> None:
     assert [info.currsize for info in kept] == [SHARES, SHARES]
     await arrivals.close()
     staging.close()
+    pool.close()
+
+
+def test_what_each_shard_sends_of_a_page_lies_in_one_stretch() -> None:
+    heads = [StateKind(name, "uint8", (4, 2)) for name in ("0.k", "0.v")]
+    half = [kind._replace(shape=(2, 2), start=2, whole=4) for kind in heads]
+    pool = PagedPool.allocate(build_layout(heads, page_size=4, num_pages=2), shared=False)
+    rank, one, no_rows = build_layout(half, page_size=4, num_pages=2), np.array([1], np.int32), NO_PLACES
+    blocks = []
+    for shards in (1, 2):
+        staging = Staging(pool, shared=False, shards=shards)
+        pairing = Pairing(rank, staging.host.layout, ("rank", "staging"), partly=True)
+        blocks.append(pairing.blocks(one, one, no_rows, no_rows, max_block_bytes=1 << 20).sizes.size)
+        staging.close()
+    assert blocks[1] == 1 < blocks[0]
+    pool.close()
+
+
+async def test_close_gives_the_host_memory_back() -> None:
+    pool = made("mha")
+    staging, checksums = Staging(pool, shared=False), StagedChecksums(pool)
+    await checksums.close()
+    staging.close()
+    for host in (staging.host, *(scratch.host for scratch in checksums._made)):
+        with pytest.raises(LayoutError, match="the pool is closed"):
+            host.array("0.k")
     pool.close()
 
 

@@ -312,6 +312,21 @@ def test_several_parts_of_one_name_are_told_apart_by_their_start_and_copy() -> N
     assert pool.array("latent", replica=1).ctypes.data != pool.array("latent", replica=0).ctypes.data
     with pytest.raises(LayoutError, match=r"'k': start None and replica None are those of 2 components.*k\[2:4 of 4\]"):
         pool.array("k")
+    with pytest.raises(LayoutError, match=r"2 of 4\], k\[2:4 of 4\]\)?$"):
+        pool.array("k")
     with pytest.raises(LayoutError, match="start 1 and replica None are those of 0 components"):
         pool.tensor("k", start=1)
     pool.close()
+
+
+def test_a_name_of_two_units_is_refused() -> None:
+    with pytest.raises(LayoutError, match="stream 'k' is named twice"):
+        PagedPool.wrap({"k": np.zeros((4, 2, 8), F32)}, page_size=2, rows={"k": np.zeros((3, 8), F32)})
+
+
+def test_pages_of_one_slot_are_pages_like_others() -> None:
+    memory = np.zeros((4, 1, 8), np.uint8)
+    assert PagedPool.wrap({"k": memory}, page_size=1).layout.num_pages == 4
+    overlapping = np.lib.stride_tricks.as_strided(memory, strides=(4, 8, 1))
+    with pytest.raises(LayoutError, match="'k': pages of 8 bytes overlap, 4 bytes apart"):
+        PagedPool.wrap({"k": overlapping}, page_size=1)
