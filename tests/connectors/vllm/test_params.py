@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import pytest
@@ -100,7 +101,12 @@ def test_whole_numbers_may_be_written_as_floats() -> None:
     assert type(found.room) is type(found.port) is int
 
 
-def test_rooms_are_drawn_from_what_a_double_can_hold() -> None:
+def test_rooms_are_drawn_from_what_a_double_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "randbelow", lambda limit: 0)
+    assert draw_room() == 1
+    monkeypatch.setattr(secrets, "randbelow", lambda limit: limit - 1)
+    assert draw_room() == MAX_ROOM
+    monkeypatch.undo()
     drawn = [draw_room() for _ in range(100)]
     assert len(set(drawn)) == 100 and all(1 <= room <= MAX_ROOM == 2**53 - 1 for room in drawn)
     assert all(int(float(room)) == room for room in drawn)

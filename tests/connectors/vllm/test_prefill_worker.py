@@ -35,6 +35,7 @@ def test_blocks_stream_as_they_are_computed() -> None:
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.received == {NAME: 1}
         assert not each.sent, "vLLM has not asked yet"
+        each.step_prefill(computed=computed(3, 1, 2, is_all=True))  # all of it was sent before
         each.step_prefill(finished={NAME: False})
         assert each.sent == {NAME: 1}
 
@@ -47,6 +48,20 @@ def test_what_was_computed_before_decode_came_is_sent_when_it_comes() -> None:
         each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
         each.until_rest()
         assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {NAME: 1}
+
+
+def test_what_decode_had_is_neither_sent_nor_counted() -> None:
+    with pair() as each:
+        each.step_prefill(sources=[each.source()])
+        each.step_decode(targets=[each.target()])
+        prefix = each.prefill.thread.pool.layout.page_size
+        each.step_decode(offers={NAME: Offer([4, 7], prefix)})
+        each.until(lambda: each.room().matched)
+        each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
+        each.until_rest()
+        assert list(each.target_pages[[9, 4, 7]]) == [0, 2, 3] and each.sent == each.received == {NAME: 1}
+        moved = each.prefill.stats.take()
+        assert moved is not None and moved["sent_bytes"] == [2 * each.prefill.thread.pool.layout.page_bytes]
 
 
 def test_blocks_stay_until_nothing_reads_them() -> None:
