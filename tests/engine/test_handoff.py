@@ -47,6 +47,7 @@ def test_so_does_a_tensor_of_any_strides(dtype: torch.dtype) -> None:
         packed = PackedArray.of(tensor)
         assert (packed.fault, packed.shape) == ("", tuple(tensor.shape))
         assert torch.equal(packed.tensor(), tensor) and packed.tensor().dtype == dtype
+        np.testing.assert_array_equal(packed.floats(), tensor.detach().float().numpy())
     bits = PackedArray.of(torch.tensor([1.0, -2.0], dtype=torch.bfloat16)).array()
     assert bits.tolist() == [struct.unpack("<I", struct.pack("<f", x))[0] >> 16 for x in (1.0, -2.0)]
 
