@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import subprocess
@@ -377,6 +378,24 @@ async def test_a_connection_that_comes_at_the_end_is_closed(table: RankTable, mo
     with client, suppress(ConnectionResetError):
         client.settimeout(10)
         assert await asyncio.to_thread(client.recv, 1) == b""
+
+
+def test_a_connection_that_is_accepted_as_the_server_closes_is_closed(table: RankTable) -> None:
+    """On asyncio's own loop, which accepts a connection in one turn, and makes its transport in the next."""
+
+    async def close_between() -> socket.socket:
+        async with rank_server.serve_ranks(table, "127.0.0.1") as port:
+            client = socket.create_connection(("127.0.0.1", port))
+            while not any("_accept_connection2" in repr(task) for task in asyncio.all_tasks()):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        return client
+
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
+        client = runner.run(close_between())
+        with client, suppress(ConnectionResetError):
+            client.settimeout(10)
+            assert client.recv(1) == b""
+    gc.collect()  # a socket that nobody has closed is an error
 
 
 async def test_a_port_that_is_taken_is_named(table: RankTable) -> None:

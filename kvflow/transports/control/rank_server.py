@@ -47,10 +47,20 @@ async def serve_ranks(
     except (OSError, OverflowError) as error:
         raise MisuseError(f"the registry cannot listen on {host}:{port}: {error}") from None
     try:
-        async with server:
-            yield server.sockets[0].getsockname()[1]
+        yield server.sockets[0].getsockname()[1]
     finally:
+        connections.closing = True  # one that has been accepted is aborted when it comes
+        await _stop_accepting(server)
+        server.close()
         await connections.close()
+
+
+async def _stop_accepting(server: asyncio.Server) -> None:
+    """asyncio leaks the socket of a connection that it has accepted, and has no transport for yet, when its server is
+    closed: what has been accepted gets its transport first, in the next turn of the loop."""
+    for listening in server.sockets:
+        asyncio.get_running_loop().remove_reader(listening.fileno())
+    await asyncio.sleep(0)
 
 
 class _Refused(Exception):  # noqa: N818 - becomes an HTTP answer
@@ -66,10 +76,10 @@ class _Connections:
         self._table, self._documents = table, documents
         self._key = f"Bearer {api_key}".encode() if api_key else b""
         self._open: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self.closing = False
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closing or len(self._open) >= MAX_CONNECTIONS:
+        if self.closing or len(self._open) >= MAX_CONNECTIONS:
             writer.transport.abort()
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
@@ -79,7 +89,6 @@ class _Connections:
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
-        self._closing = True  # a connection that the loop has accepted already may still come
         for task in self._open:
             task.cancel()
         await asyncio.gather(*self._open, return_exceptions=True)
