@@ -70,6 +70,9 @@ async def test_an_id_is_forwarded_to_both_legs_and_names_the_lines_of_all_three(
     found = lines.access("/generate")
     assert [(line["request_id"], line["rooms"], line["status"]) for line in found] == [("mine-1", (room,), 200)] * 3
     assert {line["client"] for line in found} == {"127.0.0.1"}
+    texts = [record.getMessage() for record in lines.records if record.name == "kvflow.access"]
+    sizes = [text.rpartition(" s, ")[2] for text in texts if '"POST /generate" 200 ' in text and " s, " in text]
+    assert sorted(sizes) == ["1+1 tokens", "1+3 tokens"], "prefill's and decode's"
 
 
 async def test_without_an_id_the_router_makes_one_that_all_three_use(

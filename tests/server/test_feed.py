@@ -262,7 +262,7 @@ def test_blocks_on_several_media() -> None:
     assert known.matched([5]) == 0
 
 
-@pytest.mark.parametrize(("host", "storage"), [("CPU", "STORAGE"), ("CPU_PINNED", "DISK"), ("CPU_PINNED", "EXTERNAL")])
+@pytest.mark.parametrize(("host", "storage"), [("CPU", "STORAGE"), ("CPU_PINNED", "DISK"), ("TAPE", "EXTERNAL")])
 def test_the_media_of_both_dialects_are_tiers(host: str, storage: str) -> None:
     known = KnownBlocks()
     for medium in ("GPU", host, storage):

@@ -34,6 +34,21 @@ MINIMAL: dict[str, dict[str, Any]] = {
 OUTER = {"s": ("g", "sampling_params"), "o": ("c", "stream_options")}
 
 
+# By hand, and not by the table: who takes a value out of it has to say so twice.
+DEFAULTS: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("c", "modalities"): (None, [], ["text"]),
+    ("ct", "response_format"): (None, {}, {"type": "text"}),
+    ("ck", "tool_choice"): (None, "", "auto", "none"),
+    ("c", "function_call"): (None, "", "auto", "none"),
+    ("c", "verbosity"): (None, "medium"),
+    ("c", "add_generation_prompt"): (None, True),
+    ("t", "best_of"): (None, 1),
+    ("s", "beam_width"): (None, 1),
+    ("ct", "thinking_token_budget"): (None, -1),
+    ("cts", "stop_regex"): (None, False, 0, "", [], {}),
+}
+
+
 def rows(standing: str) -> list[Any]:
     """Every (field, body) of one standing."""
     pairs = [(field, body) for field in TABLE[standing] for body in field.bodies]
@@ -85,6 +100,14 @@ def test_a_refused_field_is_named(field: Field, body: str) -> None:
     assert caught.value.param == where + field.name
     for value in field.accepts:
         parsed(field, body, value)
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "value"), [(*key, value) for key, values in DEFAULTS.items() for value in values]
+)
+def test_clients_that_send_every_default_are_served(body: str, name: str, value: Any) -> None:
+    for letter in body:
+        parsed(Field(name, letter, "O"), letter, value)
 
 
 @pytest.mark.parametrize(("field", "body"), rows(HARMLESS))

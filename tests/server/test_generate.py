@@ -99,6 +99,13 @@ async def test_several_prompts_and_choices_use_their_own_rooms(
     assert [request.params.seed for request in requests] == [40, 41, 40, 41]
 
 
+async def test_two_choices_of_one_prompt_are_a_list(decode_server: Server, session: aiohttp.ClientSession) -> None:
+    document = body(sampling_params={"max_new_tokens": 1, "n": 2}, bootstrap_room=[7, 8], rid=["a", "b"])
+    status, answer = await post(session, decode_server, document)
+    assert status == 200
+    assert [(one["meta_info"]["id"], one["output_ids"]) for one in answer] == [("a", [3]), ("b", [3])]
+
+
 async def test_prompts_may_have_sampling_of_their_own(
     decode: Role, decode_server: Server, session: aiohttp.ClientSession
 ) -> None:

@@ -190,6 +190,44 @@ async def test_transfers_are_measured_where_they_happen(kvflow_pair: Pair) -> No
     assert [received[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [0, 0, 3, 3, 0]
 
 
+STEPS_MS = "1 2 5 10 25 50 100 250 500 1000 2500"
+FIRST_TOKENS_S = ".1 .2 .4 .6 .8 1 2 4 6 8 10 20 40 60 80 100 200 400"
+LENGTHS = (
+    "100 300 500 700 1000 1500 2000 3000 4000 5000 6000 7000 8000 9000 10000 12500 15000 17500 20000 22500 25000 27500 "
+    "30000 35000 40000 60000 80000 100000 200000 300000 400000 600000 800000 1000000 1100000"
+)
+BUCKETS = {
+    "time_to_first_token_seconds": FIRST_TOKENS_S,
+    "e2e_request_latency_seconds": f"{FIRST_TOKENS_S} 600 1200 1800 2400",
+    "inter_token_latency_seconds": (
+        ".002 .004 .006 .008 .01 .015 .02 .025 .03 .035 .04 .06 .08 .1 .2 .4 .6 .8 1 2 4 6 8"
+    ),
+    "prompt_tokens_histogram": LENGTHS,
+    "generation_tokens_histogram": LENGTHS,
+    "kv_transfer_latency_ms": f"{STEPS_MS} 5000",
+    "kv_transfer_bootstrap_ms": STEPS_MS,
+    "kv_transfer_alloc_ms": STEPS_MS,
+    "kv_transfer_speed_gb_s": ".1 .5 1 5 10 25 50 100 200 400",
+    "kv_transfer_total_mb": "1 5 10 50 100 500 1000 5000 10000",
+}
+
+
+async def test_dashboards_find_the_buckets_of_sglang(kvflow_pair: Pair) -> None:
+    """Quantiles over a fleet of both are right only where both have the same bounds."""
+    metrics = Metrics(lambda: report_of(kvflow_pair.prefill), role="prefill", model="m", sglang=True)
+    body = metrics.response().body
+    assert isinstance(body, bytes)
+    found: dict[str, list[float]] = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            if sample.name.startswith("sglang:") and sample.name.endswith("_bucket"):
+                name = sample.name.removeprefix("sglang:").removesuffix("_bucket")
+                if (bound := float(sample.labels["le"])) not in found.setdefault(name, []):
+                    found[name].append(bound)
+    del found["queue_time_seconds"]  # its bounds are those of the engine's own histogram
+    assert found == {name: [*map(float, bounds.split()), float("inf")] for name, bounds in BUCKETS.items()}
+
+
 async def test_failures_are_told_apart_by_phase(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     source, target = await p.open(1, PROMPT)

@@ -193,6 +193,7 @@ async def test_a_server_of_another_kind_cannot_join(front: Front) -> None:
         async with served(app) as server:
             found, answer = await front.join(server)
             assert found == status and said in answer["error"]["message"], answer
+            assert not answer["error"]["message"].endswith(": "), "a colon that no reason follows"
     assert front.router.workers.all == []
 
 

@@ -193,8 +193,9 @@ async def test_a_worker_that_is_gone_is_left_out_and_another_one_serves(
     for _ in range(3):
         assert (await post(session, server))[0] == 200
     async with session.get(server.make_url("/server_info")) as answer:
-        workers = json.loads(await answer.read())["workers"]
-    assert [worker["up"] for worker in workers] == [True, False, True]
+        found = json.loads(await answer.read())
+    assert [worker["up"] for worker in found.pop("workers")] == [True, False, True]
+    assert found == {"role": "router", "served_model_name": "fake", "draining": False, "running": 0, "waiting": 0}
 
 
 async def test_nobody_left_is_a_clear_error(

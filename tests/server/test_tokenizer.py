@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.server.http.errors import RequestError
 from kvflow.server.http.tokenizer import ThreadedTokenizer
 
@@ -29,6 +30,16 @@ async def test_a_long_text_has_the_tokens_that_transformers_gives_it(
         assert tokenizer._is_long(TEXT) == (context_length < len(TEXT))
         assert (await tokenizer.encode(TEXT, param="text", add_special_tokens=special)).tolist() == expected
         tokenizer.close()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+async def test_special_tokens_are_in_the_text_where_a_request_wants_them(skip: bool) -> None:
+    special = PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL_DIR / "tokenizer.json"))
+    special.add_special_tokens({"pad_token": "<pad>"})
+    tokenizer = ThreadedTokenizer(special, 400)
+    text = tokenizer.detokenizer(SamplingParams(max_new_tokens=1, skip_special_tokens=skip))
+    assert text.feed(special.get_vocab()["<pad>"]) + text.finish() == ("" if skip else "<pad>")
+    tokenizer.close()
 
 
 async def test_a_text_that_cannot_fit_is_refused_with_its_tokens(fast: PreTrainedTokenizerFast) -> None:

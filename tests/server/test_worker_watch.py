@@ -6,12 +6,15 @@ import asyncio
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvflow.server.router import workers as workers_module
 from kvflow.server.router.feed import Source
 from kvflow.server.router.identity import Identity
+from kvflow.server.router.kvflow_engine import KvflowEngine
 from kvflow.server.router.policies import Policy
 from kvflow.server.router.workers import Worker, Workers
+from tests.server.fake_service import served
 
 
 async def test_a_worker_whose_answer_cannot_be_read_is_down_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +34,35 @@ async def test_a_worker_whose_answer_cannot_be_read_is_down_and_asked_again(monk
                 await asyncio.sleep(0.001)
         assert not watched.all[0].up and "asking it failed: KeyError" in watched.all[0].unavailable_reason
         await watched.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (404, "", "/server_info answered 404: it is not a worker of kvflow; a router in front of vLLM servers is"),
+        (418, "", "/server_info answered 418"),
+        (200, "<html>", "JSON is malformed"),
+        (200, "[" * 100_000, "maximum recursion depth exceeded"),
+        (200, "[]", "it is not a prefill worker: its disaggregation_mode is None"),
+    ],
+)
+async def test_what_another_server_answers_is_the_reason_and_no_error_of_the_router(
+    status: int, body: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    async def info(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=body)
+
+    app = web.Application()
+    app.add_routes([web.get("/health", health), web.get("/server_info", info)])
+    async with served(app) as server, aiohttp.ClientSession() as session:
+        watched = Workers([server.url], [], session, 3600, Policy(), KvflowEngine().identify)
+        await watched.start()
+        assert watched.all[0].unavailable_reason.startswith(reason)
+        await watched.close()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_worker_that_leaves_as_it_is_asked_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:

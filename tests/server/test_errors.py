@@ -1,0 +1,46 @@
+"""What an error looks like to a client: the type that its status has, and when to come back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvflow.server.http.errors import Failure
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    418: "api_error",
+    429: "rate_limit_error",
+    499: "client_closed_request",
+    500: "internal_error",
+    502: "bad_gateway",
+    503: "service_unavailable",
+    504: "gateway_timeout",
+}
+
+
+@pytest.mark.parametrize("status", TYPES)
+def test_a_status_has_its_type_and_says_when_to_come_back(status: int) -> None:
+    answer = Failure(status, "some_code", "why", "field").response()
+    assert isinstance(answer.body, bytes) and (answer.status, answer.content_type) == (status, "application/json")
+    error: Any = msgspec.json.decode(answer.body)["error"]
+    assert error == {"type": TYPES[status], "code": "some_code", "param": "field", "message": "why"}
+    assert answer.headers.get("Retry-After") == ("1" if status in (429, 503) else None)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("capacity", 503), ("429", 429), ("599", 599), ("399", 500), ("600", 500), ("unheard_of", 500), ("", 500)],
+)
+def test_the_status_of_an_error_in_a_stream_is_that_of_its_code(code: str, status: int) -> None:
+    body = msgspec.json.encode({"error": {"code": code, "message": "why"}})
+    assert Failure.read(0, body) == Failure(status, code, "why")
+    assert Failure.read(418, body).status == 418, "an answer has a status of its own"
