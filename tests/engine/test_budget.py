@@ -265,6 +265,23 @@ async def test_who_has_a_row_already_waits_for_none() -> None:
     budget.close(AbortedError())
 
 
+async def test_nobody_gives_cached_pages_up_for_a_row() -> None:
+    asked: list[int] = []
+    rows = PageAllocator(1, unit="row")
+    taken = rows.take(1, "a room")
+
+    def release_cached() -> bool:
+        asked.append(1)
+        return False
+
+    budget = PageBudget(PageAllocator(4), rows=rows, release_cached=release_cached)
+    waiting = asyncio.ensure_future(budget.admit(4))
+    await settled()
+    assert not waiting.done() and not asked
+    rows.give_back(taken, "a room")
+    (await asyncio.wait_for(waiting, 5)).release()
+
+
 async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
     rows = PageAllocator(1, unit="row")

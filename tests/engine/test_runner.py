@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kvflow.engine.model.load import LoadedModel, load_model
+from kvflow.engine.model.runner import hidden_size_of
 from kvflow.engine.model.sequence import Sequence
 from kvflow.engine.model.step import Row
 from kvflow.memory.pool import PagedPool
@@ -36,6 +39,12 @@ def sequence_of(prompt: list[int], pages: list[int], row: int = 0) -> Sequence:
 
 def others(pool: PagedPool, mine: list[int]) -> PageIndices:
     return np.setdiff1d(np.arange(pool.layout.num_pages, dtype=np.int32), np.array(mine, dtype=np.int32))
+
+
+def test_hidden_states_are_not_to_be_had_where_nothing_linear_reads_them(llama: LoadedModel) -> None:
+    for output, size in ((llama.model.get_output_embeddings(), 64), (torch.nn.Identity(), 0), (None, 0)):
+        model: Any = SimpleNamespace(get_output_embeddings=lambda output=output: output)
+        assert hidden_size_of(model) == size
 
 
 def test_a_stage_that_is_not_the_last_has_no_logits(stages: list[LoadedModel]) -> None:
