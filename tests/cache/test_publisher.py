@@ -18,6 +18,7 @@ import zmq.asyncio
 from kvflow.cache import publisher as module
 from kvflow.cache.publisher import EventPublisher
 from kvflow.config.kv_events import KvEvents
+from kvflow.protocols.cache import stream
 from kvflow.protocols.cache.addresses import DEFAULT_ADDRESS, is_loopback, numbered_address
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
@@ -377,6 +378,47 @@ async def test_a_close_that_is_cancelled_in_its_clean_up_closes_the_sockets_too(
         if steps.waits <= at:
             break
     assert at, "it waits for its tasks"
+
+
+async def test_close_sends_more_than_a_batch(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(heartbeat_s=60.0)
+    sub = connect(zmq.SUB, cache.publisher.address)
+    await heard(cache, sub)
+    monkeypatch.setattr(stream, "BATCH_BYTES", 1)
+    for token in range(3):
+        cache.insert(token)
+    await cache.publisher.close()
+    assert [events_of(await receive_event(sub))[0]["block_hashes"] for _ in range(3)] == [names(n) for n in range(3)]
+
+
+class Router:
+    """A ROUTER whose client takes nothing, or has gone, for some sends."""
+
+    def __init__(self, *errors: int) -> None:
+        self.errors = list(errors)
+
+    async def send_multipart(self, frames: Frames, flags: int, *, copy: bool) -> None:
+        if self.errors:
+            raise zmq.Again() if (number := self.errors.pop(0)) == zmq.EAGAIN else zmq.ZMQError(number)
+
+
+@pytest.mark.parametrize(
+    ("errors", "stall_s", "sent"),
+    [
+        ((), 0.0, True),
+        ((zmq.EAGAIN, zmq.EAGAIN), 20.0, True),
+        ((zmq.EAGAIN,), 0.0, False),
+        ((zmq.EHOSTUNREACH,), 20.0, False),
+    ],
+)
+async def test_a_replay_waits_for_a_client_for_a_while(
+    errors: tuple[int, ...], stall_s: float, sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALL_S", stall_s)
+    router: Any = Router(*errors)
+    assert await module._offer(router, [b""]) is sent
+    with pytest.raises(zmq.ZMQError):
+        await module._offer(cast("Any", Router(zmq.ENOTSOCK)), [b""])
 
 
 async def heard(cache: Cache, sub: zmq.asyncio.Socket) -> None:
