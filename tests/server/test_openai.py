@@ -134,6 +134,7 @@ async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "w1"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
+        ({"messages": [{"role": "user", "content": [{"type": "refusal", "text": "w1"}]}]}, "type text"),
         ({"messages": [{"role": "user", "content": "w1"}], "tools": [{"type": "function"}]}, "tools"),
         (
             {"messages": [{"role": "user", "content": "w1"}], "response_format": {"type": "json_object"}},

@@ -139,12 +139,25 @@ async def test_a_request_that_takes_too_long_is_504(meeting: Meeting, session: S
     assert await asyncio.wait_for(role.service.ended.get(), 5) == 1
 
 
+OWN_KEYS = {
+    *("pp_size", "disaggregation_bootstrap_port", "disaggregation_transfer_backend", "page_size", "max_model_len"),
+    *("version", "role", "model", "dtype", "fingerprint"),
+    *("sampling_defaults", "host", "control_endpoint", "data_plane", "wire_version"),
+    *("incarnation", "pool", "pages", "rows", "prefix_cache"),
+    *("kv_events", "optimistic_prefill", "retraction", "staging_waits", "quarantine_pages"),
+    *("quarantine_limit_pages", "pinned_pages", "pinned_limit_pages", "rooms", "rooms_ended"),
+    *("ranks", "bytes_moved", "running", "waiting", "draining"),
+    *("started_as", "switching_to", "last_switch"),
+}
+
+
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 async def test_server_info(prefill_server: Server, session: Session, path: str) -> None:
     status, info = await get(session, prefill_server, path)
     assert status == 200
     routers = {"model_path", "served_model_name", "tp_size", "dp_size", "load_balance_method", "disaggregation_mode"}
     assert routers <= set(info)
+    assert set(info) == routers | OWN_KEYS, "whoever takes a key away takes it from an operator's script"
     assert info["disaggregation_mode"] == info["role"] == "prefill"
     assert info["disaggregation_bootstrap_port"] == 8998
     assert info["incarnation"] == "0000000000000abc"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.server.router.answer import ClientAnswer
-from kvflow.server.router.legs import LegFailedError, error_in, split_opening
+from kvflow.server.router.legs import Leg, LegFailedError, error_in, split_opening
 from kvflow.server.router.measures import RouterMeasures
 from kvflow.server.router.workers import Worker
 
@@ -103,3 +105,22 @@ def test_what_says_who_speaks_is_no_token(count: int, rest: bytes) -> None:
 def test_an_error_event_has_the_status_of_its_code(code: bytes, status: int) -> None:
     failure = error_in(b'data: {"error": {"message": "no", "code": %b}}\n\n' % code)
     assert (failure.status if failure else 0) == status
+
+
+async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop(session: aiohttp.ClientSession) -> None:
+    """The first failure of a pair has been reported, and ends the other leg, whatever becomes of it."""
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    worker = Worker("decode", "http://127.0.0.1:1")
+    leg = Leg(session, worker, "/generate", b"{}", {})
+
+    async def fail() -> None:
+        raise LegFailedError(worker, "it is gone")
+
+    task = asyncio.create_task(fail())
+    task.add_done_callback(leg.dispose)
+    await asyncio.wait([task])
+    await asyncio.sleep(0)  # done callbacks run in the next turn of the loop
+    del task
+    gc.collect()
+    assert complaints == []

@@ -66,7 +66,8 @@ async def test_a_decode_becomes_a_prefill(
         "prefill",
         9001,
     )
-    assert (info["started_as"], info["draining"], info["last_switch"]["ok"]) == ("decode", False, True)
+    assert (info["started_as"], info["draining"]) == ("decode", False)
+    assert (info["last_switch"]["ok"], info["last_switch"]["error"]) == (True, None)
     assert (await get(session, decode_server, "/health"))["status"] == "ok"
     body = {"text": "w1", "bootstrap_room": 5, "bootstrap_host": "h", "sampling_params": {"max_new_tokens": 3}}
     async with session.post(decode_server.make_url("/generate"), json=body) as done:
@@ -78,13 +79,20 @@ async def test_a_decode_becomes_a_prefill(
 
 
 async def test_a_role_that_does_not_start_leaves_the_old_one(
-    decode: Role, decode_server: Server, meeting: Meeting, session: aiohttp.ClientSession
+    decode: Role,
+    decode_server: Server,
+    meeting: Meeting,
+    session: aiohttp.ClientSession,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for error in (MisuseError("port 8998 on h is in use"), OSError("no memory"), ValueError("a bug")):
         decode.other = error
+        caplog.clear()
         status, answer = await switch(session, decode_server)
         text = f"this worker cannot serve as prefill, and serves as decode again: {error}"
         assert (status, answer["error"]["message"]) == (500, text)
+        traced = [record.exc_info[1] for record in caplog.records if record.exc_info]
+        assert traced == ([error] if isinstance(error, ValueError) else []), "only a bug is worth its traceback"
         info = await get(session, decode_server, "/server_info")
         assert (info["role"], info["switching_to"], info["last_switch"]["error"]) == ("decode", None, text)
         assert (await get(session, decode_server, "/health"))["status"] == "ok"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from kvflow.demo_model import DEMO_MODEL_DIR
@@ -22,11 +23,16 @@ def fast() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("special", [False, True])
 async def test_a_long_text_has_the_tokens_that_transformers_gives_it(
-    fast: PreTrainedTokenizerFast, special: bool
+    special: bool,
 ) -> None:
-    expected = fast.encode(TEXT, add_special_tokens=special)
+    opening = PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL_DIR / "tokenizer.json"))
+    opening.add_special_tokens({"bos_token": "<s>"})
+    first = opening.get_vocab()["<s>"]
+    opening.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    expected = opening.encode(TEXT, add_special_tokens=special)
+    assert (expected[0] == first) == special
     for context_length in (len(TEXT) - 1, len(TEXT)):  # the long way and the short one
-        tokenizer = ThreadedTokenizer(fast, context_length)
+        tokenizer = ThreadedTokenizer(opening, context_length)
         assert tokenizer._is_long(TEXT) == (context_length < len(TEXT))
         assert (await tokenizer.encode(TEXT, param="text", add_special_tokens=special)).tolist() == expected
         tokenizer.close()
