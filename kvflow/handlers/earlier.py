@@ -30,7 +30,6 @@ class EarlierShell:
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}  # with the number of its pages
-        self._lent = stores[-1][0]
         self.pages_beside = 0  # of loans in the pool beside the staging: they keep nothing of what is lent here
         self._watches: dict[int, asyncio.Task[None]] = {}  # by number of the writer
         self._left = False
@@ -47,7 +46,7 @@ class EarlierShell:
     def free(self, command: c.FreePages) -> None:
         """The pages of a room that an earlier node lent come back."""
         quarantine, lease, pages = self._leases.pop(command.grant)
-        if quarantine is not self._lent:
+        if quarantine is not self._quarantines[-1]:
             self.pages_beside -= pages
         quarantine.free(lease)
 
@@ -81,7 +80,7 @@ class EarlierShell:
             pages = {loan.lease: len(loan.pages) for loan in loans}
             for grant, lease in self._loans.inherit(loans).items():
                 self._leases[grant] = (quarantine, lease, pages[lease])
-            if quarantine is not self._lent:
+            if quarantine is not self._quarantines[-1]:
                 self.pages_beside += sum(pages.values())
             self._shell.run()
 

@@ -121,7 +121,7 @@ def handoff_slot_shared() -> Installed:
 
 
 def earlier_loans_forgotten() -> Installed:
-    return swapped(PoolQuarantine, "_withhold", lambda *_: None)
+    return swapped(PoolQuarantine, "keep_out_of", lambda *_, **__: None)
 
 
 def earlier_writer_unwatched() -> Installed:
