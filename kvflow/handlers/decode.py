@@ -130,8 +130,8 @@ class DecodeShell(Shell):
                 follow(room)
             self.rooms[room.grant] = room
             if self.arrivals is not None or self.checksums is not None:
-                idle = functools.partial(self._verified, room)
-                room.verifier = ChunkVerifier(self.pages, self.checksums, self.arrivals, idle)
+                released = functools.partial(self._verified, room)
+                room.verifier = ChunkVerifier(self.pages, self.checksums, self.arrivals, released)
         self.run()
 
     def resolve_and_open(
@@ -353,9 +353,14 @@ class DecodeShell(Shell):
 
     @property
     def staging_can_come_back(self) -> int:
-        """Places of staging that no quarantine keeps."""
-        core = self.endpoint.core
-        return core.identity.layout.num_places - (core.ledger.quarantined_pages - self.earlier.pages_beside)
+        """The places that a room can have of the staging once all has come back that no quarantine keeps: every such
+        page, and where there are rows one of them."""
+        layout, ledger, earlier = self.endpoint.core.identity.layout, self.endpoint.core.ledger, self.earlier
+        places = ledger.quarantined_pages - earlier.pages_beside
+        if not layout.num_rows:
+            return layout.num_pages - places
+        rows = ledger.quarantined_leases - earlier.leases_beside  # each lease has one
+        return layout.num_pages - (places - rows) + 1 if rows < layout.num_rows else 0
 
     def _next_waiting(self) -> GrantId | None:
         free = self.lent.free_pages + bool(self.endpoint.core.identity.layout.num_rows)
@@ -388,7 +393,7 @@ class DecodeShell(Shell):
         room.verifier.begin(room.lent[chunk], room.pages[chunk], command.served, ended)
 
     def _verified(self, room: DecodeRoom) -> None:
-        """No chunk of it is under way."""
+        """One of its chunks is under way no more; where it has ended, places of staging may have become free."""
         room.idle()
         self._lend_waiting()
 
@@ -432,6 +437,8 @@ class DecodeShell(Shell):
             self.lent.move(room.lent, room.owner, owner)
         if room.own_pages is None or self.arrivals is not None:
             room.owner = owner
+        if self.waiting:  # what was kept for a room that now may never fit is another's
+            self._lend_waiting()
 
     def _free(self, command: c.FreePages) -> None:
         room = self.rooms.get(command.grant)

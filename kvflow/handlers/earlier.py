@@ -30,7 +30,8 @@ class EarlierShell:
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}  # with the number of its pages
-        self.pages_beside = 0  # of loans in the pool beside the staging: they keep nothing of what is lent here
+        # In the pool beside the staging, where they keep nothing of what is lent here.
+        self.leases_beside = self.pages_beside = 0
         self._watches: dict[int, asyncio.Task[None]] = {}  # by number of the writer
         self._left = False
         shell.runners |= {c.WatchEarlierWriter: self._watch_writer, c.StopEarlierWatch: self._stop_watch}
@@ -48,6 +49,7 @@ class EarlierShell:
         quarantine, lease, pages = self._leases.pop(command.grant)
         if quarantine is not self._quarantines[-1]:
             self.pages_beside -= pages
+            self.leases_beside -= bool(pages)
         quarantine.free(lease)
 
     def check_unseen(self, incarnation: int) -> None:
@@ -82,6 +84,7 @@ class EarlierShell:
                 self._leases[grant] = (quarantine, lease, pages[lease])
             if quarantine is not self._quarantines[-1]:
                 self.pages_beside += sum(pages.values())
+                self.leases_beside += sum(map(bool, pages.values()))
             self._shell.run()
 
     def _writer_ended(self, incarnation: int, address: PlaneAddress | None) -> None:

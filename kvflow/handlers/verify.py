@@ -117,10 +117,11 @@ class ChunkVerifier:
     """The chunks of one room at decode that are being summed, or brought from where they have landed."""
 
     def __init__(
-        self, store: PageStore, checksums: Checksums | None, arrivals: Arrivals | None, idle: Callable[[], None]
+        self, store: PageStore, checksums: Checksums | None, arrivals: Arrivals | None, released: Callable[[], None]
     ) -> None:
-        """One of `checksums` and `arrivals` does it. `idle` is called whenever the last chunk has ended."""
-        self._store, self._checksums, self._arrivals, self._idle = store, checksums, arrivals, idle
+        """One of `checksums` and `arrivals` does it. `released` is called whenever a chunk has ended, and what it has
+        read or written is held no more."""
+        self._store, self._checksums, self._arrivals, self._released = store, checksums, arrivals, released
         self._running: set[ChecksumTask] = set()
 
     @property
@@ -151,8 +152,7 @@ class ChunkVerifier:
             self._store.unhold(pages)
             if arrivals is not None:
                 arrivals.lent.unhold(lent)
-            if not self._running:
-                self._idle()
+            self._released()
 
         task.released.add_done_callback(released)
         task.done.add_done_callback(lambda found: ended(found.result(), task.error))

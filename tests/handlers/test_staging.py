@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,11 +13,15 @@ import pytest
 
 from kvflow.handlers import decode
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.memory import page_tasks
 from kvflow.memory.checksum import PageChecksums
+from kvflow.memory.copies import HostCopier
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode
 from kvflow.protocols.errors import CapacityError, Code, KvflowError
+from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.waiting import PASSED_FOR_S, Waits
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
@@ -271,6 +277,71 @@ async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_k
     p.plane(p.prefill).release()
     await finish(p, *large)
     await p.rest()
+
+
+async def test_rows_are_no_pages_that_may_come_back() -> None:
+    """Of seven pages two are in quarantine, and there are rows enough: a room of six waits, and no other."""
+    kinds = StateKind("0.k", "uint8", (8,)), StateKind("1.ssm", "uint8", (8,), ROW)
+    layout = build_layout(kinds, page_size=PAGE_SIZE, num_pages=64, num_rows=32)
+    async with pair(source_layout=layout, target_layout=layout, staging_bytes=2 * 7 * layout.page_bytes) as p:
+        assert p.decode.reached.layout.num_pages == 7 and p.decode.reached.layout.num_rows > 7
+
+        def send(source: PrefillRoom, pages: int) -> None:
+            taken = p.prefill.pages.take_room(pages + 1, source)
+            source.on_end(lambda: p.prefill.pages.give_back(taken, source))
+            source.send(taken, last=True, handoff=b"handoff")
+
+        p.plane(p.prefill).script(Fault.STUCK)
+        holder = await sized(p, 1, 2)
+        await holder[0].matched()
+        send(holder[0], 2)
+        await until(lambda: p.plane(p.prefill).writes)
+        holder[1].close()
+        await until(lambda: p.decode.quarantined_pages == 3)
+        large = await sized(p, 2, 6)
+        await until(lambda: p.decode.shell.waiting)
+        p.clock(p.decode).advance(10 * PASSED_FOR_S)
+        waits = p.decode.staging_waits
+        assert waits is not None and (waits.rooms, waits.stuck_rooms) == (1, 1)
+        source, target = await sized(p, 3, 2)
+        await source.matched()
+        send(source, 2)
+        await target.landed()
+        target.close()
+        p.plane(p.prefill).release()  # the proof comes
+        await large[1].opened()
+        large[1].close()
+        await p.rest()
+
+
+async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two chunks of a room that was closed are being copied; one copy ends, and the other hangs."""
+    ends, begun, real = [threading.Event(), threading.Event()], itertools.count(), HostCopier.copy
+    reached = [threading.Event(), threading.Event()]
+
+    def copy(blocks: Any) -> None:
+        mine = next(begun)
+        reached[mine].set()
+        assert ends[mine].wait(20)
+        real(blocks)
+
+    monkeypatch.setattr(HostCopier, "copy", staticmethod(copy))
+    monkeypatch.setattr(page_tasks, "THREADS", 2)
+    async with pair(staging_bytes=7 * PAGE_BYTES) as p:
+        source, target = await opened(p, 1)
+        p.send_all(source, chunks=2)
+        await until(lambda: all(event.is_set() for event in reached))
+        _, late = await sized(p, 2, 4)
+        await until(lambda: p.decode.shell.waiting)
+        target.close()
+        await until(lambda: target.over and source.ended)
+        assert p.decode.reached.pages.free_pages == 2 and not late.lent.size
+        ends[0].set()
+        await until(lambda: p.decode.reached.pages.free_pages != 2)
+        assert late.lent.size == 4, "it is lent what comes back at the moment in which it comes back"
+        ends[1].set()
+        late.close()
+        await p.rest()
 
 
 async def test_what_many_rooms_wait_for_is_lent_in_slices(little: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,20 @@ def test_a_lease_is_free_when_its_room_and_all_of_its_loans_have_ended() -> None
     assert (len(ledger), ledger.quarantined_pages, ledger.owes("b")) == (0, 0, False)
 
 
+def test_leases_in_quarantine_are_counted_where_they_have_pages() -> None:
+    """A room that is recalled before it has lent anything keeps no row."""
+    ledger: Ledger[str] = Ledger(3)
+    leases = [lent(ledger, 1, "a", "b"), lent(ledger, 2, "a", pages=0)]
+    for lease in leases:
+        ledger.recall(lease, GONE)
+    assert (ledger.quarantined_pages, ledger.quarantined_leases) == (3, 1)
+    ledger.feed(leases[1], "a", K.DRAINED)
+    ledger.feed(leases[0], "a", K.DRAINED)
+    assert ledger.quarantined_leases == 1
+    ledger.feed(leases[0], "b", K.DRAINED)
+    assert (ledger.quarantined_pages, ledger.quarantined_leases) == (0, 0)
+
+
 def test_loans_that_end_before_their_room_free_nothing() -> None:
     ledger: Ledger[str] = Ledger(3)
     lease = lent(ledger, 1, "a")

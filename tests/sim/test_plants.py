@@ -19,16 +19,16 @@ from tests.sim.both import (
 SEEDS = {
     "free on timer": (2, "I2"),
     "ack before drain": (0, "I12"),
-    "ack popped before send": (15, "I5"),
+    "ack popped before send": (12, "I5"),
     "abort never retried": (13, "I4"),
     "no grant check": (94, "I4"),
-    "no grant check at prefill": (15, "I4"),
+    "no grant check at prefill": (42, "I4"),
     "resurrect on late metadata": (5, "I6"),
     "failed slice retried": (4, "I3"),
     "success before all ranks": (5, "I8"),
     "double close": (0, "I1"),
     "tombstone unbounded": (0, "I5"),
-    "restart taken for death": (14, "I2"),
+    "restart taken for death": (12, "I2"),
     "silence taken for proof": (26, "I2"),
     "doubt taken for proof": (4, "I2"),
     "failed handle taken for landed": (4, "I3"),
@@ -36,7 +36,7 @@ SEEDS = {
     "handoff slot shared": (0, "I9"),
     "second cancel skips the drain": (8, "I13"),
     "source let go": (0, "I13"),
-    "nothing said again": (13, "I5"),
+    "nothing said again": (23, "I5"),
     "dropped from one table": (0, "I7"),
     "ack for another life": (8, "I6"),
     "prompts not compared": (1, "I8"),
@@ -73,6 +73,9 @@ SEEDS = {
     "abort forgets host memory": (3, "I5"),
     "failed return taken for one": (20, "I14"),
     "failed retract taken for one": (2, "I14"),
+    "staging given back before the copy ended": (32, "I13"),
+    "rooms that wait for staging are not woken": (5, "I7"),
+    "a large room is passed for ever": (141, "I7"),
 }
 
 

@@ -54,6 +54,7 @@ class Ledger(Generic[S]):
         self._told_from: dict[S, int] = {}  # where the next of many settled ranges begin
         self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
+        self.quarantined_leases = 0  # with pages; in a pool with rows one of those is a row
 
     def __len__(self) -> int:
         """Loans that have not ended."""
@@ -90,6 +91,7 @@ class Ledger(Generic[S]):
             lease.loans[source] = LoanPhase.DOUBTFUL
         lease.cause, lease.room_ended = cause, True
         self.quarantined_pages += lease.num_pages
+        self.quarantined_leases += bool(lease.num_pages)
 
     def find(self, source: S, grant: GrantId) -> Lease[S] | None:
         """The lease of a loan that has not ended."""
@@ -162,6 +164,7 @@ class Ledger(Generic[S]):
             if not lease.loans:
                 if lease.cause is not None:
                     self.quarantined_pages -= lease.num_pages
+                    self.quarantined_leases -= bool(lease.num_pages)
                 freed = lease.room_ended
         return Change(lease, source, commands, freed)
 
@@ -169,6 +172,7 @@ class Ledger(Generic[S]):
         """The room has ended, or is about to, without every rank's proof: its pages are in quarantine from here on."""
         if lease.loans and lease.cause is None:
             self.quarantined_pages += lease.num_pages
+            self.quarantined_leases += bool(lease.num_pages)
         lease.cause = cause
         return [self.feed(lease, source, LoanKind.RECALL) for source in list(lease.loans)]
 

@@ -60,6 +60,8 @@ class Side(Protocol):
 class BothSides:
     """Every room of one run. What a simulator differs in stands first."""
 
+    announced_within_s = 0.0  # of its opening, a room that waits for staging is announced
+
     def __init__(
         self,
         sides: Mapping[int, Side],
@@ -183,7 +185,7 @@ class BothSides:
             if not linked or peer.fresh_from > key[2] or (self.forgetful and key in self.acked):
                 return  # nothing from before the link was lost is told on: the engine's half waits for its rendezvous
             over_at_s = self.over_at_s.get(prefill, decode.opened_at_s)
-            if self.forgetful and over_at_s < decode.opened_at_s:
+            if self.forgetful and over_at_s < decode.opened_at_s + self.announced_within_s:
                 return  # its end was forgotten before decode's half came
             if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < self._troubled_at_s(
                 source, target, peer.key.control

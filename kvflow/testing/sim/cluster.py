@@ -23,6 +23,7 @@ from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import Books, another_store, watch
 from kvflow.testing.sim.plane import PacedPlane
 from kvflow.testing.sim.snapshots import Snapshots
+from kvflow.testing.sim.staging import Staged
 from kvflow.testing.sim.variety import Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.control.memory import Frame
@@ -73,6 +74,7 @@ class Cluster:
         self.planes = FakeNetwork()
         self.members: list[Member] = []
         self._pools: list[PagedPool] = []
+        self.staged: dict[PagedPool, Staged] = {}  # by the pool
 
     def living(self, kind: type) -> list[Member]:
         return [
@@ -116,6 +118,7 @@ class Cluster:
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
         incarnation = self._incarnation()
+        staged = self._staged(name, pool, books)
         node = DecodeNode(
             pool,
             plane,
@@ -124,10 +127,18 @@ class Cluster:
             bounds=self.variety.bounds,
             verify_transfers=self.variety.verify,
             incarnation=incarnation,
+            staging=None if staged is None else staged.staging,
             connect=self.wire.connect,
             now=self.loop.time,
         )
-        return self._join(name, process, node, plane, books, number)
+        return self._join(name, process, node, plane, books, number, staged)
+
+    def _staged(self, name: str, pool: PagedPool, books: Books) -> Staged | None:
+        """The staging beside a pool, which it keeps from node to node."""
+        size_bytes = self.variety.staging_bytes
+        if size_bytes and pool not in self.staged:
+            self.staged[pool] = Staged(name, pool, books, size_bytes, self.oracle, self.faults)
+        return self.staged.get(pool)
 
     @staticmethod
     def _store_after(after: Member | None, pool: PagedPool, incarnation: int) -> PageStore | None:
@@ -141,7 +152,7 @@ class Cluster:
         self.loop.kill(member.process)
         self.wire.unplug(member.process)
         member.plane.die()
-        member.seen.books.lost = True
+        member.seen.books.lost = member.seen.lent.lost = True
 
     def leave(self, member: Member) -> None:
         """Close the node as an operator would; it is gone when that and its engine's requests have ended."""
@@ -269,6 +280,8 @@ class Cluster:
             self.wire.cut_peers.discard(routing_id(member.node.incarnation))
 
     def close(self) -> None:
+        for staged in self.staged.values():
+            staged.close()
         for pool in self._pools:
             pool.close()
         for member in self.members:
@@ -300,8 +313,9 @@ class Cluster:
         plane: PacedPlane,
         books: Books,
         group: int,
+        staged: Staged | None = None,
     ) -> Member:
-        seen = Seen(process, node.incarnation, books, node.pool)
+        seen = Seen(process, node.incarnation, books, node.pool, None if staged is None else staged.books)
         member = Member(name, process, node, plane, seen, group)
         if isinstance(node, DecodeNode):
             host = self.variety.host
@@ -311,6 +325,8 @@ class Cluster:
         start = node.start()
         with contextlib.suppress(StopIteration):
             process.run(start.send, None)
+        if staged is not None and isinstance(node, DecodeNode):
+            staged.serve(node)
         return member
 
 

@@ -36,8 +36,11 @@ class Key(NamedTuple):
 class Seen:
     """One life of one node, as the world knows it."""
 
-    def __init__(self, process: Process, incarnation: int, books: Books, pool: PagedPool) -> None:
+    def __init__(
+        self, process: Process, incarnation: int, books: Books, pool: PagedPool, staging: Books | None = None
+    ) -> None:
         self.process, self.incarnation, self.books, self.pool = process, incarnation, books, pool
+        self.lent = books if staging is None else staging  # of what peers write
         self.malformed = 0
         self.troubled_at_s = -1.0  # when it was last cut off or halted
         self.stalled_until_s = -1.0  # its data plane moves nothing till then
@@ -120,14 +123,14 @@ class Oracle:
         for page in write.sources:
             source.books.readers[page] += 1
         for page in write.targets:
-            target.books.writers[page] += 1
+            target.lent.writers[page] += 1
 
     def bytes_landed(self, running: FakeWrite, size_bytes: int) -> None:
         """In the order of the write's pages: one has landed with the last of what is written of it."""
         write: Write = running.seen  # type: ignore[attr-defined]
         write.begun_bytes += size_bytes
         while write.next < len(write.targets):
-            in_rows = write.targets[write.next] >= write.target.books.num_pages
+            in_rows = write.targets[write.next] >= write.target.lent.num_pages
             needed = running.row_bytes if in_rows else running.page_bytes
             if write.begun_bytes < needed:
                 break
@@ -137,7 +140,7 @@ class Oracle:
     def _page_landed(self, write: Write) -> None:
         page = write.targets[write.next]
         write.next += 1
-        books = write.target.books
+        books = write.target.lent
         books.writers[page] -= 1
         if grant_of(owner := books.owners[page]) != write.key.grant and not books.lost:
             self.broken("I2", f"{write.key}: a byte lands on {books.name(page)}, which belongs to {owner!r}")
@@ -163,7 +166,7 @@ class Oracle:
 
     def _out_of_reach(self, write: Write) -> None:
         for page in write.targets[write.next :]:
-            write.target.books.writers[page] -= 1
+            write.target.lent.writers[page] -= 1
         write.targets = write.targets[: write.next]
 
     # --- words
@@ -185,8 +188,8 @@ class Oracle:
             self._goodbye_said(message)
         elif type(message) is Bootstrap:
             for page in memoryview(message.pages).cast("i"):
-                if grant_of(owner := sender.books.owners[page]) != message.grant:
-                    return self.broken("I6", f"grant {message.grant} lends {sender.books.name(page)} of {owner!r}")
+                if grant_of(owner := sender.lent.owners[page]) != message.grant:
+                    return self.broken("I6", f"grant {message.grant} lends {sender.lent.name(page)} of {owner!r}")
         return None
 
     def _worded(self, frame: Frame, message: Message) -> str:
@@ -246,17 +249,17 @@ class Oracle:
     def landed(self, room: DecodeRoom, handoff: bytes) -> None:
         """Decode's user is told that a room has landed: every page from every rank, the right bytes and hand-over."""
         node, record = self.by_process[current_process()], room.record
-        books = node.books
+        books, lent = node.books, room.lent.tolist()
         assert record is not None
         pages, digest = room.pages.tolist(), record.prompt.digest
         for rank, peer in enumerate(record.peers):
             writes = self.writes.get(Key(peer.key.incarnation, node.incarnation, record.grant), [])
             there = {page for write in writes for page in write.targets[: write.next]}
-            if missing := [page for page in pages if page not in there]:
+            if missing := [page for page in lent if page not in there]:
                 self.broken("I8", f"room {room.room} succeeds, rank {rank} has not written pages {missing}")
-        for index, page in enumerate(pages):
-            if books.writers[page]:
-                self.broken("I2", f"room {room.room} succeeds while a write may still reach {books.name(page)}")
+        for index, (page, place) in enumerate(zip(pages, lent, strict=True)):
+            if node.lent.writers[place]:
+                self.broken("I2", f"room {room.room} succeeds while a write may still reach {node.lent.name(place)}")
             if books.bytes.read(page) != self.expected(digest, index, len(pages), books.bytes.size(page)):
                 self.broken("I8", f"room {room.room} succeeds, {books.name(page)} has somebody else's bytes")
         if handoff != handoff_of(digest):

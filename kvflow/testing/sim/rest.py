@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvflow.cache.tiers import OWNER
+from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.ports import WriteOutcome
@@ -79,12 +80,19 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
                 found.append(f"{name}: a loan of grant {grant} is {phase.name} without reason")
     lent_before, without_reason = _lent_by_earlier(member, oracle, doubts)
     lent, found = lent + lent_before, found + without_reason
-    loans += len(node.pool.unproven)
+    loans += sum(len(pool.unproven) for pool in _pools_of(node))
     if len(core.ledger) != loans:
         found.append(f"{name}: {len(core.ledger)} loans, {loans} of writers that are known")
     if handles := node.shell.rooms.keys() - in_doubt:
         found.append(f"{name}: handles of grants {sorted(handles)}")
     out = books.out - books.owners.count(OWNER)  # what is cached is at rest
+    if member.seen.lent is not member.seen.books:
+        if out > lent - lent_before:
+            found.append(f"{name}: {out} pages out, {lent - lent_before} places of staging are lent for them")
+        books = member.seen.lent
+        out = books.out
+        if not lent and not node.staging_at_rest:
+            found.append(f"{name}: its staging is not at rest")
     if out > lent or node.quarantined_pages != out:
         found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {set(books.owners) - {None}}")
     return found
@@ -93,13 +101,18 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
 def _lent_by_earlier(member: Member, oracle: Oracle, doubts: bool) -> tuple[int, list[str]]:
     """The pages that nodes before this one have lent and may not have back yet, and the loans that must have ended."""
     lent, found = 0, []
-    for lease, loan in {loan.lease: loan for loan in member.node.pool.unproven}.items():
+    loans = (loan for pool in _pools_of(member.node) for loan in pool.unproven)
+    for lease, loan in {loan.lease: loan for loan in loans}.items():
         source = oracle.by_incarnation[loan.incarnation]
         if doubts and (not source.ended or oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S):
             lent += len(loan.pages)
         else:
             found.append(f"{member.name}: an earlier node's loan {lease} is there without reason")
     return lent, found
+
+
+def _pools_of(node: PrefillNode | DecodeNode) -> tuple[PagedPool, ...]:
+    return (node.pool,) if node.reached is node.pool else (node.pool, node.reached)
 
 
 def _doubtful(key: Key, oracle: Oracle) -> bool:

@@ -25,10 +25,11 @@ from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.residence import Residence
 from kvflow.testing.sim.rest import left
-from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, Switch, draw, with_switch
+from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, Switch, draw, with_staging, with_switch
+from kvflow.testing.sim.staging import waits_observed
 from kvflow.testing.sim.stay import GOOD
 from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
+from kvflow.testing.sim.times import A_MOMENT_S, FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
 STEPS_MIN = 200
@@ -47,6 +48,8 @@ class Run:
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
         self.endings = self.cluster.endings = Endings(oracle, forgetful=_forgetful(scenario))
+        if scenario.variety.staging_bytes:  # a room that finds none is announced with the first repetition
+            self.endings.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
         self._places: list[Member] = []  # who is in each place now
         self._switching: Member | None = None  # who leaves to go on in the other role
         self._probe_room = 1_000_000
@@ -295,7 +298,9 @@ class Run:
 
     def counted(self) -> dict[str, int]:
         """What else the report is to count."""
-        return {}
+        staged = self.cluster.staged.values()
+        waits, copies = sum(one.waits for one in staged), sum(one.copies.ended for one in staged)
+        return {"waits for staging": waits, "copies from staging": copies} if staged else {}
 
     def at_the_end(self) -> None:
         """Nothing is under way, and every node that lives has shown that it works."""
@@ -352,6 +357,7 @@ def simulate(
     loop = VirtualLoop(rng)
     faults = Faults(rng, copies=True)
     scenario = with_switch(random.Random(f"switch {seed}"), draw(rng, faults))
+    scenario = with_staging(random.Random(f"staging {seed}"), scenario)
 
     def make_run(oracle: Oracle) -> Run:
         return Run(loop, faults, scenario, scheduler or PlainScheduler(), oracle)
@@ -381,7 +387,13 @@ def played(
     oracle = make_oracle(loop, None if tell is None else line)
     run = make_run(oracle)
     try:
-        with covered(Counter() if visits is None else visits), observed(run.endings), _logged(oracle), _plenty():
+        with (
+            covered(Counter() if visits is None else visits),
+            observed(run.endings),
+            waits_observed(oracle, run.cluster.staged),
+            _logged(oracle),
+            _plenty(),
+        ):
             loop.play(run.play())
             if loop.raised and oracle.violation is None:
                 oracle.broken("I7", f"raised into the event loop: {loop.raised[0]}")
@@ -414,9 +426,14 @@ def _plenty() -> AbstractContextManager[object]:
 
 @contextmanager
 def _logged(oracle: Oracle) -> Iterator[None]:
-    """Handlers log what they survive: nothing of the kind may happen, whatever comes over the wire."""
-    logger = logging.getLogger("kvflow.handlers")
-    with swapped(logger, "propagate", False), swapped(logger, "handlers", [_Errors(oracle)]):
+    """Handlers log what they survive: nothing of the kind may happen, whatever comes over the wire. Copies from staging
+    that fail on purpose are logged as well, and that is nobody's concern."""
+    logger, memory = logging.getLogger("kvflow.handlers"), logging.getLogger("kvflow.memory")
+    with (
+        swapped(logger, "propagate", False),
+        swapped(logger, "handlers", [_Errors(oracle)]),
+        swapped(memory, "disabled", True),
+    ):
         yield
 
 

@@ -17,6 +17,7 @@ SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1)
 """Ranks of each prefill group, and decodes: at least three nodes."""
 PROMPT_PAGES_MAX = 6
 SWITCHES_IN = 0.3  # of all seeds
+STAGED_IN = 0.25
 SWITCH_ROOM = 500_000  # the first room of those that are for the other role
 
 Moment = tuple[float, str]
@@ -116,6 +117,26 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
             requests,
             rng.uniform(0.2, 1.0) if rng.random() < 0.6 else None,
         ),
+    )
+
+
+def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The scenario, in some of all seeds with decodes that lend staging, of which there is too little for all of their
+    rooms at once. `rng` as in `with_switch`. Rooms have deadlines then: what is in quarantine may never come back."""
+    if rng.random() >= STAGED_IN:
+        return scenario
+    layout, switch = scenario.variety.layout, scenario.switch
+    size_bytes = rng.choice((4, 6, 8, 12)) * layout.page_bytes * (2 if layout.num_rows else 1)
+
+    def in_time(request: Request) -> Request:
+        if request.decode is None or request.decode.deadline_s is not None:
+            return request
+        return request._replace(decode=request.decode._replace(deadline_s=rng.uniform(2.0, 4.0)))
+
+    return scenario._replace(
+        variety=scenario.variety._replace(staging_bytes=size_bytes),
+        requests=[in_time(request) for request in scenario.requests],
+        switch=switch and switch._replace(requests=tuple(in_time(request) for request in switch.requests)),
     )
 
 

@@ -9,6 +9,7 @@ Span = tuple[float, float]
 # --- the control network
 
 FRAME_S: Span = (0.0001, 0.003)
+A_MOMENT_S = 0.01  # a timer that is late, and the way of a frame
 DELAY_S: Span = (0.02, 0.8)
 TICK_S = 1e-9  # between two frames of one link: timers of one moment have no order
 

@@ -39,6 +39,7 @@ class Variety(NamedTuple):
     verify: bool  # transfers are verified on both sides
     layout: PoolLayout  # of every pool
     host: tuple[int, int]  # pages and rows that a decode's host memory holds
+    staging_bytes: int = 0  # of each decode; 0: prefill writes into its pool
 
 
 def draw_variety(rng: random.Random, decodes: int) -> Variety:
