@@ -221,9 +221,7 @@ class DecodeShell(Shell):
     def tick(self, now: float) -> None:
         self.connections.poll(now)
         super().tick(now)
-        # Another node over this staging may have given pages back; or pages went to quarantine, and the room that all
-        # others wait for cannot fit any more.
-        if self.waiting:
+        if self.waiting:  # another node over this staging may have given pages back
             self._lend_waiting()
 
     # --- the end

@@ -54,8 +54,8 @@ class PoolQuarantine:
             return [loan for lease in self.leases.values() for loan in lease.loans]
 
     def standing(self, loans: Sequence[UnprovenLoan]) -> list[UnprovenLoan]:
-        known = {id(loan) for loan in self.loans}
-        return [loan for loan in loans if id(loan) in known]
+        with self._lock:
+            return [loan for loan in loans if (lease := self.leases.get(loan.lease)) and loan in lease.loans]
 
     def check(self, pages: PageIndices) -> None:
         """Raises: OwnershipError, which names the page, the writer and what to do."""
@@ -123,12 +123,11 @@ class PoolQuarantine:
                 lease = fresh.get(loan.lease) or fresh.setdefault(loan.lease, _Lease(loan.pages))
                 lease.loans.append(loan)
             every = np.concatenate([lease.pages for lease in fresh.values()])
-            self._withhold(lender, fresh.values())
             if self._named is None:
                 self._named = np.zeros(self._layout.num_places, dtype=np.int32)
             np.add.at(self._named, every, 1)
             self.leases |= fresh
-            for store in (*self._own, *(store for _, store in self._heirs)):
+            for store in (lender, *self._own, *(store for _, store in self._heirs)):
                 self._withhold(store, fresh.values())
             heirs = [heir for heir, _ in self._heirs]
         for heir in heirs:
