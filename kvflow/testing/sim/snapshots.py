@@ -10,7 +10,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.pages.layout import NO_PLACES, Places
 from kvflow.testing.sim.faults import Faults
-from kvflow.testing.sim.loop import VirtualThread
+from kvflow.testing.sim.loop import VirtualLoop, VirtualThread
 from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.pages import Books, watch
 from kvflow.testing.sim.times import COPY_S, SLOW_COPY_S
@@ -18,6 +18,15 @@ from kvflow.testing.sim.times import COPY_S, SLOW_COPY_S
 
 class CopyFailedError(Exception):
     """On purpose."""
+
+    def __init__(self) -> None:
+        super().__init__("a copy fails half-way (on purpose)")
+
+
+def after_half_a_copy(loop: VirtualLoop, fault: str, do: Callable[..., object], *arguments: object) -> None:
+    """Call `do` when half of a copy with this fault would have been made."""
+    span = SLOW_COPY_S if fault == "slow copy" else COPY_S
+    loop.call_later(loop.rng.uniform(*span), do, *arguments)
 
 
 class Snapshots:
@@ -87,16 +96,14 @@ class CopyThread(VirtualThread):
         self._next(_Copy(done, lambda half: work(pairing, *half, *rest), _halves(source, target), used, owner, fault))
 
     def _next(self, copy: _Copy) -> None:
-        loop = self._oracle.loop
-        span = SLOW_COPY_S if copy.fault == "slow copy" else COPY_S
-        loop.call_later(loop.rng.uniform(*span), self._half, copy)
+        after_half_a_copy(self._oracle.loop, copy.fault, self._half, copy)
 
     def _half(self, copy: _Copy) -> None:
         whole = copy.work(copy.halves.pop(0))
         if not whole or not copy.halves:
             self._end(copy, whole)
         elif copy.fault == "failed copy":
-            self._end(copy, CopyFailedError("a copy fails half-way (on purpose)"))
+            self._end(copy, CopyFailedError())
         else:
             self._next(copy)
 

@@ -24,9 +24,8 @@ from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.loop import Process, VirtualThread, current_process
 from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.pages import Books, grant_of, watch
-from kvflow.testing.sim.snapshots import CopyFailedError
+from kvflow.testing.sim.snapshots import CopyFailedError, after_half_a_copy
 from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.times import COPY_S, SLOW_COPY_S
 
 LOOK_S = 0.02
 """The time between two looks at the rooms that wait."""
@@ -158,7 +157,7 @@ class _Copies(VirtualThread):
         self._oracle.trace(lambda: f"brings {lent.tolist()} of staging to {pages.tolist()}, {fault or 'no fault'}")
         staged, own = self._books
         used = [*((staged, place) for place in lent.tolist()), *((own, place) for place in pages.tolist())]
-        self._later(fault, self._first_half, done, work, used, fault)
+        after_half_a_copy(self._oracle.loop, fault, self._first_half, done, work, used, fault)
 
     def _first_half(
         self, done: asyncio.Future[Any], work: Callable[[], bytes | None], used: list[tuple[Books, int]], fault: str
@@ -168,7 +167,8 @@ class _Copies(VirtualThread):
             return done.set_result(None)
         for books, place in used:
             books.readers[place] += 1
-        return self._later(fault, self._second_half, done, answer, self._copier.take_rest(), used, fault)
+        rest = self._copier.take_rest()
+        return after_half_a_copy(self._oracle.loop, fault, self._second_half, done, answer, rest, used, fault)
 
     def _second_half(
         self, done: asyncio.Future[Any], answer: bytes, rest: list[Blocks], used: list[tuple[Books, int]], fault: str
@@ -176,16 +176,11 @@ class _Copies(VirtualThread):
         for books, place in used:
             books.readers[place] -= 1
         if fault == "failed copy":
-            return done.set_exception(CopyFailedError("a copy fails half-way (on purpose)"))
+            return done.set_exception(CopyFailedError())
         for blocks in rest:
             HostCopier.copy(blocks)
         self.ended += 1
         return done.set_result(answer)
-
-    def _later(self, fault: str, do: Callable[..., None], *arguments: object) -> None:
-        loop = self._oracle.loop
-        span = SLOW_COPY_S if fault == "slow copy" else COPY_S
-        loop.call_later(loop.rng.uniform(*span), do, *arguments)
 
 
 @contextmanager
