@@ -235,14 +235,19 @@ async def test_rooms_that_fit_pass_a_large_one_for_a_while_and_then_it_has_what_
     await p.rest()
 
 
+async def stuck(p: Pair) -> DecodeRoom:
+    """A room of three pages whose write is under way, and stays so until the plane is released."""
+    p.plane(p.prefill).script(Fault.STUCK)
+    source, target = await sized(p, 1, 3)
+    await source.matched()
+    p.send_all(source)
+    await until(lambda: p.plane(p.prefill).writes)
+    return target
+
+
 async def test_a_room_that_quarantine_keeps_from_its_pages_keeps_nobody_else_waiting(little: Pair) -> None:
     p = little
-    p.plane(p.prefill).script(Fault.STUCK)
-    holder = await sized(p, 1, 3)
-    await holder[0].matched()
-    p.send_all(holder[0])
-    await until(lambda: p.plane(p.prefill).writes)
-    holder[1].close()
+    (await stuck(p)).close()
     await until(lambda: p.decode.quarantined_pages == 3)
     large = await sized(p, 2, 5)
     await until(lambda: p.decode.shell.waiting)
@@ -260,17 +265,13 @@ async def test_a_room_that_quarantine_keeps_from_its_pages_keeps_nobody_else_wai
 async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_keeps_nobody_else(little: Pair) -> None:
     """What comes back is kept for it, until what it waits for is in quarantine: nothing else happens then."""
     p = little
-    p.plane(p.prefill).script(Fault.STUCK)
-    holder = await sized(p, 1, 3)
-    await holder[0].matched()
-    p.send_all(holder[0])
-    await until(lambda: p.plane(p.prefill).writes)
+    holder = await stuck(p)
     large = await sized(p, 2, 5)
     await until(lambda: p.decode.shell.waiting)
     p.clock(p.decode).advance(PASSED_FOR_S)
     small = await sized(p, 3, 2)
     await until(lambda: len(p.decode.shell.waiting) == 2)
-    holder[1].close()
+    holder.close()
     await finish(p, *small)
     waits = p.decode.staging_waits
     assert waits is not None and (waits.rooms, waits.stuck_rooms) == (1, 1)

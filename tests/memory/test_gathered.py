@@ -53,8 +53,9 @@ def filled(kinds: list[StateKind], order: Order) -> PagedPool:
 
 def summed(pool: PagedPool, served: tuple[Served, ...] | None) -> bytes:
     layout = pool.layout
-    pages, rows = indices(4, 1, 2) if layout.page_bytes else NO_PLACES, NO_PLACES
-    return PoolSums(layout).sum(Places(pages, indices(2, 0) if layout.row_bytes else rows), served, lambda: False)
+    pages = indices(4, 1, 2) if layout.page_bytes else NO_PLACES
+    rows = indices(2, 0) if layout.row_bytes else NO_PLACES
+    return PoolSums(layout).sum(Places(pages, rows), served, lambda: False)
 
 
 @pytest.mark.parametrize("orders", [("page_first", "layer_first"), ("layer_first", "page_first")])
