@@ -21,6 +21,7 @@ def test_seeds_without_a_plant_break_nothing() -> None:
     assert report["seeds_with_fewer_than_2_fault_kinds"] == 0
     assert set(report["faults"]) == {*KINDS, *ON_COPIES, SWITCH} and all(report["faults"].values())
     assert report["endings"]["waits for staging"] > SEEDS and report["endings"]["copies from staging"] > SEEDS
+    assert report["endings"]["ends told to every group"] > SEEDS / 20
     assert not report["cells"]["error"]
     assert not [cell for cell in report["cells"]["missing"] if cell.startswith("residency")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from kvflow.memory.pool import PagedPool
@@ -15,15 +15,19 @@ from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.shards import shard_layout
 from kvflow.testing.sim.both_sides import is_linked
+from kvflow.testing.sim.dp_groups import DpGroup
 from kvflow.testing.sim.endings import Endings
+from kvflow.testing.sim.engine import Named
 from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.lies import another_life, from_long_ago
 from kvflow.testing.sim.loop import Process, VirtualLoop
 from kvflow.testing.sim.oracle import Oracle, Seen
 from kvflow.testing.sim.pages import Books, another_store, watch
 from kvflow.testing.sim.plane import PacedPlane
+from kvflow.testing.sim.scenario import OWN_GROUP, WORD
 from kvflow.testing.sim.snapshots import Snapshots
 from kvflow.testing.sim.staging import Staged
+from kvflow.testing.sim.times import DELAY_S, THREAD_S
 from kvflow.testing.sim.variety import Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.control.memory import Frame
@@ -70,6 +74,7 @@ class Cluster:
 
     def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety) -> None:
         self.loop, self.oracle, self.faults, self.variety = loop, oracle, faults, variety
+        self.data_parallel: Mapping[int, DpGroup] = {}  # by number: the groups that are one prefill
         self.wire = Wire(oracle, faults)
         self.planes = FakeNetwork()
         self.members: list[Member] = []
@@ -89,11 +94,28 @@ class Cluster:
                 latest[member.node.info.rank] = member.node.info
         return [latest[rank] for rank in sorted(latest)]
 
+    def every_rank(self) -> Sequence[RankInfo]:
+        """What a registry says about the prefill that has several groups."""
+        return [info for group in self.data_parallel for info in self.ranks(group)]
+
+    def named(self, group: int, how: str, dp_rank: int | None) -> Named:
+        """How decode names the prefill whose group it is."""
+        if how == OWN_GROUP:
+            return Named(self.ranks(group), dp_rank)
+        return Named("prefill" if how == WORD else self.every_rank(), dp_rank)
+
+    async def _resolve(self, _: str) -> Sequence[RankInfo]:
+        """A registry that takes its time."""
+        rng = self.loop.rng
+        await asyncio.sleep(rng.uniform(*(DELAY_S if self.faults.on and rng.random() < 0.2 else THREAD_S)))
+        return self.every_rank()
+
     def start_prefill(
         self, group: int, rank: int, world_size: int, port: int = 0, after: Member | None = None
     ) -> Member:
         """`after`: as in `start_decode`."""
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
+        dp_group = self.data_parallel.get(group, DpGroup())
         process, pool, plane, books = self._parts(name, after, (rank, world_size))
         incarnation = self._incarnation()
         node = PrefillNode(
@@ -103,6 +125,8 @@ class Cluster:
             port=port,
             rank=rank,
             world_size=world_size,
+            dp_rank=dp_group.dp_rank,
+            dp_size=dp_group.dp_size,
             timing=self.variety.timing,
             bounds=self.variety.bounds,
             verify_transfers=self.variety.verify,
@@ -122,6 +146,7 @@ class Cluster:
         node = DecodeNode(
             pool,
             plane,
+            resolve=self._resolve,
             pages=self._store_after(after, pool, incarnation),
             timing=self.variety.timing,
             bounds=self.variety.bounds,
@@ -322,6 +347,8 @@ class Cluster:
             member.snapshots = Snapshots(name, node.pool, books, host, self.oracle, self.faults)
         self.members.append(member)
         self.oracle.join(seen, plane.address)
+        if isinstance(node, PrefillNode):
+            self.oracle.dp_groups.joined(node.incarnation, group)
         start = node.start()
         with contextlib.suppress(StopIteration):
             process.run(start.send, None)

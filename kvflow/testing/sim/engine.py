@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvflow.aio import in_thread
 from kvflow.handlers.rooms import DecodeRoom
@@ -12,11 +12,18 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.codec import prompt_digest
-from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 from kvflow.testing.sim.content import handoff_of
 from kvflow.testing.sim.pages import books_of
 from kvflow.testing.sim.residence import Residence
 from kvflow.testing.sim.stay import Stay
+
+
+class Named(NamedTuple):
+    """How decode names the prefill of a request, and the group of it that is to serve the room."""
+
+    prefill: str | Sequence[RankInfo]
+    dp_rank: int | None = None
 
 
 class Job:
@@ -30,6 +37,7 @@ class Job:
         *,
         deadline_s: float | None = None,
         ranks: Callable[[], Sequence[RankInfo]] = tuple,
+        names: Callable[[], Named] | None = None,
         fails_at: int | None = None,
         refused: bool = False,
         kept_s: float = 0.0,
@@ -38,7 +46,8 @@ class Job:
         stay: Stay | None = None,
     ) -> None:
         self.room, self.prompt, self.chunks, self.deadline_s = room, prompt, chunks, deadline_s
-        self.ranks = ranks  # of the prefill it is for, as a registry would tell decode now
+        self.ranks = ranks  # of the group of prefill ranks it is for, as a registry would tell decode now
+        self._names = names
         self.fails_at, self.refused = fails_at, refused  # the engine breaks down at that chunk, or will not have it
         self.kept_s = kept_s  # how long decode goes on generating
         self.offers_after_s = offers_after_s  # decode has pages for it only so long after it has announced the room
@@ -52,6 +61,10 @@ class Job:
     def handoff(self) -> bytes:
         """What prefill must hand over with its last chunk."""
         return handoff_of(prompt_digest(self.prompt))
+
+    def named(self) -> Named:
+        """How its client names the prefill it is for, now; a prefill that has one group by its ranks."""
+        return Named(self.ranks()) if self._names is None else self._names()
 
     def model_step(self, node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
         """Computes `pages`, the prompt's pages from number `first` on; call it in a thread. They are the step's until
@@ -109,13 +122,21 @@ class PlainScheduler:
 
     async def decode(self, node: DecodeNode, job: Job) -> None:
         if job.refused:
-            return node.refuse(job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it"))
+            return refuse(node, job, Cause(Code.CAPACITY, "decode will not have it"))
+        try:
+            await self._decode(node, job)
+        except DpRankError as error:  # the other leg may wait at any group
+            refuse(node, job, error.cause())
+            raise
+        return None
+
+    async def _decode(self, node: DecodeNode, job: Job) -> None:
         async with await opened(node, job) as room:
             handoff = await room.landed()
             if (residence := job.residence) is not None:
                 job.close = lambda _: residence.abort()
                 job.succeeded = await residence.play(room, handoff)
-                return None
+                return
             job.succeeded = True
             owner = object()
             pages = room.keep(owner)
@@ -123,13 +144,25 @@ class PlainScheduler:
                 await asyncio.sleep(job.kept_s)
             finally:
                 node.pages.give_back(pages, owner)
-        return None
+
+
+def refuse(node: DecodeNode, job: Job, cause: Cause) -> None:
+    """Decode's half of the request will never come."""
+    named = job.named()
+    node.refuse(job.room, named.prefill, cause, dp_rank=named.dp_rank)
 
 
 async def opened(node: DecodeNode, job: Job, prefix_tokens: int = 0) -> DecodeRoom:
     """Decode's half of the room, which has offered its pages, late where the job says so."""
-    open_room = node.room if job.offers_after_s is None else node.announce
-    room = open_room(job.room, job.ranks(), job.prompt, deadline_s=job.deadline_s, prefix_tokens=prefix_tokens)
+    open_room, named = node.room if job.offers_after_s is None else node.announce, job.named()
+    room = open_room(
+        job.room,
+        named.prefill,
+        job.prompt,
+        deadline_s=job.deadline_s,
+        prefix_tokens=prefix_tokens,
+        dp_rank=named.dp_rank,
+    )
     job.close = room.close
     if job.topples is not None:
         room.on_end(job.topples)

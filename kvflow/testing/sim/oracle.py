@@ -11,6 +11,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.wire.messages import AbortAck, Bootstrap, ChunkDone, Goodbye, Message
 from kvflow.testing.sim.content import content, handoff_of
+from kvflow.testing.sim.dp_groups import DpGroups
 from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
 from kvflow.testing.sim.outcome import Violation
 from kvflow.testing.sim.pages import Books, grant_of
@@ -89,6 +90,7 @@ class Oracle:
         self.link_disturbed_at_s: dict[tuple[str, bytes], float] = {}  # per link: when something last happened to it
         self.garbage: set[bytes] = set()  # frames that are no message
         self.writing: PrefillRoomRecord | None = None  # whose write is being started
+        self.dp_groups = DpGroups(loop, self.by_incarnation, self.broken)
         self._tell = tell
 
     def join(self, seen: Seen, address: str) -> None:
@@ -180,6 +182,8 @@ class Oracle:
         mine = message.target if frame.to_prefill else message.source
         if mine != sender.incarnation:
             self.broken("I6", f"{sender.process.name} ({sender.incarnation:x}) speaks for {mine:x}: {message}")
+        if frame.to_prefill:
+            self.dp_groups.said(message)
         if type(message) is ChunkDone:
             self._chunk_said(Key(message.source, message.target, message.grant), message)
         elif type(message) is AbortAck:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim import plants_decode as d
+from kvflow.testing.sim import plants_dp_groups, plants_residency, plants_staging, plants_tables
 from kvflow.testing.sim import plants_goodbye as g
 from kvflow.testing.sim import plants_prefill as p
-from kvflow.testing.sim import plants_residency, plants_staging, plants_tables
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.run import simulate
 
@@ -102,8 +102,9 @@ PLANTS = (
 
 
 def all_plants() -> tuple[Plant, ...]:
-    """Those in endpoints and shells, in the tables and steps, of requests that leave the device, and of staging."""
-    others = (*plants_tables.PLANTS, *plants_residency.PLANTS, *plants_staging.PLANTS)
+    """Those in endpoints and shells, in the tables and steps, of requests that leave the device, of staging, and of
+    data-parallel groups."""
+    others = (*plants_tables.PLANTS, *plants_residency.PLANTS, *plants_staging.PLANTS, *plants_dp_groups.PLANTS)
     return (*PLANTS, *(Plant(*plant) for plant in others))
 
 

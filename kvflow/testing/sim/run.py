@@ -17,6 +17,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.wire.codec import prompt_digest
 from kvflow.testing.sim.cluster import Cluster, Member
 from kvflow.testing.sim.coverage import Cell, covered
+from kvflow.testing.sim.dp_groups import asked_observed, dp_groups_of
 from kvflow.testing.sim.endings import Endings, observed
 from kvflow.testing.sim.engine import Job, PlainScheduler, Scheduler
 from kvflow.testing.sim.faults import SWITCH, Faults
@@ -25,7 +26,20 @@ from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.residence import Residence
 from kvflow.testing.sim.rest import left
-from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, Switch, draw, with_staging, with_switch
+from kvflow.testing.sim.scenario import (
+    EVERY_GROUP,
+    OWN_GROUP,
+    WORD,
+    Accident,
+    Leg,
+    Request,
+    Scenario,
+    Switch,
+    draw,
+    with_dp_groups,
+    with_staging,
+    with_switch,
+)
 from kvflow.testing.sim.staging import waits_observed
 from kvflow.testing.sim.stay import GOOD
 from kvflow.testing.sim.swap import swapped
@@ -47,6 +61,7 @@ class Run:
         """`cluster`: a plain one, unless it is given."""
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
+        oracle.dp_groups.groups = self.cluster.data_parallel = dp_groups_of(scenario.data_parallel)
         self.endings = self.cluster.endings = Endings(oracle, forgetful=_forgetful(scenario))
         if scenario.variety.staging_bytes:  # a room that finds none is announced with the first repetition
             self.endings.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
@@ -115,6 +130,7 @@ class Run:
                 request.decode_prompt,
                 deadline_s=request.decode.deadline_s,
                 ranks=partial(self.cluster.ranks, group),
+                names=partial(self.cluster.named, group, request.named, request.dp_rank),
                 kept_s=request.kept_s,
                 refused=request.decode_refused,
                 offers_after_s=request.offers_after_s,
@@ -298,9 +314,13 @@ class Run:
 
     def counted(self) -> dict[str, int]:
         """What else the report is to count."""
-        staged = self.cluster.staged.values()
-        waits, copies = sum(one.waits for one in staged), sum(one.copies.ended for one in staged)
-        return {"waits for staging": waits, "copies from staging": copies} if staged else {}
+        counts: dict[str, int] = {}
+        if staged := self.cluster.staged.values():
+            counts["waits for staging"] = sum(one.waits for one in staged)
+            counts["copies from staging"] = sum(one.copies.ended for one in staged)
+        if self.cluster.data_parallel:
+            counts["ends told to every group"] = self.oracle.dp_groups.told_to_every_group
+        return counts
 
     def at_the_end(self) -> None:
         """Nothing is under way, and every node that lives has shown that it works."""
@@ -324,14 +344,20 @@ class Run:
                     self._probe_room = room = self._probe_room + 1
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
                     legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
-                    ranks_of = partial(self.cluster.ranks, group)
-                    legs.append((decode, Job(room, prompt, ranks=ranks_of, stay=None if number else GOOD)))
+                    named = partial(self.cluster.named, group, *self._names_for_probe(group, room))
+                    legs.append((decode, Job(room, prompt, names=named, stay=None if number else GOOD)))
         await asyncio.sleep(self.scenario.variety.timing.repeat_after_s)
         if legs:
             await asyncio.wait([member.spawn(self._leg(member, job)) for member, job in legs], timeout=REST_S)
         for member, job in legs:
             if not job.succeeded:
                 self.oracle.broken("I7", f"{member.name}: a good room after the faults has not succeeded")
+
+    def _names_for_probe(self, group: int, room: int) -> tuple[str, int | None]:
+        if (found := self.cluster.data_parallel.get(group)) is None:
+            return OWN_GROUP, None
+        named = room % found.dp_size != found.dp_rank
+        return WORD if room & 1 else EVERY_GROUP, found.dp_rank if named else None
 
     def _check_counts(self) -> None:
         for member in self.cluster.members:
@@ -356,7 +382,8 @@ def simulate(
     rng = random.Random(seed)
     loop = VirtualLoop(rng)
     faults = Faults(rng, copies=True)
-    scenario = with_switch(random.Random(f"switch {seed}"), draw(rng, faults))
+    scenario = with_dp_groups(random.Random(f"dp groups {seed}"), draw(rng, faults))
+    scenario = with_switch(random.Random(f"switch {seed}"), scenario)
     scenario = with_staging(random.Random(f"staging {seed}"), scenario)
 
     def make_run(oracle: Oracle) -> Run:
@@ -391,6 +418,7 @@ def played(
             covered(Counter() if visits is None else visits),
             observed(run.endings),
             waits_observed(oracle, run.cluster.staged),
+            asked_observed(oracle.dp_groups),
             _logged(oracle),
             _plenty(),
         ):

@@ -18,7 +18,12 @@ SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1)
 PROMPT_PAGES_MAX = 6
 SWITCHES_IN = 0.3  # of all seeds
 STAGED_IN = 0.25
+DP_GROUPS_IN = 0.25
 SWITCH_ROOM = 500_000  # the first room of those that are for the other role
+
+OWN_GROUP, EVERY_GROUP, WORD = "own group", "every group", "word"
+"""How decode names the prefill of a room: by the ranks of the room's group, by those of all groups, or by a word that a
+registry knows."""
 
 Moment = tuple[float, str]
 """When (s after the leg has begun) and what: cancel, cancel twice, close."""
@@ -48,6 +53,8 @@ class Request(NamedTuple):
     offers_after_s: float | None = None  # decode announces the room, and has pages only so much later
     topples: bool = False  # its end ends another room of the same node, from within `on_end`
     stay: Stay | None = None  # what it does at decode, once it has landed
+    named: str = OWN_GROUP  # how decode names its prefill
+    dp_rank: int | None = None  # the group that decode asks for; None: the room's number decides
 
 
 class Accident(NamedTuple):
@@ -70,12 +77,16 @@ class Switch(NamedTuple):
 
 
 class Scenario(NamedTuple):
+    """`groups`: the ranks of each group. A group is a prefill by itself, unless `data_parallel` has it: the groups of
+    one prefill, in their order."""
+
     groups: tuple[int, ...]
     decodes: int
     variety: Variety
     requests: list[Request]
     accidents: list[Accident]
     switch: Switch | None = None
+    data_parallel: tuple[int, ...] = ()
 
 
 def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
@@ -96,6 +107,55 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
                 for_s = _duration_s(rng) * (2 if kind == "stall" else 1)
                 accidents.append(Accident(rng.uniform(0.05, 2.2), kind, rng.randrange(first), for_s))
     return Scenario(groups, decodes, draw_variety(rng, decodes), requests, accidents)
+
+
+def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The scenario, in some of all seeds with one prefill that has two or three data-parallel groups. `rng` is another
+    generator than that of the scenario, which stays as it is otherwise. Requests of one number are one group's."""
+    if rng.random() >= DP_GROUPS_IN:
+        return scenario
+    groups, dp_size = scenario.groups, rng.choice((2, 2, 3))
+    first = rng.randrange(len(groups))
+    ranks, more, prefill_ranks = groups[first], dp_size - 1, sum(groups)
+    own = (first, *range(len(groups), len(groups) + more))
+    drawn: dict[int, tuple[str, int | None, int]] = {}
+
+    def of_a_group(request: Request) -> Request:
+        if request.group != first:
+            return request
+        if request.room not in drawn:
+            drawn[request.room] = _draw_group(rng, request.room, own)
+        named, dp_rank, group = drawn[request.room]
+        return request._replace(named=named, dp_rank=dp_rank, group=group)
+
+    def elsewhere(accident: Accident) -> Accident:
+        """Decodes stand behind the ranks of the other groups; what strikes one group may as well strike another."""
+        start, node = sum(groups[:first]), accident.node
+        if node >= prefill_ranks:
+            return accident._replace(node=node + more * ranks)
+        if start <= node < start + ranks and (moved := rng.randrange(dp_size)):
+            return accident._replace(node=prefill_ranks + (moved - 1) * ranks + node - start)
+        return accident
+
+    return scenario._replace(
+        groups=groups + (ranks,) * more,
+        data_parallel=own,
+        requests=[of_a_group(request) for request in scenario.requests],
+        accidents=[elsewhere(accident) for accident in scenario.accidents],
+    )
+
+
+def _draw_group(rng: random.Random, room: int, groups: tuple[int, ...]) -> tuple[str, int | None, int]:
+    """How decode names the prefill, which of its groups it asks for, and the group at which the other leg waits: any
+    of them, where decode asks for one that there is not."""
+    size, chance = len(groups), rng.random()
+    named = rng.choice((OWN_GROUP, EVERY_GROUP, WORD, WORD))
+    if chance < 0.4:
+        return named, None, groups[room % size]
+    if chance < 0.9:
+        dp_rank = rng.randrange(size)
+        return named, dp_rank, groups[dp_rank]
+    return rng.choice((EVERY_GROUP, WORD)), size + rng.randrange(2), rng.choice(groups)
 
 
 def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
