@@ -32,6 +32,7 @@ from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
 LEND_WORK = 32  # rooms that get their pages in one turn of the event loop
+_INT32 = np.dtype(np.int32)
 
 
 class Quarantined:
@@ -312,7 +313,7 @@ class DecodeShell(Shell):
             if room.own_pages is None:
                 take = self.pages.take_room if has_rows else self.pages.take
                 taken: Any = take(wanted, room.owner)
-                if not isinstance(taken, np.ndarray) or taken.dtype != np.int32:  # of a store of the user's own
+                if type(taken) is not np.ndarray or taken.dtype is not _INT32:  # of a store of the user's own
                     taken = page_indices(taken, self.layout.num_places, f"room {room.room}: what {self.pages!r} gave")
                 room.pages = taken
             if self.quarantine.leases:  # a store of somebody's own may know nothing of it
@@ -416,7 +417,7 @@ class DecodeShell(Shell):
     def _ended_room(self, command: c.RoomEnded) -> None:
         room = self.rooms[command.grant]
         room.over = True
-        if self.waiting.discard(room.grant):
+        if self.arrivals is not None and self.waiting.discard(room.grant):
             self._lend_waiting()
         if room.phase is DecodePhase.SUCCESS:  # its pages are its user's
             if self.arrivals is not None:

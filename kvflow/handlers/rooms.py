@@ -360,8 +360,11 @@ class PrefillRoom:
         that has no owner or is in quarantine, a hand-over before the last chunk): nothing was queued; the room's own
         error once it has ended.
         """
-        indices = page_indices(pages, self._shell.num_pages, f"room {self.room}")
-        self._shell.send_chunk(self, indices, bool(last), check_handoff(handoff))
+        shell = self._shell
+        indices = page_indices(pages, shell.num_pages, f"room {self.record.room}")
+        if type(handoff) is not bytes:
+            check_handoff(handoff)
+        shell.send_chunk(self, indices, bool(last), handoff)
 
     async def done(self) -> None:
         """Wait until every write has landed. Raises: KvflowError by what ended the room."""

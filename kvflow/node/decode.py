@@ -32,8 +32,6 @@ from kvflow.transports.control.zmq import connect_dealer
 log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 """From the word a user names a prefill by to its ranks, of all its groups, in rank order. Raises: LostError."""
-Group = Callable[[Sequence[RankInfo]], Sequence[RankInfo]]
-"""From all ranks of a prefill to those that serve one room."""
 
 
 class DecodeNode(Node[DecodeShell]):
@@ -227,11 +225,11 @@ class DecodeNode(Node[DecodeShell]):
         at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
         if dp_rank is not None:
             check_dp_rank(dp_rank)
-        group = functools.partial(group_for, room=number, dp_rank=dp_rank)
         if not isinstance(prefill, str):
             one = isinstance(prefill, list) and len(prefill) == 1 and isinstance(prefill[0], RankInfo)
             named = prefill if one else check_infos(prefill, "prefill")
-            ranks: Sequence[RankInfo] | None = named if dp_rank is None and len(named) == 1 else group(named)
+            alone = dp_rank is None and len(named) == 1
+            ranks: Sequence[RankInfo] | None = named if alone else group_for(named, number, dp_rank)
         elif self._resolve is None:
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         else:
@@ -242,7 +240,8 @@ class DecodeNode(Node[DecodeShell]):
         handle.held_back = held_back
         try:
             if ranks is None and isinstance(prefill, str):
-                shell.resolve_and_open(handle, functools.partial(self._ask_group, prefill, group), agreed, at_s)
+                ask = functools.partial(self._ask_group, prefill, number, dp_rank)
+                shell.resolve_and_open(handle, ask, agreed, at_s)
             else:
                 shell.open(handle, ranks or (), agreed, at_s, announce=held_back)
         except BaseException:
@@ -261,8 +260,8 @@ class DecodeNode(Node[DecodeShell]):
                 return None
         return ranks
 
-    async def _ask_group(self, prefill: str, group: Group) -> Sequence[RankInfo]:
-        return group(await self._ask(prefill))
+    async def _ask_group(self, prefill: str, room: int, dp_rank: int | None) -> Sequence[RankInfo]:
+        return group_for(await self._ask(prefill), room, dp_rank)
 
     async def _ask(self, prefill: str) -> Sequence[RankInfo]:
         """Resolve once for all rooms that wait for the same word."""

@@ -55,7 +55,7 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise MisuseError(f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}")
     narrow = ids.astype(np.uint32)
-    if not (narrow == ids).all():
+    if np.count_nonzero(narrow != ids):
         low, high = int(ids.min()), int(ids.max())
         raise MisuseError(f"token id {low if low < 0 else high} is not an unsigned 32-bit integer")
     return CheckedPrompt(ids.size, prompt_digest(narrow))

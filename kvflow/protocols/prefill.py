@@ -320,7 +320,8 @@ class PrefillEndpoint:
 
     def next_tick(self) -> float:
         """When `tick` may next be worth calling; infinity while nothing is due."""
-        return float("-inf") if self.core.work_left else self.core.deadlines.not_before_s
+        core = self.core
+        return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
         """Deadlines and silence. A tick does a bounded amount of work; `next_tick` says when more is due."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from enum import IntEnum
 
 from kvflow.protocols.errors import Cause, Code
@@ -40,18 +41,30 @@ class TransferMeasures:
         self.transfer_bytes = Histogram(TRANSFER_BYTES)
         self.transfer_bytes_per_second = Histogram(TRANSFER_BYTES_PER_SECOND)
 
-    def observe(self, ending: RoomEnding, ended_at_s: float, size_bytes: int) -> None:
-        ready_at_s, moving_at_s = ending.ready_at_s, ending.moving_at_s
-        if ready_at_s is not None:
-            self.bootstrap_seconds.observe(max(0.0, ready_at_s - ending.opened_at_s))
-            if moving_at_s is not None and ending.offers_pages:
-                self.allocation_seconds.observe(max(0.0, moving_at_s - ready_at_s))
-        if ending.cause is None and moving_at_s is not None:
-            seconds = max(0.0, ended_at_s - moving_at_s)
-            self.transfer_seconds.observe(seconds)
-            self.transfer_bytes.observe(size_bytes)
-            if seconds and size_bytes:
-                self.transfer_bytes_per_second.observe(size_bytes / seconds)
+    def observe(self, rooms: Sequence[tuple[RoomEnding, float, int]]) -> None:
+        """Each with when it ended, and the bytes that it moved."""
+        bootstrap: list[float] = []
+        allocation: list[float] = []
+        transfer: list[float] = []
+        sizes: list[float] = []
+        rates: list[float] = []
+        for ending, ended_at_s, size_bytes in rooms:
+            ready_at_s, moving_at_s = ending.ready_at_s, ending.moving_at_s
+            if ready_at_s is not None:
+                bootstrap.append(max(0.0, ready_at_s - ending.opened_at_s))
+                if moving_at_s is not None and ending.offers_pages:
+                    allocation.append(max(0.0, moving_at_s - ready_at_s))
+            if ending.cause is None and moving_at_s is not None:
+                seconds = max(0.0, ended_at_s - moving_at_s)
+                transfer.append(seconds)
+                sizes.append(size_bytes)
+                if seconds and size_bytes:
+                    rates.append(size_bytes / seconds)
+        self.bootstrap_seconds.observe_all(bootstrap)
+        self.allocation_seconds.observe_all(allocation)
+        self.transfer_seconds.observe_all(transfer)
+        self.transfer_bytes.observe_all(sizes)
+        self.transfer_bytes_per_second.observe_all(rates)
 
 
 def failed_in(ending: RoomEnding) -> str:
@@ -125,13 +138,16 @@ class Counts:
             self._count_ended()
 
     def _count_ended(self) -> None:
+        page_bytes, last_differs = self._page_bytes, self._last_differs
+        rooms: list[tuple[RoomEnding, float, int]] = []
         for ending, ended_at_s in self._ended:
             cause = ending.cause
             self._endings[ending.phase, None if cause is None else cause.code] += 1
             if cause is not None and (where := failed_in(ending)):
                 self._failures[where, cause.code] += 1
-            size_bytes = ending.num_pages * self._page_bytes + (self._last_differs if ending.num_pages else 0)
-            self._transfers.observe(ending, ended_at_s, size_bytes)
+            size_bytes = ending.num_pages * page_bytes + (last_differs if ending.num_pages else 0)
+            rooms.append((ending, ended_at_s, size_bytes))
+        self._transfers.observe(rooms)
         self._ended.clear()
 
     def room_refused(self, cause: Cause) -> None:

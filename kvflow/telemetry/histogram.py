@@ -37,6 +37,13 @@ class Histogram:
         self.buckets[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Each once; cheaper than one after the other."""
+        bounds, buckets = self.bounds, self.buckets
+        for value in values:
+            buckets[bisect_left(bounds, value)] += 1
+        self.sum += sum(values)
+
     def cumulative(self) -> list[tuple[float, int]]:
         """For each bound how many values were not above it; the last is infinity."""
         return list(zip((*self.bounds, float("inf")), accumulate(self.buckets), strict=True))

@@ -247,10 +247,7 @@ class GrantTable(Generic[R]):
         self.announcements.discard(grant)
         self._sent[grant] = sent
         insort(self._remembered, grant)  # nearly always at the end
-        for message in sent:
-            if type(message) is ChunkDone:
-                self.kept_bytes += len(message.handoff)
-                self._kept.total += len(message.handoff)
+        self._count(sent, 1)
         while len(self._sent) > self._limit:
             self.evict()
 
@@ -259,7 +256,7 @@ class GrantTable(Generic[R]):
         evicted, sent = next(iter(self._sent.items()))
         self.feed(evicted, K.EVICT)
         del self._sent[evicted], self._remembered[bisect_left(self._remembered, evicted)]
-        self._uncount(sent)
+        self._count(sent, -1)
         self._raise_low_water(GrantId(evicted + 1))
 
     def forget(self) -> None:
@@ -267,11 +264,12 @@ class GrantTable(Generic[R]):
         self._kept.total -= self.kept_bytes
         self.kept_bytes = 0
 
-    def _uncount(self, sent: tuple[Message, ...]) -> None:
+    def _count(self, sent: tuple[Message, ...], sign: int) -> None:
+        """Their hand-overs are remembered from here on (`sign` is 1), or forgotten (-1)."""
         for message in sent:
-            if type(message) is ChunkDone:
-                self.kept_bytes -= len(message.handoff)
-                self._kept.total -= len(message.handoff)
+            if type(message) is ChunkDone and message.handoff:
+                self.kept_bytes += sign * len(message.handoff)
+                self._kept.total += sign * len(message.handoff)
 
     def _raise_low_water(self, grant: GrantId) -> None:
         if grant > self.low_water:
@@ -327,7 +325,7 @@ class GrantTable(Generic[R]):
         first, last = bisect_left(self._remembered, start), bisect_left(self._remembered, end)
         for grant in self._remembered[first:last]:
             self.feed(grant, K.SETTLE)
-            self._uncount(self._sent.pop(grant))
+            self._count(self._sent.pop(grant), -1)
         del self._remembered[first:last]
         for grant in [grant for grant in self._evicted_in_doubt if start <= grant < end]:
             self.feed(grant, K.SETTLE)

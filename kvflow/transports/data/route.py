@@ -64,6 +64,8 @@ class Planner:
             raise LayoutError("a row is written onto a page")
 
     def bytes_of(self, source_pages: PageIndices) -> int:
+        if not self._source.num_rows:
+            return self.page_bytes * source_pages.size
         split = self._source.split(source_pages)
         return self.page_bytes * int(split.pages.size) + self.row_bytes * int(split.rows.size)
 
@@ -77,16 +79,18 @@ class Planner:
         if (
             not self._page
             or source_pages.size * len(self._page) > FEW_BLOCKS
-            or self._source.split(source_pages).rows.size
+            or (self._source.num_rows and self._source.split(source_pages).rows.size)
         ):
             return None
-        blocks = BlockList([], [], [])
+        sources: list[int] = []
+        targets: list[int] = []
+        sizes: list[int] = []
         for source_page, target_page in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
             for source, source_step, target, target_step, size in self._page:
-                blocks.sources.append(source + source_step * source_page)
-                blocks.targets.append(target + target_step * target_page)
-                blocks.sizes.append(size)
-        return blocks
+                sources.append(source + source_step * source_page)
+                targets.append(target + target_step * target_page)
+                sizes.append(size)
+        return BlockList(sources, targets, sizes)
 
     def blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> tuple[Addresses, Addresses, Addresses]:
         """Sources, targets and sizes, int64 [n] each, no block above the plane's limit."""
