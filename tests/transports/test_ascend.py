@@ -14,7 +14,7 @@ from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.testing.conformance.station import Side
 from kvflow.transports.data import ascend
-from kvflow.transports.data.ascend import AscendPlane, check_ascend, missing_for_ascend
+from kvflow.transports.data.ascend import AscendPlane, check_ascend, missing_for_ascend, npu_number
 from kvflow.transports.data.select import open_plane
 from tests.transports import stub_ascend
 from tests.transports.stub_planes import Ascend
@@ -75,7 +75,11 @@ async def test_of_a_pool_that_cannot_be_registered_whole_nothing_stays_registere
     pool.close()
 
 
-@pytest.mark.parametrize("device", ["mlx5_0", "-1", "1.5", "4096"])
+def test_the_first_npu_is_taken_unless_another_is_named() -> None:
+    assert [npu_number(device) for device in ("", "0", "128")] == [0, 0, 128]
+
+
+@pytest.mark.parametrize("device", ["mlx5_0", "-1", "1.5", "4096", "²"])
 def test_a_device_that_is_no_npus_number_is_refused(device: str) -> None:
     with pytest.raises(MisuseError, match="takes the number of an NPU, 0 by default"):
         open_plane("ascend", None, device=device)

@@ -18,6 +18,7 @@ from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, MisuseE
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation
 from kvflow.testing.pair import QUICK, small_layout, until
+from kvflow.transports.control import tcp_connections
 from kvflow.transports.control.packing import MAX_PARTS, PACKED_BYTES, PACKED_FRAMES
 from kvflow.transports.control.tcp_connections import TcpConnections
 from kvflow.transports.control.zmq import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
@@ -245,6 +246,28 @@ async def test_every_part_is_a_frame_and_an_endless_message_is_one_bad_frame() -
             await asyncio.to_thread(dealer._socket.send_multipart, parts)
         found = [frame for _, frame in await take(router, 2 + MAX_PARTS + 4)]
         assert found == [b"two", b"parts", *[b"x"] * MAX_PARTS, b"", b"", b"", b"good"]
+
+
+async def test_the_rest_of_an_endless_message_is_read_without_another_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_connections, "LOOK_S", 3600.0)  # nothing but the message wakes the reader
+    async with link() as (router, dealer):
+        await asyncio.to_thread(dealer._socket.send_multipart, [b"x"] * (5 * MAX_PARTS))
+        assert await take(router, 1) == [(FIVE, b"")]
+        receiving = asyncio.create_task(router.receive())
+        await until(lambda: not router._incoming.skipping)
+        receiving.cancel()
+        await asyncio.gather(receiving, return_exceptions=True)
+
+
+async def test_what_no_message_has_brought_comes_from_nowhere() -> None:
+    async with link() as (router, dealer):
+        assert not router.sender_address()
+        dealer.send(b"hello")
+        assert await take(router, 1) == [(FIVE, b"hello")] and router.sender_address() == "127.0.0.1"
+        receiving = asyncio.create_task(router.receive())
+        await until(lambda: router._waiting is not None)
+        router._tell_cut()
+        assert await receiving == [(b"", b"")] and not router.sender_address()
 
 
 async def test_an_oversized_frame_ends_the_connection_not_the_node() -> None:

@@ -63,6 +63,8 @@ async def test_held_writes_move_page_by_page() -> None:
     assert write.done.result() is WriteOutcome.CANCELLED and pair.arrived() == 3 * PAGE_BYTES
     pair.prefill.release()
     assert later.done.result() is WriteOutcome.LANDED and pair.arrived() == 4 * PAGE_BYTES
+    later.cancel()
+    assert not later.cancelled, "it has landed"
     assert pair.prefill.step() == 0
 
 

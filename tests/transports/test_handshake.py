@@ -18,8 +18,8 @@ ANSWER = bytes([3]) + b"{}"
 class Listener:
     """Hangs up on the first `silent` connections, as an engine does on those that say nothing, and answers then."""
 
-    def __init__(self, silent: int, after_s: float) -> None:
-        self.asked, self._silent, self._after_s = 0, silent, after_s
+    def __init__(self, silent: int, after_s: float, answer: bytes = ANSWER) -> None:
+        self.asked, self._silent, self._after_s, self._answer = 0, silent, after_s, answer
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -36,7 +36,7 @@ class Listener:
         if self.asked <= self._silent:
             await asyncio.sleep(self._after_s)
         else:
-            writer.write(len(ANSWER).to_bytes(8, "little") + ANSWER)
+            writer.write(len(self._answer).to_bytes(8, "little") + self._answer)
             await writer.drain()
         writer.close()
         self._open -= 1
@@ -61,6 +61,28 @@ async def test_only_who_hangs_up_late_is_asked_again(
             with pytest.raises(TransferError, match="no mooncake engine answers"):
                 await asking
             assert listener.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_engine"),
+    [
+        (b"\3", True),
+        (b"\3" + bytes(4095), True),
+        (b"\3" + bytes(4096), False),
+        (b"\2{}", False),
+        (b"", False),
+    ],
+    ids=["of its kind alone", "long", "too long", "another", "empty"],
+)
+async def test_an_answer_is_short_and_of_its_kind(answer: bytes, is_engine: bool) -> None:
+    async with await asyncio.start_server(Listener(0, 0.0, answer), "127.0.0.1", 0) as server:
+        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        asking = handshake.check_answers(session, HostNames("test"), 20.0)
+        if is_engine:
+            await asking
+        else:
+            with pytest.raises(TransferError, match="speaks another language"):
+                await asking
 
 
 async def test_who_always_hangs_up_late_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

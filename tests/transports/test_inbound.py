@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from kvflow.protocols.ports import ProcessIdentity
+from kvflow.transports.host import inbound
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.inbound import InboundConnections
 from kvflow.transports.host.tcp_table import encode_address, is_loopback, listening_ports, rows, sockets
@@ -221,12 +222,19 @@ def test_a_writer_that_may_have_inherited_a_connection_proves_nothing(engine: En
     assert engine.inbound.count_open(writer.identity) == 0
 
 
-def test_a_strangers_connection_counts(engine: Engine) -> None:
+def test_a_strangers_connection_counts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One from another machine counts only where the writer's network is not ours either."""
     writer, stranger = engine.writer(), engine.writer(watched=False)
+    elsewhere = msgspec.structs.replace(writer.identity, network_namespace="net:[1]")
+    engine.inbound.watch(elsewhere)
     held = engine.connection(stranger)
     engine.inbound.look()
+    monkeypatch.setattr(inbound, "own_addresses", set)
+    monkeypatch.setattr(inbound, "is_loopback", lambda address: False)
+    engine.connection(stranger)
     writer.kill()
     assert engine.inbound.count_open(writer.identity) == 1
+    assert engine.inbound.count_open(elsewhere) == 2
     held.close()
     assert engine.inbound.count_open(writer.identity) == 0
 

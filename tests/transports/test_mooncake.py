@@ -382,5 +382,13 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         mooncake.MooncakePlane()
 
 
-def test_the_engines_queue_is_never_the_default() -> None:
-    assert os.environ["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] == "65535"
+def test_the_engine_finds_its_settings_and_the_operators_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in mooncake._ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    mooncake.engine_class("127.0.0.1", force_tcp=True)
+    assert mooncake._ENVIRONMENT["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] == "65535"
+    assert {name: os.environ[name] for name in mooncake._ENVIRONMENT} == {
+        **mooncake._ENVIRONMENT,
+        "MC_LOG_LEVEL": "INFO",
+    }

@@ -7,6 +7,8 @@ import importlib.util
 import logging.config
 import os
 import signal
+import socket
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -211,6 +213,14 @@ async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str) ->
             assert await asyncio.shield(write.done) is WriteOutcome.LANDED
         peer.process.kill()
         await asyncio.wait_for(side.plane.fence(peer.address), 10)
+        (dead,) = plane_of(side)._peers
+        (await side.plane.connect(side.address, side.layout)).close()
+        assert dead in plane_of(side)._peers, "it has a route yet"
+    route.close()
+    another = Side("nixl", "page_first", None)
+    await side.plane.connect(another.address, another.layout)
+    assert dead not in plane_of(side)._peers and len(plane_of(side)._peers) == 2
+    await another.close()
     await side.close()
 
 
@@ -294,6 +304,10 @@ async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connecte
         with pytest.raises(TransferError, match="metadata differs"):
             await side.plane.connect(other, peer.layout)
         assert await landed(side, peer) == side.pool.layout.page_bytes
+        for route in list(plane_of(side)._routes):
+            route.close()
+        (await side.plane.connect(other, peer.layout)).close()
+        assert await landed(side, peer) == side.pool.layout.page_bytes
     await side.close()
 
 
@@ -335,12 +349,29 @@ async def test_an_idle_plane_does_not_look() -> None:
     await side.close()
 
 
+async def test_the_ports_of_an_agent_are_its_own() -> None:
+    """A fence waits for connections to them: for those to others it might wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        side = Side("nixl", "page_first", None)
+        ports = plane_of(side)._inbound_agent.ports
+        assert ports and another.getsockname()[1] not in ports
+        await side.close()
+
+
+def test_what_the_library_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lame_nixl.py").write_text("import no_such_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(library, "MODULES", ("lame_nixl",))
+    with pytest.raises(MisuseError, match=r"nixl cannot be loaded .*no_such_dependency"):
+        library.nixl_library()
+
+
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name, name=name.partition(".")[0])
 
     monkeypatch.setattr("importlib.import_module", missing)
-    with pytest.raises(MisuseError, match=r"pip install 'kvflow\[nixl\]'"):
+    with pytest.raises(MisuseError, match=r"nixl is not installed: pip install 'kvflow\[nixl\]'"):
         nixl.NixlPlane()
 
 

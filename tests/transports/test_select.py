@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
-from kvflow.transports.data.select import open_plane, plane_for
+from kvflow.transports.data.select import check_plane, open_plane, plane_for
 
 
 def test_the_name_of_a_plane_is_checked() -> None:
@@ -18,6 +20,14 @@ def test_the_name_of_a_plane_is_checked() -> None:
         open_plane("carrier pigeon", None)
     with pytest.raises(MisuseError, match="rate limit"):
         open_plane("local", None, rate_limit_bytes_per_s=0)
+
+
+def test_what_a_plane_lacks_is_told_before_there_is_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MisuseError, match="'mlx5_0': the local data plane has no use for one"):
+        check_plane("local", "mlx5_0")
+    monkeypatch.setitem(sys.modules, "mori", None)
+    with pytest.raises(MisuseError, match="mori"):
+        check_plane("mori")
 
 
 def test_a_pool_that_receives_locally_lies_in_shared_memory() -> None:

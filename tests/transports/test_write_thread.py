@@ -72,12 +72,14 @@ async def test_writes_are_served_in_turn() -> None:
     works.gate[0] = False
     writes = [works.write("a", 30), works.write("b", 10), works.write("c", 20)]
     await until(works.thread._inbox.empty)
+    assert works.thread.open_writes == 3
     works.gate[0] = True
     assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
     order = [name for name, _ in works.log]
     first = order.index("a")
     assert sorted(order[:3]) == ["a", "b", "c"] and order.count("a") == 3 and first < 3
     assert order[-1] == "a" and writes[0].landed_bytes == 30
+    assert works.thread.open_writes == 0
     await works.thread.close()
 
 
