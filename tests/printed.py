@@ -162,6 +162,7 @@ def _two_machines() -> Step:
     enter = commands_of(first)[0].partition(" && ")[2]
     commands = tuple(command for block in blocks for command in commands_of(block) if not _ENTER.fullmatch(command))
     script = f"{STOP}{_model_m()}{enter}\n" + "\n".join(_started(block) for block in blocks)
+    script += "\nrm control.key"  # examples/kubernetes makes one, too, and all steps share a clone
     return Step(TWO_MACHINES, script, commands, 300, True, ("mooncake",))
 
 
