@@ -19,7 +19,8 @@ from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane
 from kvflow.protocols.wire.messages import RoomId, room_id
 from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos
-from kvflow.threads.node import LoopFactory, NodeThread
+from kvflow.threads.loop import LoopThread
+from kvflow.threads.node import LoopFactory, MakeThread, NodeThread
 from kvflow.threads.rooms import DecodeThreadRoom, RoomEvent
 
 
@@ -35,13 +36,15 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         *,
         pages: ExternalPages | None = None,
         loop_factory: LoopFactory | None = None,
+        make_thread: MakeThread = LoopThread,
         **options: Any,
     ) -> None:
         """`options` are those of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
 
-        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed.
+        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed. `make_thread` makes the thread of the loop:
+        the simulator puts one of virtual time in its place.
         """
-        super().__init__(pool, pages, loop_factory)
+        super().__init__(pool, pages, loop_factory, make_thread)
         self._resolves = options.get("resolve") is not None
         self._make_node = partial(DecodeNode, pool, plane, pages=self.pages, **options)
 

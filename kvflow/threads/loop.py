@@ -20,15 +20,19 @@ class LoopThread:
 
     def __init__(self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
         """Starts at once. `loop_factory`: `uvloop.new_event_loop`, say."""
+        self.name = name
         self._lock = threading.Lock()
         self._posted: list[Callable[[], None]] = []
         self._woken = self._stopped = False
         self.errors = 0  # posted calls that ended in an exception
         self._asked: set[concurrent.futures.Future[Any]] = set()
-        started: list[BaseException | None] = []
-        ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
+        self._begin(loop_factory)
+
+    def _begin(self, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> None:
+        started: list[BaseException | None] = []
+        ready = threading.Event()
 
         async def main() -> None:
             self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -48,7 +52,7 @@ class LoopThread:
             finally:
                 self._end()
 
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread = threading.Thread(target=run, name=self.name, daemon=True)
         self._thread.start()
         ready.wait()
         if started[0] is not None:
@@ -71,16 +75,19 @@ class LoopThread:
         self.check_not_within()
         with self._lock:
             if self._stopped:
-                raise MisuseError(f"{self._thread.name} is closed")
+                raise MisuseError(f"{self.name} is closed")
             future = asyncio.run_coroutine_threadsafe(work(), self._loop)
             self._asked.add(future)
         future.add_done_callback(self._asked.discard)
+        return self._wait(future)
+
+    def _wait(self, future: concurrent.futures.Future[T]) -> T:
         return future.result()
 
     def check_not_within(self) -> None:
         """Raises: MisuseError from the loop's own thread."""
         if threading.current_thread() is self._thread:
-            raise MisuseError(f"this would block {self._thread.name}, the thread that has to do the work")
+            raise MisuseError(f"this would block {self.name}, the thread that has to do the work")
 
     def stop(self) -> None:
         """End the loop, and wait for its thread; idempotent. Tasks that are left are cancelled."""
@@ -96,7 +103,7 @@ class LoopThread:
             self._stopped = True
         for future in list(self._asked):
             if not future.done():
-                future.set_exception(MisuseError(f"{self._thread.name} has ended"))
+                future.set_exception(MisuseError(f"{self.name} has ended"))
 
     def _run_posted(self) -> None:
         with self._lock:
@@ -107,4 +114,4 @@ class LoopThread:
                 call()
             except Exception:  # the calls behind it are other rooms'
                 self.errors += 1
-                log.exception("a call that was posted to %s failed", self._thread.name)
+                log.exception("a call that was posted to %s failed", self.name)

@@ -35,6 +35,7 @@ A = TypeVar("A", PrefillRoom, DecodeRoom)
 R = TypeVar("R", bound=ThreadRoom)
 T = TypeVar("T")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+MakeThread = Callable[[str, LoopFactory | None], LoopThread]
 
 
 class NodeThread(Generic[N, A, R]):
@@ -42,11 +43,13 @@ class NodeThread(Generic[N, A, R]):
 
     role = ""
 
-    def __init__(self, pool: PagedPool, pages: ExternalPages | None, loop_factory: LoopFactory | None) -> None:
+    def __init__(
+        self, pool: PagedPool, pages: ExternalPages | None, loop_factory: LoopFactory | None, make_thread: MakeThread
+    ) -> None:
         self.pool, self.num_pages = pool, pool.layout.num_places
         self.pages = pages or ExternalPages(self.num_pages)
         pool.quarantine.keep_out_of(self.pages)
-        self._loop_factory = loop_factory
+        self._loop_factory, self._make_thread = loop_factory, make_thread
         self._thread: LoopThread | None = None
         self._node: N | None = None
         self._life = threading.Lock()  # around start and close, for threads that come together
@@ -71,7 +74,7 @@ class NodeThread(Generic[N, A, R]):
         with self._life:
             if self._thread is not None or self._closing:
                 raise MisuseError(f"the {self.role} thread was started before: make a new one")
-            self._thread = LoopThread(f"kvflow-{self.role}", self._loop_factory)
+            self._thread = self._make_thread(f"kvflow-{self.role}", self._loop_factory)
             try:
                 self._thread.call(self._start)
             except BaseException:

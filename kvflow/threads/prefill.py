@@ -20,7 +20,8 @@ from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, UnprovenLoan
 from kvflow.protocols.wire.messages import RoomId, room_id
 from kvflow.protocols.wire.ranks import RankInfo
-from kvflow.threads.node import LoopFactory, NodeThread
+from kvflow.threads.loop import LoopThread
+from kvflow.threads.node import LoopFactory, MakeThread, NodeThread
 from kvflow.threads.rooms import PrefillThreadRoom, RoomEvent
 from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import RankTable
@@ -40,14 +41,16 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         pages: ExternalPages | None = None,
         registry_port: int | None = None,
         loop_factory: LoopFactory | None = None,
+        make_thread: MakeThread = LoopThread,
         **options: Any,
     ) -> None:
         """`options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers ...
 
         `registry_port` (0: a free one): answer there for this rank, so that decodes find it as `registry`, "host:port".
-        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed.
+        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed. `make_thread` makes the thread of the loop:
+        the simulator puts one of virtual time in its place.
         """
-        super().__init__(pool, pages, loop_factory)
+        super().__init__(pool, pages, loop_factory, make_thread)
         self._make_node = partial(PrefillNode, pool, plane, pages=self.pages, **options)
         self._host, self._registry_port = options.get("host", "127.0.0.1"), registry_port
         self._numbers: set[int] = set()  # of rooms that are not released

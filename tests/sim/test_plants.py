@@ -36,7 +36,7 @@ SEEDS = {
     "handoff slot shared": (0, "I9"),
     "second cancel skips the drain": (8, "I13"),
     "source let go": (0, "I13"),
-    "nothing said again": (23, "I5"),
+    "nothing said again": (25, "I5"),
     "dropped from one table": (0, "I7"),
     "ack for another life": (8, "I6"),
     "prompts not compared": (1, "I8"),
@@ -80,6 +80,14 @@ SEEDS = {
     "only the first group told": (12, "I4"),
     "linked groups mixed up": (12, "I4"),
     "closed while its group is asked for": (170, "I4"),
+    "pages idle before the drain": (33, "I2"),
+    "released as it fails": (7, "I2"),
+    "closed before it was opened": (9, "I4"),
+    "last posted first": (9, "I4"),
+    "opened after the close": (630, "I4"),
+    "offered too late and kept": (44, "I5"),
+    "earlier loans not busy": (111, "I1"),
+    "events lost between polls": (7, "I4"),
 }
 
 

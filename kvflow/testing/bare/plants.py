@@ -23,7 +23,7 @@ from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.messages import Begun
 from kvflow.testing.bare.decode import Decode
 from kvflow.testing.bare.run import simulate
-from kvflow.testing.sim import plants_dp_groups, plants_residency, plants_staging
+from kvflow.testing.sim import plants_dp_groups, plants_residency, plants_staging, plants_threads
 from kvflow.testing.sim.plants import Plant, hunted
 from kvflow.testing.sim.plants import all_plants as of_nodes
 from kvflow.testing.sim.swap import swapped, swapped_cells, swapped_item
@@ -45,6 +45,7 @@ UNSEEN = {
 UNSEEN |= {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
 UNSEEN |= {name: "no decode has staging" for name, *_ in plants_staging.PLANTS}
 UNSEEN |= {name: "no endpoint knows of groups" for name, *_ in plants_dp_groups.PLANTS}
+UNSEEN |= {name: "no engine stands before an endpoint" for name, *_ in plants_threads.PLANTS}
 """Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from kvflow.memory.pool import PagedPool
@@ -27,11 +28,14 @@ from kvflow.testing.sim.plane import PacedPlane
 from kvflow.testing.sim.scenario import OWN_GROUP, WORD
 from kvflow.testing.sim.snapshots import Snapshots
 from kvflow.testing.sim.staging import Staged
+from kvflow.testing.sim.thread_engine import DecodeThreadEngine, PrefillThreadEngine
 from kvflow.testing.sim.times import DELAY_S, THREAD_S
 from kvflow.testing.sim.variety import Variety
 from kvflow.testing.sim.wire import Wire
 from kvflow.transports.control.memory import Frame
 from kvflow.transports.data.fake import FakeNetwork
+
+Engine = DecodeThreadEngine | PrefillThreadEngine
 
 
 class Member:
@@ -44,6 +48,7 @@ class Member:
         self.tasks: list[asyncio.Task[None]] = []
         self.snapshots: Snapshots | None = None  # of a decode
         self.cache: Any = None  # a `cached.NodeCache`, where there are some
+        self.engine: Engine | None = None  # of a node that is driven from outside of its loop
         self.leaving = False
 
     @property
@@ -78,6 +83,8 @@ class Cluster:
         self.wire = Wire(oracle, faults)
         self.planes = FakeNetwork()
         self.members: list[Member] = []
+        self.threaded: AbstractSet[int] = frozenset()  # decodes whose engines have no event loop
+        self.threaded_groups: AbstractSet[int] = frozenset()  # and groups of such prefills
         self._pools: list[PagedPool] = []
         self.staged: dict[PagedPool, Staged] = {}  # by the pool
 
@@ -118,22 +125,23 @@ class Cluster:
         dp_group = self.data_parallel.get(group, DpGroup())
         process, pool, plane, books = self._parts(name, after, (rank, world_size))
         incarnation = self._incarnation()
-        node = PrefillNode(
-            pool,
-            plane,
-            pages=self._store_after(after, pool, incarnation),
-            port=port,
-            rank=rank,
-            world_size=world_size,
-            dp_rank=dp_group.dp_rank,
-            dp_size=dp_group.dp_size,
-            timing=self.variety.timing,
-            bounds=self.variety.bounds,
-            verify_transfers=self.variety.verify,
-            incarnation=incarnation,
-            bind=self.wire.bind,
-            now=self.loop.time,
-        )
+        options: dict[str, Any] = {
+            "port": port,
+            "rank": rank,
+            "world_size": world_size,
+            "dp_rank": dp_group.dp_rank,
+            "dp_size": dp_group.dp_size,
+            "timing": self.variety.timing,
+            "bounds": self.variety.bounds,
+            "verify_transfers": self.variety.verify,
+            "incarnation": incarnation,
+            "bind": self.wire.bind,
+            "now": self.loop.time,
+        }
+        if group in self.threaded_groups:
+            engine = PrefillThreadEngine(name, process, pool, plane, books, self.oracle, self.faults.of_take, **options)
+            return self._join(name, process, engine.node, plane, books, group, None, engine)
+        node = PrefillNode(pool, plane, pages=self._store_after(after, pool, incarnation), **options)
         return self._join(name, process, node, plane, books, group)
 
     def start_decode(self, number: int, after: Member | None = None) -> Member:
@@ -142,20 +150,22 @@ class Cluster:
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
         incarnation = self._incarnation()
+        options: dict[str, Any] = {
+            "resolve": self._resolve,
+            "timing": self.variety.timing,
+            "bounds": self.variety.bounds,
+            "verify_transfers": self.variety.verify,
+            "incarnation": incarnation,
+            "connect": self.wire.connect,
+            "now": self.loop.time,
+        }
+        if number in self.threaded:
+            engine = DecodeThreadEngine(name, process, pool, plane, books, self.oracle, self.faults.of_take, **options)
+            return self._join(name, process, engine.node, plane, books, number, None, engine)
         staged = self._staged(name, pool, books)
-        node = DecodeNode(
-            pool,
-            plane,
-            resolve=self._resolve,
-            pages=self._store_after(after, pool, incarnation),
-            timing=self.variety.timing,
-            bounds=self.variety.bounds,
-            verify_transfers=self.variety.verify,
-            incarnation=incarnation,
-            staging=None if staged is None else staged.staging,
-            connect=self.wire.connect,
-            now=self.loop.time,
-        )
+        staging = None if staged is None else staged.staging
+        pages = self._store_after(after, pool, incarnation)
+        node = DecodeNode(pool, plane, pages=pages, staging=staging, **options)
         return self._join(name, process, node, plane, books, number, staged)
 
     def _staged(self, name: str, pool: PagedPool, books: Books) -> Staged | None:
@@ -185,11 +195,16 @@ class Cluster:
         member.leaving = True
 
         async def close() -> None:
-            await member.node.close()
+            if member.engine is None:
+                await member.node.close()
+            else:
+                await member.engine.close()
             if member.snapshots is not None:
                 await member.snapshots.close()
             if tasks := [task for task in member.tasks if not task.done()]:
                 await asyncio.wait(tasks)
+            if member.engine is not None:
+                member.engine.part()
             if member.cache is not None:
                 await member.cache.close()
             self.loop.soon(self._left, member)
@@ -307,6 +322,9 @@ class Cluster:
     def close(self) -> None:
         for staged in self.staged.values():
             staged.close()
+        for member in self.members:
+            if member.engine is not None:
+                member.engine.abandon()
         for pool in self._pools:
             pool.close()
         for member in self.members:
@@ -339,7 +357,9 @@ class Cluster:
         books: Books,
         group: int,
         staged: Staged | None = None,
+        engine: Engine | None = None,
     ) -> Member:
+        """`engine` has started the node, where there is one."""
         seen = Seen(process, node.incarnation, books, node.pool, None if staged is None else staged.books)
         member = Member(name, process, node, plane, seen, group)
         if isinstance(node, DecodeNode):
@@ -349,9 +369,11 @@ class Cluster:
         self.oracle.join(seen, plane.address)
         if isinstance(node, PrefillNode):
             self.oracle.dp_groups.joined(node.incarnation, group)
-        start = node.start()
-        with contextlib.suppress(StopIteration):
-            process.run(start.send, None)
+        member.engine = engine
+        if engine is None:
+            start = node.start()
+            with contextlib.suppress(StopIteration):
+                process.run(start.send, None)
         if staged is not None and isinstance(node, DecodeNode):
             staged.serve(node)
         return member

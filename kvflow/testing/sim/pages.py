@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvflow.handlers.decode import Quarantined
 from kvflow.memory.allocator import Index, Kept, PageAllocator
+from kvflow.memory.external import ExternalPages
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import CapacityError, OwnershipError
@@ -69,7 +70,7 @@ def another_store(pool: PagedPool) -> PageStore:
 def books_of(store: PageStore) -> Books:
     """Of a node's store that was watched."""
     pages = store.pages if isinstance(store, PlaceAllocator) else store
-    assert isinstance(pages, WatchedPages)
+    assert isinstance(pages, WatchedPages | WatchedExternalPages)
     return pages.books
 
 
@@ -156,8 +157,50 @@ class WatchedPages(PageAllocator):
         self._judge.broken(invariant, f"{self._who}: {text}")
 
 
+class Borrower:
+    """A request of an engine that hands out its pages by itself: who owns them, whatever the node does with them."""
+
+    __slots__ = ("engine_gone", "grant", "room")
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.grant: int | None = None  # under which its node has lent them
+        self.engine_gone = False  # they are nobody's as soon as they are idle
+
+    def __repr__(self) -> str:
+        return f"request(room {self.room}, grant {self.grant})"
+
+
+class WatchedExternalPages(ExternalPages):
+    """The shipped store. When a page is idle, nothing may be able to touch it any more."""
+
+    def __init__(self, books: Books, who: str, judge: Judge) -> None:
+        super().__init__(len(books.owners))
+        self.books, self._who, self._judge = books, who, judge
+
+    def unhold(self, pages: PageIndices) -> None:
+        try:
+            super().unhold(pages)
+        except OwnershipError as error:
+            self._judge.broken("I1", f"{self._who}: {error}")
+            raise
+        for place in pages.tolist():
+            if not self._uses[place]:
+                self._idle(place)
+
+    def _idle(self, place: int) -> None:
+        books = self.books
+        if books.writers[place]:
+            self._judge.broken("I2", f"{self._who}: {books.name(place)} is idle while a write may still reach it")
+        if books.readers[place]:
+            self._judge.broken("I13", f"{self._who}: {books.name(place)} is idle while it is read")
+        owner = books.owners[place]
+        if isinstance(owner, Borrower) and owner.engine_gone:
+            books.owners[place] = None
+
+
 def grant_of(owner: Hashable | None) -> int | None:
     """The grant under which decode lends a page, in its room's hands or in quarantine."""
     if isinstance(owner, tuple):
         return owner[1] if owner[0] == "grant" else None
-    return owner.grant if isinstance(owner, Quarantined) else None
+    return owner.grant if isinstance(owner, Quarantined | Borrower) else None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.testing.sim import plants_decode as d
-from kvflow.testing.sim import plants_dp_groups, plants_residency, plants_staging, plants_tables
+from kvflow.testing.sim import plants_dp_groups, plants_residency, plants_staging, plants_tables, plants_threads
 from kvflow.testing.sim import plants_goodbye as g
 from kvflow.testing.sim import plants_prefill as p
 from kvflow.testing.sim.outcome import Outcome
@@ -102,9 +102,10 @@ PLANTS = (
 
 
 def all_plants() -> tuple[Plant, ...]:
-    """Those in endpoints and shells, in the tables and steps, of requests that leave the device, of staging, and of
-    data-parallel groups."""
-    others = (*plants_tables.PLANTS, *plants_residency.PLANTS, *plants_staging.PLANTS, *plants_dp_groups.PLANTS)
+    """Those in endpoints and shells, in the tables and steps, of requests that leave the device, of staging, of
+    data-parallel groups, and of engines without an event loop."""
+    of_parts = (plants_dp_groups.PLANTS, plants_staging.PLANTS, plants_threads.PLANTS)
+    others = (*plants_tables.PLANTS, *plants_residency.PLANTS, *(plant for part in of_parts for plant in part))
     return (*PLANTS, *(Plant(*plant) for plant in others))
 
 

@@ -49,6 +49,8 @@ def _left_at_prefill(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
     found += [f"{name}: {count} {what}" for what, count in counts.items() if count]
     if any(peer.grants.remembered > core.bounds.closed_grants for peer in core.peers.values()):
         found.append(f"{name}: more closed grants than {core.bounds.closed_grants} are remembered")
+    if member.engine is not None:
+        found += member.engine.left(set())
     books = member.seen.books
     out = books.out - books.owners.count(OWNER)
     if out > lent or (not lent and not member.seen.pool.places.at_rest()):
@@ -85,6 +87,8 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
         found.append(f"{name}: {len(core.ledger)} loans, {loans} of writers that are known")
     if handles := node.shell.rooms.keys() - in_doubt:
         found.append(f"{name}: handles of grants {sorted(handles)}")
+    if member.engine is not None:
+        found += member.engine.left(in_doubt)
     out = books.out - books.owners.count(OWNER)  # what is cached is at rest
     if member.seen.lent is not member.seen.books:
         if out > lent - lent_before:

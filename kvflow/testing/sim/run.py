@@ -39,10 +39,12 @@ from kvflow.testing.sim.scenario import (
     with_dp_groups,
     with_staging,
     with_switch,
+    with_threads,
 )
 from kvflow.testing.sim.staging import waits_observed
 from kvflow.testing.sim.stay import GOOD
 from kvflow.testing.sim.swap import swapped
+from kvflow.testing.sim.thread_engine import loans_observed
 from kvflow.testing.sim.times import A_MOMENT_S, FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
@@ -61,6 +63,7 @@ class Run:
         """`cluster`: a plain one, unless it is given."""
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
+        self.cluster.threaded, self.cluster.threaded_groups = scenario.threaded, scenario.threaded_groups
         oracle.dp_groups.groups = self.cluster.data_parallel = dp_groups_of(scenario.data_parallel)
         self.endings = self.cluster.endings = Endings(oracle, forgetful=_forgetful(scenario))
         if scenario.variety.staging_bytes:  # a room that finds none is announced with the first repetition
@@ -153,7 +156,9 @@ class Run:
 
     async def _leg(self, member: Member, job: Job) -> None:
         try:
-            if isinstance(member.node, PrefillNode):
+            if member.engine is not None:
+                await member.engine.play(job)
+            elif isinstance(member.node, PrefillNode):
                 await self.scheduler.prefill(member.node, job)
             else:
                 if job.stay is not None and member.snapshots is not None:
@@ -320,6 +325,8 @@ class Run:
             counts["copies from staging"] = sum(one.copies.ended for one in staged)
         if self.cluster.data_parallel:
             counts["ends told to every group"] = self.oracle.dp_groups.told_to_every_group
+        if engines := [member.engine for member in self.cluster.members if member.engine is not None]:
+            counts["rooms of engines without a loop"] = sum(engine.handled for engine in engines)
         return counts
 
     def at_the_end(self) -> None:
@@ -385,6 +392,8 @@ def simulate(
     scenario = with_dp_groups(random.Random(f"dp groups {seed}"), draw(rng, faults))
     scenario = with_switch(random.Random(f"switch {seed}"), scenario)
     scenario = with_staging(random.Random(f"staging {seed}"), scenario)
+    if scheduler is None:  # else decodes are the scheduler's to drive
+        scenario = with_threads(random.Random(f"threads {seed}"), scenario)
 
     def make_run(oracle: Oracle) -> Run:
         return Run(loop, faults, scenario, scheduler or PlainScheduler(), oracle)
@@ -419,6 +428,7 @@ def played(
             observed(run.endings),
             waits_observed(oracle, run.cluster.staged),
             asked_observed(oracle.dp_groups),
+            loans_observed(oracle),
             _logged(oracle),
             _plenty(),
         ):
@@ -427,7 +437,8 @@ def played(
                 oracle.broken("I7", f"raised into the event loop: {loop.raised[0]}")
         steps, virtual_s = loop.steps, loop.time()
         oracle.over = True
-        loop.wind_up()
+        with _logged(oracle):
+            loop.wind_up()
     except Exception as error:
         error.add_note(f"seed {seed}")
         raise

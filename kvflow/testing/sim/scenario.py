@@ -19,6 +19,7 @@ PROMPT_PAGES_MAX = 6
 SWITCHES_IN = 0.3  # of all seeds
 STAGED_IN = 0.25
 DP_GROUPS_IN = 0.25
+THREADS_IN = 0.25
 SWITCH_ROOM = 500_000  # the first room of those that are for the other role
 
 OWN_GROUP, EVERY_GROUP, WORD = "own group", "every group", "word"
@@ -87,6 +88,8 @@ class Scenario(NamedTuple):
     accidents: list[Accident]
     switch: Switch | None = None
     data_parallel: tuple[int, ...] = ()
+    threaded: frozenset[int] = frozenset()  # decodes whose engines have no event loop
+    threaded_groups: frozenset[int] = frozenset()  # and groups of such prefills
 
 
 def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
@@ -198,6 +201,40 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
         requests=[in_time(request) for request in scenario.requests],
         switch=switch and switch._replace(requests=tuple(in_time(request) for request in switch.requests)),
     )
+
+
+def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The scenario, in some of all seeds without staging with nodes whose engines have no event loop. `rng` as in
+    `with_switch`. A node that changes its role is not one of them. Most of these decodes part once, often just as a
+    request has come, and another node goes on over the pool."""
+    if rng.random() >= THREADS_IN or scenario.variety.staging_bytes:
+        return scenario
+    first = sum(scenario.groups)
+    of_place = [group for group, ranks in enumerate(scenario.groups) for _ in range(ranks)]
+    switching = None if scenario.switch is None else scenario.switch.node
+    threaded = [number for number in range(scenario.decodes) if rng.random() < 0.75 and first + number != switching]
+    switching_group = of_place[switching] if switching is not None and switching < first else None
+    groups = [group for group in range(len(scenario.groups)) if rng.random() < 0.4 and group != switching_group]
+    requests = [_offered(rng, request) if request.decode_at in threaded else request for request in scenario.requests]
+    accidents = list(scenario.accidents)
+    for number in threaded:
+        begins_s = [r.decode.at_s for r in requests if r.decode is not None and r.decode_at == number]
+        if begins_s and rng.random() < 0.7:
+            at_s = rng.choice(begins_s) + rng.uniform(0.0, 0.03)
+            accidents.append(Accident(at_s, "leave", first + number, rng.uniform(0.05, 0.6)))
+    return scenario._replace(
+        threaded=frozenset(threaded), threaded_groups=frozenset(groups), requests=requests, accidents=accidents
+    )
+
+
+def _offered(rng: random.Random, request: Request) -> Request:
+    """Some requests more are announced before there are pages, and some of them end just as these come."""
+    if request.decode is None or rng.random() > 0.3:
+        return request
+    offers_after_s, leg = rng.uniform(0.0, 0.3), request.decode
+    if rng.random() < 0.5:
+        leg = leg._replace(ends=(max(0.0, offers_after_s + rng.uniform(-0.015, 0.003)), "close"))
+    return request._replace(decode=leg, offers_after_s=offers_after_s)
 
 
 def _duration_s(rng: random.Random) -> float:
