@@ -22,6 +22,9 @@ from kvflow.transports.control.memory import (
     RouterSocket,
 )
 
+pytest_plugins = ["kvflow.testing.fixtures"]
+pytestmark = pytest.mark.usefixtures("kvflow_clean_loop")
+
 Link = tuple[Network, RouterSocket, DealerSocket]
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvflow.transports.data.mooncake import congestion
+from kvflow.transports.data.mooncake import congestion, route
+from kvflow.transports.data.write_thread import WriteThread
 
 
 def algorithm(connection: socket.socket) -> bytes:
@@ -36,3 +39,17 @@ def test_other_algorithms_are_the_operators_choice(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(congestion, "_UNPACED", b"reno")
         assert congestion.unpace_local_connections() == 0
         assert algorithm(near) == before
+
+
+@pytest.mark.parametrize("over_tcp", [True, False])
+def test_connections_are_looked_for_often_at_first_then_seldom(monkeypatch: pytest.MonkeyPatch, over_tcp: bool) -> None:
+    n, looked = 0, list[int]()
+    monkeypatch.setattr(route, "unpace_local_connections", lambda: looked.append(n))
+    calls: Any = SimpleNamespace(transfer_submit_write=None, transfer_check_status=None)
+    nothing: Any = None
+    mine = route.MooncakeRoute(WriteThread("test"), nothing, calls, "", nothing, set(), over_tcp=over_tcp)
+    mine.moved(0)
+    assert not looked, "nothing was submitted that could have opened one"
+    for n in range(1, 17):  # noqa: B007 - a look reads it
+        mine.moved(4 << 20)
+    assert looked == ([1, 2, 4, 8, 16] if over_tcp else [])

@@ -105,6 +105,23 @@ async def test_a_stuck_write_ends_only_when_released() -> None:
     assert stuck.done.result() is WriteOutcome.CANCELLED
 
 
+class Draining(FakePlane):
+    drains_at_once = False
+
+
+async def test_a_cancelled_write_of_a_plane_that_drains_ends_at_its_next_turn() -> None:
+    pair = PlanePair()
+    plane = Draining(pair.network)
+    plane.export(pair.source.layout)
+    plane.hold()
+    write = (await plane.connect(pair.decode_end, pair.theirs)).write(*FOUR)
+    assert plane.step() == PAGE_BYTES
+    write.cancel()
+    assert write.cancelled and not write.done.done()
+    assert plane.step() == 0 and write.done.result() is WriteOutcome.CANCELLED
+    assert pair.arrived() == PAGE_BYTES
+
+
 async def test_a_fence_resolves_with_death_and_nothing_lands_after_it() -> None:
     pair = PlanePair()
     pair.prefill.script(Fault.LATE)

@@ -18,6 +18,8 @@ from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.host import identity
 from kvflow.transports.host.identity import is_alive, own_identity, wait_dead, watch
 
+pytest_plugins = ["kvflow.testing.fixtures"]
+
 SAY = (
     "import sys, msgspec; from kvflow.transports.host.identity import own_identity;"
     "print(msgspec.json.encode(own_identity()).decode(), flush=True); sys.stdin.read()"
@@ -31,14 +33,16 @@ async def child() -> tuple[asyncio.subprocess.Process, ProcessIdentity]:
     return process, msgspec.json.decode(await process.stdout.readline(), type=ProcessIdentity)
 
 
+@pytest.mark.usefixtures("kvflow_clean_loop")
 async def test_a_death_is_seen_by_every_watcher() -> None:
     process, observed = await child()
-    async with watch(observed) as first, watch(observed) as second:
+    async with watch(observed) as first, watch(observed) as second, watch(observed) as given_up:
+        given_up.died.cancel()  # by one that awaited it without a shield
         assert is_alive(observed)
         assert [first.dead, second.dead] == [False, False]
         process.kill()
         await asyncio.wait_for(asyncio.gather(asyncio.shield(first.died), asyncio.shield(second.died)), 5)
-        assert [first.dead, second.dead] == [True, True]
+        assert [first.dead, second.dead, given_up.dead] == [True, True, False]
     await process.wait()
     assert not is_alive(observed)
     await asyncio.wait_for(wait_dead(observed), 20)

@@ -202,6 +202,7 @@ async def test_a_pool_of_a_users_own_tensors_can_send_and_not_receive(side: Side
     assert (target.pages_bytes(pages(5)) == 9).all() and not target.pages_bytes(np.arange(5, dtype=np.int32)).any()
     for opened in (plane, other):
         await opened.close()
+    assert route.closed and not plane._routes, "what was mapped for it is let go of"
 
 
 async def test_a_pool_outside_the_segment_is_not_exported(side: Side) -> None:

@@ -91,6 +91,11 @@ async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes
     await side.close()
 
 
+def under_way(side: Side) -> dict[str, int]:
+    assert isinstance(side.plane, mooncake.MooncakePlane)
+    return side.plane.under_way
+
+
 def _begun(write: Write) -> bool:
     assert isinstance(write, ThreadWrite)
     return write.job is not None
@@ -111,6 +116,8 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(monkeypatch: pytes
         await freeze(peer.process.pid)
         write = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: _begun(write))
+        await until(lambda: under_way(side)["handles"] > 0)
+        assert under_way(side)["bytes"] > 0 and under_way(side)["jobs"] == under_way(side)["writes"] == 1
         await asyncio.wait_for(side.plane.close(), 5)
         assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
     side.pool.close()
