@@ -183,6 +183,8 @@ async def test_malformed_puts_are_refused(registry: Server, session: aiohttp.Cli
 async def test_a_rank_can_only_put_itself(registry: Server, session: aiohttp.ClientSession) -> None:
     async with session.put(registry.make_url("/ranks/1"), json=rank_to_json(RANK)) as answer:
         assert answer.status == 400
+    async with session.put(registry.make_url("/ranks/0"), json=rank_to_json(RANK)) as answer:
+        assert (answer.status, json.loads(await answer.read())) == (200, {"ranks": 1})
 
 
 async def test_the_key_is_asked_for(
@@ -337,6 +339,15 @@ async def test_strange_requests_are_answered(table: RankTable, request_bytes: by
         assert table.all() == [RANK]
 
 
+async def test_other_documents_are_got_and_nothing_else(table: RankTable) -> None:
+    documents = {"/metrics": lambda: rank_server.json_answer({"rooms": 3})}
+    async with serve_ranks(table, "127.0.0.1", documents=documents) as port:
+        got = await exchanged(port, b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert got.startswith(b"HTTP/1.1 200 OK") and got.endswith(b'{"rooms":3}')
+        posted = await exchanged(port, b"POST /metrics HTTP/1.1\r\n\r\n")
+        assert posted.startswith(b"HTTP/1.1 404 Not Found") and b"GET /ranks, GET /metrics and PUT" in posted
+
+
 async def test_a_body_that_breaks_off_registers_nothing(table: RankTable) -> None:
     async with bare(table) as server:
         head = b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: 50\r\n\r\n"
@@ -352,9 +363,11 @@ async def test_a_client_that_says_nothing_is_cut_off(table: RankTable, monkeypat
 
 async def test_connections_are_bounded_and_ended(table: RankTable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_server, "MAX_CONNECTIONS", 2)
+    others = asyncio.all_tasks()
     async with bare(table) as server:
         silent = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
         assert await exchanged(server.port, b"GET /health HTTP/1.1\r\n\r\n") == b""
+    assert asyncio.all_tasks() == others
     for reader, writer in silent:  # leaving the block does not wait for them
         with suppress(ConnectionResetError):
             assert await reader.read() == b""

@@ -86,6 +86,20 @@ async def test_drop_duplicate_hold_release(link: Link) -> None:
     assert network.seen["Heartbeat"] == 7
 
 
+async def test_a_release_ends_what_holds_and_no_other_rule(link: Link) -> None:
+    network, router, dealer = link
+    network.hold(Heartbeat, times=2)
+    for n in range(2):
+        dealer.send(beat(n))
+    network.drop(Heartbeat)
+    network.hold(Heartbeat)
+    assert network.release() == 2
+    assert await got(router, 2) == [0, 1]
+    for n in range(2, 4):
+        dealer.send(beat(n))
+    assert await got(router, 1) == [3]
+
+
 async def test_rules_are_for_their_class_only(link: Link) -> None:
     network, router, dealer = link
     network.drop(Abort)

@@ -56,6 +56,7 @@ async def take(socket: ZmqSocket, count: int) -> Frames:
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
 async def test_both_ways_in_order_by_routing_id(host: str) -> None:
     async with link(host) as (router, dealer):
+        assert not dealer.lockout_reason
         frames = [str(i).encode() for i in range(10 * BURST_FRAMES)]
         for frame in frames:
             assert dealer.send(frame)
@@ -161,6 +162,18 @@ async def test_a_peer_nobody_knows_cannot_be_sent_to(at_once: bool) -> None:
         assert await take(dealer, 1) == [(b"", b"x")]
 
 
+async def test_a_decode_that_connects_again_takes_over_its_routing_id() -> None:
+    async with link() as (router, dealer):
+        dealer.send(b"first")
+        await take(router, 1)
+        again = connect_dealer(dealer._socket.getsockopt_string(zmq.LAST_ENDPOINT), 5)
+        again.send(b"again")
+        assert await take(router, 1) == [(FIVE, b"again")]
+        router.send(b"answer", FIVE)
+        assert await take(again, 1) == [(b"", b"answer")]
+        again.close()
+
+
 async def test_an_unknown_peer_among_known_ones_costs_no_frame_of_theirs() -> None:
     async with link() as (router, dealer):
         second = connect_dealer(dealer._socket.getsockopt_string(zmq.LAST_ENDPOINT), 7)
@@ -251,7 +264,7 @@ async def test_every_part_is_a_frame_and_an_endless_message_is_one_bad_frame() -
 async def test_the_rest_of_an_endless_message_is_read_without_another_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_connections, "LOOK_S", 3600.0)  # nothing but the message wakes the reader
     async with link() as (router, dealer):
-        await asyncio.to_thread(dealer._socket.send_multipart, [b"x"] * (5 * MAX_PARTS))
+        await asyncio.to_thread(dealer._socket.send_multipart, [b"x"] * (12 * MAX_PARTS))
         assert await take(router, 1) == [(FIVE, b"")]
         receiving = asyncio.create_task(router.receive())
         await until(lambda: not router._incoming.skipping)
