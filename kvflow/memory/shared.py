@@ -89,10 +89,12 @@ class SharedSegment:
             if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
                 raise TransferError(f"descriptor {fd} of process {pid} is not a sealed segment")
             size_bytes = os.fstat(ours).st_size - _CLAIMS_BYTES
+            if size_bytes < 1:
+                raise TransferError(f"descriptor {fd} of process {pid} has no bytes of a pool")
             if owner and owner not in _read_claims(ours, size_bytes):
                 raise TransferError(f"descriptor {fd} of process {pid} is not the pool of {owner:016x}, which named it")
             segment = cls(_map(ours, size_bytes, mmap.MAP_SHARED), -1)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
             os.close(ours)
@@ -139,11 +141,8 @@ class SharedSegment:
 
 
 def _read_claims(fd: int, offset: int) -> set[int]:
-    """Raises: OSError, ValueError (no page of claims)."""
-    page = os.pread(fd, _CLAIMS_BYTES, offset)
-    if len(page) != _CLAIMS_BYTES:
-        raise ValueError("it says of no node that it is its pool")
-    return {owner for (owner,) in _CLAIM.iter_unpack(page) if owner}
+    """Of a sealed segment, whose last page they are. Raises: OSError."""
+    return {owner for (owner,) in _CLAIM.iter_unpack(os.pread(fd, _CLAIMS_BYTES, offset)) if owner}
 
 
 def _whole_pages(size_bytes: int) -> int:

@@ -247,6 +247,18 @@ def test_long_lists_do_not_take_the_slow_ways_of_numpy(monkeypatch: pytest.Monke
     assert store.free_pages == 4096, "no hold is left that the next owner's pages would wait for"
 
 
+def test_many_pages_that_are_given_back_beside_a_held_one_leave_those_of_others_alone() -> None:
+    store = PageAllocator(4096)
+    many, others = store.take(2048, "a"), store.take(8, "b")
+    store.hold(many[5:6])
+    store.give_back(many, "a")
+    assert store.owned() == {"b": 8, Kept.RETURNING: 1} and store.free_pages == 4096 - 8 - 1
+    assert store.pages_of("b").tolist() == others.tolist()
+    store.give_back(others, "b")
+    store.unhold(many[5:6])
+    assert store.at_rest()
+
+
 def test_many_pages_are_looked_up_in_ascending_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any other order, a million pages took 40 ms of the event loop for each of these calls."""
     store = PageAllocator(4096)

@@ -179,6 +179,19 @@ async def test_where_no_thread_is_to_be_had_there_is_no_sum(monkeypatch: pytest.
     assert await sums.begin(pages(1)).done == b"", "nothing is read past the end"
 
 
+def test_where_no_further_thread_is_to_be_had_those_there_are_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = page_tasks.DaemonThreads(2, "test")
+    first = threads.submit(threading.get_ident).result(20)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert threads.submit(threading.get_ident).result(20) == first
+    threads.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        threads.submit(threading.get_ident)
+
+
 async def test_close_leaves_a_hung_sum_alone_whose_memory_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     monkeypatch.setattr(page_tasks, "CLOSE_S", 0.05)

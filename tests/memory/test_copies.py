@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -112,9 +113,41 @@ async def test_host_memory_is_pinned_while_the_store_is_open(device: Device) -> 
         SnapshotStore(pool, 1 << 16)
 
 
-def test_another_device_is_refused() -> None:
+class Kernel:
+    """A stand-in for the one that runs on a GPU: it writes down what it is given."""
+
+    def __init__(self) -> None:
+        self.queued: list[Blocks] = []
+
+    def suits(self, blocks: Blocks) -> bool:
+        return True
+
+    def queue(self, blocks: Blocks, stream: Any) -> None:
+        self.queued.append(blocks)
+
+
+def test_a_kernel_copies_to_and_from_pinned_memory_alone(device: Device) -> None:
+    copier, kernel = CudaCopier("cuda:0"), Kernel()
+    copier._kernel = kernel  # type: ignore[assignment]
+    pinned = PagedPool.allocate(pool_layout(), shared=False)
+    [buffer] = pinned.layout.buffers
+    a, b = arrays()[:2]
+    copier.pin(pinned)
+    copier.copy(blocks((a, b)))
+    assert not kernel.queued and a.tobytes() == b.tobytes()
+    ours = Blocks(*(np.array([n], dtype=np.int64) for n in (a.ctypes.data, buffer.address, 16)))
+    copier.copy(ours)
+    assert kernel.queued == [ours]
+    copier.close()
+
+
+def test_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutError, match="memory of meta cannot be copied"):
         copier_for(PagedPool.allocate(pool_layout(), device="meta"))
+    monkeypatch.setattr(torch.version, "cuda", None)  # as in a build of torch for CPUs, or for another vendor's devices
+    with pytest.raises(LayoutError, match="memory of cuda:0 cannot be copied"):
+        copies.CudaCopier("cuda:0")
+    monkeypatch.undo()
     with pytest.raises(LayoutError, match="no CUDA runtime"):
         copies.Runtime(copies._loaded_library("libcudart.so") if torch.version.cuda is None else None)
 
@@ -154,3 +187,23 @@ def test_few_blocks_and_large_ones_are_not_small() -> None:
 
     assert are_small(of(64, SMALL_BYTES)) and not are_small(of(63, SMALL_BYTES)) and not are_small(of(64, 513))
     assert not are_small(of(0, 1))
+
+
+def test_others_get_the_gil_after_so_many_bytes_and_with_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = np.arange(7 << 10, dtype=np.uint8), np.zeros(7 << 10, dtype=np.uint8)
+    ways: list[str] = []
+
+    def noted(way: str, honest: Callable[[int, int, int], None]) -> Callable[[int, int, int], None]:
+        def copy(to: int, at: int, size: int) -> None:
+            ways.append(way)
+            honest(to, at, size)
+
+        return copy
+
+    for way in ("_copy_holding_gil", "_copy_releasing_gil"):
+        monkeypatch.setattr(copies, way, noted(way, getattr(copies, way)))
+    monkeypatch.setattr(copies, "_HELD_BYTES", 3 << 10)
+    starts = np.arange(0, 7 << 10, 1 << 10)
+    HostCopier.copy(Blocks(starts + source.ctypes.data, starts + target.ctypes.data, np.full(7, 1 << 10)))
+    assert [n for n, way in enumerate(ways) if way == "_copy_releasing_gil"] == [2, 5, 6]
+    assert (target == source).all()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
+import resource
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
+from kvflow.protocols.pages.kinds import PAGE, StateKind
 from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
 from tests.memory.kinds import KINDS, layout_of, names_of
 
@@ -110,8 +114,16 @@ def test_what_a_device_cannot_do_is_said() -> None:
     with pytest.raises(LayoutError, match="no memory for a pool of 4503599627370496 bytes on cpu"):
         PagedPool.allocate(huge, device="cpu")
     odd = build_layout([("a", "uint8", (1,)), ("b", "float32", (1,))], page_size=3, num_pages=2)
-    with pytest.raises(LayoutError, match="float32 cannot lie at 3"):
+    with pytest.raises(LayoutError, match="float32 cannot lie at 3 in pages of 15"):
         PagedPool.allocate(odd, device="cpu")
+    odd_start = build_layout(
+        [("a", "uint8", (1,)), ("b", "float32", (1,)), StateKind("c", "uint8", (1,), PAGE)], page_size=3, num_pages=2
+    )
+    with pytest.raises(LayoutError, match="float32 cannot lie at 3 in pages of 16"):
+        PagedPool.allocate(odd_start, device="cpu")
+    odd_step = build_layout([("b", "float32", (1,)), ("c", "uint8", (1,))], page_size=3, num_pages=2)
+    with pytest.raises(LayoutError, match="float32 cannot lie at 0 in pages of 15"):
+        PagedPool.allocate(odd_step, device="cpu")
     elsewhere = PagedPool.allocate(layout("page_first"), device="meta")
     assert not elsewhere.on_host and "on meta" in repr(elsewhere)
     with pytest.raises(LayoutError, match="is on meta"):
@@ -169,7 +181,10 @@ def test_a_segment_cannot_shrink_under_its_readers() -> None:
     segment = SharedSegment.create(1 << 16)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, 4096)
+    descriptor = segment.fd
     segment.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 def test_only_sealed_segments_are_opened(tmp_path: object) -> None:
@@ -184,6 +199,28 @@ def test_only_sealed_segments_are_opened(tmp_path: object) -> None:
         SharedSegment.open_peer(os.getpid(), file.fileno())
 
 
+@pytest.mark.parametrize("owner", [0, 7])
+def test_a_sealed_file_without_a_pool_is_refused(owner: int) -> None:
+    for size_bytes in (0, 100, mmap.PAGESIZE):
+        fd = os.memfd_create("small", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        with pytest.raises(TransferError, match=f"descriptor {fd} of process {os.getpid()} has no bytes of a pool"):
+            SharedSegment.open_peer(os.getpid(), fd, owner)
+        os.close(fd)
+
+
+def test_a_segment_that_the_kernel_refuses_leaves_no_descriptor() -> None:
+    before, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(LayoutError, match=r"no memory for a pool of 65536 bytes: .*File too large"):
+            SharedSegment.create(1 << 16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_pool_larger_than_memory_is_refused() -> None:
     huge = build_layout([("k", "float32", (1 << 20,))], page_size=1024, num_pages=1 << 20)
     with pytest.raises(LayoutError, match="no memory"):
@@ -195,6 +232,12 @@ def test_a_segment_has_at_least_one_byte(size_bytes: int) -> None:
     for make in (SharedSegment.create, SharedSegment.private):
         with pytest.raises(LayoutError, match=f"{size_bytes} bytes"):
             make(size_bytes)
+
+
+def test_the_first_descriptor_of_a_process_without_a_standard_input_is_one() -> None:
+    segment = SharedSegment(mmap.mmap(-1, mmap.PAGESIZE), 0)
+    made = layout("page_first", num_pages=2)
+    assert PagedPool(made, segment=segment).segment is segment and "descriptor 0" in repr(segment)
 
 
 def test_segments_say_what_they_are() -> None:

@@ -313,6 +313,9 @@ async def test_a_limit_that_is_too_small_names_one_that_is_enough(units: tuple[s
             SnapshotStore(pool, 1, num_rows=num_rows)
         enough = int(str(small.value).split()[-3])
         await SnapshotStore(pool, enough, num_rows=num_rows).close()
+        if len(units) == 1:
+            with pytest.raises(MisuseError, match=f"{enough - 1} bytes of host memory do not hold"):
+                SnapshotStore(pool, enough - 1, num_rows=num_rows)
 
 
 async def test_host_memory_is_bounded_and_a_full_one_is_named() -> None:

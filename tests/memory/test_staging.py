@@ -169,6 +169,8 @@ async def test_close_gives_the_host_memory_back() -> None:
     pool = made("mha")
     staging, checksums = Staging(pool, shared=False), StagedChecksums(pool)
     await checksums.close()
+    late = checksums.begin(pool.layout.numbered(places("mha", (1,), ())))
+    assert await late.done == b"" and "there is no thread" in late.error
     staging.close()
     for host in (staging.host, *(scratch.host for scratch in checksums._made)):
         with pytest.raises(LayoutError, match="the pool is closed"):

@@ -60,7 +60,8 @@ def test_views_into_one_page_first_array_share_a_buffer(kind: Callable[[Any], An
 
 
 def test_a_part_of_each_page_stays_inside_the_memory(kind: Callable[[Any], Any]) -> None:
-    whole = counting(5, 2, 4, 8)  # [page, k/v, slot, dim]; only v is given
+    whole = np.empty((5, 2, 4, 1, 8), np.float32)  # [page, k/v, slot, head, dim]; only v is given
+    whole[:] = counting(*whole.shape)
     pool = PagedPool.wrap({"v": kind(whole)[:, 1]}, page_size=4)
     (buffer,) = pool.layout.buffers
     assert whole.ctypes.data <= buffer.address
@@ -118,6 +119,12 @@ def test_what_cannot_be_described_is_refused_by_name(arrays: Any, text: str) -> 
         PagedPool.wrap(arrays, page_size=4)
 
 
+def test_what_the_bytes_of_a_stream_mean_is_kept_with_it() -> None:
+    given = {"k": np.zeros((4, 4, 2), np.uint8), "v": np.zeros((4, 4, 2), np.uint8)}
+    pool = PagedPool.wrap(given, page_size=4, formats={"v": "nvfp4"})
+    assert {c.name: c.format for c in pool.layout.components} == {"k": "", "v": "nvfp4"}
+
+
 STATES = np.zeros((3, 5), F32)
 
 
@@ -135,6 +142,8 @@ def test_a_pool_of_nothing_but_rows_has_the_pages_it_is_given() -> None:
         ({"tensors": {}, "rows": {"ssm": STATES}, "num_pages": "4"}, "num_pages '4'"),
         ({"num_pages": 4}, "num_pages is for pools of nothing but rows: stream 'k' has pages"),
         ({"formats": {"k": 5}}, "stream 'k': its format is a int, not a str"),
+        ({"formats": {"v": "e4m3"}}, "formats names 'v', which is no stream of the pool"),
+        ({"parts": {"v": {"start": 1}}}, "parts names 'v', which is no stream of the pool"),
     ],
 )
 def test_rows_and_formats_that_cannot_be_described_are_refused(given: Any, text: str) -> None:
@@ -156,7 +165,7 @@ def test_no_byte_is_given_twice(kind: Callable[[Any], Any]) -> None:
 
 def test_pages_that_leave_their_allocation_are_refused() -> None:
     """The views of one stream reach further than the memory behind them: what lies between is somebody else's."""
-    memory = np.zeros(64, F32)
+    memory = np.zeros((64, 1), F32)
     strided = np.lib.stride_tricks.as_strided(memory[:8], shape=(3, 2, 4), strides=(96, 16, 4))
     assert PagedPool.wrap({"k": strided[:2]}, page_size=2).layout.num_pages == 2
     with pytest.raises(LayoutError, match="288 bytes of pages leave its allocation of 256 bytes"):
