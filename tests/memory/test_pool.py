@@ -234,6 +234,22 @@ def test_a_segment_has_at_least_one_byte(size_bytes: int) -> None:
             make(size_bytes)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_pool_of_another_process_is_seen_where_its_segment_is_mapped(order: Order) -> None:
+    theirs = PagedPool.allocate(layout(order))
+    assert theirs.segment is not None
+    mine = PagedPool.mapped(theirs.layout, SharedSegment.open_peer(os.getpid(), theirs.segment.fd))
+    assert not {b.address for b in mine.layout.buffers} & {b.address for b in theirs.layout.buffers}
+    for name, _, _ in STREAMS:
+        theirs.array(name)[2:] = 7
+    assert mine.pages_bytes(numbers(*range(6))).tobytes() == theirs.pages_bytes(numbers(*range(6))).tobytes()
+    larger = PagedPool.allocate(layout(order, num_pages=600), shared=False)
+    with pytest.raises(LayoutError, match="do not lie in <SharedSegment"):
+        PagedPool.mapped(larger.layout, SharedSegment.open_peer(os.getpid(), theirs.segment.fd))
+    for pool in (larger, mine, theirs):
+        pool.close()
+
+
 def test_the_first_descriptor_of_a_process_without_a_standard_input_is_one() -> None:
     segment = SharedSegment(mmap.mmap(-1, mmap.PAGESIZE), 0)
     made = layout("page_first", num_pages=2)

@@ -72,7 +72,7 @@ async def test_out_and_in_again_twice() -> None:
         before = w.state()
         for _ in range(2):
             await w.request.retract()
-            assert (w.request.phase, w.device_home, w.store.count) == (P.AWAY, True, 1)
+            assert (w.request.phase, w.device_home, w.store.count) == (P.AWAY, True, 1) and w.request.copied
             w.foreign()
             assert await w.request.resume()
             assert (w.request.phase, w.store.count) == (P.RESIDENT, 0)
@@ -84,7 +84,7 @@ async def test_out_and_in_again_twice() -> None:
 async def test_dropped_state_is_not_brought_back() -> None:
     async with world() as w:
         w.request.drop()
-        assert (w.request.phase, w.device_home, w.store.used_bytes) == (P.AWAY, True, 0)
+        assert (w.request.phase, w.device_home, w.store.used_bytes) == (P.AWAY, True, 0) and not w.request.copied
         assert not await w.request.resume()
         assert (w.request.places.pages.size, w.request.places.rows.size) == (3, 1)
 
