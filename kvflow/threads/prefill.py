@@ -14,7 +14,7 @@ from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.node import PrefillNode
 from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_cause, check_prompt
-from kvflow.protocols.errors import Cause, MisuseError
+from kvflow.protocols.errors import Cause, RoomInUseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, UnprovenLoan
@@ -72,7 +72,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         context: Any = None,
     ) -> PrefillThreadRoom:
         """The engine's half of a room; see `PrefillNode.room`. Raises: MisuseError (room in use, empty prompt ...)."""
-        self._running()
+        thread = self._running()
         number, ids = room_id(room), np.array(prompt)  # a copy: the caller may change its own meanwhile
         check_prompt(ids)
         for name, value_s in (("deadline_s", deadline_s), ("rendezvous_s", rendezvous_s)):
@@ -80,9 +80,13 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
                 check_time(name, value_s)
         handle = PrefillThreadRoom(self, number, context)
         with self._lock:
-            if number in self._numbers:
-                raise MisuseError(f"room {number} is in use")
+            in_use = number in self._numbers
             self._numbers.add(number)
+        if in_use:
+            # Decode's half of this room may come when the other one has drained: it is told, as by the node itself.
+            error = RoomInUseError(f"room {number} is in use")
+            thread.post(partial(self._refuse, number, error.cause()))
+            raise error
 
         def opened(node: PrefillNode) -> PrefillRoom:
             return node.room(number, ids, deadline_s=deadline_s, rendezvous_s=rendezvous_s)

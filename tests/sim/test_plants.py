@@ -83,9 +83,9 @@ SEEDS = {
     "pages idle before the drain": (33, "I2"),
     "released as it fails": (7, "I2"),
     "closed before it was opened": (9, "I4"),
-    "last posted first": (9, "I4"),
-    "opened after the close": (630, "I4"),
-    "offered too late and kept": (44, "I5"),
+    "last posted first": (9, "I7"),
+    "opened after the close": (973, "I4"),
+    "offered too late and kept": (54, "I5"),
     "earlier loans not busy": (111, "I1"),
     "events lost between polls": (7, "I4"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,6 +200,40 @@ def test_a_loan_without_proof_is_returned_and_its_pages_stay_busy() -> None:
     assert not decode.wait_released([1], timeout_s=0.0) and "3 busy" in repr(decode)
     following = kvflow.DecodeThread(target, "local")  # over the same pool, with a store of its own
     assert following.pages.busy(range(PAGES)).tolist() == [0, 1, 2]
+
+
+def test_decode_is_told_of_a_second_room_that_was_refused_while_the_first_drained() -> None:
+    """As `PrefillNode.room` does it: the engine has its error, and decode's half does not wait for a rendezvous."""
+    network, planes, source, target = Network(), FakeNetwork(), pool(), pool()
+    plane = FakePlane(planes)
+    plane.drains_at_once = False
+    plane.hold()
+    with kvflow.PrefillThread(source, plane, bind=network.bind) as prefill:
+        thread = prefill._running()
+
+        async def decode() -> kvflow.DecodeNode:
+            node = kvflow.DecodeNode(target, FakePlane(planes), connect=network.connect)
+            await node.start()
+            return node
+
+        node = thread.call(decode)  # on the same loop: the network in memory is not for threads
+        ranks = [prefill.info]
+        sending = prefill.open(7, prompt=PROMPT)
+        first = prefill.ask(lambda _: node.room(7, ranks, PROMPT))
+        wait_for(prefill, "matched", sending)
+        sending.send([1, 2, 3], last=True)
+        prefill.ask(lambda _: first.close())
+        wait_for(prefill, "failed", sending)
+        with pytest.raises(kvflow.MisuseError, match="room 7 is in use"):
+            prefill.open(7, prompt=PROMPT)
+        prefill.ask(lambda _: plane.release())
+        wait_for(prefill, "released", sending)
+        second = prefill.ask(lambda _: node.room(7, ranks, PROMPT))
+        with pytest.raises(kvflow.KvflowError, match="room 7 is in use") as told:
+            thread.call(lambda: asyncio.wait_for(second.landed(), PATIENCE_S))
+        assert told.value.code is kvflow.Code.ROOM_IN_USE
+        thread.call(node.close)
+    assert prefill.pages.at_rest()
 
 
 def test_pages_of_an_earlier_node_are_busy_until_its_loans_end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -120,10 +121,13 @@ class DpGroups:
         self._homes.setdefault((node.incarnation, room), set()).update(groups)
 
     def _expect_told(self, node: DecodeNode, room: int, groups: set[int]) -> None:
-        """The groups that decode is linked to, within the time that a registry may take."""
+        """The groups that decode is linked to, within the time that a registry may take. Where it also takes an earlier
+        life of a rank for one that serves, it may tell that one."""
+        usable = Counter(peer.key.control for peer in node.shell.endpoint.peers if peer.usable)
         for group in groups:
             linked = [peer for peer in node.shell.endpoint.peers if self._is_current(peer, group)]
-            if linked and all(peer.phase is LinkPhase.UP for peer in linked):
+            up = (peer.phase is LinkPhase.UP and usable[peer.key.control] == 1 for peer in linked)
+            if linked and all(up):
                 since_s = self._loop.time()
                 self._loop.later(DELAY_S[1] + HEAR_S, self._check_told, node, room, group, linked, since_s)
 

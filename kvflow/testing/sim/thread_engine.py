@@ -387,6 +387,8 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
             return self._front.open(job.room, prompt=job.prompt, deadline_s=job.deadline_s, context=request)
 
         await self._opened(request, open_room)
+        if request.handle is not None and self._oracle.loop.rng.getrandbits(1):
+            request.handle.begin()
         request.pages = self._allocator.take(sum(job.chunks) + self._has_rows, request.owner)
 
     async def _compute(self, request: _Request[PrefillThreadRoom]) -> None:
