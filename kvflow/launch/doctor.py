@@ -10,6 +10,7 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -48,26 +49,30 @@ class Finding(msgspec.Struct, frozen=True):
     advice: str = ""
 
 
-def findings() -> list[Finding]:
-    """All checks; takes as long as importing mooncake."""
-    return [
-        _python(),
-        *(_package(name, needed=True, advice="pip install kvflow") for name in CORE),
-        *(_package(name, needed=True, advice="pip install 'kvflow[server]'") for name in EXTRAS["server"]),
-        *(_package(name, needed=False, advice="pip install 'kvflow[engine]'") for name in EXTRAS["engine"]),
-        _device(),
-        _mooncake_wheels(),
-        *(_library(name, package) for name, package in LIBRARIES),
-        _mooncake(),
-        _mooncake_store(),
-        _nixl(),
-        _plane("ascend"),
-        _plane("mori"),
-        _shared_memory(),
-        _pidfd(),
-        _open_files(),
-        _variables(),
-    ]
+def findings() -> Iterator[Finding]:
+    """All checks, one after the other; together they take as long as importing mooncake three times and nixl."""
+    yield _python()
+    distributions = importlib.metadata.packages_distributions()  # reads the metadata of all that is installed
+    for names, needed, advice in (
+        (CORE, True, "pip install kvflow"),
+        (EXTRAS["server"], True, "pip install 'kvflow[server]'"),
+        (EXTRAS["engine"], False, "pip install 'kvflow[engine]'"),
+    ):
+        for name in names:
+            yield _package(name, distributions, needed=needed, advice=advice)
+    yield _device()
+    yield _mooncake_wheels()
+    for name, package in LIBRARIES:
+        yield _library(name, package)
+    yield _mooncake()
+    yield _mooncake_store()
+    yield _nixl()
+    yield _plane("ascend")
+    yield _plane("mori")
+    yield _shared_memory()
+    yield _pidfd()
+    yield _open_files()
+    yield _variables()
 
 
 def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
@@ -150,10 +155,10 @@ def _python() -> Finding:
     )
 
 
-def _package(module: str, *, needed: bool, advice: str) -> Finding:
+def _package(module: str, distributions: Mapping[str, Sequence[str]], *, needed: bool, advice: str) -> Finding:
     if importlib.util.find_spec(module) is None:
         return Finding(module, False, "not installed", needed, advice)
-    names = importlib.metadata.packages_distributions().get(module, [module])
+    names = distributions.get(module, [module])
     return Finding(module, True, importlib.metadata.version(names[0]), needed)
 
 
@@ -274,7 +279,7 @@ def _variables() -> Finding:
 
 def run_doctor(*, as_json: bool) -> int:
     """Print the findings. Returns the exit status: 0 when all needed checks pass."""
-    found = findings()
+    found = list(findings())
     bad = [finding for finding in found if finding.needed and not finding.ok]
     if as_json:
         document = {"version": kvflow.__version__, "ok": not bad, "findings": found}

@@ -300,7 +300,7 @@ async def test_a_request_ends_while_it_is_away(
         assert residents[0].phase is ResidencyPhase.ENDED
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 async def test_aborts_at_random_in_a_small_pool(llama: LoadedModel, seed: int) -> None:
     print("seed", seed)
     dice = random.Random(seed)

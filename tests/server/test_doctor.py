@@ -33,11 +33,19 @@ def wheels(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
-def test_json_says_whether_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_finding_is_told_to_people_and_to_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = list(doctor.findings())
+    monkeypatch.setattr(doctor, "findings", lambda: iter(found))
     status = doctor.run_doctor(as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is (status == 0)
-    assert {"python", "aiohttp", "torch", "shared memory", "open files"} <= {f["name"] for f in document["findings"]}
+    names = [one["name"] for one in document["findings"]]
+    assert {"python", "aiohttp", "torch", "shared memory", "open files"} <= set(names)
+    assert doctor.run_doctor(as_json=False) == status
+    out = capsys.readouterr().out
+    assert names == [one.name for one in found] and all(name in out for name in names)
 
 
 def test_the_device_of_models_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,12 +57,6 @@ def test_the_device_of_models_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not unused.ok and not unused.needed and "build of torch for CUDA" in unused.advice
     monkeypatch.setattr(device, "cuda_devices", lambda: ["NVIDIA H100"])
     assert finding("device").ok and finding("device").detail.startswith("cuda:0: torch ")
-
-
-def test_people_see_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.run_doctor(as_json=False)
-    out = capsys.readouterr().out
-    assert all(found.name in out for found in doctor.findings())
 
 
 def test_two_mooncake_wheels_are_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
