@@ -17,6 +17,7 @@ from kvflow.protocols.ports import DataPlane, LeaseId, PageStore, PlaneAddress, 
 from kvflow.protocols.wire.messages import GrantId
 
 log = logging.getLogger(__name__)
+INHERIT_WORK = 64  # leases that a node which runs takes over in one turn of the event loop
 
 
 class EarlierShell:
@@ -61,7 +62,10 @@ class EarlierShell:
     # --- called by quarantines, from any thread
 
     def inherit(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
-        self._on_loop(functools.partial(self._take_over, quarantine, loans))
+        leases: dict[LeaseId, list[UnprovenLoan]] = {}
+        for loan in loans:
+            leases.setdefault(loan.lease, []).append(loan)
+        self._on_loop(functools.partial(self._inherit, quarantine, list(leases.values())))
 
     def writer_ended(self, incarnation: int, writer: PlaneAddress | None) -> None:
         self._on_loop(functools.partial(self._writer_ended, incarnation, writer))
@@ -74,6 +78,13 @@ class EarlierShell:
             self._loop.call_soon_threadsafe(call)
 
     # --- on the loop
+
+    def _inherit(self, quarantine: Quarantine, leases: Sequence[Sequence[UnprovenLoan]]) -> None:
+        """Some leases; the others in the next turn, for the rooms of this node must go on. Its stores withhold the
+        pages of all of them already."""
+        self._take_over(quarantine, [loan for lease in leases[:INHERIT_WORK] for loan in lease])
+        if (later := leases[INHERIT_WORK:]) and not self._left:
+            self._loop.call_soon(self._inherit, quarantine, later)
 
     def _take_over(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
         # Another node may have had the proof before this loop could hear of them.

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvflow.handlers import earlier
 from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
@@ -453,6 +454,39 @@ async def test_a_node_in_another_thread_leaves_them_to_one_that_runs_here() -> N
             await asyncio.to_thread(pool.quarantine.forget, 9, writer)
             await until(lambda: not node.quarantined_pages)
             assert not withheld(node.pages)
+
+
+async def test_many_leases_are_taken_over_some_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the second turn are of a writer that is declared dead in the first: its word is for all of them."""
+    monkeypatch.setattr(earlier, "INHERIT_WORK", 2)
+    async with pair(timing=TIMING) as p:
+        pool, writer = p.decode.pool, p.prefill.exported[0]
+        async with next_node(p, "decode", None) as node:
+            loans = [
+                UnprovenLoan(
+                    writer=writer,
+                    incarnation=9,
+                    control=f"tcp://x:{rank}",
+                    rank=rank,
+                    room=7,
+                    lease=(5, grant),
+                    pages=np.array([grant], dtype=np.int32),
+                )
+                for rank in range(2)
+                for grant in range(5)
+            ]
+            pool.quarantine.add(loans, ExternalPages(64))
+            assert withheld(node.pages) == set(range(5))
+            seen = []
+            for _ in range(4):
+                seen.append(node.quarantined_pages)
+                await asyncio.sleep(0)
+            assert seen == [2, 4, 5, 5]
+            pool.quarantine.add([msgspec.structs.replace(loan, lease=(6, loan.lease[1])) for loan in loans], node.pages)
+            assert node.quarantined_pages == 7
+            node.declare_dead(9, "the test says so")
+            await until(lambda: not node.quarantined_pages and not pool.unproven)
+            assert not withheld(node.pages) and not node.peers()
 
 
 async def test_what_was_proven_before_the_loop_heard_of_it_is_not_taken_over() -> None:
