@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import threading
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_a_build_for_ascend_is_told_from_another(tmp_path: Path, monkeypatch: py
     package = tmp_path / "mooncake"
     package.mkdir()
     (package / "__init__.py").touch()
+    (package / "README").write_text("not built with AscendDirectTransport")
     (package / "engine.cpython-311.so").write_bytes(b"\x7fELF...TcpTransport...")
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
     monkeypatch.setattr(ascend, "_HCCN", package)
@@ -112,6 +114,10 @@ def test_a_build_for_ascend_is_told_from_another(tmp_path: Path, monkeypatch: py
         "this mooncake was built without USE_ASCEND_DIRECT (pip install mooncake-transfer-engine-npu, in place of it)"
     ]
     (package / "engine.cpython-311.so").write_bytes(b"\x7fELF...AscendDirectTransport...")
+    assert missing_for_ascend() == []
+    bare = importlib.machinery.ModuleSpec("mooncake", None)  # a package without an __init__.py
+    bare.submodule_search_locations = [str(package)]
+    specs["mooncake"] = bare
     assert missing_for_ascend() == []
     check_ascend("10.0.0.1")
     with pytest.raises(MisuseError, match="speaks IPv4 only"):

@@ -155,6 +155,9 @@ async def test_wrong_use_is_refused() -> None:
     route = await pair.route()
     with pytest.raises(LayoutError):
         route.write(pages(0), pages(8))
+    for source, target in ((-1, 0), (0, -1)):
+        with pytest.raises(LayoutError, match="page is outside"):
+            route.write(pages(source), pages(target))
     route.close()
     with pytest.raises(TransferError, match="closed"):
         route.write(*FOUR)

@@ -8,7 +8,9 @@ import gc
 import os
 import re
 import shutil
+import subprocess
 import sys
+from typing import BinaryIO, cast
 
 import msgspec
 import pytest
@@ -16,7 +18,7 @@ import pytest
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.host import identity
-from kvflow.transports.host.identity import is_alive, own_identity, wait_dead, watch
+from kvflow.transports.host.identity import is_alive, is_seen_alive, own_identity, wait_dead, watch
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -61,6 +63,35 @@ async def test_elsewhere_nothing_can_be_observed(field: str) -> None:
         watch(elsewhere)
     with pytest.raises(TransferError, match="another host"):
         is_alive(elsewhere)
+    assert not is_seen_alive(elsewhere) and is_seen_alive(own_identity())
+
+
+async def test_a_process_that_proc_does_not_show_is_not_said_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `hidepid`, for processes of another user."""
+    observed = own_identity()
+
+    def hidden(path: str, *_: object, **__: object) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(identity, "open", hidden, raising=False)
+    with pytest.raises(TransferError, match=r"does not show it to this user \(hidepid\)"):
+        watch(observed)
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    _, ticks = identity._stat(process.pid)
+    observed = msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=ticks)
+    assert is_alive(observed)
+
+    def opened(path: str, mode: str) -> BinaryIO:
+        file = cast(BinaryIO, open(path, mode))  # noqa: SIM115 - the caller closes it
+        process.kill()
+        process.wait()  # it is gone before the file is read
+        return file
+
+    monkeypatch.setattr(identity, "open", opened, raising=False)
+    assert not is_alive(observed) and process.returncode is not None
 
 
 async def test_no_descriptor_is_left_behind() -> None:

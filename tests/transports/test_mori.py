@@ -20,6 +20,7 @@ from kvflow.testing.conformance.station import NUM_PAGES, Side, pages
 from kvflow.transports.data import locators
 from kvflow.transports.data.locators import pack_locator
 from kvflow.transports.data.mori import MAX_REGIONS, Description, MoriPlane, decode_description
+from kvflow.transports.data.route import BlockList
 from kvflow.transports.data.select import open_plane
 from tests.transports import stub_mori
 from tests.transports.peer_process import until
@@ -108,7 +109,23 @@ async def test_other_words_under_the_name_of_a_peer_are_refused_while_it_is_conn
         other = pack_locator(msgspec.msgpack.encode(Description(found.engine, found.memory * 2)))
         with pytest.raises(TransferError, match="its description differs"):
             await side.plane.connect(msgspec.structs.replace(peer.address, locator=other), peer.layout)
+        again = await side.plane.connect(peer.address, peer.layout)
         route.close()
+        (known,) = plane_of(side)._peers.values()
+        assert known.routes == 1, "the other route goes on"
+        first = min(memory.data for memory in known.memory)
+        for address in (first - 8, first + (1 << 40)):
+            with pytest.raises(LayoutError, match=f"8 bytes at {address:#x} are not in memory that"):
+                known.prepare(BlockList([side.pool.layout.buffers[0].address], [address], [8]))
+        again.close()
+        assert not plane_of(side)._peers
+
+
+async def test_memory_that_no_session_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stub_mori.IOEngine, "create_session", lambda *_: None)
+    async with sides() as side, spawned(PLANE) as peer:
+        with pytest.raises(TransferError, match="no backend of the engine can reach that memory"):
+            await side.plane.connect(peer.address, peer.layout)
         assert not plane_of(side)._peers
 
 

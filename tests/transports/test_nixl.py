@@ -292,6 +292,8 @@ def test_metadata_of_another_process_is_refused() -> None:
         decode_metadata(pack_locator(metadata + bytes(1 << 20)), me)
     with pytest.raises(TransferError, match="no agent in it"):
         decode_metadata(pack_locator(b"nobody"), me)
+    with pytest.raises(TransferError, match="not base 85"):
+        decode_metadata("0" * 4097, me)
 
 
 async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connected() -> None:

@@ -26,8 +26,10 @@ def test_what_a_plane_lacks_is_told_before_there_is_a_pool(monkeypatch: pytest.M
     with pytest.raises(MisuseError, match="'mlx5_0': the local data plane has no use for one"):
         check_plane("local", "mlx5_0")
     monkeypatch.setitem(sys.modules, "mori", None)
-    with pytest.raises(MisuseError, match="mori"):
-        check_plane("mori")
+    own = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
+    for ask in (lambda: check_plane("mori"), lambda: plane_for(own, "mori", receives=True)):
+        with pytest.raises(MisuseError, match="mori is not installed"):
+            ask()
 
 
 def test_a_pool_that_receives_locally_lies_in_shared_memory() -> None:

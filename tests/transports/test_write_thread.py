@@ -112,6 +112,14 @@ async def test_never_more_than_one_slice_early() -> None:
     await works.thread.close()
 
 
+async def test_no_more_than_a_slice_is_written_at_once_where_the_rate_is_limited() -> None:
+    thread = WriteThread("test", 1.0)
+    thread.start()
+    assert thread.slice_bytes == 4096 and not thread.admit(4097, 1)
+    assert thread.admit(4096, 1) and not thread.admit(1, 1), "the next one's turn is an hour away"
+    await thread.close()
+
+
 async def test_ends_come_back_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     works = started()
     told = 0
