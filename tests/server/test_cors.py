@@ -45,6 +45,8 @@ async def test_a_named_origin(
             async with session.get(server.make_url("/model_info"), headers=headers) as answer:
                 assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, allowed)
                 assert (answer.headers.get("Vary") == "Origin") == (allowed != "*")
+        async with session.get(server.make_url("/model_info"), headers={"Authorization": "Bearer sesame"}) as answer:
+            assert answer.status == 200 and "Access-Control-Allow-Origin" not in answer.headers, "of no page"
 
 
 @pytest.mark.parametrize("origins", [(), ("https://other.example",)])

@@ -152,6 +152,19 @@ async def test_refusals_of_a_draining_server_are_counted(decode: Role, decode_se
     assert labelled(await scrape(session, decode_server), "kvflow_requests_refused_total") == {("shutdown",): 1}
 
 
+def test_counts_of_a_role_have_their_labels(decode: Role) -> None:
+    """What its node and its engine have refused is added to what it refused by itself."""
+    base = decode.service.report()
+    fields = {name: getattr(base, name) for name in base.__struct_fields__}
+    report = Report(**{**fields, "requests_refused": {"bad_request": 2}, "internal_errors": {"step": 7}})
+    metrics = Metrics(lambda: report)
+    metrics.refused("bad_request")
+    body = metrics.response().body
+    assert isinstance(body, bytes)
+    assert labelled(body.decode(), "kvflow_requests_refused_total") == {("bad_request",): 3}
+    assert labelled(body.decode(), "kvflow_internal_errors_total") == {("step",): 7}
+
+
 def report_of(node: PrefillNode | DecodeNode) -> Report:
     base = FakeService(node.role, None).report()  # type: ignore[arg-type]
     failed = {(where, str(code)): n for (where, code), n in node.counts.failures.items()}

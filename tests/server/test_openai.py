@@ -83,9 +83,11 @@ async def test_chat_choices_seed_stop_and_logprobs(client: openai.AsyncOpenAI, d
 async def test_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "w1"}], max_tokens=3, stream=True, n=2,
-        stream_options={"include_usage": True},
+        stream_options={"include_usage": True}, logprobs=True,
     )  # fmt: skip
     chunks = [chunk async for chunk in stream]
+    found = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
+    assert found and {frozenset(logprobs.model_fields_set) for logprobs in found} == {frozenset({"content", "refusal"})}
     texts = ["", ""]
     for chunk in chunks:
         for choice in chunk.choices:

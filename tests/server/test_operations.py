@@ -195,7 +195,7 @@ async def test_a_prefill_over_several_ranks_says_what_each_has(
     """Of one that is not there, no more than that."""
     there = RankReport(
         rank=0, up=True, pages_free=3, pages_total=8, pinned_pages=2, rooms={"transferring": 4}, requests=5, tickets=6,
-        bytes_moved=512, internal_errors={"step": 7},
+        bytes_moved=512, internal_errors={"step": 7}, cache=cache_stats(host_pages=9, hit_tokens=64),
     )  # fmt: skip
     prefill.service.changed_report = {"pp_size": 2, "ranks": (there, RankReport(rank=1, up=False))}
     _, info = await get(session, prefill_server, "/server_info")
@@ -208,6 +208,8 @@ async def test_a_prefill_over_several_ranks_says_what_each_has(
         ("up", "0"): 1, ("up", "1"): 0, ("pages_free", "0"): 3, ("pool_pages", "0"): 8, ("pinned_pages", "0"): 2,
         ("requests", "0"): 5, ("tickets", "0"): 6, ("transfer_bytes_total", "0"): 512,
         ("rooms", "0", "transferring"): 4, ("internal_errors_total", "0", "step"): 7,
+        ("cache_pages", "0"): 4, ("cache_host_pages", "0"): 9, ("cache_hit_tokens_total", "0"): 64,
+        ("cache_evicted_pages_total", "0"): 0, ("cache_failed_copies_total", "0"): 0,
     }  # fmt: skip
 
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.server.router.answer import ClientAnswer
-from kvflow.server.router.legs import Leg, LegFailedError, error_in, split_opening
+from kvflow.server.router.legs import Leg, LegFailedError, PairFailedError, error_in, split_opening
 from kvflow.server.router.measures import RouterMeasures
 from kvflow.server.router.workers import Worker
+from tests.server.fake_service import served
 
 
 class _Decode:
@@ -35,6 +36,24 @@ class _Decode:
     first = read
 
 
+class Out(web.StreamResponse):
+    """What a client gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+        self.ended = False
+
+    async def prepare(self, request: Any) -> None:
+        return None
+
+    async def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        self.ended = True
+
+
 @pytest.mark.parametrize("lost", [False, True])
 @given(data=st.data())
 @settings(max_examples=60)
@@ -50,31 +69,31 @@ def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObj
         pieces = [raw[start : min(stop, end)] for start, stop in itertools.pairwise(cuts) if start < end]
         pieces.append(LegFailedError(Worker("decode", "http://127.0.0.1:1"), "lost"))
         whole = raw[: raw.rfind(b"\n\n", 0, end) + 2]
-    written: list[bytes] = []
-
-    class Out(web.StreamResponse):
-        async def prepare(self, request: Any) -> None:
-            return None
-
-        async def write(self, data: Any) -> None:
-            written.append(bytes(data))
-
-        async def write_eof(self, data: bytes = b"") -> None:
-            return None
+    out = Out()
 
     async def relayed() -> None:
         answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
-        answer._stream = Out()
+        answer._stream = out
         await answer.relay(_Decode(pieces), None)  # type: ignore[arg-type]
 
     asyncio.run(relayed())
-    seen = b"".join(written)
-    assert seen.startswith(whole)
+    seen = b"".join(out.written)
+    assert seen.startswith(whole) and out.ended
     assert seen[len(whole) :].startswith(b'data: {"error"' if lost else b"")
     assert lost or seen == raw
 
 
 OPENING = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n\n'
+
+
+async def test_a_comment_between_what_opens_a_chat_and_its_error_hides_no_error() -> None:
+    """Another pair may serve the request: nothing has been generated."""
+    error = b'data: {"error": {"message": "no pages", "code": 503}}\n\n'
+    answer, out = ClientAnswer(None, RouterMeasures()), Out()  # type: ignore[arg-type]
+    answer._stream = out
+    with pytest.raises(PairFailedError):
+        await answer.relay(_Decode([OPENING + b": ka\n\n" + error]), None)  # type: ignore[arg-type]
+    assert out.written == [b": ka\n\n"] and not out.ended
 
 
 @pytest.mark.parametrize(
@@ -124,3 +143,16 @@ async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop(session: 
     del task
     gc.collect()
     assert complaints == []
+
+
+async def test_an_error_that_calls_itself_a_stream_is_a_complete_answer(session: aiohttp.ClientSession) -> None:
+    async def fail(_: web.Request) -> web.Response:
+        return web.Response(status=503, text="data: {}\n\n", content_type="text/event-stream")
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", fail)])
+    async with served(app) as server:
+        leg = Leg(session, Worker("decode", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {})
+        answer = await leg.begin()
+        assert isinstance(answer, web.Response) and answer.status == 503
+        leg.close()

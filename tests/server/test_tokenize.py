@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.server.fake_service import Role, Server
+from tests.server.fake_service import Role, Server, WordTokenizer
 
 Session = aiohttp.ClientSession
 
@@ -26,6 +26,17 @@ async def test_there_and_back(server: Server, session: Session, prefix: str) -> 
         assert (status, answer) == (200, {"tokens": ids, "count": count, "max_model_len": 65})
         status, back = await post(session, server, f"{prefix}/detokenize", {"tokens": ids})
         assert (status, back) == (200, {"text": text, "prompt": text})
+
+
+async def test_special_tokens_are_left_out_unless_they_are_asked_for(
+    decode: Role, decode_server: Server, session: Session
+) -> None:
+    words = decode.tokenizer._tokenizer
+    assert isinstance(words, WordTokenizer)
+    words.backend_tokenizer.add_special_tokens(["w3"])
+    for given, text in (({}, "w1"), ({"skip_special_tokens": True}, "w1"), ({"skip_special_tokens": False}, "w1 w3")):
+        _, answer = await post(session, decode_server, "/detokenize", {"tokens": [1, 3], **given})
+        assert answer["text"] == text
 
 
 async def test_a_conversation_as_its_completion_would_see_it(server: Server, session: Session, decode: Role) -> None:
