@@ -145,6 +145,7 @@ async def test_a_client_that_leaves_is_logged_with_499(
     await decode.service.ended.get()
     line = await lines.last("/generate", 1)
     assert (line["status"], line["request_id"], line["rooms"]) == (499, "left", (7,))
+    assert line["error"] == "the client disconnected"
 
 
 async def test_polled_routes_are_for_debugging(decode_server: Server, session: Session, lines: Lines) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.http.generation_requests import rooms_of
+from kvflow.server.http.generation_requests import _rendezvous, rooms_of
 from kvflow.server.http.schemas import Rendezvous
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
@@ -400,3 +401,11 @@ async def test_an_id_that_every_event_would_repeat_is_short(
     assert "limit 512" in answer["error"]["message"]
     assert decode.service.refused and not decode.service.requests
     assert (await post(session, decode_server, body(rid="x" * 512)))[0] == 200
+
+
+@pytest.mark.parametrize("first", [5, (1 << 64) - 1])
+def test_choices_of_a_body_with_one_room_have_rooms_of_their_own(first: int) -> None:
+    body: Any = SimpleNamespace(bootstrap_room=first, bootstrap_host=None, bootstrap_port=None)
+    rooms = [_rendezvous(body, index, 4, 8998)[0] for index in range(4)]
+    assert rooms[0] == first and len(set(rooms)) == 4 and all(0 <= room < 1 << 64 for room in rooms)
+    assert [_rendezvous(body, index, 4, 8998)[0] for index in range(4)] == rooms, "at both legs"

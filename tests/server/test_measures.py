@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.ports import RoomEnding
 from kvflow.server.http.completion_service import Report
-from kvflow.server.http.measures import THROUGHPUT_WINDOW_S, Throughput
+from kvflow.server.http.measures import THROUGHPUT_WINDOW_S, CompletionMeasures, RequestMeter, Throughput
 from kvflow.server.http.metrics import Metrics
 from kvflow.telemetry.counters import Counts, failed_in
 from kvflow.telemetry.histogram import Histogram
@@ -306,6 +307,17 @@ def test_a_histogram_counts_a_bound_as_below_itself() -> None:
     histogram.observe(10, times=3)
     assert histogram.cumulative() == [(1, 2), (2, 4), (float("inf"), 8)]
     assert (histogram.count, histogram.sum) == (8, 37.5)
+
+
+def test_tokens_share_the_time_since_the_last_ones_of_their_completion() -> None:
+    measures = CompletionMeasures()
+    meter = RequestMeter(measures, 100.0, stream=True)
+    both: Any = [SimpleNamespace(prompt=[1], room=room) for room in (1, 2)]
+    meter.begin(both)
+    for index, tokens, now in ((0, 1, 101.0), (1, 1, 102.0), (0, 2, 105.0), (0, 1, 106.0), (1, 1, 108.0)):
+        meter.add(index, tokens, now)
+    assert measures.first_token_seconds[True].sum == 1.0 + 2.0
+    assert measures.inter_token_seconds.sum == 2 * 2.0 + 1.0 + 6.0
 
 
 def test_throughput_is_of_whole_seconds_and_forgets() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import os
 import select
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 import msgspec
@@ -264,3 +265,13 @@ def test_the_meeting_directory_of_a_model_goes_with_its_process(end: str, tmp_pa
 def test_every_interface_is_told_as_an_address_peers_can_use() -> None:
     assert reachable("10.1.2.3") == "10.1.2.3"
     assert ipaddress.ip_address(reachable("0.0.0.0")) != ipaddress.ip_address("0.0.0.0")
+    assert [ipaddress.ip_address(reachable(host)).version for host in ("0.0.0.0", "::")] == [4, 6]
+
+
+def test_without_a_route_to_anywhere_peers_of_this_machine_get_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cut(socket.socket):
+        def connect(self, address: Any) -> None:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "socket", Cut)
+    assert [reachable(host) for host in ("0.0.0.0", "::")] == ["127.0.0.1", "::1"]

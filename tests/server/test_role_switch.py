@@ -123,6 +123,18 @@ async def test_a_worker_that_is_not_at_rest_keeps_its_role(
     assert decode.role_switch.role == "decode"
 
 
+async def test_a_switch_waits_for_what_is_no_request_and_holds_up_nothing(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    decode.service.changed_report = {**AT_REST, "quarantine_pages": 2}
+
+    def prove() -> None:
+        decode.service.changed_report = AT_REST
+
+    asyncio.get_running_loop().call_later(0.02, prove)
+    assert (await switch(session, decode_server, drain_timeout_s=20))[0] == 200
+
+
 async def test_a_drain_lets_what_runs_end_and_refuses_what_comes(
     decode: Role, decode_server: Server, meeting: Meeting, session: aiohttp.ClientSession
 ) -> None:

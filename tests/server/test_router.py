@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -17,6 +18,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.server.http.app import MAX_BODY_BYTES
 from kvflow.server.http.large_bodies import MAX_REST_BYTES
 from kvflow.server.router import legs, pairs
+from kvflow.server.router.kvflow_engine import _Fields, _room_count
 from kvflow.server.router.router import Router
 from kvflow.server.router.routes import router_app
 from kvflow.server.router.workers import Worker
@@ -90,6 +92,23 @@ async def test_several_rooms_for_several_completions(server: Server, decode: Rol
     assert status == 200
     assert [answer["output_ids"] for answer in answers] == [[2], [2], [3], [3]]
     assert len({request.room for request in decode.service.requests}) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "rooms"),
+    [
+        (b'{"text": "w1"}', 1),
+        (b'{"text": ["w1", "w2"]}', 2),
+        (b'{"input_ids": [1, 2, 3]}', 1),
+        (b'{"input_ids": [[1], [2], [3]], "n": 2}', 6),
+        (b'{"prompt": [[1], [2]], "n": 3}', 6),
+        (b'{"text": "w1", "sampling_params": {"n": 4}}', 4),
+        (b'{"text": ["w1", "w2"], "sampling_params": [{"n": 2}, {"n": 2}]}', 4),
+        (b'{"text": "w1", "sampling_params": []}', 1),
+    ],
+)
+def test_every_choice_of_every_prompt_has_a_room(body: bytes, rooms: int) -> None:
+    assert _room_count(msgspec.json.decode(body, type=_Fields)) == rooms
 
 
 @pytest.mark.parametrize("longest", [False, True], ids=["many short values", "one long value"])

@@ -56,6 +56,20 @@ async def test_a_text_that_cannot_fit_is_refused_with_its_tokens(fast: PreTraine
     tokenizer.close()
 
 
+async def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(fast: PreTrainedTokenizerFast) -> None:
+    class Chats:
+        chat_template = "present"
+
+        def get_vocab(self) -> dict[str, int]:
+            return fast.get_vocab()
+
+    tokenizer = ThreadedTokenizer(Chats(), context_length=64)
+    with pytest.raises(RequestError, match="characters") as refused:
+        await tokenizer.encode_chat([{"role": "user", "content": "x" * 1_000_000}], {})
+    assert refused.value.param == "messages"
+    tokenizer.close()
+
+
 async def test_a_tokenizer_that_cuts_texts_by_itself_is_left_to_transformers(fast: PreTrainedTokenizerFast) -> None:
     cutting = PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL_DIR / "tokenizer.json"))
     cutting.backend_tokenizer.enable_truncation(8)

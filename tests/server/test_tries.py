@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
 
 from kvflow.protocols.errors import Cause, Code
 from kvflow.server.http.errors import Failure
+from kvflow.server.router.cache_view import Prompts
+from kvflow.server.router.identity import Identity
 from kvflow.server.router.legs import PairFailedError
-from kvflow.server.router.tries import MOST_TRIES, Tries
-from kvflow.server.router.workers import Worker
+from kvflow.server.router.policies import Policy
+from kvflow.server.router.tries import MOST_TRIES, Tries, fitting
+from kvflow.server.router.workers import Worker, Workers
 from tests.server.fake_service import Meeting, Role, Server
 from tests.server.test_retries import post, routed
 
@@ -25,6 +30,35 @@ def test_no_request_is_tried_more_often_than_the_limit() -> None:
     with pytest.raises(PairFailedError) as caught:
         tries.note(failed, prefill, decode)
     assert caught.value is failed
+
+
+def test_only_workers_of_one_model_are_tried_together() -> None:
+    prefills = [Worker("prefill", f"http://p{n}") for n in range(2)]
+    decodes = [Worker("decode", f"http://d{n}") for n in range(2)]
+    for worker, fingerprint in ((prefills[0], "one"), (prefills[1], "two"), (decodes[0], "two"), (decodes[1], "one")):
+        worker.identity = Identity(None, None, "", "m", fingerprint, None, 0, None)
+    assert list(fitting(prefills, decodes)) == [(prefills[0], decodes[1]), (prefills[1], decodes[0])]
+
+
+@pytest.mark.parametrize(("url", "host"), [("http://10.0.0.7:1/", "10.0.0.7"), ("http://[fd00::1]:1", "fd00::1")])
+def test_a_worker_knows_its_host(url: str, host: str) -> None:
+    assert Worker("prefill", url).host == host
+
+
+def test_what_a_failed_worker_has_to_do_makes_no_other_one_overloaded() -> None:
+    """The least loaded one of those that may be tried is what others are measured against."""
+    failed, knows, idle = (Worker("decode", f"http://d{n}") for n in range(3))
+    prompts = Prompts([[1, 2, 3]], {})
+    knows.running, idle.running = 12, 6
+    knows.cache.prefixes.resize(1 << 20)
+    with knows.cache.expecting(prompts):
+        pass
+    stand_in: Any = SimpleNamespace(_paired=lambda role: [failed, knows, idle], _policy=Policy("cache_aware"))
+
+    async def ranked() -> list[Worker]:
+        return Workers.ranked(stand_in, "decode", {failed: 1}, prompts)
+
+    assert asyncio.run(ranked()) == [knows, idle, failed]
 
 
 async def test_pauses_are_bounded_in_all_and_not_one_by_one(

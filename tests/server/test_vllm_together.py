@@ -7,10 +7,12 @@ import json
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 import pytest
 
 from kvflow.connectors.vllm.params import FromPrefill, ToDecode, read_params
 from kvflow.server.http.authorization import Keys
+from kvflow.server.router.vllm_engine import _Address
 from tests.server.fake_service import Server, served
 from tests.server.fake_vllm import ROOM_OF_PREFILL, FakeVllm, Fleet, fleet
 from tests.server.test_vllm_router import BODY, post, text_of
@@ -182,3 +184,18 @@ async def test_a_leaving_prefill_stays_until_decode_has_its_pages(session: Sessi
         d.gate.set()
         assert (await asyncio.wait_for(asking, 5))[0] == 200
         assert worker not in r.router.workers.all
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        b"null",
+        b"[]",
+        b'{"remote_host":"h"}',
+        b'{"remote_host":"\xff"}',
+        b'{"x":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    ],
+    ids=["null", "a list", "no port", "no text", "nested"],
+)
+def test_what_names_no_prefill_with_our_connector_is_no_address(params: bytes) -> None:
+    assert _Address.read(msgspec.Raw(params)) is None
