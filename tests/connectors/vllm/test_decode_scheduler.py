@@ -73,6 +73,40 @@ def test_it_waits_until_every_worker_of_prefill_has_begun() -> None:
     assert made.tokens_to_load(asked, 0) == 40
 
 
+def test_blocks_are_offered_once() -> None:
+    """vLLM tells of every block that a request gets, also of those for what it computes by itself."""
+    made, asked = scheduler(), request(40)
+    made.new_request(asked, PREFILL)
+    offers = []
+    for blocks in ([5, 6, 7], [8]):
+        made.allocated(asked, (blocks,), 40)
+        made.build_meta(meta := StepMeta())
+        offers.append({name: list(offer.blocks) for name, offer in meta.offers.items()})
+    assert offers == [{"a": [5, 6, 7]}, {}]
+    assert made.tokens_to_load(asked, 0) == 0
+
+
+def test_a_prefill_for_decodes_of_another_size_is_not_waited_for() -> None:
+    made, asked = scheduler(workers=2), request(40)
+    made.new_request(asked, FromPrefill(7, "127.0.0.1", 8998, workers=3))
+    assert made.tokens_to_load(asked, 0) == 40, "the request fails with the blocks that it gets now"
+    made.build_meta(meta := StepMeta())
+    assert "prefill is for decodes of 3 workers" in str(meta.targets[0].refusal)
+
+
+def test_workers_that_fail_one_after_the_other_hold_the_same_blocks_once() -> None:
+    made, asked = scheduler(workers=2), request(40)
+    made.new_request(asked, PREFILL)
+    made.allocated(asked, ([5, 6, 7],), 40)
+    cause = Cause(Code.PEER_LOST, "prefill is gone")
+    for worker in (0, 1):
+        made.update(StepNews(failures={"a": {worker}}, failed={"a": cause}), set())
+    assert made.block_pool.touched == [5, 6, 7]
+    for worker, left in ((1, 3), (0, 0)):
+        made.update(StepNews(released={"a": {worker}}), set())
+        assert made.quarantined_blocks == len(made.block_pool.touched) == left
+
+
 def test_blocks_of_a_failed_load_are_kept_until_every_worker_has_released_them() -> None:
     made, asked = scheduler(workers=2), request(40)
     made.new_request(asked, PREFILL)

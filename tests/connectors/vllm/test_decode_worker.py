@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 import kvflow
+from kvflow.connectors.vllm import decode_worker
 from kvflow.connectors.vllm.messages import Computed, Offer
 from kvflow.protocols.errors import Cause, Code
 from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
@@ -165,6 +167,29 @@ def test_it_fails_while_only_announced_and_is_over_or_has_all() -> None:
             each.until_rest()
             each.sent.clear()
         assert not each.received and not each.failures
+
+
+def test_a_failure_of_what_is_not_waited_for_is_none() -> None:
+    with pair() as each:
+        each.step_decode(targets=[each.target()], offers={NAME: Offer((), 10)})
+        fail_at_prefill(each)
+        each.until_rest()
+        assert not (each.decode.stats.take() or {"failed": {}})["failed"]
+
+
+def test_a_load_has_until_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair(load_deadline_s=3600) as each:
+        each.load(9, 4, 7)
+        with each.decode._lock:
+            monkeypatch.setattr(decode_worker, "time", SimpleNamespace(monotonic=lambda: 100.0))
+            each.decode._due_s[NAME] = 100.5
+            assert each.decode._expire() == 0.5 and NAME in each.decode._due_s
+            each.decode._due_s[NAME] = 100.0
+            each.decode._expire()
+            assert NAME not in each.decode._due_s
+            monkeypatch.undo()
+        each.hold()
+        assert each.causes[NAME].code == Code.DEADLINE
 
 
 def test_it_is_over_after_it_was_told_and_before_it_is_held() -> None:

@@ -61,6 +61,11 @@ class TestPlaces:
         side, of = self.side(a=CACHE + 1, b=1)
         assert side.may_begin(of["a"]) and not side.may_begin(of["b"])
 
+    def test_a_request_that_is_not_ours_is_not_kept(self) -> None:
+        side, _ = self.side()
+        assert side.finished(request("another's", 1, "FINISHED_LENGTH_CAPPED"), ([3],)) == (False, None)
+        assert planned(side).computed == {}
+
     @pytest.mark.parametrize("streams", [False, True])
     def test_an_aborted_request_leaves_its_place_when_its_blocks_are_free(self, streams: bool) -> None:
         side = PrefillScheduler(BLOCK, {})

@@ -91,6 +91,7 @@ def test_vllm_aborts_the_request(has_started: bool) -> None:
         each.hold()
         each.until_rest()
         assert each.sent == each.failed == {NAME: 1}
+        assert not (each.prefill.stats.take() or {"failed": {}})["failed"], "a client that leaves is no failure"
 
 
 def test_no_decode_comes_before_the_deadline() -> None:

@@ -94,3 +94,18 @@ def test_the_first_dimension_is_that_of_blocks() -> None:
 def test_one_block_has_nowhere_to_go() -> None:
     cache = cache_of((0, 1, 2, 3))[:1]
     check_moves({"k": cache}, pool_of(k=cache), 1)
+
+
+def test_a_pool_of_two_blocks_is_tested_too() -> None:
+    cache = torch.zeros(2, HEADS, SLOTS, WIDTH)
+    check_moves({"a": cache}, pool_of(a=cache), 2)
+    with pytest.raises(LayoutError, match="does not read back as it was written, in a: "):
+        check_moves({"a": cache}, pool_of(a=cache.clone()), 2)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_layout_by_which_a_neighbour_is_moved_too_is_refused(shift: int) -> None:
+    memory = torch.zeros(BLOCKS + 2, HEADS, SLOTS, WIDTH)
+    cache, beside = memory[1 : BLOCKS + 1], memory[1 + shift : 1 + shift + BLOCKS]
+    with pytest.raises(LayoutError, match="does not read back as it was written, in a: "):
+        check_moves({"a": cache}, pool_of(a=cache, beside=beside), BLOCKS)

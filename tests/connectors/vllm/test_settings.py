@@ -16,6 +16,7 @@ def test_what_is_set_is_read() -> None:
         {"transfer_backend": "local", "source_deadline_s": 5, "lost_after_s": 2.5, "quarantine_share": 0.25}
     )
     assert found.source_deadline_s == 5.0 and found.load_deadline_s == 300.0 and found.bootstrap_port == 8998
+    assert not found.verify_transfers, "checksums of all that travels are asked for"
     assert found.timing.lost_after_s == 2.5 and found.bounds.quarantine_share == 0.25
 
 

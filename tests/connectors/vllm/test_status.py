@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,7 @@ import aiohttp
 import pytest
 
 import kvflow
+from kvflow.connectors.vllm import status
 from kvflow.connectors.vllm.messages import Offer
 from kvflow.connectors.vllm.status import StatusServer
 from tests.connectors.vllm.worker_pair import NAME, Pair, pair
@@ -69,7 +71,9 @@ async def test_health_counts_what_is_lent_and_metrics_are_of_each_role(
     async with served(each, "prefill", "decode") as url:
         async with session.get(f"{url}/health") as answer:
             found = await answer.json()
-        assert answer.status == 200 and found["status"] == "ok" and found["quarantined_blocks"] == 0
+        assert answer.status == 200 and found["status"] == "ok"
+        assert found.keys() == {"status", "pinned_blocks", "quarantined_blocks", "limit"}
+        assert found["quarantined_blocks"] == 0
         texts = {}
         for path in ("", "/prefill", "/decode"):
             async with session.get(f"{url}/metrics{path}") as answer:
@@ -91,4 +95,37 @@ def test_a_port_that_is_taken_is_refused_and_nothing_is_left(each: Pair) -> None
         server.close()
     server = StatusServer(None, each.decode.thread, engine="e-1")
     assert server.start("127.0.0.1", 0) > 0
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("role", "counted"), [("prefill", {"pinned_blocks"}), ("decode", {"quarantined_blocks", "limit"})]
+)
+async def test_health_counts_what_its_roles_have(
+    each: Pair, session: aiohttp.ClientSession, role: str, counted: set[str]
+) -> None:
+    async with served(each, role) as url, session.get(f"{url}/health") as answer:
+        assert (await answer.json()).keys() == {"status"} | counted
+
+
+async def test_health_says_why_a_worker_cannot_serve(
+    each: Pair, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = status._state
+    monkeypatch.setattr(status, "_state", lambda thread: ("its quarantine is full", state(thread)[1]))
+    async with served(each, "decode") as url, session.get(f"{url}/health") as answer:
+        assert (answer.status, (await answer.json())["status"]) == (503, "its quarantine is full")
+
+
+def test_closing_ends_what_still_waits_for_its_leader(each: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it answers nobody
+        server = StatusServer(each.prefill.thread, None, engine="e-1")
+        port = server.start("127.0.0.1", 0)
+        server.join(f"127.0.0.1:{silent.getsockname()[1]}", KEY)
+        connection, _ = silent.accept()
+        with connection:
+            server.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 10)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvflow-status"]
     server.close()

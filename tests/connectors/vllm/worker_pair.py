@@ -200,5 +200,6 @@ def pair(
         assert decode.quarantined_blocks == 0
     finally:
         gate.open.set()
-        decode.close()
-        prefill.close()
+        for side in (decode, prefill):
+            side.close()
+            assert not side._follower.is_alive()
