@@ -245,8 +245,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         str,
         Meta(
             description="Publish events of the prefix cache, as vLLM and SGLang do: a JSON object with publisher "
-            "(zmq), endpoint (tcp://127.0.0.1:5557), replay_endpoint, topic, buffer_steps, and dialect (vllm, or "
-            "sglang, which dynamo reads, too): by whose names events call the media."
+            "(zmq), endpoint (tcp://127.0.0.1:5557), replay_endpoint, topic, buffer_steps, dialect (vllm, or sglang, "
+            "which dynamo reads, too): by whose names events call the media, and positional (false): events as arrays, "
+            "for subscribers of older releases, in place of maps."
         ),
     ] = ""
     kv_events_key_file: Annotated[
