@@ -162,6 +162,8 @@ class NodeThread(Generic[N, A, R]):
             raise MisuseError(f"the {self.role} thread is not started: use it as a context manager, or start()")
         if self._closing:
             raise MisuseError(f"the {self.role} thread is closed")
+        if self._node is None:  # another thread is in start()
+            raise MisuseError(f"the {self.role} thread is still starting: wait until start() has returned")
         return self._thread
 
     def _post_open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:

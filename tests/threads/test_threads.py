@@ -368,6 +368,37 @@ def test_a_thread_that_is_not_started_says_so() -> None:
         decode.start()
 
 
+def test_a_thread_that_another_one_starts_takes_nothing_until_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, go_on = threading.Event(), threading.Event()
+    start = kvflow.DecodeNode.start
+
+    async def held(node: kvflow.DecodeNode) -> None:
+        starting.set()
+        await asyncio.to_thread(go_on.wait, PATIENCE_S)
+        await start(node)
+
+    monkeypatch.setattr(kvflow.DecodeNode, "start", held)
+    decode = kvflow.DecodeThread(pool(), "local")
+    starter = threading.Thread(target=decode.start)
+    starter.start()
+    try:
+        assert starting.wait(PATIENCE_S)
+        calls: list[Callable[[], object]] = [
+            lambda: decode.open(7, prefill=[], prompt=PROMPT, pages=[0, 1, 2]),
+            lambda: decode.announce(7, prefill=[], prompt=PROMPT),
+            lambda: decode.ask(lambda node: node.peers()),
+        ]
+        for call in calls:
+            with pytest.raises(kvflow.MisuseError, match="the decode thread is still starting"):
+                call()
+    finally:
+        go_on.set()
+        starter.join()
+    assert decode.ask(lambda node: node.peers()) == []
+    decode.close()
+    assert decode.pages.at_rest() and decode.poll() == []
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
