@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 
 from kvflow.memory.available import available_memory
 from kvflow.protocols.errors import LayoutError, TransferError
@@ -41,15 +42,19 @@ def prefault(address: int, size_bytes: int) -> bool:
 class SharedSegment:
     """One mapping of memory: our own (`create`, `private`), or a peer's (`open_peer`).
 
-    `close` gives the descriptor back at once, and the mapping as soon as no view of it is left.
+    `close` gives the descriptor back at once, and the mapping as soon as no view of it is left. One that nobody holds
+    any more is closed.
     """
 
     def __init__(self, mapping: mmap.mmap, fd: int) -> None:
+        """`fd` belongs to the segment from here on; -1 where it has none."""
         self._mapping: mmap.mmap | None = mapping
         self._claims: list[int] = []
         self.fd = fd
         self.size_bytes = len(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        # The descriptor alone keeps all of the memory, whatever became of the mapping.
+        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
 
     @classmethod
     def create(cls, size_bytes: int) -> SharedSegment:
@@ -59,10 +64,11 @@ class SharedSegment:
         try:
             os.ftruncate(fd, size_bytes + _CLAIMS_BYTES)
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
-            return _own(cls(_map(fd, size_bytes, mmap.MAP_SHARED), fd))
+            segment = cls(_map(fd, size_bytes, mmap.MAP_SHARED), fd)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
             raise LayoutError(f"no memory for a pool of {size_bytes} bytes: {error}") from error
+        return _own(segment)
 
     @classmethod
     def private(cls, size_bytes: int) -> SharedSegment:
@@ -135,9 +141,9 @@ class SharedSegment:
         """Idempotent."""
         # Not mmap.close: a torch tensor keeps the mmap object alive, but does not count as a user of its buffer.
         self._mapping = None
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        if self._close_fd is not None:
+            self._close_fd()  # the first call alone does something
 
 
 def _read_claims(fd: int, offset: int) -> set[int]:

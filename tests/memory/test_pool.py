@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import resource
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -162,6 +164,40 @@ def test_closing_gives_the_memory_back_with_the_last_view(view_of: Callable[[Pag
         view_of(pool, "0.v")
 
 
+def test_a_pool_that_nobody_holds_gives_its_memory_back() -> None:
+    """A descriptor that stays open keeps all of the memory, without a mapping."""
+    pool = PagedPool.allocate(layout("page_first"))
+    assert pool.segment is not None
+    inode = os.fstat(pool.segment.fd).st_ino
+    assert inode in _open_inodes() and f" {inode} " in _maps()
+    del pool
+    gc.collect()
+    assert inode not in _open_inodes() and f" {inode} " not in _maps()
+
+
+def test_a_descriptor_is_closed_once_though_its_number_is_another_ones_by_then() -> None:
+    segment = SharedSegment.create(1 << 16)
+    number = segment.fd
+    segment.close()
+    other = os.open(os.devnull, os.O_RDONLY)
+    try:
+        assert other == number  # the smallest number that is free
+        segment.close()
+        del segment
+        gc.collect()
+        assert os.fstat(other)
+    finally:
+        os.close(other)
+
+
+def _open_inodes() -> set[int]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one that lists them
+            found.add(os.stat(f"/proc/self/fd/{number}").st_ino)
+    return found
+
+
 def _maps() -> str:
     with open("/proc/self/maps", encoding="utf-8") as file:
         return "\n".join(line for line in file if "kvflow-pool" in line)
@@ -251,7 +287,8 @@ def test_a_pool_of_another_process_is_seen_where_its_segment_is_mapped(order: Or
 
 
 def test_the_first_descriptor_of_a_process_without_a_standard_input_is_one() -> None:
-    segment = SharedSegment(mmap.mmap(-1, mmap.PAGESIZE), 0)
+    segment = SharedSegment(mmap.mmap(-1, mmap.PAGESIZE), -1)
+    segment.fd = 0  # of which the segment is not to close ours
     made = layout("page_first", num_pages=2)
     assert PagedPool(made, segment=segment).segment is segment and "descriptor 0" in repr(segment)
 
