@@ -262,3 +262,12 @@ def test_ids_beyond_the_logits_are_never_generated_anyway() -> None:
     params = greedy(9, logit_bias=((150, 5.0),), bad_words=((120,), (3, 140)), repetition_penalty=1.2)
     (choice,) = choose(logits, [draw(params, [130, 5], 1)])
     assert choice.token_id == int(logits.argmax())
+
+
+@pytest.mark.parametrize(("ids", "outside"), [([-1, 5], -1), ([5, 512], 512)])
+def test_the_least_and_the_greatest_token_id_are_looked_at(ids: list[int], outside: int) -> None:
+    limits, said = EngineLimits(512, 512, 16, 100), rf"token id {outside} is outside the model's vocabulary, 0\.\.511"
+    with pytest.raises(MisuseError, match=f"prompt: {said}"):
+        limits.check_prompt(ids)
+    with pytest.raises(MisuseError, match=f"token_ids_logprob: {said}"):
+        limits.check_sampling(PROMPT, SamplingParams(logprobs=1, logprob_token_ids=tuple(ids)))

@@ -16,7 +16,8 @@ from kvflow.engine.ranks.following import StepFollower
 from kvflow.engine.ranks.leading import StepLeader
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, OwnershipError
-from kvflow.protocols.wire.messages import Rank
+from kvflow.protocols.wire.codec import routing_id
+from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.testing.pair import until
 
 
@@ -134,15 +135,30 @@ async def test_a_rank_that_is_closed_is_not_unusable() -> None:
     assert not follower.steps.unusable.done()
 
 
-async def test_a_first_rank_that_hears_nothing_any_more_is_unusable() -> None:
-    told: list[KvflowError] = []
+def first_rank(world_size: int, told: list[KvflowError]) -> tuple[StepLeader, Any]:
+    """And its socket."""
     socket: Any = Socket()
     nothing: Any = lambda *_: None  # noqa: E731
     neighbours: Any = SimpleNamespace(begin=nothing, abort=nothing, broken=False)
     steps = StepLeader(
-        socket, world_size=2, shards=1, places=(1, 0), neighbours=neighbours, on_hello=nothing, on_opened=nothing,
-        on_token=nothing, on_agreed=nothing, on_broken=nothing, on_ready=nothing, on_unusable=told.append,
+        socket, world_size=world_size, shards=1, places=(1, 0), neighbours=neighbours, on_hello=nothing,
+        on_opened=nothing, on_token=nothing, on_agreed=nothing, on_broken=nothing, on_ready=nothing,
+        on_unusable=told.append,
     )  # fmt: skip
+    return steps, socket
+
+
+def test_a_first_rank_names_the_ranks_that_are_not_ready() -> None:
+    steps, _ = first_rank(4, [])
+    assert steps.unavailable_reason == "rank 1, 2, 3 is not ready for a step"
+    hello: Any = SimpleNamespace(member=5, rank=2)
+    steps._on_rank_ready(routing_id(Incarnation(5)), hello)
+    assert steps.unavailable_reason == "rank 1, 3 is not ready for a step"
+
+
+async def test_a_first_rank_that_hears_nothing_any_more_is_unusable() -> None:
+    told: list[KvflowError] = []
+    steps, socket = first_rank(2, told)
     await steps.start()
     socket.frames.put_nowait(OSError("the socket was closed"))
     await until(lambda: bool(told))

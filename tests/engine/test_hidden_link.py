@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.model.parallel.link import MAX_IN_FLIGHT, HiddenReceiver, HiddenSender
+from kvflow.engine.model.parallel.link import MAX_IN_FLIGHT, HiddenReceiver, HiddenSender, check_address
 from kvflow.protocols.errors import LostError, MisuseError, PeerError
 
 Ends = tuple[HiddenReceiver, HiddenSender]
@@ -197,6 +197,13 @@ def test_addresses_that_others_can_reach_are_refused(address: str) -> None:
     for end in (HiddenReceiver, HiddenSender):
         with pytest.raises(MisuseError, match=r"neither ipc://PATH nor tcp:// of a loopback address"):
             end(address)
+
+
+def test_the_path_of_a_unix_socket_has_107_bytes_at_most() -> None:
+    """As many as Linux takes; an address in the abstract namespace is none of a file, and refused."""
+    check_address("ipc:///" + 106 * "a")
+    with pytest.raises(MisuseError, match="at most 107 bytes"):
+        check_address("ipc:///" + 107 * "a")
 
 
 def test_an_address_that_cannot_be_bound_gets_one_line(tmp_path: Path) -> None:

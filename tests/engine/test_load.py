@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 from transformers.utils import logging as transformers_logging
 
-from kvflow.engine.model import selftest
+from kvflow.engine.model import load, selftest
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.probe import probe
+from kvflow.engine.model.quiet import explained
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
@@ -238,6 +239,25 @@ def test_a_configuration_need_not_name_the_architecture(tiny: Tiny, tmp_path: Pa
     model = load_model(str(path))
     assert model.architectures == ("LlamaForCausalLM",) and model.fingerprint.startswith("LlamaForCausalLM 4x64 ")
     assert model.context_length == config["max_position_embeddings"]
+
+
+def test_a_context_of_no_tokens_is_none() -> None:
+    """Some configurations have the field and leave it at 0, where another one tells the length."""
+    assert load._context_length(SimpleNamespace(max_position_embeddings=0, n_positions=128)) == 128
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(), "OSError"),
+        (KeyError("rope"), "KeyError 'rope'"),
+        (ValueError("why:\n\n this\nand more"), "why: this"),
+    ],
+)
+def test_what_transformers_raises_becomes_one_line(error: Exception, text: str) -> None:
+    with pytest.raises(MisuseError) as told, explained("model 'm'"):
+        raise error
+    assert str(told.value) == f"model 'm': {text}"
 
 
 def test_loading_is_silent_and_tells_how_far_it_is(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, and not in its stubs
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvflow.engine.model.load import LoadedModel, load_model
@@ -438,3 +438,9 @@ def test_the_layers_that_share_are_found_in_the_configuration() -> None:
         own_layers(config, ModelPart(1, 2), "m")
     config.num_kv_shared_layers = 0
     assert own_layers(config, ModelPart(1, 2), "m") == range(3, 6)
+
+
+def test_a_model_that_names_no_layers_is_whole() -> None:
+    assert own_layers(PretrainedConfig(), ModelPart(), "m") == range(0)
+    with pytest.raises(MisuseError, match="has no num_hidden_layers"):
+        own_layers(PretrainedConfig(), ModelPart(0, 2), "m")

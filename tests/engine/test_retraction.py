@@ -450,6 +450,9 @@ async def test_who_leaves(llama: LoadedModel) -> None:
             request.sequence.length = request.sequence.prompt_length + generated
         order = engine._retractions.victims(running, {running[0]: 10_000})
         assert [r.number for r in order] == [running[n].number for n in (3, 2, 1)]
+        last = running[3]
+        alone = {last: 2, running[0]: last.resident.sizes[0]}
+        assert engine._retractions.victims(running, alone) == [last], "it lacks nothing either when it has left"
         running[3].protected_until = 50
         order = engine._retractions.victims(running, {running[0]: 10_000})
         assert [r.number for r in order] == [running[n].number for n in (2, 1, 0)], "it has just come back"
