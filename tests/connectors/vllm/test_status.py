@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -115,6 +116,18 @@ async def test_health_says_why_a_worker_cannot_serve(
     monkeypatch.setattr(status, "_state", lambda thread: ("its quarantine is full", state(thread)[1]))
     async with served(each, "decode") as url, session.get(f"{url}/health") as answer:
         assert (answer.status, (await answer.json())["status"]) == (503, "its quarantine is full")
+
+
+def test_a_rank_that_its_leader_refuses_asks_again(each: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    leader, follower = (StatusServer(each.prefill.thread, None, engine="e-1") for _ in range(2))
+    port = leader.start("127.0.0.1", 0, KEY)
+    follower.start("127.0.0.1", 0)
+    with caplog.at_level(logging.INFO):
+        follower.join(f"127.0.0.1:{port}", "another key")
+        each.until(lambda: f"waits for the registry of rank 0 at 127.0.0.1:{port}: " in caplog.text)
+    assert "answered 401" in caplog.text
+    for server in (follower, leader):
+        server.close()
 
 
 def test_closing_ends_what_still_waits_for_its_leader(each: Pair) -> None:
