@@ -232,8 +232,11 @@ async def test_dashboards_find_the_buckets_of_sglang(kvflow_pair: Pair) -> None:
     body = metrics.response().body
     assert isinstance(body, bytes)
     found: dict[str, list[float]] = {}
+    of_a_rank = {"model_name": "m", "engine_type": "prefill", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
+            if sample.name.startswith("sglang:kv_transfer"):
+                assert {name: value for name, value in sample.labels.items() if name != "le"} == of_a_rank
             if sample.name.startswith("sglang:") and sample.name.endswith("_bucket"):
                 name = sample.name.removeprefix("sglang:").removesuffix("_bucket")
                 if (bound := float(sample.labels["le"])) not in found.setdefault(name, []):

@@ -434,3 +434,17 @@ async def test_bytes_that_are_no_http_leave_no_traceback(
     await writer.wait_closed()
     assert not [record for record in caplog.records if record.exc_info]
     assert (await get(session, decode_server, "/health"))[0] == 200
+
+
+async def test_what_nobody_foresaw_is_an_error_of_ours_and_the_server_goes_on(
+    decode: Role, decode_server: Server, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decode.service, "report", fail)
+        status, answer = await get(session, decode_server, "/server_info")
+        assert (status, answer["error"]["type"]) == (500, "internal_error")
+        assert "a bug" not in answer["error"]["message"]
+    assert (await get(session, decode_server, "/server_info"))[0] == 200

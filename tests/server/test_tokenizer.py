@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.server.http.errors import RequestError
-from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.server.http.tokenizer import NullDetokenizer, ThreadedTokenizer
 
 TEXT = "The with statement is used to wrap the execution of a block. " * 40
 
@@ -67,6 +67,26 @@ async def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(f
     with pytest.raises(RequestError, match="characters") as refused:
         await tokenizer.encode_chat([{"role": "user", "content": "x" * 1_000_000}], {})
     assert refused.value.param == "messages"
+    tokenizer.close()
+
+
+def test_without_a_tokenizer_stop_strings_are_refused_and_tokens_have_no_text() -> None:
+    tokenizer = ThreadedTokenizer(None)
+    with pytest.raises(RequestError, match="stop strings need a tokenizer, and this model has none") as refused:
+        tokenizer.detokenizer(SamplingParams(stop=("x",)))
+    assert refused.value.param == "stop"
+    assert isinstance(tokenizer.detokenizer(SamplingParams()), NullDetokenizer)
+    tokenizer.close()
+
+
+def test_a_stop_string_among_the_least_tokens_ends_nothing(fast: PreTrainedTokenizerFast) -> None:
+    ids = fast.encode("The with statement")
+    tokenizer = ThreadedTokenizer(fast)
+    for least, stops in ((0, True), (len(ids) + 1, False)):
+        stream = tokenizer.detokenizer(SamplingParams(stop=("with",), max_new_tokens=64, min_new_tokens=least))
+        for token_id in ids:
+            stream.feed(token_id)
+        assert (stream.stopped == "with") == stops
     tokenizer.close()
 
 
