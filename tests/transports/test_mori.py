@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -119,6 +121,32 @@ async def test_other_words_under_the_name_of_a_peer_are_refused_while_it_is_conn
                 known.prepare(BlockList([side.pool.layout.buffers[0].address], [address], [8]))
         again.close()
         assert not plane_of(side)._peers
+
+
+async def test_a_plane_exports_one_pool() -> None:
+    async with sides() as side:
+        with pytest.raises(LayoutError, match="a plane exports one pool"):
+            side.plane.export(side.pool.layout)
+
+
+@pytest.mark.parametrize(("set_before", "chosen"), [(None, "mlx5_1"), ("mlx5_7", "mlx5_7")])
+async def test_mori_reads_the_device_while_its_backend_is_made(
+    monkeypatch: pytest.MonkeyPatch, set_before: str | None, chosen: str
+) -> None:
+    """What the operator has set stays."""
+    monkeypatch.delenv("MORI_RDMA_DEVICES", raising=False)
+    if set_before is not None:
+        monkeypatch.setenv("MORI_RDMA_DEVICES", set_before)
+    seen: list[str | None] = []
+    create = stub_mori.IOEngine.create_backend
+
+    def noted(*given: Any) -> None:
+        seen.append(os.environ.get("MORI_RDMA_DEVICES"))
+        create(*given)
+
+    monkeypatch.setattr(stub_mori.IOEngine, "create_backend", noted)
+    await MoriPlane(device="mlx5_1", library=stub_mori).close()
+    assert (seen, os.environ.get("MORI_RDMA_DEVICES")) == ([chosen], set_before)
 
 
 async def test_memory_that_no_session_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

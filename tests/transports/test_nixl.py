@@ -329,7 +329,7 @@ def test_an_agent_listens_at_its_hosts_interface_only() -> None:
     agent = Agent(new_name(own_identity()), "127.0.0.1", "")
     listening = [row for row in rows() if row.is_listening and row.ends.port in agent.ports]
     assert {row.ends.address for row in listening} == {encode_address("127.0.0.1")}
-    assert agent.event_fds
+    assert agent.event_fds and watched(agent.event_fds[0]) and watched(1 << 20) == set()
     agent.close()
     agent.close()
 
@@ -358,6 +358,21 @@ async def test_the_ports_of_an_agent_are_its_own() -> None:
         ports = plane_of(side)._inbound_agent.ports
         assert ports and another.getsockname()[1] not in ports
         await side.close()
+
+
+async def test_what_nixl_cannot_ask_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(peer: str, address: int) -> None:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    side, other = (Side("nixl", "page_first", None) for _ in range(2))
+    monkeypatch.setattr(plane_of(side).agent, "prepare_probe", refuse)
+    with pytest.raises(TransferError, match=r"nixl cannot reach .*: RuntimeError: NIXL_ERR_BACKEND"):
+        await side.plane.connect(other.address, other.layout)
+    monkeypatch.undo()
+    assert not nixl.has_died(own_identity())
+    assert not nixl.has_died(msgspec.structs.replace(own_identity(), boot_id="another host's")), "that is not known"
+    for each in (side, other):
+        await each.close()
 
 
 def test_what_the_library_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
