@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvflow.engine.model.identity import config_digest
 from kvflow.engine.model.load import load_model
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import MAX_LABEL, build_layout
@@ -58,3 +59,9 @@ def test_another_fine_tune_is_refused_with_both_names(tiny: Tiny, copied: Path) 
         f"model fingerprint: prefill {here.fingerprint!r}, decode {there.fingerprint!r}"
     ]
     assert here.fingerprint.split(" weights ")[0] == there.fingerprint.split(" weights ")[0]
+
+
+def test_a_digest_is_that_of_earlier_versions() -> None:
+    """Peers whose digests differ are refused, also while one after the other is upgraded."""
+    assert config_digest({}) == "44136fa3"
+    assert config_digest({"a": 1, "b": {"c": None}}) == config_digest({"b": {"c": None}, "a": 1}) == "66282992"

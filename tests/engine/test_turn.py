@@ -298,3 +298,13 @@ async def test_a_planted_bug_is_found(name: str, llama: LoadedModel) -> None:
         if found:
             break
     assert rule in found
+
+
+async def test_what_cannot_be_loaded_is_computed_and_not_loaded_again(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with small_pair(llama) as pair:
+        await only_on_the_host(pair)
+        gate = CopyGate(monkeypatch, fails_at=1)
+        gate.go.set()
+        assert await cached_tokens(pair, PROMPTS[0]) == 0
