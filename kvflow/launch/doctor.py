@@ -50,7 +50,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings() -> Iterator[Finding]:
-    """All checks, one after the other; together they take as long as importing mooncake three times and nixl."""
+    """All checks, one after the other; together they take as long as importing mooncake twice and nixl."""
     yield _python()
     distributions = importlib.metadata.packages_distributions()  # reads the metadata of all that is installed
     for names, needed, advice in (

@@ -303,7 +303,7 @@ class DecodeEndpoint:
 
     def next_tick(self) -> float:
         """When `tick` may next be worth calling; infinity while nothing is due."""
-        core = self.core
+        core = self.core  # what `work_left` says, without a call: this is asked whenever a shell has run commands
         return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:

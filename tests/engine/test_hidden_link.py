@@ -200,7 +200,7 @@ def test_addresses_that_others_can_reach_are_refused(address: str) -> None:
 
 
 def test_the_path_of_a_unix_socket_has_107_bytes_at_most() -> None:
-    """As many as Linux takes; an address in the abstract namespace is none of a file, and refused."""
+    """As many as Linux takes."""
     check_address("ipc:///" + 106 * "a")
     with pytest.raises(MisuseError, match="at most 107 bytes"):
         check_address("ipc:///" + 107 * "a")

@@ -131,12 +131,8 @@ class Cluster:
             "world_size": world_size,
             "dp_rank": dp_group.dp_rank,
             "dp_size": dp_group.dp_size,
-            "timing": self.variety.timing,
-            "bounds": self.variety.bounds,
-            "verify_transfers": self.variety.verify,
-            "incarnation": incarnation,
             "bind": self.wire.bind,
-            "now": self.loop.time,
+            **self._options(incarnation),
         }
         if group in self.threaded_groups:
             engine = PrefillThreadEngine(name, process, pool, plane, books, self.oracle, self.faults.of_take, **options)
@@ -150,15 +146,7 @@ class Cluster:
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
         incarnation = self._incarnation()
-        options: dict[str, Any] = {
-            "resolve": self._resolve,
-            "timing": self.variety.timing,
-            "bounds": self.variety.bounds,
-            "verify_transfers": self.variety.verify,
-            "incarnation": incarnation,
-            "connect": self.wire.connect,
-            "now": self.loop.time,
-        }
+        options = {"resolve": self._resolve, "connect": self.wire.connect, **self._options(incarnation)}
         if number in self.threaded:
             engine = DecodeThreadEngine(name, process, pool, plane, books, self.oracle, self.faults.of_take, **options)
             return self._join(name, process, engine.node, plane, books, number, None, engine)
@@ -167,6 +155,16 @@ class Cluster:
         pages = self._store_after(after, pool, incarnation)
         node = DecodeNode(pool, plane, pages=pages, staging=staging, **options)
         return self._join(name, process, node, plane, books, number, staged)
+
+    def _options(self, incarnation: int) -> dict[str, Any]:
+        """What nodes of either role are made with."""
+        return {
+            "timing": self.variety.timing,
+            "bounds": self.variety.bounds,
+            "verify_transfers": self.variety.verify,
+            "incarnation": incarnation,
+            "now": self.loop.time,
+        }
 
     def _staged(self, name: str, pool: PagedPool, books: Books) -> Staged | None:
         """The staging beside a pool, which it keeps from node to node."""

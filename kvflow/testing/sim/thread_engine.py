@@ -64,22 +64,33 @@ class _Request(Generic[R]):
 class ThreadEngine(Generic[F, N, R]):
     """One life of one node's engine."""
 
+    make_front: Callable[..., F]
     before_the_end: Sequence[str]  # the events that may come before how a room has ended, in their order
     success: str
 
-    def __init__(self, name: str, process: Process, books: Books, oracle: Oracle, fails: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: Process,
+        pool: PagedPool,
+        plane: DataPlane,
+        books: Books,
+        oracle: Oracle,
+        fails: Callable[[], bool],
+        **options: Any,
+    ) -> None:
+        """Starts at once. `options` are those of the node."""
         self._name, self._process, self._books, self._oracle = name, process, books, oracle
+        self._layout = pool.layout
         self._store = WatchedExternalPages(books, name, oracle)
         self._allocator = EnginePages(books, self._store, name, oracle, fails)
         self._requests: dict[_Request[R], None] = {}
         self._polling: asyncio.Task[None] | None = None
         self._steps: list[LockStep[Any]] = []
         self.handled = 0
-
-    def _start(self, front: F) -> None:
-        self._front: F = front
-        self._process.run(front.start)
-        self.node: N = front.ask(lambda node: node)  # type: ignore[assignment]
+        self._front: F = self.make_front(pool, plane, pages=self._store, make_thread=self._thread, **options)
+        self._process.run(self._front.start)
+        self.node: N = self._front.ask(lambda node: node)  # type: ignore[assignment]
 
     def _thread(self, name: str, _: object) -> VirtualLoopThread:
         return VirtualLoopThread(name, self._process, self._oracle.loop)
@@ -257,23 +268,8 @@ class ThreadEngine(Generic[F, N, R]):
 class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom]):
     """At decode: it lends pages of its own, which a request reads for a while when they have landed."""
 
+    make_front = DecodeThread
     before_the_end, success = ("begun", "opened"), "landed"
-
-    def __init__(
-        self,
-        name: str,
-        process: Process,
-        pool: PagedPool,
-        plane: DataPlane,
-        books: Books,
-        oracle: Oracle,
-        fails: Callable[[], bool],
-        **options: Any,
-    ) -> None:
-        """Starts at once. `options` are those of a `DecodeNode`."""
-        super().__init__(name, process, books, oracle, fails)
-        self._layout = pool.layout
-        self._start(DecodeThread(pool, plane, pages=self._store, make_thread=self._thread, **options))
 
     async def play(self, job: Job) -> None:
         """One request. Raises: KvflowError."""
@@ -344,23 +340,8 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
 class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThreadRoom]):
     """At prefill: it computes chunks into pages of its own, and sends them."""
 
+    make_front = PrefillThread
     before_the_end, success = ("matched",), "done"
-
-    def __init__(
-        self,
-        name: str,
-        process: Process,
-        pool: PagedPool,
-        plane: DataPlane,
-        books: Books,
-        oracle: Oracle,
-        fails: Callable[[], bool],
-        **options: Any,
-    ) -> None:
-        """Starts at once. `options` are those of a `PrefillNode`."""
-        super().__init__(name, process, books, oracle, fails)
-        self._has_rows = bool(pool.layout.num_rows)
-        self._start(PrefillThread(pool, plane, pages=self._store, make_thread=self._thread, **options))
 
     async def play(self, job: Job) -> None:
         """One request. Raises: KvflowError."""
@@ -389,7 +370,7 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
         await self._opened(request, open_room)
         if request.handle is not None and self._oracle.loop.rng.getrandbits(1):
             request.handle.begin()
-        request.pages = self._allocator.take(sum(job.chunks) + self._has_rows, request.owner)
+        request.pages = self._allocator.take(sum(job.chunks) + bool(self._layout.num_rows), request.owner)
 
     async def _compute(self, request: _Request[PrefillThreadRoom]) -> None:
         job, handle, start = request.job, request.handle, 0
