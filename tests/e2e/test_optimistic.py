@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 LANES = 12
 PROMPTS = [" ".join(DEMO_PROMPTS * n) for n in (1, 2, 3)]
+# As long as the longest, and without a page in common with it: no pool of 24 pages holds both.
+OTHER = " ".join(reversed(PROMPTS[-1].split(" ")))
 FAST = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
@@ -50,6 +52,11 @@ async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests:
         expected = [(await generate(session, fleet.url, prompt))[1]["output_ids"] for prompt in PROMPTS]
         ended: Counter[str] = Counter()
 
+        async def holding(count: int) -> None:
+            async with asyncio.timeout(WITHIN_S):
+                while (await counted(session, prefill.url))["requests"] != count:
+                    pass
+
         hits = (await counted(session, prefill.url))["hits_total"]
         meeting = {
             "bootstrap_host": "127.0.0.1",
@@ -57,13 +64,21 @@ async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests:
             "bootstrap_room": next(rooms),
         }
         early = asyncio.create_task(generate(session, prefill.url, PROMPTS[0], **meeting))
-        async with asyncio.timeout(WITHIN_S):
-            while not (await counted(session, prefill.url))["requests"]:
-                pass
+        await holding(1)
         status, answer = await generate(session, decode.url, PROMPTS[0], **meeting)
         assert status == 200 and answer["output_ids"] == expected[0], answer
         assert (await early)[0] == 200
         assert (await counted(session, prefill.url))["hits_total"] == hits + 1
+
+        lost = (await counted(session, prefill.url))["lost_total"]
+        async with asyncio.timeout(WITHIN_S):
+            while (await counted(session, prefill.url))["lost_total"] == lost:
+                meeting["bootstrap_room"] = next(rooms)
+                alone = asyncio.create_task(generate(session, prefill.url, PROMPTS[-1], **meeting))
+                await holding(1)
+                assert (await generate(session, fleet.url, OTHER))[0] == 200
+                status, answer = await alone
+                assert (status, answer["error"]["code"]) == (504, "rendezvous"), answer
 
         async def begun(before: float) -> None:
             """Prefill has begun one more since, or has nowhere to."""
@@ -110,6 +125,6 @@ async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests:
         found = await counted(session, prefill.url)
         print(f"seed {seed}, PP {pp}: {dict(ended)}, {found}")
         assert found["starts_total"] >= found["hits_total"] + found["lost_total"]
-        assert found["hits_total"] and found["lost_total"] and not found["requests"]
+        assert found["hits_total"] > hits and not found["requests"]
         info = await ask(session, f"{prefill.url}/server_info")
         assert (info["running"], info["waiting"]) == (0, 0)
