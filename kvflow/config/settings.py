@@ -297,7 +297,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ""
     max_quarantine_share: Annotated[
         float,
-        Meta(description="Share of decode's pages in quarantine above which new requests are refused.", ge=0, le=1),
+        Meta(
+            description="Share of decode's pages, overdue in quarantine, above which new requests are refused.",
+            ge=0,
+            le=1,
+        ),
     ] = 0.5
 
     new_token_ratio: Annotated[

@@ -131,8 +131,13 @@ class Node(Generic[S]):
         return self.shell.endpoint.core.ledger.quarantined_pages
 
     @property
+    def overdue_pages(self) -> int:
+        """Those of the quarantine whose writer is in doubt, or has left an Abort unanswered until it was repeated."""
+        return self.shell.endpoint.core.ledger.overdue_pages
+
+    @property
     def quarantine_limit(self) -> int:
-        """With more pages in quarantine a decode opens no room, and either role calls itself unavailable."""
+        """With more pages overdue a decode opens no room, and either role calls itself unavailable."""
         return self.shell.endpoint.core.ledger.quarantine_limit
 
     @property

@@ -161,7 +161,7 @@ class DecodeCore:
     def recall(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
         """Abort is sent, and repeated until every rank has acknowledged it. A rank that has left others unanswered for
         long is asked for all of them as often as at first: that silence says nothing of this one."""
-        for change in self.ledger.recall(lease, cause):
+        for change in self.ledger.recall(lease, cause, now):
             if change.source.repeat_after_s > self.timing.repeat_after_s:
                 self.repeat_from(change.source, now + self.timing.repeat_after_s)
             self.loan_changed(change, now)
@@ -345,6 +345,18 @@ def _loan_task(kind: LoanKind, phases: tuple[LoanPhase, ...]) -> Callable[[Decod
     return feed
 
 
+_REPEAT = _loan_task(LoanKind.REPEAT_DUE, (LoanPhase.RECALLED, LoanPhase.WITHDRAWN))
+
+
+def _repeat(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
+    """The timer is the peer's: a lease that was recalled a moment before it is due is not overdue yet."""
+    assert task.peer is not None
+    lease = core.ledger.find(task.peer, grant)
+    if lease is not None and lease.cause is not None and now - lease.recalled_at_s >= core.timing.repeat_after_s:
+        core.ledger.note_overdue(lease)
+    _REPEAT(core, task, grant, now)
+
+
 def _close(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
     record = core.rooms.get(grant)
     if record is not None:
@@ -356,7 +368,7 @@ _TASKS: dict[str, Callable[[DecodeCore, Task, GrantId, float], None]] = {
     "lose": _lose,
     "ask": _loan_task(LoanKind.SOURCE_BACK, (LoanPhase.DOUBTFUL,)),
     "fenced": _loan_task(LoanKind.FENCED, (LoanPhase.DOUBTFUL,)),
-    "repeat": _loan_task(LoanKind.REPEAT_DUE, (LoanPhase.RECALLED, LoanPhase.WITHDRAWN)),
+    "repeat": _repeat,
     "close": _close,
     "part": _part,
 }

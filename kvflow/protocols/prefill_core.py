@@ -410,6 +410,7 @@ def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+    record.cancelled_at_s = now
     core.outbox.extend(CancelWrite(chunk.write) for chunk in record.chunks if chunk.outcome is None)
 
 

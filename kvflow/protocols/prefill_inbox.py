@@ -231,11 +231,15 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
 
 
 def _refuse_pinned(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> bool:
-    """A decode whose earlier writes do not end is given no more of our pages; the engine's half is told too."""
+    """A decode whose earlier writes do not end is given no more of our pages; the engine's half is told too.
+
+    Writes that were cancelled a moment ago do not count: on a healthy route they end within milliseconds.
+    """
     if core.bounds.pinned_share == 1:
         return False
     limit = core.bounds.pinned_limit(core.identity.layout.num_pages)
-    if (pinned := pinned_pages(core.writes.values(), peer)) <= limit:
+    pinned = pinned_pages(core.writes.values(), peer, now - core.timing.repeat_after_s)
+    if pinned <= limit:
         return False
     cause = CapacityError("pages held by writes to this decode that do not end", pinned, limit).cause()
     core.refuse_grant(peer, message.room, message.grant, cause)

@@ -40,6 +40,7 @@ class PrefillRoomRecord:
         *(
             "begun",
             "bootstrap",
+            "cancelled_at_s",
             "chunks",
             "deadline_at_s",
             "grant",
@@ -71,6 +72,7 @@ class PrefillRoomRecord:
         self.deadline_at_s = now + rendezvous_s  # for the other half; then the engine's own
         self.ready_at_s: float | None = None
         self.moving_at_s: float | None = None
+        self.cancelled_at_s = 0.0  # when its writes were; of a room that drains
         self.own_deadline_at_s = float("inf")
         self.prompt: tuple[int, bytes] | None = None  # token count and digest: the engine's half
         self.bootstrap: tuple[int, bytes] | None = None  # and decode's
@@ -127,6 +129,12 @@ class PrefillRoomRecord:
         return self.prompt is None or self.bootstrap is None
 
 
-def pinned_pages(writes: Iterable[tuple[PrefillRoomRecord, Chunk]], peer: DecodePeer | None = None) -> int:
-    """Our pages that writes of ended rooms still read, of one decode or of all: the target does not take them."""
-    return sum(chunk.num_pages for record, chunk in writes if record.ended and peer in (None, record.peer))
+def pinned_pages(
+    writes: Iterable[tuple[PrefillRoomRecord, Chunk]], peer: DecodePeer | None = None, until_s: float = float("inf")
+) -> int:
+    """Count our pages that writes of rooms which ended by `until_s` still read, of one decode or of all."""
+    return sum(
+        chunk.num_pages
+        for record, chunk in writes
+        if record.ended and record.cancelled_at_s <= until_s and peer in (None, record.peer)
+    )

@@ -16,8 +16,8 @@ from kvflow.protocols.machines.loan import LoanKind
 recall = Ledger.recall
 
 
-def _believe(self: Ledger[Any], lease: Lease[Any], cause: Cause) -> list[Change[Any]]:
-    recall(self, lease, cause)  # and what it says is to be sent is not
+def _believe(self: Ledger[Any], lease: Lease[Any], cause: Cause, now: float) -> list[Change[Any]]:
+    recall(self, lease, cause, now)  # and what it says is to be sent is not
     return [self.feed(lease, source, LoanKind.DRAINED) for source in list(lease.loans)]
 
 

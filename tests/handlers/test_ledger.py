@@ -32,7 +32,7 @@ class Desk:
         self.note(self.ledger.feed(self.lease, rank, kind))
 
     def end_room(self) -> None:
-        for change in self.ledger.recall(self.lease, WHY):
+        for change in self.ledger.recall(self.lease, WHY, 0.0):
             self.note(change)
         self.freed += self.ledger.room_ended(self.lease)
 
@@ -93,7 +93,7 @@ def test_a_source_settles_what_it_has_answered_and_nothing_above_an_open_loan() 
     assert [desk.ledger.settled_below(rank) for rank in (0, 1)] == [1, 1]
     desk.feed(0, LoanKind.LANDED)
     assert [desk.ledger.settled_below(rank) for rank in (0, 1)] == [2, 1]
-    for change in desk.ledger.recall(second, WHY):
+    for change in desk.ledger.recall(second, WHY, 0.0):
         desk.note(change)
     desk.ledger.feed(second, 1, LoanKind.DRAINED)
     assert [desk.ledger.settled_below(rank) for rank in (0, 1)] == [2, 1], "its first grant is open"

@@ -114,6 +114,7 @@ async def test_rooms_that_drain_count(kvflow_pair: Pair) -> None:
         p.send_all(source)
         target.close()
         assert target.phase.name == "DRAINING" and p.decode.quarantined_pages == 5 * room
+    await until(lambda: ledger(p.decode).overdue_pages == 10)  # their Aborts have been repeated
     assert p.decode.unavailable_reason.startswith("10 pages are in quarantine, more than 9")
     waiting = p.prefill.room(3, PROMPT)
     with pytest.raises(QuarantineError, match="10 pages are in quarantine, more than 9"):

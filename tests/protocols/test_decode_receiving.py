@@ -88,15 +88,23 @@ class TestOpening:
             decode.endpoint.refuse_room(7, (), BROKEN, decode.now)
 
     def test_while_too_much_is_in_quarantine_none_is_opened(self) -> None:
+        """A recalled loan counts when prefill has left its Abort unanswered for as long as it takes to repeat it."""
         decode = LoneDecode(bounds=Bounds(quarantine_share=0.2)).up()  # three pages of sixteen
         first, second = decode.lent(7), decode.lent(8)
         decode.close(first.grant)
-        decode.lent(9)
+        decode.tick(0.25)
         decode.close(second.grant)
+        decode.lent(9)
+        decode.tick(0.25)  # both Aborts are repeated, the second one early
+        decode.lent(10)
+        assert decode.core.ledger.quarantined_pages == 6
+        decode.tick(1.0)
         with pytest.raises(QuarantineError, match="6 pages are in quarantine, more than 3"):
-            decode.open(10)
+            decode.open(11)
         sent = [command for command in decode.asked() if isinstance(command, tuple)]
         assert len(sent) == 1 and sent[0][1].cause.code is Code.CAPACITY
+        assert FreePages(first.grant) in decode.hear(ack(grant=first.grant))
+        decode.lent(12)
 
 
 class TestBeginning:

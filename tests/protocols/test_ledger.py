@@ -27,7 +27,7 @@ def lent(ledger: Ledger[str], grant: int, *sources: str, pages: int = 3) -> Leas
 def test_a_lease_is_free_when_its_room_and_all_of_its_loans_have_ended() -> None:
     ledger: Ledger[str] = Ledger(3)
     lease = lent(ledger, 1, "a", "b")
-    changes = ledger.recall(lease, GONE)
+    changes = ledger.recall(lease, GONE, 0.0)
     assert [(c.lease, c.source, c.commands, c.freed) for c in changes] == [
         (lease, source, (LoanCommand.SEND_ABORT,), False) for source in ("a", "b")
     ]
@@ -45,7 +45,7 @@ def test_leases_in_quarantine_are_counted_where_they_have_pages() -> None:
     ledger: Ledger[str] = Ledger(3)
     leases = [lent(ledger, 1, "a", "b"), lent(ledger, 2, "a", pages=0)]
     for lease in leases:
-        ledger.recall(lease, GONE)
+        ledger.recall(lease, GONE, 0.0)
     assert (ledger.quarantined_pages, ledger.quarantined_leases) == (3, 1)
     ledger.feed(leases[1], "a", K.DRAINED)
     ledger.feed(leases[0], "a", K.DRAINED)
@@ -58,22 +58,52 @@ def test_loans_that_end_before_their_room_free_nothing() -> None:
     ledger: Ledger[str] = Ledger(3)
     lease = lent(ledger, 1, "a")
     assert not ledger.feed(lease, "a", K.LANDED).freed and ledger.quarantined_pages == 0
-    assert ledger.recall(lease, GONE) == [] and ledger.quarantined_pages == 0, "nothing is lent any more"
+    assert ledger.recall(lease, GONE, 0.0) == [] and ledger.quarantined_pages == 0, "nothing is lent any more"
     assert ledger.room_ended(lease)
 
 
 def test_pages_are_in_quarantine_once_however_often_they_are_recalled() -> None:
     ledger: Ledger[str] = Ledger(5)
     first, second = lent(ledger, 1, "a"), lent(ledger, 2, "a")
-    ledger.recall(first, GONE)
+    ledger.recall(first, GONE, 0.0)
     ledger.feed(first, "a", K.UNPROVEN)
-    ledger.recall(first, LATER)
+    ledger.recall(first, LATER, 0.0)
     assert ledger.quarantined_pages == 3 and ledger.owed_by("a") == (2, 3) and first.doubtful
+    ledger.recall(second, GONE, 0.0)
+    assert ledger.quarantined_pages == 6
+    assert second.loans == {"a": LoanPhase.RECALLED} and not second.doubtful
+
+
+def test_pages_count_against_the_limit_once_they_are_overdue() -> None:
+    """In doubt, or said to be: recalled alone they are about to come back."""
+    ledger: Ledger[str] = Ledger(5)
+    first, second = lent(ledger, 1, "a", "b"), lent(ledger, 2, "a")
+    ledger.recall(first, GONE, 0.0)
+    ledger.recall(second, GONE, 0.0)
+    assert (ledger.quarantined_pages, ledger.overdue_pages) == (6, 0)
+    ledger.feed(first, "a", K.UNPROVEN)
+    ledger.feed(first, "b", K.UNPROVEN)
+    assert ledger.overdue_pages == 3, "once, however many ranks are in doubt"
     ledger.check_quarantine()
-    ledger.recall(second, GONE)
+    ledger.note_overdue(second)
+    ledger.note_overdue(second)
     with pytest.raises(QuarantineError, match="6 pages are in quarantine, more than 5"):
         ledger.check_quarantine()
-    assert second.loans == {"a": LoanPhase.RECALLED} and not second.doubtful
+    ledger.feed(second, "a", K.DRAINED)
+    assert ledger.overdue_pages == 3, "the answer came late, and ends it"
+    ledger.feed(first, "a", K.FENCED)
+    assert ledger.overdue_pages == 3, "the other may still write"
+    ledger.feed(first, "b", K.FENCED)
+    assert ledger.overdue_pages == 0 == ledger.quarantined_pages
+
+
+def test_what_was_in_doubt_before_its_room_ended_is_overdue_at_once() -> None:
+    ledger: Ledger[str] = Ledger(2)
+    lease = lent(ledger, 1, "a")
+    ledger.feed(lease, "a", K.UNPROVEN)
+    assert ledger.overdue_pages == 0, "the room has the pages"
+    ledger.recall(lease, GONE, 0.0)
+    assert ledger.overdue_pages == 3
 
 
 def test_what_is_settled_is_what_the_source_knows_and_nothing_needs() -> None:
@@ -83,16 +113,16 @@ def test_what_is_settled_is_what_the_source_knows_and_nothing_needs() -> None:
     assert ledger.grants_of("a") == [1, 2, 3] and ledger.find("a", GrantId(2)) is leases[2]
     ledger.feed(leases[2], "a", K.LANDED)
     assert ledger.settled_below("a") == 1, "the first is needed"
-    ledger.recall(leases[1], GONE)
+    ledger.recall(leases[1], GONE, 0.0)
     ledger.feed(leases[1], "a", K.SOURCE_LOST)
     ledger.feed(leases[1], "a", K.FENCED)
     assert ledger.settled_below("a") == 3 and ledger.find("a", GrantId(1)) is None
     ledger.feed(leases[3], "a", K.UNPROVEN)
-    ledger.recall(leases[3], GONE)
+    ledger.recall(leases[3], GONE, 0.0)
     ledger.feed(leases[3], "a", K.FENCED)
     assert ledger.settled_below("a") == 4, "it has said that it cannot vouch for it: so it knew it"
     last = lent(ledger, 4, "a")
-    ledger.recall(last, GONE)
+    ledger.recall(last, GONE, 0.0)
     ledger.feed(last, "a", K.SOURCE_LOST)
     ledger.feed(last, "a", K.FENCED)
     assert ledger.settled_below("a") == 4, "no word of it has come"

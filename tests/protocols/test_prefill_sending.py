@@ -50,6 +50,9 @@ class TestPinned:
         assert pinned(prefill) == 0, "they may be on their way"
         prefill.hear(abort(7, 1))
         assert pinned(prefill) == pinned_pages(prefill.core.writes.values(), record.peer) == 3
+        first = prefill.matched(12, 5)
+        assert first.phase is PrefillPhase.WAITING_FOR_INPUT, "what was cancelled a moment ago may end at once"
+        prefill.tick(prefill.core.timing.repeat_after_s)
         text = "pages held by writes to this decode that do not end: asked for 3, limit 2"
         cause = Cause(Code.CAPACITY, text)
         engine = prefill.open(8)
@@ -69,6 +72,7 @@ class TestPinned:
         prefill = LonePrefill(bounds=Bounds(pinned_share=2 / 16)).up(DECODE, OTHER_DECODE)
         prefill.send(prefill.matched(), 1, 3, 4, last=True)
         prefill.hear(abort(7, 1))
+        prefill.tick(prefill.core.timing.repeat_after_s)
         prefill.hear(announce(8, 1, OTHER_DECODE))
         cause = Cause(Code.CAPACITY, "pages held by writes to this decode that do not end: asked for 3, limit 2")
         assert prefill.hear(bootstrap(8, 2)) == [failed(cause, 8, 2), ack(8, 2)]

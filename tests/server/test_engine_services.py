@@ -79,11 +79,11 @@ async def test_a_decode_with_too_much_in_quarantine_is_in_trouble() -> None:
         stopped = engine()
         service = DecodeService(CARD, p.decode, stopped, 1.0)
         ledger = p.decode.shell.endpoint.core.ledger
-        ledger.quarantined_pages = ledger.quarantine_limit
+        ledger.overdue_pages = ledger.quarantine_limit
         assert service.unavailable_reason == ""
-        ledger.quarantined_pages += 1
+        ledger.overdue_pages += 1
         assert service.unavailable_reason.startswith("33 pages are in quarantine, more than 32: no new room")
-        ledger.quarantined_pages = 0
+        ledger.overdue_pages = 0
         stopped.healthy = False
         assert service.unavailable_reason == "the engine has stopped"
 

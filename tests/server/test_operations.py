@@ -145,7 +145,14 @@ OWN_KEYS = {
     *("sampling_defaults", "host", "control_endpoint", "data_plane", "wire_version"),
     *("incarnation", "pool", "pages", "rows", "prefix_cache"),
     *("kv_events", "optimistic_prefill", "retraction", "staging_waits", "quarantine_pages"),
-    *("quarantine_limit_pages", "pinned_pages", "pinned_limit_pages", "rooms", "rooms_ended"),
+    *(
+        "quarantine_overdue_pages",
+        "quarantine_limit_pages",
+        "pinned_pages",
+        "pinned_limit_pages",
+        "rooms",
+        "rooms_ended",
+    ),
     *("ranks", "bytes_moved", "running", "waiting", "draining"),
     *("started_as", "switching_to", "last_switch"),
 }

@@ -102,7 +102,11 @@ class StatusServer:
             reason, report = _state(thread)
             why = why or reason
             if thread.role == "decode":
-                found |= {"quarantined_blocks": report.quarantine_pages, "limit": report.quarantine_limit_pages}
+                found |= {
+                    "quarantined_blocks": report.quarantine_pages,
+                    "overdue_blocks": report.quarantine_overdue_pages,
+                    "limit": report.quarantine_limit_pages,
+                }
             else:
                 found |= {"pinned_blocks": report.pinned_pages}
         status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK

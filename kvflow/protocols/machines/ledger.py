@@ -20,7 +20,7 @@ S = TypeVar("S", bound=Hashable)
 class Lease(Generic[S]):
     """What one room holds: pages lent to every rank under one grant; they are free when the room and all loans end."""
 
-    __slots__ = ("cause", "grant", "loans", "num_pages", "room", "room_ended")
+    __slots__ = ("cause", "grant", "loans", "num_pages", "overdue", "recalled_at_s", "room", "room_ended")
 
     def __init__(self, grant: GrantId, room: RoomId) -> None:
         self.grant, self.room = grant, room
@@ -28,6 +28,8 @@ class Lease(Generic[S]):
         self.loans: dict[S, LoanPhase] = {}  # those that have not ended, by source
         self.room_ended = False
         self.cause: Cause | None = None  # set when the loans are recalled
+        self.recalled_at_s = 0.0
+        self.overdue = False  # recalled, and some rank is in doubt or has left its Abort unanswered for too long
 
     @property
     def doubtful(self) -> bool:
@@ -48,22 +50,24 @@ class Ledger(Generic[S]):
     """Runs the loan machine. A source is the link to one prefill rank; nothing here calls anything back."""
 
     def __init__(self, quarantine_limit: int) -> None:
-        """`quarantine_limit`: pages of rooms that have ended while loans have not; with more no room is opened."""
+        """`quarantine_limit`: pages in quarantine that are overdue; with more no room is opened."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
         self._acknowledged: dict[S, GrantId] = {}  # the highest grant that each source has said it knows of
         self._told_from: dict[S, int] = {}  # where the next of many settled ranges begin
         self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
         self.quarantined_leases = 0  # with pages; in a pool with rows one of those is a row
+        # Part of the quarantine. An Abort that a healthy rank is about to answer does not keep others' rooms out.
+        self.overdue_pages = 0
 
     def __len__(self) -> int:
         """Loans that have not ended."""
         return self._count
 
     def check_quarantine(self) -> None:
-        """Raises: QuarantineError while it holds more than its share of the pool."""
-        if self.quarantined_pages > self.quarantine_limit:
-            raise QuarantineError(self.quarantined_pages, self.quarantine_limit)
+        """Raises: QuarantineError while more than its share of the pool is overdue."""
+        if self.overdue_pages > self.quarantine_limit:
+            raise QuarantineError(self.overdue_pages, self.quarantine_limit)
 
     @property
     def excess(self) -> str:
@@ -92,6 +96,13 @@ class Ledger(Generic[S]):
         lease.cause, lease.room_ended = cause, True
         self.quarantined_pages += lease.num_pages
         self.quarantined_leases += bool(lease.num_pages)
+        self.note_overdue(lease)
+
+    def note_overdue(self, lease: Lease[S]) -> None:
+        """Count the pages of a recalled lease, on which loans are left, as overdue. Idempotent."""
+        if not lease.overdue:
+            lease.overdue = True
+            self.overdue_pages += lease.num_pages
 
     def find(self, source: S, grant: GrantId) -> Lease[S] | None:
         """The lease of a loan that has not ended."""
@@ -165,14 +176,19 @@ class Ledger(Generic[S]):
                 if lease.cause is not None:
                     self.quarantined_pages -= lease.num_pages
                     self.quarantined_leases -= bool(lease.num_pages)
+                if lease.overdue:
+                    self.overdue_pages -= lease.num_pages
                 freed = lease.room_ended
+        elif lease.cause is not None and lease.loans[source] is LoanPhase.DOUBTFUL:
+            self.note_overdue(lease)
         return Change(lease, source, commands, freed)
 
-    def recall(self, lease: Lease[S], cause: Cause) -> list[Change[S]]:
+    def recall(self, lease: Lease[S], cause: Cause, now: float) -> list[Change[S]]:
         """The room has ended, or is about to, without every rank's proof: its pages are in quarantine from here on."""
         if lease.loans and lease.cause is None:
             self.quarantined_pages += lease.num_pages
             self.quarantined_leases += bool(lease.num_pages)
+            lease.recalled_at_s = now
         lease.cause = cause
         return [self.feed(lease, source, LoanKind.RECALL) for source in list(lease.loans)]
 

@@ -88,7 +88,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     pages_at_rest: bool  # and its rows, and what is lent of a staging
     staging_waits: Waits | None = None
     quarantine_pages: int = 0
-    quarantine_limit_pages: int = 0  # above it, new requests are refused
+    quarantine_overdue_pages: int = 0
+    quarantine_limit_pages: int = 0  # with more overdue, new requests are refused
     pinned_pages: int = 0
     pinned_limit_pages: int = 0  # above it for one decode, its requests are refused
     peers_by_phase: dict[str, int] = {}

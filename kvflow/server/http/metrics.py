@@ -140,7 +140,9 @@ def _memory(report: Report) -> Iterator[Metric]:
         "Pages in quarantine: lent, and no proof yet that their writer has ended.",
         value=report.quarantine_pages,
     )
-    limit = "Pages in quarantine above which new requests are refused."
+    text = "Pages in quarantine whose writer is in doubt, or has not answered in time that it has ended."
+    yield GaugeMetricFamily("kvflow_quarantine_overdue_pages", text, value=report.quarantine_overdue_pages)
+    limit = "Overdue pages in quarantine above which new requests are refused."
     yield GaugeMetricFamily("kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages)
     if (waits := report.staging_waits) is not None:
         text = "Rooms that wait for pages of staging; stuck ones want more than there is without what is in quarantine."

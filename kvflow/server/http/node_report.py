@@ -27,6 +27,7 @@ def node_report(
         pages_at_rest=at_rest,
         staging_waits=node.staging_waits,
         quarantine_pages=node.quarantined_pages,
+        quarantine_overdue_pages=node.overdue_pages,
         quarantine_limit_pages=node.quarantine_limit,
         pinned_pages=node.pinned_pages,
         pinned_limit_pages=node.pinned_limit,

@@ -62,6 +62,7 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
         "retraction": msgspec.to_builtins(report.retraction),
         "staging_waits": msgspec.to_builtins(report.staging_waits),
         "quarantine_pages": report.quarantine_pages,
+        "quarantine_overdue_pages": report.quarantine_overdue_pages,
         "quarantine_limit_pages": report.quarantine_limit_pages,
         "pinned_pages": report.pinned_pages,
         "pinned_limit_pages": report.pinned_limit_pages,

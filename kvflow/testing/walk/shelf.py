@@ -48,9 +48,12 @@ LEFT_OUT = frozenset(
             "moving_at_s",
             "progress_at_s",
             "deadline_at_s",
+            "recalled_at_s",
+            "cancelled_at_s",
         ),
         *("repeat_after_s", "resync_after_s", "forget_at_s", "story", "report", "_serial", "_write"),
-        *("_count", "quarantine_limit", "_limit", "handoff", "packed_pages", "checksum", "error"),
+        *("overdue", "overdue_pages", "quarantine_limit"),  # admission is not walked
+        *("_count", "_limit", "handoff", "packed_pages", "checksum", "error"),
     }
 )
 

@@ -73,7 +73,7 @@ async def test_health_counts_what_is_lent_and_metrics_are_of_each_role(
         async with session.get(f"{url}/health") as answer:
             found = await answer.json()
         assert answer.status == 200 and found["status"] == "ok"
-        assert found.keys() == {"status", "pinned_blocks", "quarantined_blocks", "limit"}
+        assert found.keys() == {"status", "pinned_blocks", "quarantined_blocks", "overdue_blocks", "limit"}
         assert found["quarantined_blocks"] == 0
         texts = {}
         for path in ("", "/prefill", "/decode"):
@@ -100,7 +100,7 @@ def test_a_port_that_is_taken_is_refused_and_nothing_is_left(each: Pair) -> None
 
 
 @pytest.mark.parametrize(
-    ("role", "counted"), [("prefill", {"pinned_blocks"}), ("decode", {"quarantined_blocks", "limit"})]
+    ("role", "counted"), [("prefill", {"pinned_blocks"}), ("decode", {"quarantined_blocks", "overdue_blocks", "limit"})]
 )
 async def test_health_counts_what_its_roles_have(
     each: Pair, session: aiohttp.ClientSession, role: str, counted: set[str]
