@@ -64,3 +64,13 @@ def test_the_flag() -> None:
     given = {"prefill": ("http://a",), "decode": ("http://b",)}
     assert resolve("router", given, env={}).allowed_origins == ()
     assert resolve("router", given, env={"KVFLOW_ALLOWED_ORIGINS": f"{PAGE}, *"}).allowed_origins == (PAGE, "*")
+
+
+async def test_a_page_that_names_a_method_in_a_request_of_its_own_is_answered(
+    meeting: Meeting, session: aiohttp.ClientSession
+) -> None:
+    async with (
+        served(app_of(meeting, (PAGE,))) as server,
+        session.get(server.make_url("/health"), headers=PREFLIGHT) as answer,
+    ):
+        assert answer.status == 200 and (await answer.json())["status"] == "ok"

@@ -409,3 +409,28 @@ def test_choices_of_a_body_with_one_room_have_rooms_of_their_own(first: int) -> 
     rooms = [_rendezvous(body, index, 4, 8998)[0] for index in range(4)]
     assert rooms[0] == first and len(set(rooms)) == 4 and all(0 <= room < 1 << 64 for room in rooms)
     assert [_rendezvous(body, index, 4, 8998)[0] for index in range(4)] == rooms, "at both legs"
+
+
+async def test_each_text_of_a_list_has_an_id_of_its_own(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    one = {"sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+    status, alone = await post(session, decode_server, body(**one))
+    assert status == 200
+    status, listed = await post(
+        session, decode_server, body(**one, text=["w1", "w2"], bootstrap_room=[8, 9], bootstrap_host=None)
+    )
+    assert status == 200, listed
+    ids = [answer["meta_info"]["id"] for answer in listed]
+    assert len({alone["meta_info"]["id"], *ids}) == 3
+    assert [one_id.rpartition("-")[2] for one_id in ids] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [({"text": "w1 " * 200}, "text"), ({"text": None, "input_ids": [1] * 200}, "input_ids")]
+)
+async def test_a_prompt_that_is_too_long_is_named_as_it_came(
+    decode_server: Server, session: aiohttp.ClientSession, given: dict[str, Any], named: str
+) -> None:
+    status, answer = await post(session, decode_server, body(**given))
+    assert (status, answer["error"]["param"]) == (400, named), answer

@@ -169,6 +169,19 @@ async def test_what_cannot_join_is_told_why(front: Front, document: Any, status:
     assert front.router.workers.all == []
 
 
+async def test_a_server_that_hangs_up_cannot_join(front: Front) -> None:
+    async def hang_up(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/{path:.*}", hang_up)])
+    async with served(app) as server:
+        status, answer = await front.join(server)
+    assert (status, answer["error"]["message"]) == (502, f"{server.url}: Server disconnected")
+
+
 async def test_a_server_of_another_kind_cannot_join(front: Front) -> None:
     async def not_json(_: web.Request) -> web.Response:
         return web.Response(text="<html>")

@@ -83,6 +83,15 @@ def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObj
     assert lost or seen == raw
 
 
+async def test_an_event_that_comes_apart_within_a_line_waits_for_its_end() -> None:
+    out = Out()
+    answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
+    answer._stream = out
+    pieces: list[Any] = [b"data: a\n\n", b"id: 1\n", b"data: b\n", b"\n", b"data: c\n\n"]
+    await answer.relay(_Decode(pieces), None)  # type: ignore[arg-type]
+    assert out.written == [b"data: a\n\n", b"id: 1\ndata: b\n\n", b"data: c\n\n"]
+
+
 OPENING = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n\n'
 
 
@@ -155,4 +164,19 @@ async def test_an_error_that_calls_itself_a_stream_is_a_complete_answer(session:
         leg = Leg(session, Worker("decode", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {})
         answer = await leg.begin()
         assert isinstance(answer, web.Response) and answer.status == 503
+        leg.close()
+
+
+async def test_a_stream_that_begins_with_an_error_is_that_error_when_it_is_complete(
+    session: aiohttp.ClientSession,
+) -> None:
+    async def fail(_: web.Request) -> web.Response:
+        error = b'data: {"error": {"code": "capacity", "message": "full"}}\n\n'
+        return web.Response(body=b": wait\n\n" + error, content_type="text/event-stream")
+
+    app = web.Application()
+    app.add_routes([web.post("/generate", fail)])
+    async with served(app) as server:
+        leg = Leg(session, Worker("prefill", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {})
+        assert (await leg.complete()).status == 503
         leg.close()

@@ -107,6 +107,7 @@ async def test_a_role_that_does_not_start_leaves_the_old_one(
     [
         ({"rooms_by_state": {"transferring": 2, "success": 1}}, "3 open rooms"),
         ({"quarantine_pages": 7}, "7 pages in quarantine"),
+        ({"quarantine_pages": 7, "pages_at_rest": False}, "7 pages in quarantine"),
         ({"pinned_pages": 5}, "5 pages that writes still read"),
         ({"waiting": 2, "running": 1}, "3 requests"),
         ({"pages_at_rest": False, "pages_free": 1}, "3 pages in use"),

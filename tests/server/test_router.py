@@ -322,3 +322,10 @@ async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(
     assert (worker.running, other.running) == (0, 0)
     await asyncio.wait_for(decode.service.ended.get(), 5)
     await asyncio.wait_for(decode.pipeline.idle.wait(), 5)
+
+
+async def test_a_request_may_take_longer_than_any_limit_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = Router(["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
+    timeout = router._session.timeout
+    assert (timeout.total, timeout.sock_read) == (None, None) and timeout.sock_connect
+    await router.close()

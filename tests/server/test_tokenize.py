@@ -103,3 +103,20 @@ async def test_many_texts_are_answered_in_short_turns(decode: Role, decode_serve
     assert (status, answer["token_strs"], answer["count"]) == (200, [["w1"] * 50] * 40, [50] * 40)
     assert turns == 2000
     assert 0 < longest <= 50
+
+
+async def test_a_conversation_is_tokenized_with_the_opening_of_an_answer_unless_it_is_refused(
+    server: Server, session: Session, decode: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    encode = type(decode.pipeline.tokenizer).encode_chat
+
+    async def encode_chat(self: Any, messages: Any, variables: Any, *, add_generation_prompt: bool = True) -> Any:
+        asked.append(add_generation_prompt)
+        return await encode(self, messages, variables, add_generation_prompt=add_generation_prompt)
+
+    monkeypatch.setattr(type(decode.pipeline.tokenizer), "encode_chat", encode_chat)
+    body = {"messages": [{"role": "user", "content": "w1"}], "chat_template_kwargs": {"lead": "w9"}}
+    for more in ({}, {"add_generation_prompt": True}, {"add_generation_prompt": False}):
+        assert (await post(session, server, "/tokenize", body | more))[0] == 200
+    assert asked == [True, True, False]

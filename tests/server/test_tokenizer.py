@@ -114,3 +114,15 @@ async def test_what_is_nested_too_deep_for_a_template_is_refused(fast: PreTraine
         await tokenizer.encode_chat([message], variables)
     assert caught.value.param == "messages"
     tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ raise_exception('no') }}", "{{ [][1].x }}"]
+)
+async def test_a_template_that_fails_has_refused_the_messages(fast: PreTrainedTokenizerFast, template: str) -> None:
+    fast.chat_template = template
+    tokenizer = ThreadedTokenizer(fast)
+    with pytest.raises(RequestError, match="the chat template refused the messages") as refused:
+        await tokenizer.encode_chat([{"role": "user", "content": "x"}], {})
+    assert refused.value.param == "messages"
+    tokenizer.close()

@@ -86,3 +86,10 @@ async def test_a_request_that_waits_is_served_by_a_worker_that_stays_after_all(
             r.router.workers.stay(worker)
             status, _ = await asyncio.wait_for(asking, 20)
         assert status == 200
+
+
+def test_the_pauses_between_tries_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvflow.server.router.tries.random.uniform", lambda least, most: (least, most))
+    tries = Tries(3600, {503})
+    pauses = [tries.pause_s() for _ in range(7)]
+    assert pauses == [(most / 2, most) for most in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0)]

@@ -89,3 +89,53 @@ async def test_a_worker_that_leaves_as_it_is_asked_is_not_followed(monkeypatch: 
 
 async def _no_identity(session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None) -> Identity:
     raise AssertionError("it is not asked for")
+
+
+async def test_what_is_known_of_a_worker_that_is_up_need_not_be_asked_again() -> None:
+    """A worker that was down may be another process by now: it is asked for everything."""
+    known: list[Identity | None] = []
+    found = Identity("prefill", None, "1", "model", "", None, 0, None)
+
+    async def identify(_: aiohttp.ClientSession, url: str, role: str | None, before: Identity | None) -> Identity:
+        known.append(before)
+        return found
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.get("/health", health)])
+    async with served(app) as server, aiohttp.ClientSession() as session:
+        watched = Workers([server.url], [], session, 3600, Policy(), identify)
+        await watched.start()
+        [worker] = watched.all
+        await watched._check(worker)
+        worker.mark_down("away")
+        await watched._check(worker)
+        assert known == [None, found, None]
+        await watched.close()
+
+
+@pytest.mark.parametrize("role", [None, "regular"])
+async def test_a_worker_of_any_role_has_one_of_the_two(role: str | None) -> None:
+    worker = Worker("prefill", "http://127.0.0.1:1", follows=True)
+    worker.mark_up(Identity(role, None, "1", "model", "", None, 0, None))
+    assert not worker.up
+    assert worker.unavailable_reason == f"it is not a prefill or decode worker: its disaggregation_mode is {role!r}"
+
+
+async def test_a_worker_that_is_up_is_said_to_be_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    worker = Worker("prefill", "http://127.0.0.1:1")
+    first, second = (Identity("prefill", None, life, "model", "", None, 0, None) for life in ("1", "2"))
+
+    def lines() -> int:
+        return sum("prefill http://127.0.0.1:1 is up" in record.getMessage() for record in caplog.records)
+
+    found = []
+    for identity in (first, first, second):
+        worker.mark_up(identity)
+        found.append(lines())
+    worker.mark_down("away")
+    worker.mark_up(second)
+    assert [*found, lines()] == [1, 1, 2, 3], "each life of it, and each return"
