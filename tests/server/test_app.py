@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import Counter
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
-from kvflow.server.http.app import BODIES_PER_TURN, build_app
+from kvflow.server.http.app import BODIES_PER_TURN, _MalformedRequestFilter, build_app
 from kvflow.server.http.metrics import Metrics
 from tests.server.fake_service import served
 
@@ -55,3 +57,14 @@ async def test_an_abort_does_not_overtake_the_requests_before_it() -> None:
     async with asyncio.timeout(20):
         found = await entered("POST /abort_request")
     assert [path for path, _ in found].index("/abort_request") > CROWD - 3 * BODIES_PER_TURN
+
+
+def test_what_is_no_http_is_not_logged_with_a_traceback() -> None:
+    def kept(error: BaseException | None) -> bool:
+        exc_info = None if error is None else (type(error), error, None)
+        return _MalformedRequestFilter().filter(
+            logging.LogRecord("aiohttp.server", logging.ERROR, "", 0, "text", None, exc_info)
+        )
+
+    assert kept(None) and kept(ValueError("a bug"))
+    assert not kept(BadHttpMessage("nonsense")) and not kept(ConnectionResetError())

@@ -21,6 +21,7 @@ async def test_models(client: openai.AsyncOpenAI) -> None:
 async def test_one_model(client: openai.AsyncOpenAI) -> None:
     model = await client.models.retrieve("fake")
     assert (model.id, model.object, model.owned_by) == ("fake", "model", "kvflow")
+    assert model.model_extra is not None and model.model_extra["root"] == "fake/model"
     assert 0 <= time.time() - model.created < 60  # since when it is served; zero is shown as 1970
     for other in ("other", "a/b"):
         with pytest.raises(openai.NotFoundError, match="ask for 'fake'") as caught:

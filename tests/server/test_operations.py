@@ -343,6 +343,7 @@ async def test_metrics_are_valid_and_carry_both_vocabularies(decode_server: Serv
         for sample in family.samples
     }
     assert samples[("kvflow_pages", "free")] == 3
+    assert samples[("kvflow_rooms_failed_total", "bootstrap", "rendezvous")] == 1
     assert samples[("kvflow_pages", "room")] == 1
     assert samples[("kvflow_transfer_bytes_total",)] == 2048
     assert samples[("kvflow_quarantine_pages",)] == samples[("kvflow_quarantine_limit_pages",)] == 0

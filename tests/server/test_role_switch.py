@@ -124,6 +124,14 @@ async def test_a_worker_that_is_not_at_rest_keeps_its_role(
     assert decode.role_switch.role == "decode"
 
 
+async def test_a_worker_that_cannot_serve_keeps_its_role(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    decode.service.unavailable_reason = "the engine has stopped"
+    status, answer = await switch(session, decode_server)
+    assert (status, answer["error"]["message"]) == (409, "this worker is not idle: the engine has stopped")
+
+
 async def test_a_switch_waits_for_what_is_no_request_and_holds_up_nothing(
     decode: Role, decode_server: Server, session: aiohttp.ClientSession
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -126,3 +128,30 @@ async def test_a_template_that_fails_has_refused_the_messages(fast: PreTrainedTo
         await tokenizer.encode_chat([{"role": "user", "content": "x"}], {})
     assert refused.value.param == "messages"
     tokenizer.close()
+
+
+async def test_closing_waits_for_no_text_that_is_being_encoded(fast: PreTrainedTokenizerFast) -> None:
+    """It is closed on the event loop."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        chat_template = None
+
+        def get_vocab(self) -> dict[str, int]:
+            return fast.get_vocab()
+
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            begun.set()
+            may_end.wait(10)
+            return {"input_ids": [1]}
+
+        encode = __call__
+
+    tokenizer = ThreadedTokenizer(Slow())
+    encoding = asyncio.ensure_future(tokenizer.encode("x", param="text"))
+    await asyncio.to_thread(begun.wait, 10)
+    tokenizer.close()
+    assert not may_end.is_set() and not encoding.done()
+    may_end.set()
+    await asyncio.wait([encoding])
+    encoding.exception()

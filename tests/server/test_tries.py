@@ -93,3 +93,10 @@ def test_the_pauses_between_tries_grow_to_a_limit(monkeypatch: pytest.MonkeyPatc
     tries = Tries(3600, {503})
     pauses = [tries.pause_s() for _ in range(7)]
     assert pauses == [(most / 2, most) for most in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0)]
+
+
+def test_before_the_first_try_no_pair_has_an_error_to_repeat() -> None:
+    prefill, decode = Worker("prefill", "http://p"), Worker("decode", "http://d")
+    for worker, fingerprint in ((prefill, "one"), (decode, "two")):
+        worker.identity = Identity(None, None, "", "m", fingerprint, None, 0, None)
+    assert Tries(3600, {503}).untried([prefill], [decode]) is None

@@ -132,6 +132,7 @@ async def test_a_client_cannot_say_where_decode_reads(d: FakeVllm, session: Sess
         status, answer = await post(session, r, vllm_xargs={"kv_transfer_params": "x"})
         assert (status, answer["error"]["param"]) == (400, "vllm_xargs")
         assert len(d.bodies) == 1
+        assert (await post(session, r, vllm_xargs={"mine": 1}))[0] == 200
 
 
 async def test_a_prefill_with_nothing_to_transfer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -139,3 +140,17 @@ async def test_a_worker_that_is_up_is_said_to_be_once(caplog: pytest.LogCaptureF
     worker.mark_down("away")
     worker.mark_up(second)
     assert [*found, lines()] == [1, 1, 2, 3], "each life of it, and each return"
+
+
+async def test_that_a_worker_fits_no_other_is_said_when_it_becomes_so(caplog: pytest.LogCaptureFixture) -> None:
+    one, two = (Identity(None, None, "1", "model", fingerprint, None, 0, None) for fingerprint in ("one", "two"))
+    async with aiohttp.ClientSession() as session:
+        watched = Workers(["http://127.0.0.1:1"], ["http://127.0.0.1:2"], session, 3600, Policy(), _no_identity)
+        prefill, decode = watched.all
+        watched._take(prefill, msgspec.structs.replace(one, role="prefill"))
+        for _ in range(2):
+            watched._take(decode, msgspec.structs.replace(two, role="decode"))
+        watched._take(decode, "away")
+        await watched.close()
+    warned = [record.getMessage() for record in caplog.records if "gets no requests" in record.getMessage()]
+    assert len(warned) == 1 and warned[0].startswith("decode http://127.0.0.1:2 gets no requests: "), warned
