@@ -27,8 +27,8 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not gpu" $(ARGS)
 
-# One by one: they freeze and kill whole fleets and measure growth. With ARGS="-n 2 --dist loadgroup" those that need
-# the machine for themselves (xdist_group "processes") still run one at a time.
+# They freeze and kill whole fleets and measure growth. With ARGS="-n 2 --dist loadgroup" two run at a time: those that
+# start processes belong to a group (xdist_group "fleets", "processes", "printed"), and no two of one group meet.
 slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu and not vllm" $(ARGS)
 

@@ -21,7 +21,7 @@ LONG = [step for step in STEPS if step.name.startswith(("make", "kvflow")) and "
 QUICK = [step for step in STEPS if step not in (*SERVED, TWO_MACHINES, *INSTALLS, *LONG)]
 # The build tool and the packages are those of this environment; nothing is downloaded.
 OFFLINE = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
-processes = pytest.mark.xdist_group("processes")
+processes = pytest.mark.xdist_group("printed")
 
 
 @pytest.fixture(scope="module")

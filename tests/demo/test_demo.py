@@ -77,7 +77,7 @@ def test_writing_time_counts_overlapping_chunks_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("printed")
 @pytest.mark.parametrize("backend", ["local", "mooncake", "nixl"])
 def test_the_demo_holds_what_it_promises(backend: str) -> None:
     if backend == "mooncake" and importlib.util.find_spec("mooncake") is None:
@@ -97,7 +97,7 @@ def test_the_demo_holds_what_it_promises(backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("printed")
 def test_what_a_pipe_sees_of_it() -> None:
     """Something at least every few seconds, figures, and one room drawn in 80 columns; other settings do not matter."""
     environment = {**os.environ, "COLUMNS": "80", "KVFLOW_API_KEY": "secret", "KVFLOW_PAGE_SIZE": "3"}

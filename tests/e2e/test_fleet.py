@@ -25,7 +25,7 @@ from tests.e2e.service import START_S, Service, free_port, serving
 from tests.e2e.sglang import router_over
 from tests.engine import tiny_models
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(900)]
 
 KEYS = Keys("sesame", "open sesame")
 CLIENTS, REQUESTS, FEWER_REQUESTS, TOKENS = 8, 1000, 400, 24

@@ -72,7 +72,7 @@ async def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 async def test_the_master_comes_back_and_leaves_with_who_has_started_it() -> None:
     pytest.importorskip("mooncake")
     master = MooncakeMaster()
@@ -134,7 +134,7 @@ class Users:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

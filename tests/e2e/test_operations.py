@@ -54,7 +54,7 @@ async def busy(session: aiohttp.ClientSession, prefills: list[Child]) -> tuple[C
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 async def test_a_frozen_prefill_of_this_host_is_ended_and_not_declared_dead(tmp_path: Path) -> None:
     write_key(str(tmp_path / "key"))
     limits = {"prefill_workers": 2, "max_quarantine_share": 0.0, "transfer_rate_limit": 1 << 17, "num_pages": 512}

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvflow.demo_model import DEMO_PROMPTS
 from tests.e2e.fleet import WITHIN_S, all_home, ask, rank_is_home, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
 LANES = 12
 PROMPTS = [" ".join(DEMO_PROMPTS * n) for n in (1, 2, 3)]

@@ -52,7 +52,7 @@ async def tokens_of(fleet: Any, session: aiohttp.ClientSession, given: list[list
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 async def test_a_pool_of_40_percent_with_and_without_aborts() -> None:
     print("seed", SEED)
     dice = random.Random(SEED)

@@ -73,7 +73,7 @@ async def moved(session: aiohttp.ClientSession, url: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
     pool = {"num_pages": 4096, "page_size": PAGE_SIZE}
     bytes_moved = {}
@@ -115,7 +115,7 @@ async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 async def test_subscribers_know_what_is_cached() -> None:
     """The events of a prefill and a decode, as vLLM's subscribers read them: every cached page, per tier."""
     dice = random.Random(7)
@@ -167,7 +167,7 @@ async def replayed(endpoint: str) -> tuple[list[set[int]], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 async def test_what_was_cached_outlives_the_processes(tmp_path: Path) -> None:
     """A fleet that is killed, and the next one over the same directories."""
     dice = random.Random(11)

@@ -16,7 +16,7 @@ from tests.e2e.test_ranks import gauges, ranks_home
 from tests.engine import tiny_models
 from tests.engine.pair import prompt_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(300)]
 
 USERS, TURNS, TOKENS = 4, 4, 8
 

@@ -67,7 +67,7 @@ async def followed(session: aiohttp.ClientSession, url: str, workers: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 async def test_conversations_find_their_turns_before(seed: int) -> None:
     async with serving(1, **POOL) as service:
         expected = await chats(await service.start_router(), seed)

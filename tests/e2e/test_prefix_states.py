@@ -13,7 +13,7 @@ from tests.e2e.test_prefix import say
 from tests.engine.pair import prompt_of
 
 NEW = 8
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
 
 async def test_a_conversation_goes_on_from_its_last_state(

@@ -14,7 +14,7 @@ from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 
 LONG = 1000  # tokens: some seconds, in which the others join the queue
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
 
 async def until_load(session: aiohttp.ClientSession, fleet: Fleet, running: int, waiting: int) -> None:

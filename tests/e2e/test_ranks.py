@@ -20,7 +20,7 @@ from kvflow.launch.doctor import nixl_unavailable_reason
 from tests.e2e.fleet import WITHIN_S, all_home, ask, rank_is_home, running
 from tests.engine.pair import prompt_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(600)]
 
 Expected = Callable[[str, list[int], int], list[int]]
 TOKENS = 12

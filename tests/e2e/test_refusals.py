@@ -19,7 +19,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("processes")
+@pytest.mark.xdist_group("fleets")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_every_leg_is_told(case: Case, other_model: Path) -> None:
     if case.name == "data plane":

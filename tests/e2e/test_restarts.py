@@ -19,7 +19,7 @@ from tests.e2e.fleet import all_home, ask
 from tests.e2e.service import START_S, Service, serving
 from tests.e2e.sglang import router_over
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(600)]
 
 CLIENTS, REQUESTS = 8, 500
 TOKENS = 64

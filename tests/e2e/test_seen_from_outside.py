@@ -13,7 +13,7 @@ from kvflow.launch.child import Child
 from tests.e2e.fleet import WITHIN_S, all_home, running
 from tests.server.test_measures import QUEUES, TRANSFER_NAMES, labelled, samples
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
 BODY = {"text": "The assert statement", "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}}
 OTHER_NAMES = (  # panels of SGLang's dashboard

@@ -12,7 +12,7 @@ import pytest
 from kvflow.demo_model import DEMO_PROMPTS
 from tests.e2e.fleet import all_home, ask, running
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 PLANES = ["local", "mooncake"]
 

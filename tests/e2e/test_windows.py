@@ -19,7 +19,7 @@ PROMPT, NEW = [(i * i * 31 + i * 7) % 509 + 2 for i in range(50)], 12
 BODY = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}}
 Tiny = Callable[[str], Path]
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
