@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvflow.server.http.errors import Failure
+from kvflow.protocols.errors import Code
+from kvflow.server.http.errors import STATUS_OF_CODE, Failure
 
 TYPES = {
     400: "invalid_request_error",
@@ -44,3 +45,20 @@ def test_the_status_of_an_error_in_a_stream_is_that_of_its_code(code: str, statu
     body = msgspec.json.encode({"error": {"code": code, "message": "why"}})
     assert Failure.read(0, body) == Failure(status, code, "why")
     assert Failure.read(418, body).status == 418, "an answer has a status of its own"
+
+
+def test_what_a_router_may_try_elsewhere_is_no_status_of_the_client() -> None:
+    """4xx are the client's and are not tried again; 502 and 503 are about this pair; 504 is about time."""
+    found: dict[int, set[Code]] = {}
+    for code, status in STATUS_OF_CODE.items():
+        found.setdefault(status, set()).add(code)
+    assert found == {
+        400: {Code.BAD_REQUEST, Code.PROMPT_MISMATCH},
+        409: {Code.ROOM_IN_USE},
+        499: {Code.CLIENT_GONE, Code.ABORTED},
+        500: {Code.ENGINE_ERROR},
+        502: {Code.REFUSED, Code.STALE_GRANT, Code.TRANSFER_ERROR, Code.PROTOCOL_ERROR, Code.PEER_LOST},
+        503: {Code.CAPACITY, Code.SHUTDOWN},
+        504: {Code.DEADLINE, Code.RENDEZVOUS},
+    }
+    assert set(Code) == STATUS_OF_CODE.keys()
