@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from kvflow.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.handlers.decode import Quarantined
 from kvflow.handlers.rooms import PrefillRoom
+from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, QuarantineError
+from kvflow.protocols.wire.messages import GrantId
 from kvflow.server.http.completion_service import GenerationRequest, ModelCard
-from kvflow.server.http.engine_services import DecodeService, PrefillService
+from kvflow.server.http.engine_services import DecodeService, PrefillService, owned_by_kind
 from kvflow.server.http.errors import STATUS_OF_CODE, failure_of
 from kvflow.testing.pair import pair
 
@@ -96,3 +99,10 @@ def test_a_full_quarantine_is_503() -> None:
 def test_every_code_has_a_status_of_its_own_choice() -> None:
     assert set(STATUS_OF_CODE) == set(Code)
     assert all(400 <= status <= 599 for status in STATUS_OF_CODE.values())
+
+
+def test_owners_of_pages_are_counted_under_the_names_of_the_metrics() -> None:
+    pages = PageAllocator(16)
+    for count, owner in ((3, ("room", 7)), (2, ("grant", 9)), (4, Quarantined(GrantId(3))), (1, ("cache", "prefix"))):
+        pages.take(count, owner)
+    assert owned_by_kind(pages) == {"room": 5, "quarantine": 4, "cache": 1}
