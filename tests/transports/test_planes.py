@@ -13,7 +13,7 @@ from tests.ipv6 import needs_ipv6
 
 PLANES = ("local", "mooncake", "nixl", "fake")
 STUBS = ("tests.transports.stub_planes:Mori", "tests.transports.stub_planes:Ascend")
-ROOMS, MANY_ROOMS = 300, 10_000
+ROOMS, MANY_ROOMS = 300, 3_000
 BY_NAME = {check.name: check for check in CHECKS}
 # Of planes over stubs, what is about their own calls.
 OWN = ("questions", "landed", "killed receiver", "at rest")
@@ -65,8 +65,8 @@ async def test_and_in_all_else(plane: str, check: str, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["rooms", "staged rooms"])
-@pytest.mark.parametrize("plane", [*PLANES, *STUBS])
-async def test_nothing_is_left_of_ten_thousand_rooms(plane: str, check: str, seed: int) -> None:
+@pytest.mark.parametrize("plane", PLANES)
+async def test_nothing_is_left_of_thousands_of_rooms(plane: str, check: str, seed: int) -> None:
     await run(BY_NAME[check], bench_of(plane, seed, MANY_ROOMS))
 
 
