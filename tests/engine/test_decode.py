@@ -270,3 +270,12 @@ async def test_pages_of_a_finished_request_do_not_wait_for_its_reader(llama: Loa
         assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "the whole pool"
         assert len([first] + [out async for out in slow]) == 20
         await until(lambda: pair.home)
+
+
+async def test_the_share_of_new_tokens_decays_with_every_step(llama: LoadedModel) -> None:
+    async with EnginePair(llama, new_token_ratio=0.5) as pair:
+        counted: list[int] = []
+        stepped = pair.decode._ratio.stepped
+        pair.decode._ratio.stepped = lambda steps: (counted.append(steps), stepped(steps))[1]  # type: ignore[method-assign]
+        await pair.tokens(prompt_of(8), greedy(12))
+        assert sum(counted) == pair.decode.steps > 0

@@ -19,9 +19,11 @@ from transformers.cache_utils import DynamicIndexedLayer
 from transformers.utils import logging as transformers_logging
 
 from kvflow.engine.model import load, selftest
+from kvflow.engine.model import tokenizer as tokenizer_module
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.probe import probe
 from kvflow.engine.model.quiet import explained
+from kvflow.engine.model.tokenizer import load_tokenizer
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
@@ -280,3 +282,8 @@ def test_a_pool_of_another_model_is_refused(loaded: Callable[..., LoadedModel]) 
     pool = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=2), shared=False)
     with pytest.raises(LayoutError, match=r"the pool does not fit the model: .*only model has it"):
         loaded("llama").runner(pool)
+
+
+def test_a_name_on_a_hub_is_no_folder_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module.AutoTokenizer, "from_pretrained", lambda source: ("tokenizer of", source))
+    assert load_tokenizer("somebody/model", "somebody/model") == ("tokenizer of", "somebody/model")

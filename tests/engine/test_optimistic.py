@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler.handoff import HandOff
+from kvflow.engine.scheduler.optimistic import OptimisticStarts
 from kvflow.engine.scheduler.params import EngineOptimism, SamplingParams, TokenOut
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
@@ -470,3 +472,26 @@ async def test_a_storm_in_a_small_pool(seed: int, llama: LoadedModel) -> None:
             room.close()
         await until(lambda: pair.home)
         assert not pair.prefill._early._losses and pair.prefill._early.first is None
+
+
+def test_as_many_pages_as_are_missing_are_enough() -> None:
+    """Of a prompt that shares pages, those count that no other one keeps."""
+    starts: OptimisticStarts[Any] = OptimisticStarts(tries=1)
+    pages = np.arange(6, dtype=np.int32)
+
+    class Request:
+        def __init__(self, own: Any, shared: int) -> None:
+            places = SimpleNamespace(pages=own[shared:])
+            self.sequence = SimpleNamespace(rows=pages[:0], prompt_pages=len(own), places=places, pages=own)
+            self.sequence.shared, self.sequence.computed, self.sequence.page_size = shared, len(own), 1
+            self.params = SamplingParams()
+
+    first, second = Request(pages[[0, 1, 2, 3]], 2), Request(pages[[0, 4]], 1)
+    for one in (first, second):
+        starts.add(one)
+        starts.began(one)
+    # The first has two pages of its own, and page 1 is cached for it alone; page 0 is the second one's, too.
+    assert starts.give_way(4, 0, 0, pages[:0]) == [second, first]
+    for one in (first, second):
+        starts._holding[id(one)] = one
+    assert starts.give_way(3, 0, 0, pages[:0]) == [first]

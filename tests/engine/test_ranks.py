@@ -13,6 +13,7 @@ import torch
 from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.step import Row
 from kvflow.engine.ranks import wire
+from kvflow.engine.ranks.group import PrefillGroup
 from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, RefusedError, WireError
 from kvflow.protocols.wire.messages import Incarnation, Rank
@@ -133,3 +134,8 @@ def test_requests_of_a_group_are_checked_where_they_arrive() -> None:
     for plan in (wire.Plan(generation=1, step=1, rows=()), wire.Plan(generation=0, step=1, rows=(row,))):
         with pytest.raises(WireError):
             wire.parse_at_others(wire.encode(plan))
+
+
+async def test_a_group_that_was_not_started_can_be_closed() -> None:
+    nothing: Any = None
+    await PrefillGroup(nothing, nothing, nothing, nothing).close()

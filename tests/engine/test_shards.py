@@ -296,3 +296,13 @@ def test_what_the_shards_of_a_model_keep() -> None:
     assert [(kind.start, kind.replica) for kind in found] == [(0, 0), (0, 0), (0, 0), (2, 0), (0, 1), (2, 0)]
     grouped = of_every_shard([few._replace(whole=2)], 4)
     assert [(kind.start, kind.replica) for kind in grouped] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+async def test_a_leader_that_is_closed_has_no_descriptor_left_to_close_again() -> None:
+    with some_process() as process:
+        other = Other(process)
+        [shard] = other.leader.shards
+        await until(lambda: shard.process >= 0)
+        for _ in range(2):
+            other.close()
+            assert shard.process < 0

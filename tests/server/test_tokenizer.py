@@ -37,6 +37,8 @@ async def test_a_long_text_has_the_tokens_that_transformers_gives_it(
         tokenizer = ThreadedTokenizer(opening, context_length)
         assert tokenizer._is_long(TEXT) == (context_length < len(TEXT))
         assert (await tokenizer.encode(TEXT, param="text", add_special_tokens=special)).tolist() == expected
+        if special:
+            assert (await tokenizer.encode(TEXT, param="text")).tolist() == expected, "as /generate asks for"
         tokenizer.close()
 
 

@@ -1,0 +1,45 @@
+"""Prompts whose places are not there yet begin in the order in which they came, as far as there are places."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvflow.engine.scheduler.beginnings import Beginnings
+
+
+class Steps:
+    def __init__(self) -> None:
+        self.free = 0
+        self.taken: list[Any] = []
+
+    def start_again(self, request: Any) -> None:
+        pass
+
+    def short_of(self, request: Any) -> tuple[int, int]:
+        return max(0, request.wants - self.free), 0
+
+    def take_places(self, request: Any) -> None:
+        self.free -= request.wants
+        self.taken.append(request)
+
+    def count(self, request: Any) -> None:
+        pass
+
+
+def test_those_that_are_short_begin_in_order_and_no_later_one_passes() -> None:
+    steps, begun = Steps(), list[Any]()
+    beginnings = Beginnings(steps, None, begun.append)  # type: ignore[arg-type]
+    first, large, small = (
+        SimpleNamespace(wants=wants, is_asking=True, agreed=None, sequence=SimpleNamespace(computed=8), cached_tokens=8)
+        for wants in (2, 5, 1)
+    )
+    for request in (first, large, small):
+        beginnings.agreed(request, 0)
+    assert begun == [] and beginnings.are_short
+    steps.free = 4
+    beginnings.take_missing()
+    assert begun == [first] == steps.taken
+    steps.free = 6
+    beginnings.take_missing()
+    assert begun == [first, large, small] and not beginnings.are_short

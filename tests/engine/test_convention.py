@@ -1,0 +1,20 @@
+"""What a stage hands on in the place of layers that another one has."""
+
+from __future__ import annotations
+
+import torch
+
+from kvflow.engine.model.parallel.stage import _Convention
+
+
+def test_a_layer_shows_whether_the_model_expects_a_tuple() -> None:
+    hidden, weights = torch.zeros(2, 3), torch.zeros(1)
+    convention = _Convention("model")
+    assert convention.length == 2, "before one has run"
+    convention.learn((hidden, weights, None))
+    assert convention.length == 3
+    convention.learn(hidden)
+    assert convention.length is None, "as many as a tensor has rows are no tuple"
+    convention.learn((hidden,))
+    assert convention.length == 1
+    assert convention.plain((hidden,)) is hidden and convention.length is None
