@@ -215,3 +215,14 @@ async def test_entries_are_counted_before_any_is_looked_at(
         assert answer.status == 400
         text = (await answer.json())["error"]["message"]
     assert "limit 256" in text or "limit 4096" in text
+
+
+async def test_a_body_with_a_long_value_that_is_nested_too_deep_is_refused() -> None:
+    deep: Any = "x"
+    for _ in range(2_000):
+        deep = [deep]
+    raw = msgspec.json.encode({"messages": [{"role": "user", "content": TEXT}]})
+    body = msgspec.structs.replace(msgspec.json.decode(raw, type=ChatRequest), messages=[{"role": "user", "x": deep}])
+    _, long_values = await take_apart(raw)
+    with pytest.raises(RequestError, match="the body is nested too deep"):
+        long_values.put_back(body)

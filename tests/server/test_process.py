@@ -23,7 +23,7 @@ from aiohttp import web
 from kvflow.launch.process import StopSignals, drain_requests
 from kvflow.protocols.errors import MisuseError
 from kvflow.server.http.draining import Drainable
-from kvflow.server.http.listening import bound_socket, listening_on, reachable
+from kvflow.server.http.listening import bound_socket, listening_on, reachable, url_of
 
 # A role without a model: a router's life with a handler that takes until it is told.
 ROLE = """
@@ -275,3 +275,13 @@ def test_without_a_route_to_anywhere_peers_of_this_machine_get_its_own_address(m
 
     monkeypatch.setattr(socket, "socket", Cut)
     assert [reachable(host) for host in ("0.0.0.0", "::")] == ["127.0.0.1", "::1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.1.2.3", "10.1.2.3"), ("fd00::1", "[fd00::1]"), ("host", "host")],
+)
+def test_a_url_of_every_interface_is_one_that_this_machine_reaches(host: str, shown: str) -> None:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        assert url_of(made, host) == f"http://{shown}:{made.getsockname()[1]}"
