@@ -12,7 +12,7 @@ from aiohttp import web
 from kvflow.server.router import workers as workers_module
 from kvflow.server.router.feed import Source
 from kvflow.server.router.identity import Identity
-from kvflow.server.router.kvflow_engine import KvflowEngine
+from kvflow.server.router.kvflow_engine import KvflowEngine, read_identity
 from kvflow.server.router.policies import Policy
 from kvflow.server.router.workers import Worker, Workers
 from tests.server.fake_service import served
@@ -154,3 +154,12 @@ async def test_that_a_worker_fits_no_other_is_said_when_it_becomes_so(caplog: py
         await watched.close()
     warned = [record.getMessage() for record in caplog.records if "gets no requests" in record.getMessage()]
     assert len(warned) == 1 and warned[0].startswith("decode http://127.0.0.1:2 gets no requests: "), warned
+
+
+def test_a_worker_that_names_no_model_has_none() -> None:
+    for given, model in (
+        ({}, ""),
+        ({"model_path": "a/b"}, "a/b"),
+        ({"model_path": "a/b", "served_model_name": "c"}, "c"),
+    ):
+        assert read_identity({"disaggregation_mode": "decode", **given}).model == model
