@@ -359,3 +359,16 @@ async def test_what_a_request_begins_with_is_promised_to_it_no_more_and_once() -
     admission.cover(1)
     assert (admission.opening, admission.total) == (5, 7)
     admission.release()
+
+
+async def test_closing_spares_those_whose_wait_was_cancelled_in_the_same_turn() -> None:
+    budget = PageBudget(PageAllocator(10))
+    held = await budget.admit(10)
+    gone, waits = (asyncio.ensure_future(budget.admit(5)) for _ in range(2))
+    await settled()
+    assert budget.waiting == 2
+    gone.cancel()
+    budget.close(AbortedError("closing"))
+    await asyncio.wait([gone, waits])
+    assert gone.cancelled() and isinstance(waits.exception(), AbortedError)
+    held.release()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 from transformers.utils import logging as transformers_logging
 
-from kvflow.engine.model import load, selftest
+from kvflow.engine.model import load, quiet, selftest
 from kvflow.engine.model import tokenizer as tokenizer_module
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.probe import probe
@@ -287,3 +287,19 @@ def test_a_pool_of_another_model_is_refused(loaded: Callable[..., LoadedModel]) 
 def test_a_name_on_a_hub_is_no_folder_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module.AutoTokenizer, "from_pretrained", lambda source: ("tokenizer of", source))
     assert load_tokenizer("somebody/model", "somebody/model") == ("tokenizer of", "somebody/model")
+
+
+def test_only_the_bar_of_the_weights_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[tuple[str, float]] = []
+
+    def bar(*args: Any, **kwargs: Any) -> str:
+        return "the bar"
+
+    weights = {"desc": "Loading weights"}
+    monkeypatch.setattr(quiet._reporting, "report", None, raising=False)
+    assert quiet._with_report(bar, ([1, 2],), weights) == "the bar"
+    monkeypatch.setattr(quiet._reporting, "report", lambda what, share: reported.append((what, share)), raising=False)
+    assert quiet._with_report(bar, ([1, 2],), {"desc": "Downloading"}) == "the bar"
+    assert quiet._with_report(bar, (iter([1, 2]),), weights) == "the bar", "of which nobody knows how many there are"
+    assert list(quiet._with_report(bar, ([1, 2],), weights)) == [1, 2]
+    assert reported == [("weights", 0.0), ("weights", 0.5), ("weights", 1.0)]

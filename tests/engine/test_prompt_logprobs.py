@@ -140,6 +140,7 @@ def test_a_token_without_a_logit_has_none_and_fails_no_step() -> None:
     scorer = scoring.PromptScorer(sequence, 0, 1, (140, 2))
     logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1))
     scorer.add(logits, 3)
+    assert scorer._parts == [], "packed: the parts are not kept beside it"
     _, second, third = scorer.scores.tokens([5, 130, 7], (140, 2))
     want = torch.log_softmax(logits, -1)
     assert second.logprob == -math.inf

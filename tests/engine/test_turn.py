@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -308,3 +309,14 @@ async def test_what_cannot_be_loaded_is_computed_and_not_loaded_again(
         gate = CopyGate(monkeypatch, fails_at=1)
         gate.go.set()
         assert await cached_tokens(pair, PROMPTS[0]) == 0
+
+
+async def test_a_request_whose_turn_was_taken_from_it_loads_again_when_it_comes_back() -> None:
+    forgotten: list[Any] = []
+    steps = SimpleNamespace(lacks=lambda _: True, short_of=lambda _: (1, 0), forget_prefix=forgotten.append)
+    turn = Turn(steps, "wait_complete", lambda: None)  # type: ignore[arg-type]
+    request: Any = SimpleNamespace()
+    assert not turn.begins(request) and turn.begins(request), "it is loading, and what it has is held for it"
+    turn.over(request)
+    assert forgotten == [request] and not turn.begins(request)
+    await turn.close()
