@@ -1,4 +1,4 @@
-"""Every command that README.md and examples/ print, as steps that a new user's shell takes one after another.
+"""Every command that README.md, docs/ and examples/ print, as steps that a new user's shell takes one after another.
 
 `python -m tests.printed > LOG` takes them all in a new clone, with an empty home and no environment of Python's on the
 PATH, and prints what they print: `make demo` sets up, and `pip install` downloads. The tests take the same steps.
@@ -17,8 +17,12 @@ from typing import NamedTuple
 
 from tests.shells import PATH, ROOT, STOP, Checkout, has_namespaces, is_free, ports_of
 
-README, TWO_MACHINES, CHAT = "README.md", "examples/two_machines/README.md", "examples/chat.py"
-PAGES = (README, *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/README.md")))
+README, TWO_MACHINES, CHAT = "README.md", "docs/two-machines.md", "examples/chat.py"
+PAGES = (
+    README,
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/README.md")),
+)
 # What cannot run where only this repository is, by how the command begins, and what looks at it instead.
 NOT_RUN = {
     "make test": "it is what runs these steps; a test looks whether make has the target",

@@ -16,7 +16,7 @@ CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 def missing_pages(text: str) -> list[str]:
     """Return the Markdown pages that `text` names and that are not in the repository."""
-    there = {path.name for path in (*PAGES, *ROOT.joinpath("kvflow").rglob("*.md"))}
+    there = {path.name for path in (*PAGES, *ROOT.glob("docs/*.md"), *ROOT.joinpath("kvflow").rglob("*.md"))}
     return [page for page in re.findall(r"[\w./-]*\w\.md\b", text) if Path(page).name not in there]
 
 
