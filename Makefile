@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/.setup-done
 VLLM_VENV ?= .venv-vllm
 VLLM_DONE := $(VLLM_VENV)/.setup-done
-CODE := kvflow tests $(wildcard examples)
+CODE := kvflow tests docs $(wildcard examples)
 ARGS ?=
 WORKERS ?= 2
 export PYTHON TORCH_INDEX
