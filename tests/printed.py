@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 from tests.shells import PATH, ROOT, STOP, Checkout, has_namespaces, is_free, ports_of
 
-README, TWO_MACHINES, CHAT = "README.md", "docs/two-machines.md", "examples/chat.py"
+README, CHAT = "README.md", "examples/chat.py"
+QUICKSTART, SERVE, TWO_MACHINES = "docs/quickstart.md", "docs/serve.md", "docs/two-machines.md"
 PAGES = (
     README,
-    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")),
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/README.md")),
 )
 # What cannot run where only this repository is, by how the command begins, and what looks at it instead.
@@ -114,36 +115,36 @@ def not_run(command: str) -> str:
     return next((why for beginning, why in NOT_RUN.items() if command.startswith(beginning)), "")
 
 
-def _readme(beginning: str) -> tuple[str, str]:
-    """The block of README.md that has a command which begins so, and that command."""
-    for block in blocks_of(README):
+def _block_with(beginning: str, page: str) -> tuple[str, str]:
+    """Return the block of `page` that has a command which begins so, and that command."""
+    for block in blocks_of(page):
         for command in commands_of(block):
             if command.startswith(beginning):
                 return block, command
-    raise AssertionError(f"README.md prints no command that begins with {beginning!r}")
+    raise AssertionError(f"{page} prints no command that begins with {beginning!r}")
 
 
 def _demo() -> Step:
-    _, command = _readme("make demo")
+    _, command = _block_with("make demo", README)
     return Step("make demo", command, (command,), 1800)
 
 
-def install(page: str = README) -> Step:
+def install(page: str = QUICKSTART) -> Step:
     """The block of a page that makes an environment and installs kvflow into it; a command is found there after."""
     (block,) = (block for block in blocks_of(page) if "pip install" in block)
     return Step(f"{page}: install", f"{block}cd / && kvflow --help", tuple(commands_of(block)[1:]), 1800)
 
 
 def _served() -> list[Step]:
-    """README's services, each with the request that it prints."""
-    one, _ = _readme("kvflow up")
-    two, _ = _readme("kvflow prefill")
-    _, curl = _readme("curl")
+    """Return the services of the first pages, each with the request that is printed for one machine."""
+    one, _ = _block_with("kvflow up", QUICKSTART)
+    two, _ = _block_with("kvflow prefill", SERVE)
+    _, curl = _block_with("curl", QUICKSTART)
     return [
         Step(name, f"{STOP}{link}{_started(block)}\n{_WAIT}\n{request}", tuple(commands), 200, True, needs)
         for name, link, block, request, needs in (
             ("one machine", "", one, curl, ()),
-            # M is what README calls the reader's own model.
+            # M is what the page calls the reader's own model.
             ("two machines", _model_m(), two, curl.replace("kvflow-demo", "M"), ("mooncake",)),
         )
         for commands in [[curl, *commands_of(block)[1:]]]
@@ -187,14 +188,15 @@ def _config_command() -> str:
 
 
 def _long() -> list[Step]:
-    """README's simulators and benches, each in a shell of its own that enters the environment as its block does."""
+    """Return the simulators and benches, each in a shell of its own that enters the environment as its block does."""
     found = []
-    for block in blocks_of(README):
-        enter, *rest = commands_of(block)
-        for command in rest:
-            if command.startswith(("kvflow sim", "kvflow bench")):
-                less = next((more for beginning, more in LESS.items() if command.startswith(beginning)), "")
-                found.append(Step(command, f"{enter}\n{command} {less}".rstrip(), (command,), 280))
+    for page in PAGES:
+        for block in blocks_of(page):
+            enter, *rest = commands_of(block)
+            for command in rest:
+                if command.startswith(("kvflow sim", "kvflow bench")):
+                    less = next((more for beginning, more in LESS.items() if command.startswith(beginning)), "")
+                    found.append(Step(command, f"{enter}\n{command} {less}".rstrip(), (command,), 280))
     return found
 
 

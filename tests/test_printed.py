@@ -1,4 +1,5 @@
-"""What README.md and examples/ print runs as printed, in the shell of a new user without an environment of Python's."""
+"""What README.md, docs/ and examples/ print runs as printed, in the shell of a new user without an environment of
+Python's."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_long_commands_with_less_to_do(step: Step, checkout: Checkout) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @processes
-def test_readme_installs_a_command(checkout: Checkout) -> None:
+def test_the_quickstart_installs_a_command(checkout: Checkout) -> None:
     step = printed.install()
     done = _installed(checkout, step)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

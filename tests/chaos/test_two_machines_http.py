@@ -1,4 +1,4 @@
-"""The README's roles on two machines with a bad line between them.
+"""The roles of docs/two-machines.md on two machines with a bad line between them.
 
 Prefill is on one, decode, router and clients are on the other, over mooncake. Tokens are those of one
 machine; aborts and a cut of the line leave nothing behind.

@@ -8,22 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from docs.scripts.reference import CONFIGURATION, METRICS
+
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(ROOT.glob("*.md"))
-SOURCES = sorted(path for folder in ("kvflow", "tests", "examples") for path in ROOT.joinpath(folder).rglob("*.py"))
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.joinpath("docs").rglob("*.md"), *ROOT.joinpath("examples").rglob("*.md")))
+SOURCES = sorted(
+    path for folder in ("kvflow", "tests", "examples", "docs") for path in ROOT.joinpath(folder).rglob("*.py")
+)
+GENERATED = {Path(page).name for page in (CONFIGURATION, METRICS)}  # while the site is built
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
 def missing_pages(text: str) -> list[str]:
     """Return the Markdown pages that `text` names and that are not in the repository."""
-    there = {path.name for path in (*PAGES, *ROOT.glob("docs/*.md"), *ROOT.joinpath("kvflow").rglob("*.md"))}
+    there = {path.name for path in (*PAGES, *ROOT.joinpath("kvflow").rglob("*.md"))} | GENERATED
     return [page for page in re.findall(r"[\w./-]*\w\.md\b", text) if Path(page).name not in there]
 
 
 def test_every_cited_page_is_in_the_repository() -> None:
     missing = {
         str(path.relative_to(ROOT)): pages
-        for path in (*SOURCES, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml")
+        for path in (*SOURCES, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml")
         if path != Path(__file__) and (pages := missing_pages(path.read_text(encoding="utf-8")))
     }
     assert missing == {}
