@@ -5,6 +5,7 @@ async with pair() as p:
     await source.matched()
     p.send_all(source)
     assert await target.landed() == b"handoff"
+    p.decode.pages.give_back(target.keep("me"), "me")
     await p.rest()                       # every page home, every table empty, or it says what is left
 """
 
