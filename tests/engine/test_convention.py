@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvflow.engine.model.parallel.stage import _Convention
+from kvflow.protocols.errors import MisuseError
 
 
 def test_a_layer_shows_whether_the_model_expects_a_tuple() -> None:
@@ -18,3 +20,14 @@ def test_a_layer_shows_whether_the_model_expects_a_tuple() -> None:
     convention.learn((hidden,))
     assert convention.length == 1
     assert convention.plain((hidden,)) is hidden and convention.length is None
+
+
+def test_a_layer_that_needs_more_than_hidden_states_cannot_follow_in_another_stage() -> None:
+    hidden, more = torch.zeros(2, 3), torch.zeros(1)
+    convention = _Convention("model")
+    convention.learn((hidden, more, None))
+    with pytest.raises(MisuseError, match="its layers hand on more than hidden states"):
+        convention.check((hidden,), {"bias": more})
+    convention.learn((hidden, more, None))
+    convention.check((hidden,), {"bias": None})
+    convention.check((hidden, more), {})  # of the layer before the last

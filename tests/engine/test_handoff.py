@@ -269,3 +269,8 @@ def test_a_reader_of_before_skips_what_it_does_not_know() -> None:
     made = HandOff(first_token=1, prompt_tokens=PROMPT, **hidden(1, 8), **draft())
     assert msgspec.msgpack.decode(made.encode(), type=Before) == Before(first_token=1, prompt_tokens=PROMPT)
     assert HandOff.decode(msgspec.msgpack.encode(Before(first_token=1, prompt_tokens=PROMPT))).hidden_states is None
+
+
+def test_an_array_of_the_other_byte_order_is_handed_over_as_its_numbers() -> None:
+    numbers = np.arange(4, dtype=">f4")
+    assert PackedArray.of(numbers).array().tolist() == [0, 1, 2, 3]

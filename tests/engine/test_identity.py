@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvflow.engine.model.identity import config_digest
+from kvflow.engine.model import identity
+from kvflow.engine.model.identity import STRETCH_BYTES, STRETCHES, config_digest
 from kvflow.engine.model.load import load_model
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import MAX_LABEL, build_layout
@@ -65,3 +66,12 @@ def test_a_digest_is_that_of_earlier_versions() -> None:
     """Peers whose digests differ are refused, also while one after the other is upgraded."""
     assert config_digest({}) == "44136fa3"
     assert config_digest({"a": 1, "b": {"c": None}}) == config_digest({"b": {"c": None}, "a": 1}) == "66282992"
+
+
+def test_of_a_large_weight_a_sample_is_read_from_end_to_end() -> None:
+    whole = STRETCHES * STRETCH_BYTES
+    assert identity._places(whole) == [(0, whole)], "all of it"
+    places = identity._places(whole + 1)
+    assert len(places) == STRETCHES and {count for _, count in places} == {STRETCH_BYTES}
+    assert places[0][0] == 0 and places[-1][0] == whole + 1 - STRETCH_BYTES
+    assert places == sorted(places)

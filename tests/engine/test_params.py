@@ -16,6 +16,7 @@ from kvflow.protocols.errors import MisuseError, WireError
     [
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", float("inf")),
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_k", -2),
