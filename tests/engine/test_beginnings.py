@@ -30,11 +30,12 @@ class Steps:
 def test_those_that_are_short_begin_in_order_and_no_later_one_passes() -> None:
     steps, begun = Steps(), list[Any]()
     beginnings = Beginnings(steps, None, begun.append)  # type: ignore[arg-type]
-    first, large, small = (
+    requests: list[Any] = [
         SimpleNamespace(wants=wants, is_asking=True, agreed=None, sequence=SimpleNamespace(computed=8), cached_tokens=8)
         for wants in (2, 5, 1)
-    )
-    for request in (first, large, small):
+    ]
+    first, large, small = requests
+    for request in requests:
         beginnings.agreed(request, 0)
     assert begun == [] and beginnings.are_short
     steps.free = 4

@@ -9,17 +9,21 @@ from kvflow.engine.model.parallel.stage import _Convention
 from kvflow.protocols.errors import MisuseError
 
 
+def length_of(convention: _Convention) -> int | None:
+    return convention.length
+
+
 def test_a_layer_shows_whether_the_model_expects_a_tuple() -> None:
     hidden, weights = torch.zeros(2, 3), torch.zeros(1)
     convention = _Convention("model")
-    assert convention.length == 2, "before one has run"
+    assert length_of(convention) == 2, "before one has run"
     convention.learn((hidden, weights, None))
-    assert convention.length == 3
+    assert length_of(convention) == 3
     convention.learn(hidden)
-    assert convention.length is None, "as many as a tensor has rows are no tuple"
+    assert length_of(convention) is None, "as many as a tensor has rows are no tuple"
     convention.learn((hidden,))
-    assert convention.length == 1
-    assert convention.plain((hidden,)) is hidden and convention.length is None
+    assert length_of(convention) == 1
+    assert convention.plain((hidden,)) is hidden and length_of(convention) is None
 
 
 def test_a_layer_that_needs_more_than_hidden_states_cannot_follow_in_another_stage() -> None:

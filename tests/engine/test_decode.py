@@ -276,6 +276,11 @@ async def test_the_share_of_new_tokens_decays_with_every_step(llama: LoadedModel
     async with EnginePair(llama, new_token_ratio=0.5) as pair:
         counted: list[int] = []
         stepped = pair.decode._ratio.stepped
-        pair.decode._ratio.stepped = lambda steps: (counted.append(steps), stepped(steps))[1]  # type: ignore[method-assign]
+
+        def counting(steps: int) -> None:
+            counted.append(steps)
+            stepped(steps)
+
+        pair.decode._ratio.stepped = counting  # type: ignore[method-assign]
         await pair.tokens(prompt_of(8), greedy(12))
         assert sum(counted) == pair.decode.steps > 0

@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicIndexedLayer
 from transformers.utils import logging as transformers_logging
 
 from kvflow.engine.model import load, quiet, selftest
-from kvflow.engine.model import tokenizer as tokenizer_module
 from kvflow.engine.model.load import LoadedModel, load_model
 from kvflow.engine.model.probe import probe
 from kvflow.engine.model.quiet import explained
@@ -285,7 +284,8 @@ def test_a_pool_of_another_model_is_refused(loaded: Callable[..., LoadedModel]) 
 
 
 def test_a_name_on_a_hub_is_no_folder_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module.AutoTokenizer, "from_pretrained", lambda source: ("tokenizer of", source))
+    loads = "kvflow.engine.model.tokenizer.AutoTokenizer.from_pretrained"
+    monkeypatch.setattr(loads, lambda source: ("tokenizer of", source))
     assert load_tokenizer("somebody/model", "somebody/model") == ("tokenizer of", "somebody/model")
 
 

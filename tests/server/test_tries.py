@@ -89,9 +89,15 @@ async def test_a_request_that_waits_is_served_by_a_worker_that_stays_after_all(
 
 
 def test_the_pauses_between_tries_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflow.server.router.tries.random.uniform", lambda least, most: (least, most))
+    pauses: list[tuple[float, float]] = []
+
+    def drawn(least: float, most: float) -> float:
+        pauses.append((least, most))
+        return most
+
+    monkeypatch.setattr("kvflow.server.router.tries.random.uniform", drawn)
     tries = Tries(3600, {503})
-    pauses = [tries.pause_s() for _ in range(7)]
+    assert [tries.pause_s() for _ in range(7)] == [most for _, most in pauses]
     assert pauses == [(most / 2, most) for most in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0)]
 
 

@@ -94,11 +94,11 @@ async def _no_identity(session: aiohttp.ClientSession, url: str, role: str | Non
 
 async def test_what_is_known_of_a_worker_that_is_up_need_not_be_asked_again() -> None:
     """A worker that was down may be another process by now: it is asked for everything."""
-    known: list[Identity | None] = []
+    asked: list[Identity | None] = []
     found = Identity("prefill", None, "1", "model", "", None, 0, None)
 
-    async def identify(_: aiohttp.ClientSession, url: str, role: str | None, before: Identity | None) -> Identity:
-        known.append(before)
+    async def identify(session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None) -> Identity:
+        asked.append(known)
         return found
 
     async def health(_: web.Request) -> web.Response:
@@ -113,7 +113,7 @@ async def test_what_is_known_of_a_worker_that_is_up_need_not_be_asked_again() ->
         await watched._check(worker)
         worker.mark_down("away")
         await watched._check(worker)
-        assert known == [None, found, None]
+        assert asked == [None, found, None]
         await watched.close()
 
 
