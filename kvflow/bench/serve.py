@@ -107,6 +107,13 @@ async def _beside_stock(
                 rates = total / got["seconds"], (total - clients) / got["after_first_s"], got["first_s"] * 1e3
                 seen[name].append((total / reference["seconds"], *rates))
                 cpu[name].append(cpu_us)
+    return _summary(clients, seen, cpu, say)
+
+
+def _summary(
+    clients: int, seen: dict[str, list[tuple[float, ...]]], cpu: dict[str, list[dict[str, float]]], say: Say
+) -> dict[str, Any]:
+    """`seen`: of each server and turn, the rates of stock and of the server, and the time to its first token."""
     found: dict[str, Any] = {}
     for name, turns in seen.items():
         stock_rate, rate, later_rate, first_ms = (list(column) for column in zip(*turns, strict=True))

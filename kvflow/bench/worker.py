@@ -39,6 +39,11 @@ SEND_STAGING_BYTES = 64 << 20
 __all__ = ["Worker", "serve", "source_slice"]
 
 
+def _layout(layers: int, heads: int, dim: int, page_size: int, pages: int, order: str) -> PoolLayout:
+    streams = [(f"layer.{i}.{x}", "bfloat16", (heads, dim)) for i in range(layers) for x in "kv"]
+    return build_layout(streams, page_size=page_size, num_pages=pages, order=order)  # type: ignore[arg-type]
+
+
 class Worker:
     """The commands; `tokens` of room r are the same on both sides."""
 
@@ -71,8 +76,7 @@ class Worker:
         """`widths`: in how many parts prefill and decode have their heads, page by page, as that many shards would have
         them; `staged`: slices of a page pass through staging, where they are gathered at prefill or land at decode.
         """
-        streams = [(f"layer.{i}.{x}", "bfloat16", (heads, dim)) for i in range(layers) for x in "kv"]
-        layout = build_layout(streams, page_size=page_size, num_pages=pages, order=order)  # type: ignore[arg-type]
+        layout = _layout(layers, heads, dim, page_size, pages, order)
         if widths != (1, 1):
             logging.disable(logging.WARNING)  # that slices are tiny is what is measured
         if (width := widths[self.role == "decode"]) > 1:

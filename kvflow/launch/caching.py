@@ -81,18 +81,7 @@ async def prefix_cache(
         given = settings.cache_state_bytes
         _log.warning("--cache-state-bytes %d: %s keeps no states, it has no effect", given, settings.model_name)
     config = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
-    host = await _host_tier(settings, parts)
-    states: StateStore | None = None
-    try:
-        if has_states:
-            most = parts.pool.layout.num_pages + (0 if host is None else host.pages.capacity)
-            states = await _states(settings, parts, most)
-        storage = await _storage_tier(settings, host, has_states=has_states)
-    except BaseException:
-        for memory in (host, states):
-            if memory is not None:
-                memory.close()
-        raise
+    host, states, storage = await _tiers(settings, parts, has_states=has_states)
     if has_states and states is None:
         yield None
         return
@@ -111,6 +100,25 @@ async def prefix_cache(
         finally:
             if cache.publisher is not None:
                 await cache.publisher.close()  # when it has told that nothing is cached any more
+
+
+async def _tiers(
+    settings: Settings, parts: Parts, *, has_states: bool
+) -> tuple[HostTier | None, StateStore | None, StorageTier | None]:
+    """The memory and the stores behind the pool; nothing is kept of them when one cannot be had."""
+    host = await _host_tier(settings, parts)
+    states: StateStore | None = None
+    try:
+        if has_states:
+            most = parts.pool.layout.num_pages + (0 if host is None else host.pages.capacity)
+            states = await _states(settings, parts, most)
+        storage = await _storage_tier(settings, host, has_states=has_states)
+    except BaseException:
+        for memory in (host, states):
+            if memory is not None:
+                memory.close()
+        raise
+    return host, states, storage
 
 
 def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:

@@ -115,13 +115,9 @@ class _FirstRank:
         stack: AsyncExitStack,
     ) -> GroupPrefillService:  # fmt: skip
         """Returns once all ranks are there."""
-        settings, node, (model, pool, executor) = rank.settings, rank.node, rank.parts
+        settings, node, model = rank.settings, rank.node, rank.parts.model
         steps = self._steps = self._step_leader(rank.parts, steps_socket)
-        engine = self._engine = PrefillEngine(
-            model, pool, pool.pages, executor, chunk_tokens=settings.chunked_prefill_size,
-            max_batch_tokens=settings.max_batch_tokens, optimistic_tries=settings.optimistic_prefill, lockstep=steps,
-            samples=_samples(self._spec), cache=rank.cache,
-        )  # fmt: skip
+        engine = self._engine = self._engine_of(rank, steps)
         life = _life()
         leader = LeaderShell(
             GroupLeader(_life(), self._world_size, now=monotonic(), process=own_identity(), first=life),
@@ -163,6 +159,21 @@ class _FirstRank:
         while group.unavailable_reason:  # noqa: ASYNC110 - the members join by themselves
             await asyncio.sleep(_LOOK_S)
         return service
+
+    def _engine_of(self, rank: _Rank, steps: StepLeader) -> PrefillEngine:
+        settings, (model, pool, executor) = rank.settings, rank.parts
+        return PrefillEngine(
+            model,
+            pool,
+            pool.pages,
+            executor,
+            chunk_tokens=settings.chunked_prefill_size,
+            max_batch_tokens=settings.max_batch_tokens,
+            optimistic_tries=settings.optimistic_prefill,
+            lockstep=steps,
+            samples=_samples(self._spec),
+            cache=rank.cache,
+        )
 
     def _step_leader(self, parts: Parts, socket: ControlSocket) -> StepLeader:
         return StepLeader(
@@ -219,6 +230,19 @@ class _FirstRank:
             self._engine.wake()
 
 
+def _hello(spec: PrefillRankSpec, life: Incarnation, rank: _Rank) -> wire.Hello:
+    info, pool = rank.node.info, rank.parts.pool
+    return wire.Hello(
+        member=life,
+        rank=Rank(spec.rank),
+        pages=pool.pages.capacity,
+        rows=pool.layout.num_rows,
+        info=wire.RankLife(
+            incarnation=rank.node.incarnation, control=info.control, backend=info.backend, pool=info.pool
+        ),
+    )
+
+
 async def run_rank(spec: PrefillRankSpec) -> None:
     """One of the other ranks, until a signal stops it, or its group does."""
     async with AsyncExitStack() as stack:
@@ -230,19 +254,10 @@ async def run_rank(spec: PrefillRankSpec) -> None:
         life = _life()
         socket = connect_dealer(spec.steps, life, key)
         stack.callback(socket.close)
-        info = node.info
         follower = StepFollower(
             PrefillSteps(model, pool, pool.pages, executor, samples=_samples(spec), cache=rank.cache),
             socket,
-            hello=wire.Hello(
-                member=life,
-                rank=Rank(spec.rank),
-                pages=pool.pages.capacity,
-                rows=pool.layout.num_rows,
-                info=wire.RankLife(
-                    incarnation=node.incarnation, control=info.control, backend=info.backend, pool=info.pool
-                ),
-            ),
+            hello=_hello(spec, life, rank),
             status=lambda: _status(
                 rank, spec.rank, len(follower.requests), member, follower.failed_steps, follower.dropped
             ),

@@ -19,10 +19,11 @@ from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillEvent, Prefi
 from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
-from kvflow.protocols.prefill_core import PrefillCore, Task, Timer
+from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_inbox import DRAINS, HANDLERS, note_alive, on_goodbye, on_register, on_room_of_refused
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
+from kvflow.protocols.prefill_tasks import Task, Timer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import Incarnation, RoomId

@@ -9,8 +9,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
-
 from kvflow.protocols.commands import (
     CancelWrite,
     CloseRoute,
@@ -37,8 +35,10 @@ from kvflow.protocols.machines.rendezvous import Announcement, Rendezvous, Side
 from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
+from kvflow.protocols.prefill_former import FormerDecodes
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
+from kvflow.protocols.prefill_tasks import Task, Timer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import MAX_TEXT, MAX_UNPROVEN, WIRE_VERSION, GrantId, Incarnation, RoomId
@@ -46,25 +46,6 @@ from kvflow.protocols.wire.messages import MAX_TEXT, MAX_UNPROVEN, WIRE_VERSION,
 _NO_GRANT = GrantId(0)
 WITHDRAWN = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
 _NO_CAUSE = Cause(Code.PEER_LOST)  # of what ends no room
-
-
-class Timer(msgspec.Struct, frozen=True, gc=False):
-    """What a deadline is for. `key`: a room id for "room", an incarnation for "silence" and "goodbye", 0 for
-    "outcomes" and "announced"."""
-
-    kind: str
-    key: int
-
-
-class Task:
-    """Work on many rooms at once is cut up, so that no tick takes long: one of `items` at a time, which may have
-    changed since it was queued. `run` names what is done to each (see `_TASKS`); `peer` is whose they are."""
-
-    __slots__ = ("cause", "items", "peer", "run")
-
-    def __init__(self, run: str, items: Iterable[Any], cause: Cause, peer: DecodePeer | None = None) -> None:
-        self.run, self.cause, self.peer = run, cause, peer
-        self.items: deque[Any] = deque(items)
 
 
 class PrefillCore:
@@ -81,13 +62,7 @@ class PrefillCore:
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.kept = KeptBytes()
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
-        # of decodes that were forgotten: no grant below begins again, should
-        # what they once sent still arrive
-        self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
-        # Of some of those, grants whose writes may still land: to say otherwise would end loans without proof (I2).
-        self.in_doubt: dict[Incarnation, tuple[GrantId, ...]] = {}
-        # Decodes that have parted: they ask for nothing any more, so what they once sent begins nothing again.
-        self.parted: OrderedDict[Incarnation, None] = OrderedDict()
+        self.former = FormerDecodes(bounds.closed_grants)
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
         self.writes: dict[int, tuple[PrefillRoomRecord, Chunk]] = {}
         self.deadlines: Deadlines[Timer] = Deadlines()
@@ -136,9 +111,6 @@ class PrefillCore:
     def header(self, room: RoomId, grant: GrantId, peer: DecodePeer) -> dict[str, Any]:
         me = self.identity
         return {"room": room, "grant": grant, "rank": me.rank, "source": me.incarnation, "target": peer.incarnation}
-
-    def between(self, peer: DecodePeer) -> dict[str, Any]:
-        return self.lives(peer.incarnation)
 
     def lives(self, target: Incarnation) -> dict[str, Any]:
         return {"source": self.identity.incarnation, "target": target}
@@ -207,13 +179,12 @@ class PrefillCore:
         """Chunks end in the order they were queued, whatever order their writes end in."""
         while record.chunks and record.chunks[0].outcome is not None:
             chunk = record.chunks.pop(0)
-            cause = None
-            if chunk.outcome is WriteOutcome.UNPROVEN:
-                cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane cannot say what landed")
-            elif chunk.outcome is WriteOutcome.CANCELLED and record.state.phase is PrefillPhase.TRANSFERRING:
-                cause = Cause(Code.TRANSFER_ERROR, chunk.error or "the data plane stopped the write")
+            outcome, cause = chunk.outcome, None
+            is_moving = record.state.phase is PrefillPhase.TRANSFERRING
+            if outcome is WriteOutcome.UNPROVEN or (outcome is WriteOutcome.CANCELLED and is_moving):
+                cause = chunk.failure
             record.report = chunk
-            self.feed_room(record, PrefillEvent(None, outcome=chunk.outcome, cause=cause), now)
+            self.feed_room(record, PrefillEvent(None, outcome=outcome, cause=cause), now)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, now: float) -> None:
         """One half of a room has ended without the other: which is told when it comes."""
@@ -262,38 +233,13 @@ class PrefillCore:
         if peer.phase is PeerPhase.GONE and not peer.grants.rooms and not peer.grants.announcements.rooms:
             self.feed_peer(peer, PeerKind.IDLE, now)
 
-    def remember_grants(self, peer: DecodePeer) -> None:
-        """It is about to be forgotten and may come again, or what it sent before it died may: what has ended for it
-        must not begin again (I6)."""
-        self.displaced[peer.incarnation] = peer.grants.seen_below
-        if len(self.displaced) > self.bounds.closed_grants:
-            self.displaced.popitem(last=False)
-
     def make_place(self, among: Iterable[DecodePeer], now: float) -> bool:
         """Forget a decode that is lost and of which nothing is open: on another host its death may never be observed.
         False when there is none, or when too much that may still land would have to be remembered."""
-        found = [(len(peer.grants.unproven()), peer) for peer in among if peer.displaceable]
-        if not found:
+        if (peer := self.former.displace(among)) is None:
             return False
-        doubts, peer = min(found, key=lambda one: one[0])
-        if doubts and doubts + sum(map(len, self.in_doubt.values())) > self.bounds.closed_grants:
-            return False
-        self.remember_grants(peer)
-        self.remember_doubts(peer)
         self.feed_peer(peer, PeerKind.DISPLACED, now)
         return True
-
-    def remember_doubts(self, peer: DecodePeer) -> None:
-        if doubts := peer.grants.unproven():
-            self.in_doubt[peer.incarnation] = doubts
-
-    def remember_parted(self, incarnation: Incarnation) -> None:
-        """This decode asks for nothing any more: whatever it still sends is late."""
-        self.parted[incarnation] = None
-        self.displaced.pop(incarnation, None)
-        self.in_doubt.pop(incarnation, None)
-        if len(self.parted) > self.bounds.closed_grants:
-            self.parted.popitem(last=False)
 
     def work(self, limit: float, now: float) -> None:
         while self.tasks and limit > 0:
@@ -512,14 +458,14 @@ def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> No
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     core.answer_register(peer.incarnation, core.identity.incarnation, cause.text)
-    core.remember_doubts(peer)
+    core.former.remember_doubts(peer)
     core.refused[peer.incarnation] = cause
     if len(core.refused) > core.bounds.targets:
         core.refused.popitem(last=False)
 
 
 def _beat(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.send(peer, wire.Heartbeat(**core.between(peer)))
+    core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
 
 
 def _watch(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
@@ -538,8 +484,8 @@ def _close_route(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) 
 
 def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
     # Nothing is kept of a stranger, and of a decode that has parted only that it has.
-    if peer.has_had_grants and peer.incarnation not in core.parted:
-        core.remember_grants(peer)
+    if peer.has_had_grants and peer.incarnation not in core.former.parted:
+        core.former.remember_grants(peer)
     core.deadlines.cancel(Timer("silence", peer.incarnation))
     core.deadlines.cancel(Timer("goodbye", peer.incarnation))
     peer.grants.forget()

@@ -13,9 +13,10 @@ from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, Pr
 from kvflow.protocols.machines.rendezvous import Announcement, Side
 from kvflow.protocols.pages.layout import PageIndices, unpack_pages
 from kvflow.protocols.ports import PlaneAddress
-from kvflow.protocols.prefill_core import WITHDRAWN, PrefillCore, Task
+from kvflow.protocols.prefill_core import WITHDRAWN, PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord, pinned_pages
+from kvflow.protocols.prefill_tasks import Task
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import WIRE_VERSION
@@ -26,8 +27,8 @@ DRAINS = "room {} is in use: writes of the last room of that id still run"
 def on_register(core: PrefillCore, message: wire.Register, now: float, sender_address: Callable[[], str] = str) -> None:
     """A decode says who it is; the way into its pool is opened by the shell."""
     peer = core.peers.get(message.target)
-    seen_below = core.displaced.get(message.target)  # before making place pushes it out
-    if message.target in core.parted:
+    seen_below = core.former.displaced.get(message.target)  # before making place pushes it out
+    if message.target in core.former.parted:
         core.observer.message_dropped("stale")
     elif message.wire_version != WIRE_VERSION:
         core.answer_register(
@@ -39,7 +40,7 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
         _end_withdrawn(core, peer, peer.grants.begin_from(message.fresh_from), now)
         core.feed_peer(peer, PeerKind.REGISTERED, now)
     elif core.leaving is not None:  # nothing was begun for it, and nothing will be
-        core.say_goodbye(message.target, core.in_doubt.get(message.target, ()))
+        core.say_goodbye(message.target, core.former.in_doubt.get(message.target, ()))
     elif core.unavailable_reason:
         core.answer_register(message.target, message.source, core.unavailable_reason)
     elif len(core.peers) >= core.bounds.targets and not core.make_place(core.peers.values(), now):
@@ -61,8 +62,8 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
         peer = core.peers[message.target] = DecodePeer(
             message, core.bounds.closed_grants, core.kept, now, sender, seen_below
         )
-        peer.grants.remember_doubts(core.in_doubt.pop(message.target, ()))
-        core.displaced.pop(message.target, None)
+        peer.grants.remember_doubts(core.former.in_doubt.pop(message.target, ()))
+        core.former.displaced.pop(message.target, None)
         if refusal := peer.mismatch(core.identity):
             core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, refusal))
         else:
@@ -98,8 +99,8 @@ def on_goodbye(core: PrefillCore, message: wire.Goodbye, now: float) -> None:
     if peer is not None and peer.phase is not PeerPhase.GONE:
         note_alive(core, peer, now)
         _part(core, peer, now)
-    elif message.target in core.displaced or message.target in core.in_doubt:
-        core.remember_parted(message.target)
+    elif message.target in core.former.displaced or message.target in core.former.in_doubt:
+        core.former.remember_parted(message.target)
 
 
 def _on_goodbye_ack(core: PrefillCore, peer: DecodePeer, message: wire.GoodbyeAck, now: float) -> None:
@@ -110,7 +111,7 @@ def _on_goodbye_ack(core: PrefillCore, peer: DecodePeer, message: wire.GoodbyeAc
 
 
 def _part(core: PrefillCore, peer: DecodePeer, now: float) -> None:
-    core.remember_parted(peer.incarnation)
+    core.former.remember_parted(peer.incarnation)
     cause = core.leaving or Cause(Code.SHUTDOWN, f"decode {peer.incarnation:016x} has shut down")
     core.feed_peer(peer, PeerKind.PARTED, now, cause)
 
@@ -150,7 +151,7 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
             else:
                 unknown.append(belief)
     if unknown:
-        core.send(peer, wire.Resync(rooms=tuple(unknown), **core.between(peer)))
+        core.send(peer, wire.Resync(rooms=tuple(unknown), **core.lives(peer.incarnation)))
 
 
 def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
@@ -160,7 +161,7 @@ def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, 
         return
     _end_withdrawn(core, peer, withdrawn, now)
     if not core.unavailable_reason:  # else decode must take us for silent: its rooms end, their loans do not
-        core.send(peer, wire.Heartbeat(**core.between(peer)))
+        core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
 
 
 def _end_withdrawn(

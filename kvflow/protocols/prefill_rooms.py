@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvflow.protocols.errors import Cause
+from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Story
 from kvflow.protocols.pages.layout import PageIndices
@@ -27,6 +27,14 @@ class Chunk:
         self.num_pages = len(source_pages)
         self.outcome: WriteOutcome | None = None
         self.checksum, self.error = b"", ""
+
+    @property
+    def failure(self) -> Cause:
+        """Why its room fails, where nobody had asked for the write to end without landing."""
+        default = "the data plane cannot say what landed"
+        if self.outcome is WriteOutcome.CANCELLED:
+            default = "the data plane stopped the write"
+        return Cause(Code.TRANSFER_ERROR, self.error or default)
 
     def __str__(self) -> str:
         outcome = "under way" if self.outcome is None else self.outcome.value

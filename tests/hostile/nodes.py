@@ -112,7 +112,7 @@ class Nodes:
         if isinstance(message, Goodbye):
             return "taken"  # it is answered, whether prefill knows the decode or not
         if isinstance(message, Register):
-            return "stale" if message.target in self.prefill.shell.endpoint.core.parted else "taken"
+            return "stale" if message.target in self.prefill.shell.endpoint.core.former.parted else "taken"
         if self._unknown(message) or isinstance(message, GoodbyeAck):  # this prefill has not said goodbye
             return "stale"
         return "foreign" if isinstance(message, Heartbeat) and self._settles_unseen(message) else "taken"

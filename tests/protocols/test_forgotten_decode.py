@@ -137,8 +137,8 @@ def test_nothing_is_kept_of_a_decode_that_announced_nothing_and_little_of_the_ot
     talk = Talk(Bounds(closed_grants=2))
     talk.register()
     talk.refuse_route()
-    assert not talk.prefill.core.displaced
+    assert not talk.prefill.core.former.displaced
     talk.register()
     talk.announce(1)
     talk.refuse_route()
-    assert talk.prefill.core.displaced == {DECODE: 2}
+    assert talk.prefill.core.former.displaced == {DECODE: 2}

@@ -288,13 +288,13 @@ class TestPrefillIsTold:
         assert not prefill.endpoint.route_opened(DECODE, prefill.now)
 
     def test_one_that_was_displaced_comes_never_again(self, prefill: LonePrefill) -> None:
-        prefill.core.displaced[OTHER_DECODE] = GrantId(5)
+        prefill.core.former.displaced[OTHER_DECODE] = GrantId(5)
         prefill.hear(goodbye(target=OTHER_DECODE))
-        assert not prefill.core.displaced and prefill.register(OTHER_DECODE) == []
+        assert not prefill.core.former.displaced and prefill.register(OTHER_DECODE) == []
 
     def test_of_a_stranger_nothing_is_kept(self, prefill: LonePrefill) -> None:
         assert prefill.hear(goodbye(target=OTHER_DECODE)) == [acknowledged(OTHER_DECODE)]
-        assert not prefill.core.parted
+        assert not prefill.core.former.parted
 
     def test_over_the_link_of_another_decode_it_is_foreign(self) -> None:
         prefill = LonePrefill().up(DECODE, OTHER_DECODE)
@@ -304,13 +304,13 @@ class TestPrefillIsTold:
     def test_those_that_have_parted_are_bounded(self) -> None:
         prefill = LonePrefill(bounds=Bounds(closed_grants=1)).up(DECODE, OTHER_DECODE)
         prefill.hear(goodbye(), goodbye(target=OTHER_DECODE))
-        assert list(prefill.core.parted) == [OTHER_DECODE]
+        assert list(prefill.core.former.parted) == [OTHER_DECODE]
 
     def test_they_take_no_place_among_those_that_may_come_back(self) -> None:
         prefill = LonePrefill(bounds=Bounds(closed_grants=1)).up()
-        prefill.core.displaced[OTHER_DECODE] = GrantId(5)
+        prefill.core.former.displaced[OTHER_DECODE] = GrantId(5)
         prefill.hear(announce(7, 1), goodbye())
-        assert list(prefill.core.parted) == [DECODE] and prefill.core.displaced == {OTHER_DECODE: 5}
+        assert list(prefill.core.former.parted) == [DECODE] and prefill.core.former.displaced == {OTHER_DECODE: 5}
 
 
 def test_what_is_named_is_read_back(decode: LoneDecode) -> None:

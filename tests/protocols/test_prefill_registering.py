@@ -107,7 +107,7 @@ def test_bad_bytes_and_borrowed_names_change_nothing() -> None:
     assert prefill.counts.foreign == 2 and prefill.core.rendezvous.announced == {}
 
 
-def test_a_prefill_whose_plane_stands_still_refuses_newcomers_and_does_not_answer_heartbeats() -> None:
+def test_a_prefill_whose_plane_stands_still_refuses_newcomers_and_answers_no_heartbeats() -> None:
     prefill = LonePrefill().up()
     prefill.endpoint.note_stall(5.0)
     assert prefill.endpoint.unavailable_reason == "" and prefill.hear(beat()) == [beat()]
@@ -191,12 +191,12 @@ class TestRefusedByTheRoute:
         prefill.register()
         prefill.hear(announce(8, 4))
         prefill.endpoint.route_refused(DECODE, "no such segment", prefill.now)
-        assert list(prefill.core.displaced.items()) == [(DECODE, 5)]
+        assert list(prefill.core.former.displaced.items()) == [(DECODE, 5)]
         prefill.register(OTHER_DECODE, layout=SMALLER)
-        assert OTHER_DECODE not in prefill.core.displaced, "nothing is kept of a stranger"
+        assert OTHER_DECODE not in prefill.core.former.displaced, "nothing is kept of a stranger"
         prefill.up()
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
-        assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)] and not prefill.core.displaced
+        assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)] and not prefill.core.former.displaced
 
     def test_reasons_are_bounded_and_the_oldest_goes_first(self) -> None:
         prefill = LonePrefill(bounds=Bounds(targets=2))
@@ -265,12 +265,12 @@ class TestPlacesAreBounded:
             CloseRoute(DECODE),
             OpenRoute(THIRD_DECODE, named_by(THIRD_DECODE), LAYOUT),
         ]
-        assert prefill.core.in_doubt == ({DECODE: (1,)} if doubt else {})
+        assert prefill.core.former.in_doubt == ({DECODE: (1,)} if doubt else {})
         prefill.up(THIRD_DECODE).tick(5)
         assert prefill.register(DECODE, fresh_from=2)[0] == CloseRoute(OTHER_DECODE)
         prefill.up(DECODE)
         assert prefill.hear(abort()) == [ack(drained=not doubt)], "it is back, and asks what became of its loan"
-        assert not prefill.core.in_doubt
+        assert not prefill.core.former.in_doubt
         assert prefill.core.peers[DECODE].grants.unproven() == ((1,) if doubt else ()), "as it was before"
 
     def test_one_that_has_no_doubts_makes_place_first_and_only_so_many_are_remembered(self) -> None:
@@ -286,20 +286,20 @@ class TestPlacesAreBounded:
         prefill.ended(2, WriteOutcome.UNPROVEN)
         prefill.tick(5)
         prefill.up(OTHER_DECODE)
-        assert prefill.core.in_doubt == {DECODE: (1,)}
+        assert prefill.core.former.in_doubt == {DECODE: (1,)}
         prefill.tick(5)
         assert prefill.register(DECODE, fresh_from=2)[0] == CloseRoute(OTHER_DECODE)
         prefill.up(DECODE).tick(5)
         prefill.up(OTHER_DECODE).tick(5)
-        prefill.core.in_doubt[wire.Incarnation(5)] = (wire.GrantId(9),)
+        prefill.core.former.in_doubt[wire.Incarnation(5)] = (wire.GrantId(9),)
         prefill.up(wire.Incarnation(111))
         assert refusal(prefill, wire.Incarnation(112)) == "2 decodes are registered already"
 
     def test_a_displaced_decode_whose_route_is_refused_when_it_comes_back(self) -> None:
         prefill = LonePrefill().up()
-        prefill.core.in_doubt[OTHER_DECODE] = (wire.GrantId(3),)
+        prefill.core.former.in_doubt[OTHER_DECODE] = (wire.GrantId(3),)
         prefill.register(OTHER_DECODE, layout=SMALLER)
-        assert prefill.core.in_doubt == {OTHER_DECODE: (3,)}
+        assert prefill.core.former.in_doubt == {OTHER_DECODE: (3,)}
         prefill.endpoint.leave(prefill.now)
         named = wire.Goodbye(unproven=(wire.GrantId(3),), **between(OTHER_DECODE))
         assert prefill.register(OTHER_DECODE) == [named]
@@ -323,18 +323,18 @@ class TestPlacesAreBounded:
         prefill.tick(5)
         prefill.hear(beat(target=OTHER_DECODE))
         prefill.up(THIRD_DECODE)
-        assert list(prefill.core.displaced.items()) == [(DECODE, 5)]
+        assert list(prefill.core.former.displaced.items()) == [(DECODE, 5)]
         prefill.tick(5)
         prefill.up(DECODE)
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
         assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
-        assert list(prefill.core.displaced) == [OTHER_DECODE], "the other one made place, and is remembered"
+        assert list(prefill.core.former.displaced) == [OTHER_DECODE], "the other one made place, and is remembered"
         prefill.tick(5)
         prefill.up(OTHER_DECODE)
-        assert list(prefill.core.displaced) == [THIRD_DECODE]
+        assert list(prefill.core.former.displaced) == [THIRD_DECODE]
         prefill.tick(5)
         prefill.up(wire.Incarnation(111))
-        assert list(prefill.core.displaced) == [DECODE], "so many are remembered, the latest ones"
+        assert list(prefill.core.former.displaced) == [DECODE], "so many are remembered, the latest ones"
 
 
 class TestWhatWasWithdrawn:

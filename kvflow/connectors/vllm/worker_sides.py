@@ -69,11 +69,9 @@ class WorkerSides:
         options = _options(settings, pages)
         prefill = decode = None
         if config.is_kv_producer:
-            more: dict[str, Any] = {"model": _model_name(vllm_config.model_config)}
-            if place.is_joined:
-                more |= {"rank": place.rank, "world_size": place.ranks}
+            named = options | _names(vllm_config.model_config, place)
             prefill = PrefillWorker(
-                _prefill_thread(pool, settings, options | more),
+                _prefill_thread(pool, settings, named),
                 transfers,
                 wake.set,
                 source_deadline_s=settings.source_deadline_s,
@@ -148,6 +146,14 @@ class WorkerSides:
         for side in (self._prefill, self._decode):
             if side is not None:
                 side.close()
+
+
+def _names(model_config: Any, place: _Place) -> dict[str, Any]:
+    """The names under which decodes find this worker."""
+    named: dict[str, Any] = {"model": _model_name(model_config)}
+    if place.is_joined:
+        named |= {"rank": place.rank, "world_size": place.ranks}
+    return named
 
 
 def _model_name(model_config: Any) -> str:

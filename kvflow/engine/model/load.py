@@ -147,15 +147,11 @@ def load_model(
     report = progress or (lambda stage, done: None)
     with quiet(report), joined(part, meeting) as others:
         source = locate(name)  # no progress before it: the name may be wrong
-        config = _config(source, name)
-        report("configuration", 1.0)
-        refuse_by_config(config, name)
-        check_plan(config, part, name, where)
+        config = _checked_config(source, name, part, where, report)
         model = _weights(source, name, dtype, where, *_class_for(config, part, name))
         tokenizer = load_tokenizer(source, name)
         report("self-test", 0.0)
-        with explained(f"model {name!r} cannot be probed"):
-            layers = probe(model, name)
+        layers = _probed(model, name)
         loaded_dtype = str(model.dtype).removeprefix("torch.")
         identity = fingerprint(source, model, loaded_dtype)
         context_length = _context_length(model.config.get_text_config())
@@ -183,6 +179,19 @@ def load_model(
         neighbours=neighbours,
         other_states=others.has_states,
     )
+
+
+def _checked_config(source: str, name: str, part: ModelPart, device: torch.device, report: Progress) -> Any:
+    config = _config(source, name)
+    report("configuration", 1.0)
+    refuse_by_config(config, name)
+    check_plan(config, part, name, device)
+    return config
+
+
+def _probed(model: Any, name: str) -> Layers:
+    with explained(f"model {name!r} cannot be probed"):
+        return probe(model, name)
 
 
 def _check_choices(dtype: str, attention: str, sliding_window_rows: str) -> None:

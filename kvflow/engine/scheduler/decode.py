@@ -66,10 +66,7 @@ class DecodeEngine(EngineLoop):
             pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size,
             release_cached=lambda: self._retractions.release_cached(),  # noqa: PLW0108  # made below
         )  # fmt: skip
-        self.limits = EngineLimits(
-            model.context_length, model.vocab_size, self._page_size, self._budget.capacity, model.hidden_size,
-            whole_prompts=model.whole_prompts,
-        )  # fmt: skip
+        self.limits = self._limits_of(model)
         self._thread = ModelThread(
             executor, pool.places_over(pages), pool.layout, self._runner.device, model.neighbours.wait_for_followers
         )
@@ -78,21 +75,48 @@ class DecodeEngine(EngineLoop):
         self._numbers = itertools.count()
         self._outgoing: dict[DecodeRequest, list[TokenOut | KvflowError]] = {}
         self._paused = False
-        self._burst = Burst(
-            self._runner, model.eos_ids, deliver=self._deliver, is_running=self._is_running, goes_on=self._goes_on,
-            one_by_one=model.has_states, chunk=model.chunk,
-        )  # fmt: skip
+        self._burst = self._burst_of(model)
         self._snapshots, self.cache = snapshots, cache
         self._prefetch: PrefetchPolicy = prefetch
-        self._retractions = Retractions(
-            self._budget, self._ratio, snapshots, model.eos_ids, recompute=recompute,
-            back=self._join, failed=self._fail, moved=self._wake.set,
-        )  # fmt: skip
+        self._retractions = self._retractions_of(model, recompute)
         if cache is not None:
             cache.on_copied = self._wake.set
         self._retract_all = False
         self._growth = Growth(self._budget, pages, self._fail)
         self.steps = 0
+
+    def _limits_of(self, model: LoadedModel) -> EngineLimits:
+        return EngineLimits(
+            model.context_length,
+            model.vocab_size,
+            self._page_size,
+            self._budget.capacity,
+            model.hidden_size,
+            whole_prompts=model.whole_prompts,
+        )
+
+    def _retractions_of(self, model: LoadedModel, recompute: bool) -> Retractions:
+        return Retractions(
+            self._budget,
+            self._ratio,
+            self._snapshots,
+            model.eos_ids,
+            recompute=recompute,
+            back=self._join,
+            failed=self._fail,
+            moved=self._wake.set,
+        )
+
+    def _burst_of(self, model: LoadedModel) -> Burst:
+        return Burst(
+            self._runner,
+            model.eos_ids,
+            deliver=self._deliver,
+            is_running=self._is_running,
+            goes_on=self._goes_on,
+            one_by_one=model.has_states,
+            chunk=model.chunk,
+        )
 
     async def close(self) -> None:
         """End every request, and return when neither a step nor a copy runs, even if this coroutine is cancelled."""
@@ -204,9 +228,7 @@ class DecodeEngine(EngineLoop):
             handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
-                total = self.limits.worst_pages(prompt, limit) - (0 if prefix is None else prefix.pages.size)
-                taken = self._layout.split(room.pages).pages.size
-                admission = await self._budget.admit(total, taken, base=0, priority=params.priority)
+                admission = await self._admit_landed(room, prompt, limit, prefix, params.priority)
             self._refuse_when_closing()
             request = self._take_over(number, room, prompt, params, limit, admission, prefix, handoff)
             out = self._first(request)
@@ -233,6 +255,14 @@ class DecodeEngine(EngineLoop):
             room.close(cause)
             if admission is not None:
                 admission.release()
+
+    async def _admit_landed(
+        self, room: DecodeRoomPort, prompt: Prompt, limit: int, prefix: Prefix | None, priority: int
+    ) -> Admission:
+        """Wait until the pages to grow are promised to a request whose prompt has landed unadmitted."""
+        total = self.limits.worst_pages(prompt, limit) - (0 if prefix is None else prefix.pages.size)
+        taken = self._layout.split(room.pages).pages.size
+        return await self._budget.admit(total, taken, base=0, priority=priority)
 
     def _take_over(
         self, number: int, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, limit: int,

@@ -12,12 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvflow.cache.prefix import CacheStats
+from kvflow.cache.storage.port import StorageState
 from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions
 from kvflow.server.http.completion_service import Report
 from kvflow.server.http.errors import Failure, bounded_code
 from kvflow.server.http.families import histograms, labelled
 from kvflow.server.http.measures import CompletionMeasures
 from kvflow.server.http.sglang_metrics import sglang_families
+from kvflow.telemetry.counters import TransferMeasures
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -167,6 +169,24 @@ def _optimism(found: EngineOptimism) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvflow_optimistic_requests", text, value=found.holding_now)
 
 
+# (field of `RankReport`, name of the metric, help)
+_RANK_GAUGES = (
+    ("pages_free", "pages_free", "Free pages of a rank's KV pool."),
+    ("pages_total", "pool_pages", "Pages of a rank's KV pool."),
+    ("pinned_pages", "pinned_pages", "Pages of a rank that writes of rooms that have ended still read."),
+    ("requests", "requests", "Requests that a rank computes, or will."),
+    ("tickets", "tickets", "Requests of the group of which something is left at a rank."),
+)
+# (type, field of `CacheStats` and name of the metric, help)
+_RANK_CACHE = (
+    (GaugeMetricFamily, "pages", "Pages of a rank's pool that hold cached prefixes."),
+    (GaugeMetricFamily, "host_pages", "Pages of a rank's host memory that hold cached prefixes."),
+    (CounterMetricFamily, "hit_tokens", "Prompt tokens that all ranks had cached when a rank began."),
+    (CounterMetricFamily, "evicted_pages", "Cached pages of a rank that gave way to requests."),
+    (CounterMetricFamily, "failed_copies", "Copies between a rank's tiers that failed or were stopped."),
+)
+
+
 def _ranks(report: Report) -> Iterator[Metric]:
     """Of each rank of a worker over several; without a label, the other names are of the first one."""
     up = GaugeMetricFamily("kvflow_rank_up", "Whether a rank of the group is there.", labels=["rank"])
@@ -174,27 +194,11 @@ def _ranks(report: Report) -> Iterator[Metric]:
     errors = CounterMetricFamily(
         "kvflow_rank_internal_errors", "Internal errors that a rank survived.", labels=["rank", "where"]
     )
-    gauges = {  # by the field of `RankReport`
-        field: GaugeMetricFamily(f"kvflow_rank_{name}", text, labels=["rank"])
-        for field, name, text in (
-            ("pages_free", "pages_free", "Free pages of a rank's KV pool."),
-            ("pages_total", "pool_pages", "Pages of a rank's KV pool."),
-            ("pinned_pages", "pinned_pages", "Pages of a rank that writes of rooms that have ended still read."),
-            ("requests", "requests", "Requests that a rank computes, or will."),
-            ("tickets", "tickets", "Requests of the group of which something is left at a rank."),
-        )
+    gauges = {
+        field: GaugeMetricFamily(f"kvflow_rank_{name}", text, labels=["rank"]) for field, name, text in _RANK_GAUGES
     }
     moved = CounterMetricFamily("kvflow_rank_transfer_bytes", "KV bytes of a rank that have landed.", labels=["rank"])
-    cache = {  # by the field of `CacheStats`
-        field: family(f"kvflow_rank_cache_{field}", text, labels=["rank"])
-        for family, field, text in (
-            (GaugeMetricFamily, "pages", "Pages of a rank's pool that hold cached prefixes."),
-            (GaugeMetricFamily, "host_pages", "Pages of a rank's host memory that hold cached prefixes."),
-            (CounterMetricFamily, "hit_tokens", "Prompt tokens that all ranks had cached when a rank began."),
-            (CounterMetricFamily, "evicted_pages", "Cached pages of a rank that gave way to requests."),
-            (CounterMetricFamily, "failed_copies", "Copies between a rank's tiers that failed or were stopped."),
-        )
-    }
+    cache = {field: family(f"kvflow_rank_cache_{field}", text, labels=["rank"]) for family, field, text in _RANK_CACHE}
     for rank in report.ranks:
         number = [str(rank.rank)]
         up.add_metric(number, rank.up)
@@ -258,19 +262,23 @@ def _cache(found: CacheStats) -> Iterator[Metric]:
         ("cache_lost_pages", "Pages that storage had lost, and those behind them.", found.lost_pages),
         ("cache_failed_copies", "Copies between tiers that failed or were stopped.", found.failed_copies),
     )
-    if (storage := found.storage) is not None:
-        yield from _each(
-            GaugeMetricFamily,
-            ("cache_storage_readable", "1 while storage (--l3) is read; 0 while it is left alone.", storage.readable),
-            ("cache_storage_writable", "1 while storage is written to; 0 while it is left alone.", storage.writable),
-        )
-        yield from _each(
-            CounterMetricFamily,
-            ("cache_storage_errors", "Calls in which storage had an error.", storage.errors),
-            ("cache_storage_stalls", "Calls to storage that were given up, as they did not end.", storage.stalls),
-            ("cache_storage_trips", "How often storage was left alone from then on.", storage.trips),
-            ("cache_storage_damaged_pages", "Pages that were not as they were stored.", storage.damaged),
-        )
+    if found.storage is not None:
+        yield from _storage(found.storage)
+
+
+def _storage(found: StorageState) -> Iterator[Metric]:
+    yield from _each(
+        GaugeMetricFamily,
+        ("cache_storage_readable", "1 while storage (--l3) is read; 0 while it is left alone.", found.readable),
+        ("cache_storage_writable", "1 while storage is written to; 0 while it is left alone.", found.writable),
+    )
+    yield from _each(
+        CounterMetricFamily,
+        ("cache_storage_errors", "Calls in which storage had an error.", found.errors),
+        ("cache_storage_stalls", "Calls to storage that were given up, as they did not end.", found.stalls),
+        ("cache_storage_trips", "How often storage was left alone from then on.", found.trips),
+        ("cache_storage_damaged_pages", "Pages that were not as they were stored.", found.damaged),
+    )
 
 
 def _each(family: type[CounterMetricFamily | GaugeMetricFamily], *rows: tuple[str, str, float]) -> Iterator[Metric]:
@@ -304,15 +312,19 @@ def _rooms(report: Report) -> Iterator[Metric]:
         "kvflow_internal_errors", "Internal errors that the process survived.", labels=["where"]
     )
     yield labelled(errors, report.internal_errors)
-    if (measures := report.transfers) is not None:
-        for name, text, histogram in (
-            ("bootstrap_seconds", "From opening a room until the other side is ready.", measures.bootstrap_seconds),
-            ("allocation_seconds", "From then until decode has pages to offer.", measures.allocation_seconds),
-            ("transfer_seconds", "From the first chunk (decode: the offer) to the last.", measures.transfer_seconds),
-            ("room_bytes", "KV bytes of a room.", measures.transfer_bytes),
-            ("transfer_bytes_per_second", "Of a room's transfer.", measures.transfer_bytes_per_second),
-        ):
-            yield histograms(f"kvflow_{name}", text, {(): histogram})
+    if report.transfers is not None:
+        yield from _transfers(report.transfers)
+
+
+def _transfers(found: TransferMeasures) -> Iterator[Metric]:
+    for name, text, histogram in (
+        ("bootstrap_seconds", "From opening a room until the other side is ready.", found.bootstrap_seconds),
+        ("allocation_seconds", "From then until decode has pages to offer.", found.allocation_seconds),
+        ("transfer_seconds", "From the first chunk (decode: the offer) to the last.", found.transfer_seconds),
+        ("room_bytes", "KV bytes of a room.", found.transfer_bytes),
+        ("transfer_bytes_per_second", "Of a room's transfer.", found.transfer_bytes_per_second),
+    ):
+        yield histograms(f"kvflow_{name}", text, {(): histogram})
 
 
 def _completions(found: CompletionMeasures, report: Report) -> Iterator[Metric]:

@@ -7,12 +7,32 @@ from aiohttp import web
 
 import kvflow
 from kvflow.protocols.wire.messages import WIRE_VERSION
+from kvflow.server.http.completion_service import Report
 from kvflow.server.http.errors import Failure, RequestError
 from kvflow.server.http.pipeline import CompletionPipeline
 from kvflow.server.http.responses import json_response
 from kvflow.server.http.role_switch import RoleSwitch
 
 MAX_WHY_CHARACTERS = 200
+
+
+def _pool_info(report: Report) -> dict[str, object]:
+    return {
+        "pool": {
+            **msgspec.to_builtins(report.pool),
+            "tokens": report.pages_total * report.pool.page_size,
+            "bytes": report.pool_bytes,
+            "dtype": report.pool_dtype,
+            "device": report.pool_device,
+        },
+        "pages": {
+            "free": report.pages_free,
+            "total": report.pages_total,
+            "home": report.pages_at_rest,
+            **report.pages_by_kind,
+        },
+        "rows": {"free": report.rows_free, "total": report.rows_total, **report.rows_by_kind},
+    }
 
 
 def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch) -> dict[str, object]:
@@ -42,20 +62,7 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
         "data_plane": report.data_plane,
         "wire_version": WIRE_VERSION,
         "incarnation": f"{report.incarnation:016x}",
-        "pool": {
-            **msgspec.to_builtins(report.pool),
-            "tokens": report.pages_total * report.pool.page_size,
-            "bytes": report.pool_bytes,
-            "dtype": report.pool_dtype,
-            "device": report.pool_device,
-        },
-        "pages": {
-            "free": report.pages_free,
-            "total": report.pages_total,
-            "home": report.pages_at_rest,
-            **report.pages_by_kind,
-        },
-        "rows": {"free": report.rows_free, "total": report.rows_total, **report.rows_by_kind},
+        **_pool_info(report),
         "prefix_cache": msgspec.to_builtins(report.cache),
         "kv_events": report.kv_events,
         "optimistic_prefill": msgspec.to_builtins(report.optimism),

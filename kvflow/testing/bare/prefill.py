@@ -213,7 +213,7 @@ class Prefill(Writer):
         return self.part()
 
     def has_parted(self) -> None:
-        self.oracle.parted(self, self.endpoint.core.parted)
+        self.oracle.parted(self, self.endpoint.core.former.parted)
         linked = [node for node in self.world.living(Decode) if is_linked(node.endpoint.peers, self.incarnation)]
         self.oracle.halves.has_left(self, self.control, linked)
         return self.world.kill(self, "has left")

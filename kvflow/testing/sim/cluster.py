@@ -213,7 +213,7 @@ class Cluster:
         if member.alive:
             self.oracle.trace(lambda: f"{member.name} has left")
             if isinstance(member.node, PrefillNode):
-                self.oracle.parted(member.node.incarnation, member.node.shell.endpoint.core.parted)
+                self.oracle.parted(member.node.incarnation, member.node.shell.endpoint.core.former.parted)
                 linked = [
                     decode.seen
                     for decode in self.living(DecodeNode)

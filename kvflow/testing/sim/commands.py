@@ -53,21 +53,12 @@ def sim(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Exit status 1 when an invariant broke, or a plant was not found."""
-    if (chosen := bare + bool(group) + cache) > 1:
-        raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
-    of_seeds = {"--bare": bare, "--group": group, "--cache": cache, "--seeds": seeds, "--seed": seed is not None}
-    if bounds and not exhaust:
-        raise MisuseError(f"--bounds {bounds} is of --exhaust, which is not given")
-    if exhaust and (given := [name for name, value in of_seeds.items() if value]):
-        raise MisuseError(f"{given[0]} is of seeds, and --exhaust plays none: leave one out")
+    kinds = {"--bare": bare, "--group": bool(group), "--cache": cache}
+    _check_choices(kinds, {"--seeds": bool(seeds), "--seed": seed is not None}, exhaust, bounds)
     if plants:
         return _list_plants(bare, group, cache, as_json)
     if exhaust:
-        from kvflow.testing.walk import run
-
-        if bounds == "list":
-            return _list_worlds(run.ALL_SETS, run.TEXTS, as_json)
-        return _report(run.run(bounds, plant, _say), as_json)
+        return _exhaust(bounds, plant, as_json)
     if seed is not None:
         return _one(seed, plant, trace, bare, group, cache, as_json)
     if plant:
@@ -76,6 +67,24 @@ def sim(
 
     found = simulate_many(_range(seeds or "0:1000"), jobs, say=_say, bare=bare, group=group, cache=cache)
     return _report(found, as_json)
+
+
+def _check_choices(kinds: dict[str, bool], seeds: dict[str, bool], exhaust: bool, bounds: str) -> None:
+    """Raises: MisuseError for options that exclude each other, by whether each was given."""
+    if (chosen := sum(kinds.values())) > 1:
+        raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
+    if bounds and not exhaust:
+        raise MisuseError(f"--bounds {bounds} is of --exhaust, which is not given")
+    if exhaust and (given := [name for name, value in (kinds | seeds).items() if value]):
+        raise MisuseError(f"{given[0]} is of seeds, and --exhaust plays none: leave one out")
+
+
+def _exhaust(bounds: str, plant: str, as_json: bool) -> None:
+    from kvflow.testing.walk import run
+
+    if bounds == "list":
+        return _list_worlds(run.ALL_SETS, run.TEXTS, as_json)
+    return _report(run.run(bounds, plant, _say), as_json)
 
 
 def _one(seed: int, plant: str, trace: bool, bare: bool, group: int, cache: bool, as_json: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,10 +32,8 @@ def simulate_many(
     """Play `seeds`, of whole nodes, with prefix caches or without, or of bare endpoints, or of one group of so many
     ranks; the report counts, and tells how to replay each violation."""
     bare = bare or bool(group)
-    tables = TABLES_OF_CACHES if cache else TABLES_OF_GROUPS if group else TABLES if bare else TABLES_OF_NODES
-    kinds = KINDS if bare else (*KINDS, *ON_COPIES) if cache else (*KINDS, *ON_COPIES, SWITCH)
     visits: Counter[Cell] = Counter()
-    faults: Counter[str] = Counter(dict.fromkeys(kinds, 0))
+    faults: Counter[str] = Counter(dict.fromkeys(_fault_kinds(bare, cache), 0))
     endings: Counter[str] = Counter()
     violations: list[dict[str, Any]] = []
     steps: list[int] = []
@@ -65,13 +63,28 @@ def simulate_many(
         "steps_per_s": round(sum(steps) / cpu_s),
         "seeds_per_s": round(len(seeds) / cpu_s, 1),  # of CPU time, on one core
         "rooms": rooms,
-        "cells": report(visits, tables),
+        "cells": report(visits, _tables(bare, group, cache)),
         "endings": dict(endings.most_common()),
         "seeds_with_fewer_than_2_fault_kinds": few_faults,
         "min_rooms": rooms_min,
         "min_nodes": nodes_min,
         "first_violations": violations[:SHOWN],
     }
+
+
+def _tables(bare: bool, group: int, cache: bool) -> Mapping[str, Any]:
+    """Tables whose cells the seeds can visit."""
+    if cache:
+        return TABLES_OF_CACHES
+    if group:
+        return TABLES_OF_GROUPS
+    return TABLES if bare else TABLES_OF_NODES
+
+
+def _fault_kinds(bare: bool, cache: bool) -> tuple[str, ...]:
+    if bare:
+        return KINDS
+    return (*KINDS, *ON_COPIES) if cache else (*KINDS, *ON_COPIES, SWITCH)
 
 
 def described(

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_core import Timer as DecodeTimer
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.machines.tables import TransitionError
 from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.prefill_core import Timer as PrefillTimer
+from kvflow.protocols.prefill import PrefillEndpoint
+from kvflow.protocols.prefill_tasks import Timer as PrefillTimer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.testing.walk.decode_side import DEAD, EARLIER, Decode, DecodeSide
@@ -128,6 +130,19 @@ class Acts:
 
         if world.allows(Price.CRASH):
             found.append(Act("decode crashes", Price.CRASH, False, DEAD, ((),) * world.bounds.ranks))
+        endpoint = world.decodes.take(value.endpoint)
+        self._decode_rooms(value, endpoint, may)
+        if endpoint.core.work_left:
+            may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
+        if not value.left:
+            may("begins to leave", DecodeSide.leave, Price.LEAVE)
+        elif not value.closed:
+            if any(link.phase is not LinkPhase.PARTING for link in endpoint.peers):
+                may("says goodbye", DecodeSide.part)
+            may("closes", DecodeSide.close, fair=True)
+        return found
+
+    def _decode_rooms(self, value: Decode, endpoint: DecodeEndpoint, may: Any) -> None:
         for number, grant in enumerate(value.grants, 1):
             if grant.linked:
                 may(f"lends the pages of grant {number}", partial(DecodeSide.lend, grant=number), fair=True)
@@ -136,7 +151,6 @@ class Acts:
                     partial(DecodeSide.has_no_pages, grant=number),
                     Price.DECODE_ABORT,
                 )
-        endpoint = world.decodes.take(value.endpoint)
         for number, record in endpoint.rooms.items():
             text = f"loses the client of grant {number}"
             may(text, partial(DecodeSide.close_room, grant=number), Price.DECODE_ABORT)
@@ -147,15 +161,6 @@ class Acts:
                     may(f"finds the checksum of {where} good", partial(summed, checksum=SUM), fair=True)
                     may(f"finds another checksum {where}", partial(summed, checksum=OTHER_SUM), Price.CHECKSUM)
                     may(f"cannot compute the checksum {where}", partial(summed, checksum=b""), Price.CHECKSUM)
-        if endpoint.core.work_left:
-            may("works off one task", lambda s: s.endpoint.tick(0.0), fair=True)
-        if not value.left:
-            may("begins to leave", DecodeSide.leave, Price.LEAVE)
-        elif not value.closed:
-            if any(link.phase is not LinkPhase.PARTING for link in endpoint.peers):
-                may("says goodbye", DecodeSide.part)
-            may("closes", DecodeSide.close, fair=True)
-        return found
 
     def _decode_timers(self, value: Decode, rank: int) -> list[tuple[str, int, Act[Decode]]]:
         """Sort, life of the link, act. "beat": a heartbeat."""
@@ -267,24 +272,10 @@ class Acts:
             found.append(Act("prefill crashes", Price.CRASH, False, dead, ((),)))
         if value.late:
             found.append(Act("doubtful writes land", Price.NOTHING, value.life > 1, value._replace(late=0), ((),)))
-        if value.asked < len(world.bounds.rooms):
-            may("is asked by its engine", PrefillSide.open_room, fair=True)
-            may("is asked with another prompt", lambda s: s.open_room(other_prompt=True), Price.PREFILL_ABORT)
-            may("has its engine refuse", PrefillSide.refuse_room, Price.PREFILL_ABORT)
-            after = value._replace(asked=value.asked + 1)
-            if world.allows(Price.PREFILL_ABORT):
-                found.append(Act("prefill is never asked", Price.PREFILL_ABORT, False, after, ((),)))
+        found += self._prefill_asked(value, may)
         self._prefill_writes(value, may)
         endpoint = world.prefills.take(value.endpoint)
-        for room in value.rooms:
-            record = endpoint.core.rooms[room.room]  # type: ignore[index]
-            if room.matched and not room.told and not record.ended and not record.state.last_queued:
-                may(f"sends a chunk of room {room.room}", partial(PrefillSide.send, room=room.room), fair=True)
-            may(
-                f"has room {room.room} ended by its engine",
-                partial(PrefillSide.close_room, room=room.room),
-                Price.PREFILL_ABORT,
-            )
+        self._prefill_rooms(value, endpoint, may)
         self._prefill_peers(value, may)
         if value.other is Other.ABSENT:
             may("is registered with by another decode", PrefillSide.other_registers, Price.OTHER)
@@ -304,6 +295,18 @@ class Acts:
             may("says goodbye", PrefillSide.part, price, fair=not value.writes)
         self._prefill_timers(value, endpoint, over, beats, may)
         return found
+
+    def _prefill_asked(self, value: Prefill, may: Any) -> list[Act[Prefill]]:
+        """What its engine may do about the next room; returned is that it does nothing."""
+        if value.asked == len(self.world.bounds.rooms):
+            return []
+        may("is asked by its engine", PrefillSide.open_room, fair=True)
+        may("is asked with another prompt", lambda s: s.open_room(other_prompt=True), Price.PREFILL_ABORT)
+        may("has its engine refuse", PrefillSide.refuse_room, Price.PREFILL_ABORT)
+        if not self.world.allows(Price.PREFILL_ABORT):
+            return []
+        after = value._replace(asked=value.asked + 1)
+        return [Act("prefill is never asked", Price.PREFILL_ABORT, False, after, ((),))]
 
     def _prefill_writes(self, value: Prefill, may: Any) -> None:
         for number, write in enumerate(value.writes, 1):
@@ -331,6 +334,17 @@ class Acts:
                     partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.CANCELLED),
                     fair=True,
                 )
+
+    def _prefill_rooms(self, value: Prefill, endpoint: PrefillEndpoint, may: Any) -> None:
+        for room in value.rooms:
+            record = endpoint.core.rooms[room.room]  # type: ignore[index]
+            if room.matched and not room.told and not record.ended and not record.state.last_queued:
+                may(f"sends a chunk of room {room.room}", partial(PrefillSide.send, room=room.room), fair=True)
+            may(
+                f"has room {room.room} ended by its engine",
+                partial(PrefillSide.close_room, room=room.room),
+                Price.PREFILL_ABORT,
+            )
 
     def _prefill_peers(self, value: Prefill, may: Any) -> None:
         for peer, opened in value.routes:

@@ -19,7 +19,7 @@ from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import TERMINAL
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.prefill_core import Timer
+from kvflow.protocols.prefill_tasks import Timer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_decode, prompt_digest, routing_id
 from kvflow.protocols.wire.messages import Incarnation, RoomId
