@@ -1,4 +1,6 @@
-"""Both halves of the protocol driven by hand, without event loop, thread or socket: python examples/bare_endpoints.py
+"""Both halves of the protocol driven by hand, without event loop, thread or socket.
+
+    python examples/bare_endpoints.py
 
 An endpoint decides, its engine acts: call a method, then do what `commands()` asks for. Here frames go through lists,
 and a write is a copy between two numpy arrays, one page per turn; an engine puts links and copies of its own in their

@@ -1,4 +1,6 @@
-"""kvflow under an engine of your own: your tensors, your scheduler, our rooms. python examples/embed_in_your_engine.py
+"""kvflow under an engine of your own: your tensors, your scheduler, our rooms.
+
+    python examples/embed_in_your_engine.py
 
 Everything an engine has to write stands in the two functions below; the rest pretends to be an engine.
 """

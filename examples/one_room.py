@@ -1,4 +1,6 @@
-"""One room between two nodes over your own arrays: no model, no HTTP, no torch. Run it: python examples/one_room.py
+"""One room between two nodes over your own arrays: no model, no HTTP, no torch.
+
+    python examples/one_room.py
 
 Prefill's arrays are plain numpy memory; decode's lie in shared memory, so that prefill can write into them.
 """

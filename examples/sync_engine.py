@@ -1,4 +1,6 @@
-"""Two engines that are plain loops, with page allocators of their own and no event loop: python examples/sync_engine.py
+"""Two engines that are plain loops, with page allocators of their own and no event loop.
+
+    python examples/sync_engine.py
 
 Prefill computes a page per step and sends what is ready; decode lends its own pages and gets them back when nothing can
 write into them any more. Each has its node in a thread; here both engines are threads of one process.

@@ -5,7 +5,7 @@ without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRo
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
 pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, Staging, build_layout
 hand-overs        HandOff, PackedArray
-data planes       open_plane, LocalPlane, MooncakePlane
+data planes       open_plane, LocalPlane, MooncakePlane, NixlPlane
 errors            KvflowError and the classes under it that have to be told apart; Cause, Code
 
 Each name is imported when it is first used: `import kvflow` by itself loads neither numpy nor a socket library.
@@ -32,11 +32,14 @@ if TYPE_CHECKING:
         Cause,
         Code,
         KvflowError,
+        LayoutError,
         LostError,
         MisuseError,
+        OwnershipError,
         PeerError,
         RefusedError,
         TransferError,
+        WireError,
     )
     from kvflow.protocols.limits import Bounds, Timing
     from kvflow.protocols.pages.layout import Places, build_layout
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from kvflow.transports.control.registry import RankTable, RegistryClient
     from kvflow.transports.data.local import LocalPlane
     from kvflow.transports.data.mooncake.plane import MooncakePlane
+    from kvflow.transports.data.nixl.plane import NixlPlane
     from kvflow.transports.data.select import open_plane
 
 __version__ = "0.1.0"
@@ -64,10 +68,13 @@ __all__ = [
     "ExternalPages",
     "HandOff",
     "KvflowError",
+    "LayoutError",
     "LocalPlane",
     "LostError",
     "MisuseError",
     "MooncakePlane",
+    "NixlPlane",
+    "OwnershipError",
     "PackedArray",
     "PageAllocator",
     "PagedPool",
@@ -88,6 +95,7 @@ __all__ = [
     "Staging",
     "Timing",
     "TransferError",
+    "WireError",
     "build_layout",
     "open_plane",
     "serve_ranks",
@@ -107,10 +115,13 @@ _HOMES = {
     "ExternalPages": "kvflow.memory.external",
     "HandOff": "kvflow.engine.scheduler.handoff",
     "KvflowError": _ERRORS,
+    "LayoutError": _ERRORS,
     "LocalPlane": "kvflow.transports.data.local",
     "LostError": _ERRORS,
     "MisuseError": _ERRORS,
     "MooncakePlane": "kvflow.transports.data.mooncake.plane",
+    "NixlPlane": "kvflow.transports.data.nixl.plane",
+    "OwnershipError": _ERRORS,
     "PackedArray": "kvflow.engine.scheduler.packed_array",
     "PageAllocator": "kvflow.memory.allocator",
     "PagedPool": "kvflow.memory.pool",
@@ -131,6 +142,7 @@ _HOMES = {
     "Staging": "kvflow.memory.staging",
     "Timing": "kvflow.protocols.limits",
     "TransferError": _ERRORS,
+    "WireError": _ERRORS,
     "build_layout": "kvflow.protocols.pages.layout",
     "open_plane": "kvflow.transports.data.select",
     "serve_ranks": "kvflow.transports.control.rank_server",

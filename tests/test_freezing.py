@@ -49,7 +49,7 @@ async def test_no_thread_of_a_frozen_process_runs(busy: subprocess.Popen[str]) -
         assert len(states) > THREADS and set(states.values()) == {"T"}
         os.kill(busy.pid, signal.SIGCONT)
         async with asyncio.timeout(20):
-            while is_frozen(busy.pid):  # noqa: ASYNC110 - what is observed is another process
+            while is_frozen(busy.pid):
                 await asyncio.sleep(0.001)
 
 

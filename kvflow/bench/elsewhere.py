@@ -1,8 +1,9 @@
 """Run a worker of this tree's bench over the library of another checkout.
 
-    PYTHONPATH=CHECKOUT python -P kvflow/bench/elsewhere.py kvflow.bench.growth_worker prefill|decode
+    PYTHONPATH=CHECKOUT python -P kvflow/bench/elsewhere.py MODULE prefill|decode
 
-Only `kvflow.bench` is taken from here. Modules that have moved since are found under the names they had.
+MODULE is a worker, such as `kvflow.bench.growth_worker`. Only `kvflow.bench` is taken from here.
+Modules that have moved since are found under the names they had.
 """
 
 from __future__ import annotations

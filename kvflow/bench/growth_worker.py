@@ -153,7 +153,8 @@ class GrowthWorker:
         ticker = StallTicker()
         async with asyncio.timeout(within_s):
             await self._all_ended.wait()
-            while pages_return and self._decode.pages.free_pages < self._pool.layout.num_pages:  # noqa: ASYNC110
+            num_pages = self._pool.layout.num_pages
+            while pages_return and self._decode.pages.free_pages < num_pages:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         pages_at_s = time.monotonic()
         await asyncio.sleep(AFTERMATH_S)

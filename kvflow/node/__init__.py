@@ -1,8 +1,9 @@
 """The library: a prefill or a decode node over your own paged pool: endpoint, shell, pages, data plane, control link.
 
 async with DecodeNode(pool, plane="local") as decode:
-    async with decode.room(7, prefill=ranks, prompt=ids) as room:    # ranks: each prefill node's `info`
-        handoff = await room.landed()                                # room.pages are filled
+    # ranks: each prefill node's `info`
+    async with decode.room(7, prefill=ranks, prompt=ids) as room:
+        handoff = await room.landed()  # room.pages are filled
 
 async with PrefillNode(pool, plane="local") as prefill:
     async with prefill.room(7, prompt=ids) as room:

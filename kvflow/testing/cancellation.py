@@ -1,7 +1,8 @@
 """Cancel a coroutine at one chosen wait, so that a test can do it at every wait there is.
 
     for at in itertools.count():
-        steps = Steps(node.close(), at)             # Steps(work, 3, 4): again at the next wait, in the clean-up
+        # Steps(work, 3, 4): again at the next wait, in the clean-up
+        steps = Steps(node.close(), at)
         await asyncio.gather(steps.task(), return_exceptions=True)
         ...                                         # nothing may be left behind
         if steps.waits <= at:

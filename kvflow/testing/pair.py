@@ -6,7 +6,7 @@ async with pair() as p:
     p.send_all(source)
     assert await target.landed() == b"handoff"
     p.decode.pages.give_back(target.keep("me"), "me")
-    await p.rest()                       # every page home, every table empty, or it says what is left
+    await p.rest()  # every page home, every table empty, or it says what is left
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ async def begin(room: int, pages: int, *stations: Station) -> None:
 async def until(seen: Callable[[], Awaitable[bool]], *, within_s: float = WITHIN_S) -> None:
     """Wait for what another process has to show; a test that never sees it fails."""
     async with asyncio.timeout(within_s):
-        while not await seen():  # noqa: ASYNC110 - what is observed is another process
+        while not await seen():
             await asyncio.sleep(0.005)
 
 

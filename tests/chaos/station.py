@@ -211,7 +211,7 @@ class Station(Worker):
                 assert sources is not None
                 self.sessions[room] = sender = self.node.room(room, prompt)
                 await sender.matched()
-                while self.holds(sources):  # noqa: ASYNC110 - those of the lane's last room, which was aborted
+                while self.holds(sources):
                     await asyncio.sleep(POLL_S)
                 self.canary.mark(sources, word_of(room), whole=True)
                 sender.send(sources, last=True)

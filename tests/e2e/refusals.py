@@ -144,17 +144,17 @@ class Roles:
                 self._held = [asyncio.create_task(post(self.session, self.prefill.url, room))]
             busy = "rooms" if self.case.victim == "prefill" else "running"
             async with asyncio.timeout(START_S):
-                while not (await ask(self.session, f"{self.victim.url}/server_info"))[busy]:  # noqa: ASYNC110
+                while not (await ask(self.session, f"{self.victim.url}/server_info"))[busy]:
                     await asyncio.sleep(0.01)
             self.victim.process.send_signal(signal.SIGTERM)
             async with asyncio.timeout(START_S):
-                while (await self._health()) == 200:  # noqa: ASYNC110 - another process
+                while (await self._health()) == 200:
                     await asyncio.sleep(0.01)
 
     async def killed(self) -> float:
         """When the victim was killed, in the middle of a transfer."""
         async with asyncio.timeout(START_S):
-            while "transferring" not in (await ask(self.session, f"{self.prefill.url}/server_info"))["rooms"]:  # noqa: ASYNC110
+            while "transferring" not in (await ask(self.session, f"{self.prefill.url}/server_info"))["rooms"]:
                 await asyncio.sleep(0.01)
         self.victim.process.kill()
         return monotonic()

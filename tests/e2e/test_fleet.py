@@ -194,7 +194,7 @@ class Operator:
         (worker,) = [worker["id"] for worker in found if worker["url"] == self._service.url(name)]
         assert (await self.call("DELETE", f"{self._router}/workers/{worker}"))[0] == 202
         async with asyncio.timeout(START_S):
-            while (await self.call("GET", f"{self._router}/workers/{worker}"))[0] != 404:  # noqa: ASYNC110
+            while (await self.call("GET", f"{self._router}/workers/{worker}"))[0] != 404:
                 await asyncio.sleep(0.01)
         self.left.append(name)
         print(f"  {name} has left, with {await at_rest(self._session, self._service.url(name))}")

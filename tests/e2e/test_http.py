@@ -53,7 +53,7 @@ async def test_a_stranger_is_kept_from_the_control_link_of_a_fleet_that_was_give
     stranger = connect_dealer(info.control, 1)
     try:
         async with asyncio.timeout(WITHIN_S):
-            while not (reason := stranger.lockout_reason):  # noqa: ASYNC110 - another process decides
+            while not (reason := stranger.lockout_reason):
                 await asyncio.sleep(0.01)
         assert "requires a control key" in reason
     finally:
@@ -120,7 +120,7 @@ async def test_a_client_that_leaves_frees_its_pages(fleet: Fleet) -> None:
         for stream in (True, False):
             request = asyncio.create_task(generate(session, fleet.url, stream=stream, sampling_params=LONG))
             async with asyncio.timeout(WITHIN_S):
-                while not (info := await ask(session, f"{decode}/server_info"))["running"]:  # noqa: ASYNC110
+                while not (info := await ask(session, f"{decode}/server_info"))["running"]:
                     await asyncio.sleep(0.01)
             assert not info["pages"]["home"] and info["pages"]["sequence"], info["pages"]
             request.cancel()
@@ -164,7 +164,7 @@ async def test_an_abort_answers_with_what_there_is_and_frees_its_pages(fleet: Fl
             for rid in ("first", "second", "third")
         ]
         async with asyncio.timeout(WITHIN_S):
-            while (await ask(session, f"{decode}/server_info"))["running"] < 3:  # noqa: ASYNC110
+            while (await ask(session, f"{decode}/server_info"))["running"] < 3:
                 await asyncio.sleep(0.01)
         assert await aborted(session, fleet.url, rid="first") == 1
         answers = [await asyncio.wait_for(asked[0], WITHIN_S)]
@@ -244,7 +244,7 @@ async def test_a_role_killed_under_load(
 
 async def until_no_rooms(session: aiohttp.ClientSession, url: str) -> None:
     async with asyncio.timeout(WITHIN_S):
-        while (await ask(session, f"{url}/server_info"))["rooms"]:  # noqa: ASYNC110  # another process: no event
+        while (await ask(session, f"{url}/server_info"))["rooms"]:  # another process: no event
             await asyncio.sleep(0.02)
 
 

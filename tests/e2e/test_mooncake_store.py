@@ -122,7 +122,7 @@ class Users:
 
     async def until_stores(self, condition: Any) -> list[Any]:
         async with asyncio.timeout(40):
-            while not condition(found := await self.stores()):  # noqa: ASYNC110
+            while not condition(found := await self.stores()):
                 await asyncio.sleep(0.02)
         return found
 

@@ -127,7 +127,7 @@ async def test_subscribers_know_what_is_cached() -> None:
         known = [digest_chain(tokens, PAGE_SIZE) for tokens in (prompt, (prompt + turn.tokens)[:-1])]
         for child, digests in zip((*fleet.prefills, *fleet.decodes), known, strict=True):
             async with asyncio.timeout(20):  # a thread copies them to the host
-                while (await ask(session, f"{child.url}/server_info"))["prefix_cache"]["saved_pages"] < len(digests):  # noqa: ASYNC110
+                while (await ask(session, f"{child.url}/server_info"))["prefix_cache"]["saved_pages"] < len(digests):
                     await asyncio.sleep(0.02)
             told = (await ask(session, f"{child.url}/server_info"))["kv_events"]
             held, newest = await replayed(told["replay_endpoint"])
@@ -178,7 +178,7 @@ async def test_what_was_cached_outlives_the_processes(tmp_path: Path) -> None:
             first = await say(session, fleet.url, prompt, 20)
             for child, pages in ((fleet.prefills[0], 7), (fleet.decodes[0], 8)):
                 async with asyncio.timeout(20):
-                    while (await cache_of(session, child.url))["stored_pages"] < pages:  # noqa: ASYNC110
+                    while (await cache_of(session, child.url))["stored_pages"] < pages:
                         await asyncio.sleep(0.02)
             for child in (*fleet.prefills, *fleet.decodes):
                 child.kill()

@@ -84,7 +84,7 @@ async def test_a_turn_begins_where_the_caches_of_all_ranks_can(options: dict[str
             assert shown[f'kvflow_rank_cache_hit_tokens_total{{rank="{rank}"}}'] == cache["hit_tokens"]
         await session.post(f"{fleet.url}/flush_cache")
         async with asyncio.timeout(20):
-            while any(cache["pages"] or cache["host_pages"] for cache in await caches_of(session, prefill)):  # noqa: ASYNC110
+            while any(cache["pages"] or cache["host_pages"] for cache in await caches_of(session, prefill)):
                 await asyncio.sleep(0.05)
         info = await ask(session, f"{prefill}/server_info")
         assert all(rank["pages_free"] == rank["pages_total"] for rank in info["ranks"])

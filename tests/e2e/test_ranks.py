@@ -54,7 +54,7 @@ async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 async def some_served(session: aiohttp.ClientSession, url: str, count: int) -> Any:
     """What /server_info tells once so many rooms have succeeded."""
     async with asyncio.timeout(60):
-        while (info := await ask(session, f"{url}/server_info"))["rooms_ended"].get("success", 0) < count:  # noqa: ASYNC110
+        while (info := await ask(session, f"{url}/server_info"))["rooms_ended"].get("success", 0) < count:
             await asyncio.sleep(0.002)
     return info
 
@@ -62,7 +62,7 @@ async def some_served(session: aiohttp.ClientSession, url: str, count: int) -> A
 async def served_again(session: aiohttp.ClientSession, url: str) -> Answer:
     """The answer to a prompt of 100 tokens, once it is a good one."""
     async with asyncio.timeout(BACK_S):
-        while (answer := await generate(session, url, prompt_of(100, 7))).status != 200:  # noqa: ASYNC110
+        while (answer := await generate(session, url, prompt_of(100, 7))).status != 200:
             await asyncio.sleep(0.1)
     return answer
 
@@ -175,7 +175,7 @@ async def test_a_shard_of_a_decode_is_killed_in_mid_decode(tiny: Callable[[str],
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0]
         asking = [asyncio.create_task(generate(session, fleet.url, prompt_of(100, i), 400)) for i in range(8)]
         async with asyncio.timeout(60):
-            while (info := await ask(session, f"{decode.url}/server_info"))["ranks"][1]["requests"] < 8:  # noqa: ASYNC110
+            while (info := await ask(session, f"{decode.url}/server_info"))["ranks"][1]["requests"] < 8:
                 await asyncio.sleep(0.002)
         os.kill(info["ranks"][1]["pid"], signal.SIGKILL)
         killed_s = time.monotonic()

@@ -213,7 +213,7 @@ async def test_a_worker_that_is_stopped_finishes_its_transfers(victim: str) -> N
         body = {"text": " ".join(DEMO_PROMPTS) * 4, "sampling_params": sampling}
         asking = asyncio.create_task(session.post(f"{url}/generate", json=body))
         async with asyncio.timeout(START_S):
-            while "transferring" not in (await ask(session, f"{service.url('prefill-0')}/server_info"))["rooms"]:  # noqa: ASYNC110
+            while "transferring" not in (await ask(session, f"{service.url('prefill-0')}/server_info"))["rooms"]:
                 await asyncio.sleep(0.01)
         stopping = asyncio.create_task(service.workers[victim].stop(START_S))
         async with await asyncio.wait_for(asking, START_S) as answer:

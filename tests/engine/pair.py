@@ -264,5 +264,5 @@ def greedy(count: int, **more: Any) -> SamplingParams:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that nobody announces; a test that waits in vain fails."""
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.001)

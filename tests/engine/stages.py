@@ -299,7 +299,7 @@ class Stages:
     async def home(self, within_s: float = 20.0) -> None:
         """Nothing is left of any request, at either rank or at decode. Raises: AssertionError telling what is."""
         began_s = monotonic()
-        while (left := self.left) and monotonic() - began_s < within_s:  # noqa: ASYNC110
+        while (left := self.left) and monotonic() - began_s < within_s:
             await asyncio.sleep(0.001)
         assert not left, f"left: {left}"
 

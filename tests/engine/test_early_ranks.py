@@ -65,7 +65,9 @@ class Early:
     async def whole(self) -> None:
         """It is computed at both ranks, and the first one knows the token."""
         await until(lambda: self.computed == (len(self.prompt),) * 2)
-        await until(lambda: self.ranks.group._asked[self.ticket].computing.early_token is not None)  # type: ignore[union-attr]
+        computing = self.ranks.group._asked[self.ticket].computing
+        assert computing is not None
+        await until(lambda: computing.early_token is not None)
 
     def meet(self) -> asyncio.Task[list[int]]:
         return asyncio.create_task(self.ranks.decoded(self.number, self.prompt, greedy(4)))
@@ -317,7 +319,8 @@ def hold_failures(shell: MemberShell, votes: list[Callable[[], None]]) -> None:
 
         votes.append(vote)
 
-    shell.member.failed, shell.member.released = hold, lambda key: None  # type: ignore[method-assign]
+    shell.member.failed = hold  # type: ignore[method-assign]
+    shell.member.released = lambda key: None  # type: ignore[method-assign]
 
 
 class blocked:  # noqa: N801 - reads as a verb

@@ -191,7 +191,8 @@ async def test_after_its_last_try_a_prompt_waits_for_its_match(llama: LoadedMode
         early = Early(pair)
         room, leg = early.begin(prompt_of(24))
         for number in range(1, 5):
-            await until(lambda lost=number: early.counts == (min(lost, 3), 0, min(lost, 4) - 1, lost < 4))  # type: ignore[misc]
+            counts = (min(number, 3), 0, min(number, 4) - 1, number < 4)
+            await until(lambda counts=counts: early.counts == counts)  # type: ignore[misc]
             other, done = early.begin(prompt_of(24, number))
             other.meet()
             await done

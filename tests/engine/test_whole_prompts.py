@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import pytest
 
@@ -61,6 +62,10 @@ class Nodes:
             admission.release()
 
 
+def _all_can_leave(cache: PrefixCache) -> bool:
+    return cache.stats().pages == cache.evictable_pages
+
+
 @asynccontextmanager
 async def nodes(model: LoadedModel) -> AsyncIterator[Nodes]:
     async with AsyncExitStack() as stack:
@@ -81,7 +86,7 @@ async def nodes(model: LoadedModel) -> AsyncIterator[Nodes]:
         yield Nodes(prefill, decode, (sending, landing))
         await until(lambda: not (prefill.shell.endpoint.rooms or decode.shell.endpoint.rooms))
         for pool, cache in zip((source, target), caches, strict=True):
-            await until(lambda cache=cache: not cache.stats().pages - cache.evictable_pages)  # type: ignore[misc]
+            await until(partial(_all_can_leave, cache))
             cache.flush()
             await until(pool.pages.at_rest)
         assert not prefill.counts.handler_errors and not decode.counts.handler_errors

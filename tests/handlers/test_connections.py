@@ -52,7 +52,8 @@ class FullSockets:
 
 async def dial_with(p: Pair, connect: connections.Connect) -> DecodeNode:
     """Another decode, which dials in this way."""
-    network, p.network.connect = p.network.connect, connect  # type: ignore[method-assign,assignment]
+    network = p.network.connect
+    p.network.connect = connect  # type: ignore[method-assign,assignment]
     try:
         return await p.add_decode()
     finally:

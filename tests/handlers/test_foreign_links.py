@@ -51,7 +51,7 @@ async def impersonate(socket: RouterSocket) -> None:
                 socket.send(encode(AbortAck(drained=True, **header)), peer)
 
 
-async def test_a_stranger_under_a_prefills_incarnation_serves_only_those_who_ask_at_his_address() -> None:
+async def test_a_stranger_under_a_prefills_incarnation_serves_who_asks_at_his_address() -> None:
     async with pair() as p:
         socket, port = p.network.bind("stranger", 0)
         stranger = p.decode.shell.spawn(impersonate(socket), "kvflow-stranger")

@@ -17,7 +17,7 @@ from kvflow.memory import page_tasks
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.external import ExternalPages
-from kvflow.memory.staging import Staging
+from kvflow.memory.staging import StagedArrivals, Staging
 from kvflow.node import DecodeNode
 from kvflow.protocols.errors import CapacityError, Code, KvflowError
 from kvflow.protocols.pages.kinds import ROW, StateKind
@@ -72,6 +72,14 @@ async def closed_in_doubt(p: Pair, source: PrefillRoom, target: DecodeRoom, page
     return staging, loan
 
 
+def verify_checksums(p: Pair) -> None:
+    p.prefill.shell.checksums = PageChecksums(p.prefill.pool)
+    p.decode.shell.endpoint.core.verify = True
+    arrivals = p.decode._arrivals
+    assert isinstance(arrivals, StagedArrivals)
+    arrivals._verify = True
+
+
 def same_bytes(p: Pair, pages: Any, target: DecodeRoom) -> bool:
     return p.prefill.pool.pages_bytes(pages).tobytes() == p.decode.pool.pages_bytes(target.pages).tobytes()
 
@@ -80,8 +88,7 @@ def same_bytes(p: Pair, pages: Any, target: DecodeRoom) -> bool:
 @pytest.mark.parametrize("verify", [False, True])
 async def test_a_room_lands_in_its_own_pages(p: Pair, chunks: int, verify: bool) -> None:
     if verify:
-        p.prefill.shell.checksums = PageChecksums(p.prefill.pool)
-        p.decode.shell.endpoint.core.verify = p.decode._arrivals._verify = True  # type: ignore[union-attr]
+        verify_checksums(p)
     source, target = await opened(p)
     assert p.decode.exported[1].buffers != p.decode.pool.layout.buffers, "peers know the staging's addresses only"
     pages = p.send_all(source, chunks=chunks)
@@ -98,8 +105,7 @@ async def test_a_room_lands_in_its_own_pages(p: Pair, chunks: int, verify: bool)
 async def test_a_last_chunk_without_pages_lands_through_staging_too(p: Pair, verify: bool, had: int) -> None:
     """Of a prompt that decode has whole, and of one whose last pages were sent before."""
     if verify:
-        p.prefill.shell.checksums = PageChecksums(p.prefill.pool)
-        p.decode.shell.endpoint.core.verify = p.decode._arrivals._verify = True  # type: ignore[union-attr]
+        verify_checksums(p)
     prompt = range(3 * PAGE_SIZE)
     source = p.prefill.room(7, prompt)
     target = await p.decode.room(7, "sim", prompt, prefix_tokens=(3 - had) * PAGE_SIZE)
@@ -116,8 +122,7 @@ async def test_a_last_chunk_without_pages_lands_through_staging_too(p: Pair, ver
 
 
 async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
-    p.prefill.shell.checksums = PageChecksums(p.prefill.pool)
-    p.decode.shell.endpoint.core.verify = p.decode._arrivals._verify = True  # type: ignore[union-attr]
+    verify_checksums(p)
     p.plane(p.prefill).hold()
     source, target = await opened(p)
     p.send_all(source)

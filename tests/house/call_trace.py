@@ -1,6 +1,7 @@
 """Which functions of the package a message passes, from the call that causes it to its effect on the other side.
 
-    python tests/house/call_trace.py [--list]          # PYTHONPATH=CHECKOUT for another version of the package
+    # PYTHONPATH=CHECKOUT for another version of the package
+    python tests/house/call_trace.py [--list]
 
 One room on the in-memory link and the fake data plane, timers far away, so that nothing else runs meanwhile:
 

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build")]
 
 
 def finished(*command: str | Path, cwd: Path = Path("/")) -> subprocess.CompletedProcess[str]:
-    """A command run to its end, without the paths that a developer's environment adds to Python's."""
+    """Run a command to its end, without the paths that a developer's environment adds."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     arguments = [str(part) for part in command]
     return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)

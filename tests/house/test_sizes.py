@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "kvflow"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "kvflow"
 FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 60
+COLUMNS_MAX = 100
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+ALL_PYTHON = sorted(path for folder in ("kvflow", "tests", "examples") for path in ROOT.joinpath(folder).rglob("*.py"))
 
 
 def long_functions(source: str) -> list[str]:
@@ -31,3 +35,24 @@ def test_file_and_its_functions_are_short(path: Path) -> None:
 def test_a_long_function_is_found() -> None:
     body = "\n".join(["        pass"] * FUNCTION_LINES_MAX)
     assert long_functions(f"class Room:\n    async def close(self):\n{body}\n") == [f"close: {FUNCTION_LINES_MAX + 1}"]
+
+
+def badly_laid_out(source: str) -> list[str]:
+    """Return `number: line` of every line over the limit, and of every one that the formatter must leave alone."""
+    lines = enumerate(source.splitlines(), 1)
+    return [
+        f"{number}: {line}"
+        for number, line in lines
+        if len(line) > COLUMNS_MAX or re.search(r"#\s*fmt:\s*(skip|off|on)\b", line)
+    ]
+
+
+def test_lines_are_short_and_laid_out_by_the_formatter() -> None:
+    """Pragmas count too, which ruff does not count."""
+    found = {str(path.relative_to(ROOT)): badly_laid_out(path.read_text()) for path in ALL_PYTHON}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_a_long_line_and_a_line_left_alone_are_found() -> None:
+    source = "\n".join(["x" * COLUMNS_MAX, "y" * (COLUMNS_MAX + 1), "z = 1  # fmt: " + "skip"])
+    assert [line.partition(":")[0] for line in badly_laid_out(source)] == ["2", "3"]

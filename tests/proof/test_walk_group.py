@@ -88,7 +88,9 @@ def _a_vote_counts_for_two() -> AbstractContextManager[Any]:
 
 
 def _succeeds_with_the_first() -> AbstractContextManager[Any]:
-    done = Move(LeaderPhase.SUCCEEDED, tables.LEADER.moves[LeaderPhase.RUNNING, LeaderKind.ALL_DONE].commands)  # type: ignore[union-attr]
+    all_done = tables.LEADER.moves[LeaderPhase.RUNNING, LeaderKind.ALL_DONE]
+    assert all_done is not None
+    done = Move(LeaderPhase.SUCCEEDED, all_done.commands)
     return patch.dict(tables.LEADER.moves, {(LeaderPhase.RUNNING, LeaderKind.DONE): done})
 
 

@@ -58,7 +58,8 @@ def test_every_message_stands_in_a_union() -> None:
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_frozen_hashable_tagged_and_named_by_both_incarnations(kind: type) -> None:
     message = GOOD[kind]
-    assert kind.__struct_config__.frozen and kind.__struct_config__.array_like  # type: ignore[attr-defined]
+    config = kind.__struct_config__  # type: ignore[attr-defined]
+    assert config.frozen and config.array_like
     assert hash(message) == hash(changed(kind))
     with pytest.raises(AttributeError):
         message.source = 5

@@ -100,11 +100,14 @@ class TestMeeting:
         assert prefill.core.rendezvous.announced == {}
         assert prefill.hear(announce()) == [], "repeated"
         assert prefill.hear(bootstrap()) == [RoomMatched(record.serial, 0)]
-        assert prefill.core.peers[record.peer.incarnation].grants.announcements.rooms == {}  # type: ignore[union-attr]
+        assert record.peer is not None
+        peer = prefill.core.peers[record.peer.incarnation]
+        assert peer.grants.announcements.rooms == {}
 
     def test_the_pages_first(self, prefill: LonePrefill) -> None:
         assert prefill.hear(announce(), bootstrap(prefix=8, pages=(5,))) == []
-        assert prefill.core.rendezvous.announced == {} and prefill.endpoint.rooms[7].half  # type: ignore[index]
+        assert prefill.core.rendezvous.announced == {}
+        assert prefill.endpoint.rooms[7].half  # type: ignore[index]
         record = prefill.open()
         assert prefill.asked() == [RoomMatched(record.serial, 8)]
         assert prefill.hear(bootstrap(prefix=8, pages=(5,))) == [], "repeated"

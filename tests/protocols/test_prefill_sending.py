@@ -400,7 +400,7 @@ class TestBelowTheLowWater:
         assert prefill.hear(abort(7, 1)) == [ack(drained=False)]
 
 
-def test_hand_overs_are_kept_up_to_so_many_bytes_and_the_decode_with_most_loses_what_ended_first() -> None:
+def test_hand_overs_are_kept_up_to_a_limit_and_the_decode_with_most_loses_the_oldest() -> None:
     prefill = LonePrefill(bounds=Bounds(kept_bytes=250)).up(DECODE, OTHER_DECODE)
     for number, target in enumerate((OTHER_DECODE, DECODE, DECODE), 1):
         prefill.hear(bootstrap(number, number, target))

@@ -36,7 +36,7 @@ async def post(session: Session, server: Server, path: str, body: Any) -> Any:
 async def until_it_waits(role: Role, count: int = 1) -> None:
     """`count` choices have their first token and wait for the second."""
     async with asyncio.timeout(WITHIN_S):
-        while role.service.held < count:  # noqa: ASYNC110
+        while role.service.held < count:
             await asyncio.sleep(0.001)
 
 
@@ -96,7 +96,7 @@ async def test_all_end_in_prefill_as_well(server: Server, session: Session, pref
     body = {"text": "w1", "sampling_params": {"max_new_tokens": 5}}
     asked = [asyncio.create_task(post(session, server, "/generate", body)) for _ in range(4)]
     async with asyncio.timeout(WITHIN_S):
-        while min(len(role.pipeline.choices) for role in (prefill, decode)) < 4:  # noqa: ASYNC110
+        while min(len(role.pipeline.choices) for role in (prefill, decode)) < 4:
             await asyncio.sleep(0.001)
     assert await abort(session, server, abort_all=True) == 4
     for answer in await asyncio.wait_for(asyncio.gather(*asked), WITHIN_S):
@@ -119,7 +119,7 @@ async def test_one_that_decode_has_not_begun_is_answered_too(
     asked = asyncio.create_task(post(session, server, path, body))
     try:
         async with asyncio.timeout(WITHIN_S):
-            while not (len(prefill.pipeline.choices) and decode.pipeline.running):  # noqa: ASYNC110
+            while not (len(prefill.pipeline.choices) and decode.pipeline.running):
                 await asyncio.sleep(0.001)
         assert await abort(session, server, rid="mine") == 1
         assert len(decode.pipeline.choices) == 0

@@ -38,7 +38,7 @@ class Waiting:
         raise AssertionError("nobody came")
 
 
-async def test_an_abort_ends_the_room_of_its_request_and_not_the_one_before_it_of_that_number() -> None:
+async def test_an_abort_ends_the_room_of_its_request_and_not_the_one_before_of_that_number() -> None:
     """The end of the first one made the second one a 500, which no abort found."""
     async with pair() as p:
         service = PrefillService(CARD, p.prefill, Waiting(), 60.0)  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ def follow(stack: AsyncExitStack, source: Source) -> BlockFeed:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WITHIN_S):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.005)
 
 
@@ -318,7 +318,7 @@ async def test_events_that_need_a_key(
     ):
         stranger = followed_with(given)
         async with asyncio.timeout(WITHIN_S):
-            while not any(text.endswith(reason) for text in caplog.messages):  # noqa: ASYNC110
+            while not any(text.endswith(reason) for text in caplog.messages):
                 await asyncio.sleep(0.005)
         assert not stranger.live and len(stranger.blocks) == 0
 

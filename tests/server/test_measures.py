@@ -107,7 +107,7 @@ async def test_a_completion_that_is_told_to_end_is_aborted_too(
     decode.service.gate.clear()
     asking = asyncio.ensure_future(pair_of_roles(session, 1, rid="mine"))
     async with asyncio.timeout(5):
-        while not decode.service.held:  # noqa: ASYNC110
+        while not decode.service.held:
             await asyncio.sleep(0.001)
     async with session.post(decode_server.make_url("/abort_request"), json={"rid": "mine"}) as answer:
         assert (await answer.json())["aborted"] == 1

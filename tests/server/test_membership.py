@@ -302,7 +302,7 @@ async def test_a_worker_that_has_switched_its_role_gets_the_other_leg(
         assert (status, answer["output_ids"]) == (200, [2, 3, 4])
         assert turned.requests == decode.service.requests == []
         async with asyncio.timeout(5):
-            while (worker := front.worker(decode_server)).role == "decode":  # noqa: ASYNC110
+            while (worker := front.worker(decode_server)).role == "decode":
                 await asyncio.sleep(0.005)
         assert (worker.up, worker.bootstrap_port, worker.incarnation) == (True, 9001, f"{0xDEF:016x}")
         front.router.workers.leave(front.worker(prefill_server))
@@ -323,7 +323,7 @@ async def test_a_request_that_waits_for_a_role_is_served_when_a_worker_switches_
     async with served(spare.app) as spare_server, routed(decodes=(decode_server, spare_server), retry_s=30) as front:
         asking = asyncio.create_task(front.ask())
         async with asyncio.timeout(5):
-            while not front.router.waiting:  # noqa: ASYNC110
+            while not front.router.waiting:
                 await asyncio.sleep(0.005)
         await decode.role_switch.switch("prefill")
         await front.checked(decode_server)
@@ -354,7 +354,7 @@ async def member(front_url: str, worker: Server, role: Role) -> AsyncIterator[No
 
 async def until_up(front: Front, count: int) -> None:
     async with asyncio.timeout(5):
-        while sum(worker.up for worker in front.router.workers.all) != count:  # noqa: ASYNC110
+        while sum(worker.up for worker in front.router.workers.all) != count:
             await asyncio.sleep(0.005)
 
 
@@ -424,7 +424,7 @@ async def test_a_member_that_switches_its_role_leaves_and_joins_again(
             assert (await front.checked(decode_server)).incarnation == f"{0xDEF:016x}"
         told = joining.WorkerIdentity("prefill", f"{0xDEF:016x}", 9001)
         async with asyncio.timeout(5):
-            while first in front.router.workers.all:  # noqa: ASYNC110
+            while first in front.router.workers.all:
                 await asyncio.sleep(0.005)
         await until_up(front, 1)
         assert front.worker(decode_server).role == "prefill"

@@ -132,7 +132,7 @@ async def test_another_process_at_an_address_is_known_to_have_nothing(fronts: Fr
     front.decodes[home[1]].service.incarnation += 1
     front.ask_workers_who_they_are()
     async with asyncio.timeout(5):
-        while sum(front.known()) != 1:  # noqa: ASYNC110
+        while sum(front.known()) != 1:
             await asyncio.sleep(0.005)
     assert await front.ask(FIRST) == (home[0], 1 - home[1])
 
@@ -164,7 +164,7 @@ async def test_a_cache_that_is_switched_off_is_noticed(fronts: Fronts) -> None:
         role.service.changed_report = {}
     front.ask_workers_who_they_are()
     async with asyncio.timeout(5):
-        while front.router.workers.cache_prompts():  # noqa: ASYNC110
+        while front.router.workers.cache_prompts():
             await asyncio.sleep(0.005)
     assert front.known() == [0] * 4
 
@@ -183,7 +183,7 @@ async def test_an_overloaded_worker_is_passed_over(fronts: Fronts) -> None:
         role.service.gate.clear()
     asked = [asyncio.create_task(front.post([*FIRST, i])) for i in range(8)]
     async with asyncio.timeout(5):
-        while sum(one.running for one in front.router.workers.all) < 16:  # noqa: ASYNC110
+        while sum(one.running for one in front.router.workers.all) < 16:
             await asyncio.sleep(0.005)
     running = {role: [one.running for one in front.router.workers.of(role)] for role in ("prefill", "decode")}
     for role in front.decodes:

@@ -386,7 +386,7 @@ async def test_a_connection_that_comes_at_the_end_is_closed(table: RankTable, mo
     monkeypatch.setattr(rank_server._Connections, "accept", accept)
     async with bare(table) as server:
         client = socket.create_connection(("127.0.0.1", server.port))
-        while not accepted:  # noqa: ASYNC110 - in the turn after this the task has not begun
+        while not accepted:
             await asyncio.sleep(0)
     with client, suppress(ConnectionResetError):
         client.settimeout(10)
@@ -399,7 +399,7 @@ def test_a_connection_that_is_accepted_as_the_server_closes_is_closed(table: Ran
     async def close_between() -> socket.socket:
         async with rank_server.serve_ranks(table, "127.0.0.1") as port:
             client = socket.create_connection(("127.0.0.1", port))
-            while not any("_accept_connection2" in repr(task) for task in asyncio.all_tasks()):  # noqa: ASYNC110
+            while not any("_accept_connection2" in repr(task) for task in asyncio.all_tasks()):
                 await asyncio.sleep(0)
         return client
 

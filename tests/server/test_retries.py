@@ -139,7 +139,7 @@ async def test_a_draining_prefill_is_left_out_and_its_decode_leg_closed(
         assert await asyncio.wait_for(decode.service.ended.get(), 5) == first.room
         assert [room for room, _ in prefill.service.refused] == [first.room]
         async with asyncio.timeout(5):
-            while r.worker(prefill_server).up:  # noqa: ASYNC110 - its check is under way
+            while r.worker(prefill_server).up:
                 await asyncio.sleep(0.01)
         assert (await post(session, r.server))[0] == 200
         assert len(prefill.service.refused) == 1, "a worker that drains is not asked again"
@@ -321,7 +321,7 @@ async def test_a_worker_that_comes_back_at_its_address_is_used_at_once(
             await life.aclose()
         asking = asyncio.create_task(post(session, r.server))
         async with asyncio.timeout(5):
-            while not r.router.waiting:  # noqa: ASYNC110
+            while not r.router.waiting:
                 await asyncio.sleep(0.01)
         await life.aclose()
         again = Role(FakeService("decode", meeting))
@@ -339,7 +339,7 @@ async def test_the_wait_for_a_worker_is_bounded_in_time_and_number(
     async with routed([prefill_server], [gone], retry_timeout_s=3600, max_waiting=1) as r:
         first = asyncio.create_task(post(session, r.server))
         async with asyncio.timeout(20):
-            while not r.router.waiting:  # noqa: ASYNC110
+            while not r.router.waiting:
                 await asyncio.sleep(0.01)
             status, answer = await post(session, r.server)
         assert (status, answer["error"]["code"]) == (503, "capacity")
@@ -360,12 +360,12 @@ async def test_the_last_error_is_told_where_a_check_comes_before_it_and_leaves_n
     async with routed([prefill_server], [decode_server], retry_timeout_s=0.2) as r:
         asking = asyncio.create_task(post(session, r.server))
         async with asyncio.timeout(5):
-            while not decode.service.held:  # noqa: ASYNC110
+            while not decode.service.held:
                 await asyncio.sleep(0.01)
             decode.service.failure = Cause(Code.PEER_LOST, "prefill is silent")
             decode.service.unavailable_reason = "8 pages are in quarantine, more than 0: no new room"
             r.worker(decode_server).check_due.set()
-            while r.worker(decode_server).up:  # noqa: ASYNC110
+            while r.worker(decode_server).up:
                 await asyncio.sleep(0.01)
         decode.service.gate.set()
         status, answer = await asyncio.wait_for(asking, 5)
@@ -383,7 +383,7 @@ async def test_a_client_that_leaves_while_its_request_waits_is_forgotten(
     async with routed([prefill_server], [gone]) as r:
         asking = asyncio.create_task(post(session, r.server))
         async with asyncio.timeout(5):
-            while not r.router.waiting:  # noqa: ASYNC110
+            while not r.router.waiting:
                 await asyncio.sleep(0.01)
             asking.cancel()
             await r.router.idle.wait()
@@ -432,7 +432,7 @@ async def test_what_does_not_finish_before_the_router_leaves_is_told_so(
         assert b"data: {" in await asyncio.wait_for(streaming.content.readuntil(b"\n\n"), 5)
         asking = asyncio.create_task(post(session, r.server))
         async with asyncio.timeout(5):
-            while len(decode.service.requests) < 2:  # noqa: ASYNC110
+            while len(decode.service.requests) < 2:
                 await asyncio.sleep(0.01)
         r.router.end_requests()
         status, answer = await asyncio.wait_for(asking, 5)

@@ -156,7 +156,7 @@ async def test_a_drain_lets_what_runs_end_and_refuses_what_comes(
     assert (status, answer["error"]["message"]) == (409, "this worker is not idle: 1 requests")
     switching = asyncio.create_task(switch(session, decode_server, drain_timeout_s=60))
     async with asyncio.timeout(5):
-        while not decode.pipeline.draining:  # noqa: ASYNC110
+        while not decode.pipeline.draining:
             await asyncio.sleep(0)
     reason = "this worker switches from decode to prefill"
     assert (await get(session, decode_server, "/health"))["error"]["message"] == reason

@@ -73,7 +73,7 @@ async def test_a_wait_that_is_cancelled_leaves_the_last_lines_to_the_others(
     child = Child("router", "router", [], quiet=True)
     starting = asyncio.create_task(child.start(os.environ, 30))
     try:
-        while not found.exists() or child.process.returncode is None:  # noqa: ASYNC110
+        while not found.exists() or child.process.returncode is None:
             await asyncio.sleep(0.01)
         waiting = asyncio.create_task(child.wait_for_end())
         await asyncio.sleep(0)

@@ -24,7 +24,8 @@ def test_aborted_where_it_waits_for_bootstrap_after_an_earlier_stage_has_dropped
     group.world.wire.cut.add(late.control)
     client, theirs = group.ask(), group.offer()
     group.clock.play(0.2)
-    assert [stage.endpoint.rooms[theirs.room].phase for stage in group.stages] == [  # type: ignore[index]
+    rooms = [stage.endpoint.rooms[theirs.room] for stage in group.stages]  # type: ignore[index]
+    assert [room.phase for room in rooms] == [
         PrefillPhase.EXPECTED if stage is late else PrefillPhase.ANNOUNCED for stage in group.stages
     ]
     group.decode.end(theirs, "the client has gone")

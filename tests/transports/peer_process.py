@@ -26,5 +26,5 @@ class Side(station.Side):
 async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:
     """Wait for `condition`; a test that never gets there fails."""
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 - what is observed is another process
+        while not condition():
             await asyncio.sleep(0.001)

@@ -117,7 +117,7 @@ async def test_over_tcp_a_write_outlives_its_error(over_tcp: None) -> None:
         assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
         assert write.landed_bytes == 0
         peer.process.send_signal(signal.SIGCONT)
-        while not await peer.ask("landed"):  # noqa: ASYNC110 - what is observed is another process
+        while not await peer.ask("landed"):
             await asyncio.sleep(0.01)
     await side.close()
 

@@ -1,11 +1,11 @@
 """Greedy answers of a prefill and a decode of vLLM against those of one vLLM: how many are identical.
 
-    make vllm ARGS="-k version"                                         # once, for the environment with vLLM
-    python tests/vllm/parity.py --requests 1000 --plane mooncake        # or local, nixl
-    python tests/vllm/parity.py --family qwen3                          # or llama, opt, gpt_neox
-    python tests/vllm/parity.py --shared 0.8                            # 80 % of the prompts share a beginning
-    python tests/vllm/parity.py --blocks 260                            # a KV cache so small that vLLM preempts
-    python tests/vllm/parity.py --requests 500 --cut-off 0.3            # 30 % are cut off, at either leg
+    make vllm ARGS="-k version"                                   # once: installs vLLM
+    python tests/vllm/parity.py --requests 1000 --plane mooncake  # or local, nixl
+    python tests/vllm/parity.py --family qwen3                    # or llama, opt, gpt_neox
+    python tests/vllm/parity.py --shared 0.8                      # most share a beginning
+    python tests/vllm/parity.py --blocks 260                      # so few that vLLM preempts
+    python tests/vllm/parity.py --requests 500 --cut-off 0.3      # 30 % are cut off
 
 Half of the requests' legs follow each other, and half are asked together. Answers that part where one vLLM gives two
 tokens the same log-probability, as far as float32 goes, are counted as ties. It takes several minutes on two cores,

@@ -1,7 +1,8 @@
 """kvflow as a KV connector of vLLM: prefill's blocks are written into decode's, and no block is used again unproven.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvflowConnector", "kv_role": "kv_producer"}'    # prefill
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvflowConnector", "kv_role": "kv_consumer"}'    # decode
+    vllm serve MODEL --kv-transfer-config CONFIG
+
+CONFIG is `{"kv_connector": "KvflowConnector", "kv_role": "kv_producer"}` for prefill, "kv_consumer" for decode.
 
 vLLM finds the connector by itself where kvflow is installed beside it (an entry point of `vllm.general_plugins`); where
 plugins are off, `"kv_connector_module_path": "kvflow.connectors.vllm"` names it. What can be set: `settings.py`.

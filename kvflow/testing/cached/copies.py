@@ -57,7 +57,8 @@ class CopyThread:
             self._running = True
             for books, page in copy.used:
                 books.readers[page] += 1
-            self._oracle.trace(lambda copy=copy: f"copies {len(copy.used) // 2} pages, {copy.fault or 'no fault'}")  # type: ignore[misc]
+            text = f"copies {len(copy.used) // 2} pages, {copy.fault or 'no fault'}"
+            self._oracle.trace(lambda text=text: text)  # type: ignore[misc]
             self._later(copy)
 
     def _later(self, copy: _Copy) -> None:

@@ -154,7 +154,8 @@ def _worded(frame: bytes) -> str:
             continue
         dull = {"leader", "member", "wire_version", "request"}
         shown = {name: getattr(message, name) for name in message.__struct_fields__ if name not in dull}
-        return f"{type(message).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+        fields = ", ".join(f"{name}={value}" for name, value in shown.items())
+        return f"{type(message).__name__}({fields})"
     return "what is no message"
 
 

@@ -136,8 +136,8 @@ class Endings(BothSides):
         if before.cause is not None and now.cause != before.cause:
             self.broken("I4", f"{who}: first {before.cause}, then {now.cause}")
 
-    def _ended(self, role: str, phase: str, cause: object) -> None:
-        name = f"{role} {phase.lower()}" if cause is None else f"{role} {cause.code}"  # type: ignore[attr-defined]
+    def _ended(self, role: str, phase: str, cause: Any) -> None:
+        name = f"{role} {phase.lower()}" if cause is None else f"{role} {cause.code}"
         self.count[name] = self.count.get(name, 0) + 1
 
 

@@ -5,7 +5,7 @@
     network.drop(ChunkDone)                  # the next ChunkDone is lost
     network.duplicate(Abort, times=3)        # the next three arrive twice
     network.hold(Bootstrap); ...; network.release()
-    network.cut(); ...; network.mend()       # a partition: all frames in between are lost, both ways
+    network.cut(); ...; network.mend()       # a partition: frames in between are lost, both ways
 
 Anything else is a custom rule, a function from a frame to its fate: seeded drops, delays, reordering.
 """

@@ -4,10 +4,13 @@
 binding (`transfer_engine_py.cpp`) and `ascend_direct_transport`, and are tried against a stub of them. It is mooncake's
 engine, and mooncake's plane, but for this:
 
-    initialize(local_hostname, "P2PHANDSHAKE", "ascend", "")       after torch.npu.set_device, in the same thread
-    register_memory(buffer_addr, capacity), unregister_memory(..)  want that thread's device too
-    transfer_submit_write(target_hostname, buffer, peer_buffer_address, length), transfer_check_status(id)
-                                  as on TCP, but a submit never ends within the call, so a peer is asked otherwise:
+    initialize(local_hostname, "P2PHANDSHAKE", "ascend", "")
+                                  after torch.npu.set_device, in the same thread
+    register_memory(buffer_addr, capacity), unregister_memory(..)
+                                  want that thread's device too
+    transfer_submit_write(target_hostname, buffer, peer_buffer_address, length),
+    transfer_check_status(id)     as on TCP, but a submit never ends within the call, so a peer is
+                                  asked otherwise:
     transfer_sync_read(target_hostname, buffer, peer_buffer_address, length) -> 0, or not
 
 What status means landed?       Only 1 of `transfer_check_status`, handle by handle: the engine says so when ADXL's

@@ -3,15 +3,23 @@
 **Never run on hardware.** The calls were checked against ROCm/mori at 624002c (2026-08-21, after v1.2.2), its
 `python/mori/io/engine.py` and `src/pybind/pybind_io.cpp`, and are tried against a stub of them:
 
-    IOEngine(key, IOEngineConfig(host, port))                 port 0: a free one, for its control connections
-    .create_backend(BackendType.RDMA, RdmaBackendConfig(...)) raises RuntimeError without an active RDMA device
-    .get_engine_desc() -> EngineDesc(key, host, port, pid)    .pack() -> bytes, EngineDesc.unpack(bytes)
-    .register_memory(ptr, size, device_id, MemoryLocationType.CPU) -> MemoryDesc(engine_key, data, size), packed alike
-    .register_remote_engine(desc), .deregister_remote_engine(desc), .deregister_memory(desc), .remove_backend(type)
-    .create_session(local_mem, remote_mem)                    connects; holds the GIL, for at most 5 s of silence
+    IOEngine(key, IOEngineConfig(host, port))
+        port 0: a free one, for its control connections
+    .create_backend(BackendType.RDMA, RdmaBackendConfig(...))
+        raises RuntimeError without an active RDMA device
+    .get_engine_desc() -> EngineDesc(key, host, port, pid)
+        .pack() -> bytes, EngineDesc.unpack(bytes)
+    .register_memory(ptr, size, device_id, MemoryLocationType.CPU)
+        -> MemoryDesc(engine_key, data, size), packed alike
+    .register_remote_engine(desc), .deregister_remote_engine(desc), .deregister_memory(desc),
+    .remove_backend(type)
+    .create_session(local_mem, remote_mem)
+        connects; holds the GIL, for at most 5 s of silence
     session.allocate_transfer_uid() -> int
-    session.read(local_offset, remote_offset, size, uid)      -> TransferStatus: InProgress, Succeeded, Failed, Message
-    session.batch_write(local_offsets, remote_offsets, sizes, uid) -> one TransferStatus for all of them
+    session.read(local_offset, remote_offset, size, uid)
+        -> TransferStatus: InProgress, Succeeded, Failed, Message
+    session.batch_write(local_offsets, remote_offsets, sizes, uid)
+        -> one TransferStatus for all of them
 
 What status means landed?       Only SUCCESS of the TransferStatus of a batch: a completion of each of its work requests
                                 was polled, which over a reliable connection means that the peer's NIC has acknowledged

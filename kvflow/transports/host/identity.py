@@ -108,7 +108,10 @@ class DeathWatch:
 
 
 def watch(identity: ProcessIdentity) -> DeathWatch:
-    """Begin to observe a process: `async with watch(w) as death: await asyncio.shield(death.died)`."""
+    """Begin to observe a process.
+
+    `async with watch(w) as death: await asyncio.shield(death.died)`
+    """
     return DeathWatch(identity)
 
 

@@ -40,7 +40,7 @@ ONE_THREAD = msgspec.structs.replace(QUICK, threads=1, waiting=2)
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what is observed is another thread
+        while not condition():
             await asyncio.sleep(0.005)
 
 

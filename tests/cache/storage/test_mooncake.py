@@ -181,7 +181,7 @@ async def test_serving_goes_on_without_a_master_and_with_it_when_it_is_back(mast
             into = empty(8, SIZE)
             assert not any(await ended(pages.get(keys(*range(8)), into)))  # it has lost everything
             async with asyncio.timeout(20):
-                while not all(await ended(pages.put(keys(*range(8)), values(*range(8))))):  # noqa: ASYNC110
+                while not all(await ended(pages.put(keys(*range(8)), values(*range(8))))):
                     await asyncio.sleep(0.05)  # it has no room yet: this process lends it again
             assert await ended(pages.get(keys(*range(8)), into)) == [True] * 8
             assert into == values(*range(8))

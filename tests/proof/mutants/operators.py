@@ -50,11 +50,15 @@ class Source:
         for line in content.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
 
-    def start(self, node: ast.AST) -> int:
-        return self._starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined, no-any-return]
+    def start(self, node: Any) -> int:
+        line: int = node.lineno
+        column: int = node.col_offset
+        return self._starts[line - 1] + column
 
-    def end(self, node: ast.AST) -> int:
-        return self._starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined, no-any-return]
+    def end(self, node: Any) -> int:
+        line: int = node.end_lineno
+        column: int = node.end_col_offset
+        return self._starts[line - 1] + column
 
     def text(self, node: ast.AST) -> str:
         return self.content[self.start(node) : self.end(node)].decode()
