@@ -2,10 +2,11 @@
 
     python examples/bare_endpoints.py
 
-An endpoint decides, its engine acts: call a method, then do what `commands()` asks for. Here frames go through lists,
-and a write is a copy between two numpy arrays, one page per turn; an engine puts links and copies of its own in their
-place. Room 1 lands. Room 2 is aborted in the middle of a write: decode gets its pages back when prefill's answer proves
-that the write has stopped, and not before.
+An endpoint decides, its engine acts: call a method, then do what `commands()` asks for. Here frames
+go through lists, and a write is a copy between two numpy arrays, one page per turn; an engine puts
+links and copies of its own in their place. Room 1 lands. Room 2 is aborted in the middle of a
+write: decode gets its pages back when prefill's answer proves that the write has stopped, and not
+before.
 """
 
 from collections import deque
@@ -31,7 +32,8 @@ from kvflow.telemetry.counters import Counts
 
 PAGES, PAGE_SIZE, DIM = 32, 4, 8
 LAYOUT = build_layout([("k", "float32", (DIM,))], page_size=PAGE_SIZE, num_pages=PAGES)
-HERE = PlaneAddress("copy", "this process", ProcessIdentity("", "", 0, 0))  # how the other side's copies reach a pool
+# How the other side's copies reach a pool.
+HERE = PlaneAddress("copy", "this process", ProcessIdentity("", "", 0, 0))
 PREFILL = RankInfo(0, 1, incarnation=99, control="in memory", backend="copy", model="")
 DECODE = Incarnation(77)
 
@@ -67,7 +69,9 @@ class Prefill:
         return self.endpoint.open_room(room, tokens, digest, now=monotonic())
 
     def turn(self) -> None:
-        """What a loop does each time round: feed what has come, copy a little, see to the time, run the commands."""
+        """What a loop does each time round: feed what has come, copy a little, see to the time, run
+        the commands.
+        """
         while self.link.to_prefill:
             self.endpoint.receive(routing_id(DECODE), self.link.to_prefill.popleft(), monotonic())
         self.copy()
@@ -111,7 +115,9 @@ class Decode:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.memory = np.zeros((PAGES, PAGE_SIZE, DIM), np.float32)
-        self.endpoint = DecodeEndpoint(DecodeIdentity(DECODE, LAYOUT, HERE), observer=Counts(LAYOUT.page_bytes))
+        self.endpoint = DecodeEndpoint(
+            DecodeIdentity(DECODE, LAYOUT, HERE), observer=Counts(LAYOUT.page_bytes)
+        )
         self.free = deque(range(PAGES))
         self.pages: dict[GrantId, PageIndices] = {}
         self.landed: dict[GrantId, bytes] = {}
@@ -142,10 +148,19 @@ class Decode:
                 self.landed[grant] = handoff
             case c.RoomFailed(grant, cause):
                 print(f"decode: grant {grant} has failed: {cause}")
-            case c.FreePages(grant):  # the only way back for pages that were lent and have not landed
+            # The only way back for pages that were lent and have not landed.
+            case c.FreePages(grant):
                 self.free.extend(self.pages.pop(grant).tolist())
-            case c.Dial() | c.HangUp() | c.WatchWriter() | c.StopWatch() | c.RoomEnded() | c.QuarantinePages():
-                pass  # one link that is always there, to a writer that lives as long as this process
+            case (
+                c.Dial()
+                | c.HangUp()
+                | c.WatchWriter()
+                | c.StopWatch()
+                | c.RoomEnded()
+                | c.QuarantinePages()
+            ):
+                # One link that is always there, to a writer that lives as long as this process.
+                pass
             case c.VerifyChunk() | c.StopVerifying():
                 raise AssertionError("this endpoint was made without verify")
 
@@ -170,7 +185,9 @@ def main() -> None:
     first, grant = prefill.open(1, prompt), decode.open(1, prompt)
     turns_until("room 1: matched", lambda: first.serial in prefill.matched)
     prefill.endpoint.queue_chunk(first, source[:4], last=False, handoff=b"", now=monotonic())
-    prefill.endpoint.queue_chunk(first, source[4:], last=True, handoff=b"first token: 42", now=monotonic())
+    prefill.endpoint.queue_chunk(
+        first, source[4:], last=True, handoff=b"first token: 42", now=monotonic()
+    )
     turns_until("room 1: landed", lambda: grant in decode.landed)
     identical = bool((decode.memory[decode.pages[grant]] == prefill.memory[source]).all())
     print(f"room 1: {len(source)} pages, {decode.landed[grant].decode()}, identical: {identical}")
@@ -179,12 +196,20 @@ def main() -> None:
     second, grant = prefill.open(2, prompt), decode.open(2, prompt)
     turns_until("room 2: matched", lambda: second.serial in prefill.matched)
     prefill.endpoint.queue_chunk(second, source, last=True, handoff=b"", now=monotonic())
-    turns_until("room 2: in the middle", lambda: any(len(write.pairs) == 5 for write in prefill.writes.values()))
+    turns_until(
+        "room 2: in the middle",
+        lambda: any(len(write.pairs) == 5 for write in prefill.writes.values()),
+    )
     decode.endpoint.close_room(grant, Cause(Code.CLIENT_GONE, "the client has left"), monotonic())
     assert grant in decode.pages  # lent: prefill may still write into them
     turns_until("room 2: its pages are free", lambda: grant not in decode.pages)
     assert not prefill.writes and second.serial in prefill.released
-    assert identical and len(decode.free) == PAGES and not decode.endpoint.rooms and not prefill.endpoint.rooms
+    assert (
+        identical
+        and len(decode.free) == PAGES
+        and not decode.endpoint.rooms
+        and not prefill.endpoint.rooms
+    )
 
 
 if __name__ == "__main__":

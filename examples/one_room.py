@@ -2,7 +2,8 @@
 
     python examples/one_room.py
 
-Prefill's arrays are plain numpy memory; decode's lie in shared memory, so that prefill can write into them.
+Prefill's arrays are plain numpy memory; decode's lie in shared memory, so that prefill can write
+into them.
 """
 
 import asyncio
@@ -18,10 +19,15 @@ PROMPT = list(range(100))  # token ids; both sides must mean the same ones
 
 async def main() -> None:
     random = np.random.default_rng(0)
-    mine = {name: random.standard_normal((PAGES, PAGE_SIZE, HEADS, DIM), dtype=np.float32) for name in NAMES}
+    mine = {
+        name: random.standard_normal((PAGES, PAGE_SIZE, HEADS, DIM), dtype=np.float32)
+        for name in NAMES
+    }
     source = kvflow.PagedPool.wrap(mine, page_size=PAGE_SIZE)
     streams = [(name, "float32", (HEADS, DIM)) for name in NAMES]
-    target = kvflow.PagedPool.allocate(kvflow.build_layout(streams, page_size=PAGE_SIZE, num_pages=PAGES))
+    target = kvflow.PagedPool.allocate(
+        kvflow.build_layout(streams, page_size=PAGE_SIZE, num_pages=PAGES)
+    )
 
     async with (
         kvflow.PrefillNode(source, plane="local") as prefill,
@@ -37,7 +43,9 @@ async def main() -> None:
         await sending.done()
 
         same = (target.array("layer.0.k")[receiving.pages] == mine["layer.0.k"][pages]).all()
-        print(f"{len(pages)} pages, {source.layout.page_bytes * len(pages)} bytes, identical: {same}")
+        print(
+            f"{len(pages)} pages, {source.layout.page_bytes * len(pages)} bytes, identical: {same}"
+        )
         prefill.pages.give_back(pages, "my engine")
         for line in receiving.story():
             print(f"  {line.what:15} {line.phase:20} {line.text}")

@@ -2,8 +2,9 @@
 
     python examples/sync_engine.py
 
-Prefill computes a page per step and sends what is ready; decode lends its own pages and gets them back when nothing can
-write into them any more. Each has its node in a thread; here both engines are threads of one process.
+Prefill computes a page per step and sends what is ready; decode lends its own pages and gets them
+back when nothing can write into them any more. Each has its node in a thread; here both engines are
+threads of one process.
 """
 
 import threading
@@ -14,7 +15,9 @@ import numpy as np
 import kvflow
 
 PAGES, PAGE_SIZE, HEADS, DIM = 64, 16, 2, 8
-REQUESTS = {room: list(range(room, room + tokens)) for room, tokens in ((1, 100), (2, 16), (3, 250))}
+REQUESTS = {
+    room: list(range(room, room + tokens)) for room, tokens in ((1, 100), (2, 16), (3, 250))
+}
 
 
 class Request:
@@ -65,7 +68,8 @@ class PrefillEngine(Engine):
     def send(self, room: kvflow.PrefillThreadRoom) -> None:
         request: Request = room.context
         if room.matched and room.error is None and not room.last_sent:
-            skipped = (room.prefix_tokens or 0) // PAGE_SIZE  # pages that decode has in its own cache
+            # Pages that decode has in its own cache.
+            skipped = (room.prefix_tokens or 0) // PAGE_SIZE
             ready = request.pages[max(request.sent, skipped) : request.computed]
             last = request.computed == len(request.pages)
             if ready or last:
@@ -74,13 +78,21 @@ class PrefillEngine(Engine):
 
 
 class DecodeEngine(Engine):
-    def run(self, node: kvflow.DecodeThread, prefill: str, requests: dict[int, list[int]], cached: int) -> None:
+    def run(
+        self, node: kvflow.DecodeThread, prefill: str, requests: dict[int, list[int]], cached: int
+    ) -> None:
         rooms = {}
         for number, prompt in requests.items():
-            prefix = cached if len(prompt) > cached else 0  # as if the first page stood in this engine's prefix cache
+            # As if the first page stood in this engine's prefix cache.
+            prefix = cached if len(prompt) > cached else 0
             request = self.begin(number, prompt, cached_tokens=prefix)
             rooms[number] = node.open(
-                number, prefill=prefill, prompt=prompt, pages=request.pages, prefix_tokens=prefix, context=request
+                number,
+                prefill=prefill,
+                prompt=prompt,
+                pages=request.pages,
+                prefix_tokens=prefix,
+                context=request,
             )
         while rooms:
             for event in node.poll(timeout_s=0.001):
@@ -88,7 +100,8 @@ class DecodeEngine(Engine):
                 if event.kind == "landed":
                     self.check(room.context, event.handoff)
                 elif event.kind == "failed":
-                    print(f"decode: room {room.room} failed: {event.error}")  # its pages are not free yet
+                    # Its pages are not free yet.
+                    print(f"decode: room {room.room} failed: {event.error}")
                 elif event.kind == "released":
                     self.finish(room.context)
                     del rooms[room.room]
@@ -96,15 +109,23 @@ class DecodeEngine(Engine):
     def check(self, request: Request, handoff: bytes) -> None:
         tokens = np.array(request.prompt, np.float32)
         found = self.pool.array("k")[request.pages].reshape(-1, HEADS, DIM)
-        expected = tokens[-(len(found) - -len(tokens) % PAGE_SIZE) :]  # without the prefix, without the page's rest
+        # Without the prefix, without the page's rest.
+        expected = tokens[-(len(found) - -len(tokens) % PAGE_SIZE) :]
         identical = bool((found[: len(expected)] == expected[:, None, None]).all())
-        print(f"room {request.room}: {len(request.pages)} pages, {handoff.decode()}, identical: {identical}")
+        print(
+            f"room {request.room}: {len(request.pages)} pages, {handoff.decode()}, identical: "
+            f"{identical}"
+        )
         assert identical
 
 
 def main() -> None:
-    layout = kvflow.build_layout([("k", "float32", (HEADS, DIM))], page_size=PAGE_SIZE, num_pages=PAGES)
-    source = kvflow.PagedPool.wrap({"k": np.zeros((PAGES, PAGE_SIZE, HEADS, DIM), np.float32)}, page_size=PAGE_SIZE)
+    layout = kvflow.build_layout(
+        [("k", "float32", (HEADS, DIM))], page_size=PAGE_SIZE, num_pages=PAGES
+    )
+    source = kvflow.PagedPool.wrap(
+        {"k": np.zeros((PAGES, PAGE_SIZE, HEADS, DIM), np.float32)}, page_size=PAGE_SIZE
+    )
     target = kvflow.PagedPool.allocate(layout)  # shared memory, so that prefill can write into it
     prefills, decodes = PrefillEngine(source), DecodeEngine(target)
     resolve = kvflow.RegistryClient().resolve
@@ -116,7 +137,9 @@ def main() -> None:
         computing.start()
         decodes.run(decode, prefill.registry, REQUESTS, cached=PAGE_SIZE)
         computing.join()
-        assert prefill.wait_released(range(PAGES), timeout_s=5) and decode.wait_released(range(PAGES), timeout_s=5)
+        assert prefill.wait_released(range(PAGES), timeout_s=5) and decode.wait_released(
+            range(PAGES), timeout_s=5
+        )
     assert len(prefills.free) == len(decodes.free) == PAGES
     print("every page is free again")
 

@@ -1,10 +1,11 @@
-"""Your scheduler under faults that cannot be staged by hand: lost messages, crashes, late writes, full pools.
+"""Your scheduler under faults that cannot be staged by hand: lost messages, crashes, late writes,
+full pools.
 
     python examples/your_scheduler_in_the_simulator.py
 
-The simulator plays real prefill and decode nodes in virtual time. Give it your scheduling as the two coroutines of a
-`Scheduler`; it checks at every step that no page is lost, freed too early or filled with another room's bytes, and
-that all comes to rest.
+The simulator plays real prefill and decode nodes in virtual time. Give it your scheduling as the
+two coroutines of a `Scheduler`; it checks at every step that no page is lost, freed too early or
+filled with another room's bytes, and that all comes to rest.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ AT_ONCE = 3
 # --- what you write: decode stays as it is in PlainScheduler, prefill takes three prompts at a time
 class YourScheduler(PlainScheduler):
     def __init__(self) -> None:
-        self.turns: dict[PrefillNode, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
+        self.turns: dict[PrefillNode, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(AT_ONCE)
+        )
 
     async def run(self, step: Callable[[], None]) -> None:
         await in_thread(step)  # to its end, even when the client goes away meanwhile
@@ -31,7 +34,8 @@ class YourScheduler(PlainScheduler):
         async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
             await room.matched()
             async with self.turns[node]:
-                has_row = bool(node.pool.layout.num_rows)  # what is kept once per request: it goes with the last pages
+                # What is kept once per request: it goes with the last pages.
+                has_row = bool(node.pool.layout.num_rows)
                 pages = node.pages.take_room(sum(job.chunks) + has_row, room)
                 try:
                     start = 0
@@ -48,7 +52,9 @@ class YourScheduler(PlainScheduler):
 
 
 class HastyScheduler(YourScheduler):
-    """The same with a bug: when a client goes away, its pages go back while the model step still writes them."""
+    """The same with a bug: when a client goes away, its pages go back while the model step still
+    writes them.
+    """
 
     async def run(self, step: Callable[[], None]) -> None:
         await asyncio.to_thread(step)

@@ -1,14 +1,17 @@
-"""kvflow moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating.
+"""kvflow moves the KV cache of a prompt from the machine that computed it to the machine that goes
+on generating.
 
 nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Bounds
 without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRoom, RoomEvent
 finding prefills  RankInfo, RankTable, serve_ranks (prefill's side), RegistryClient (decode's)
-pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, Staging, build_layout
+pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, SnapshotStore, Staging,
+                  build_layout
 hand-overs        HandOff, PackedArray
 data planes       open_plane, LocalPlane, MooncakePlane, NixlPlane
 errors            KvflowError and the classes under it that have to be told apart; Cause, Code
 
-Each name is imported when it is first used: `import kvflow` by itself loads neither numpy nor a socket library.
+Each name is imported when it is first used: `import kvflow` by itself loads neither numpy nor a
+socket library.
 """
 
 from importlib import import_module

@@ -1,4 +1,6 @@
-"""The `kvflow` script, and `python -m kvflow`: the command line, or one line that names the extra it needs."""
+"""The `kvflow` script, and `python -m kvflow`: the command line, or one line that names the extra
+it needs.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from kvflow.extras import missing_extra
 
 def main() -> None:
     """Exit status 2 when a package of an extra is missing."""
-    # Libraries start Python processes too, `multiprocessing` among them: they would import from the working directory.
+    # Libraries start Python processes too, `multiprocessing` among them: they would import from the
+    # working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         from kvflow.cli import main as run

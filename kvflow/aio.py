@@ -1,5 +1,5 @@
-"""The asyncio idioms: awaiting what runs in a thread to its end, since cancelling a coroutine does not stop it (I12);
-long work, and what arrives at once, in turns with the rest of the loop."""
+"""The asyncio idioms: awaiting what runs in a thread to its end, since cancelling a coroutine does
+not stop it (I12); long work, and what arrives at once, in turns with the rest of the loop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ TURN_S = 0.001  # of the event loop that long work takes at a time
 
 
 def must_pass(error: BaseException) -> bool:
-    """Whether a task may not survive `error`, raised by what it awaits: the process ends, or somebody has cancelled the
-    task. A CancelledError that nobody has asked for is what it awaits, cancelled, and an error as any other."""
+    """Whether a task may not survive `error`, raised by what it awaits: the process ends, or
+    somebody has cancelled the task. A CancelledError that nobody has asked for is what it awaits,
+    cancelled, and an error as any other."""
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -26,7 +27,9 @@ def must_pass(error: BaseException) -> bool:
 
 
 async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) -> T:
-    """Await a thread's work until it has ended. A cancellation is raised only then; a second one changes nothing.
+    """Await a thread's work until it has ended.
+
+    A cancellation is raised only then; a second one changes nothing.
 
     Raises: TimeoutError, or the cancellation, when it has not ended `within_s` from now.
     """
@@ -49,20 +52,27 @@ async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) 
 
 
 async def all_ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Wait until every one of `tasks` has ended, in whatever way. A cancellation of this coroutine is raised only then:
-    what follows in its caller must not meet them."""
+    """Wait until every one of `tasks` has ended, in whatever way.
+
+    A cancellation of this coroutine is raised only then: what follows in its caller must not meet
+    them."""
     if waited := list(tasks):
         await run_to_end(asyncio.ensure_future(asyncio.wait(waited)))
 
 
-async def wait_or_cancel(running: asyncio.Future[T], undo: Callable[[T], object] = lambda _: None) -> None:
-    """Wait until `running` has ended, in whatever way. A cancellation of this coroutine is passed on to it, and raised
-    when it has ended; its result is undone then."""
+async def wait_or_cancel(
+    running: asyncio.Future[T], undo: Callable[[T], object] = lambda _: None
+) -> None:
+    """Wait until `running` has ended, in whatever way.
+
+    A cancellation of this coroutine is passed on to it, and raised when it has ended; its result is
+    undone then."""
     try:
         await asyncio.wait([running])
     except asyncio.CancelledError:
         running.cancel()
-        with suppress(Exception, asyncio.CancelledError):  # the cancellation that came first is raised
+        # The cancellation that came first is raised.
+        with suppress(Exception, asyncio.CancelledError):
             await run_to_end(running)
         if not running.cancelled() and running.exception() is None:
             undo(running.result())
@@ -70,7 +80,9 @@ async def wait_or_cancel(running: asyncio.Future[T], undo: Callable[[T], object]
 
 
 async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
-    """Run `work` in a thread, to its end; where this coroutine was cancelled meanwhile, its result is undone."""
+    """Run `work` in a thread, to its end; where this coroutine was cancelled meanwhile, its result
+    is undone.
+    """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await run_to_end(running)
@@ -81,7 +93,9 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda 
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """`items`, for a loop whose body is quick: others get their turn of the event loop every `TURN_S`."""
+    """`items`, for a loop whose body is quick: others get their turn of the event loop every
+    `TURN_S`.
+    """
     turn_ends = time.perf_counter() + TURN_S
     for item in items:
         yield item
@@ -91,7 +105,8 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 class Turnstile:
-    """Lets at most `per_turn` coroutines go on in a turn of the event loop, first come first served.
+    """Lets at most `per_turn` coroutines go on in a turn of the event loop, first come first
+    served.
 
     One that comes alone does not wait.
     """
@@ -127,8 +142,8 @@ class Turnstile:
 class Threads:
     """Threads for one kind of blocking work: what hangs keeps no other kind waiting.
 
-    At most `limit` at a time, one per call, and daemons: a call that never returns does not hold up the end of the
-    process either. For work that is rare or takes long: a thread costs some 100 us.
+    At most `limit` at a time, one per call, and daemons: a call that never returns does not hold up
+    the end of the process either. For work that is rare or takes long: a thread costs some 100 us.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -140,10 +155,15 @@ class Threads:
         return f"<Threads {self._name}: at most {self._limit}, {self.hung} hung>"
 
     async def run(
-        self, work: Callable[[], T], undo: Callable[[T], object] = lambda _: None, *, within_s: float | None = None
+        self,
+        work: Callable[[], T],
+        undo: Callable[[T], object] = lambda _: None,
+        *,
+        within_s: float | None = None,
     ) -> T:
-        """Run `work` to its end, or for `within_s`, the wait for a thread included; then it is left alone with its
-        thread. The result of what was left alone, or was cancelled meanwhile, is undone.
+        """Run `work` to its end, or for `within_s`, the wait for a thread included; then it is left
+        alone with its thread. The result of what was left alone, or was cancelled meanwhile, is
+        undone.
 
         Raises: TimeoutError; RuntimeError when no thread is to be had; what `work` raises.
         """
@@ -154,11 +174,15 @@ class Threads:
         running: asyncio.Future[T] = loop.create_future()
         running.add_done_callback(lambda _: self._free.release())
         try:
-            threading.Thread(target=_work, args=(work, loop, running), name=self._name, daemon=True).start()
+            threading.Thread(
+                target=_work, args=(work, loop, running), name=self._name, daemon=True
+            ).start()
         except RuntimeError as error:
             running.set_exception(error)
         try:
-            return await run_to_end(running, None if within_s is None else began_s + within_s - loop.time())
+            return await run_to_end(
+                running, None if within_s is None else began_s + within_s - loop.time()
+            )
         except (asyncio.CancelledError, TimeoutError):
             if not running.done():
                 self.hung += 1
@@ -170,7 +194,9 @@ class Threads:
         self.hung -= 1
 
 
-def _work(work: Callable[[], T], loop: asyncio.AbstractEventLoop, running: asyncio.Future[T]) -> None:
+def _work(
+    work: Callable[[], T], loop: asyncio.AbstractEventLoop, running: asyncio.Future[T]
+) -> None:
     try:
         result = work()
     except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it

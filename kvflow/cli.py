@@ -1,7 +1,9 @@
-"""The command line: kvflow prefill | decode | router | up | demo | bench | sim | doctor | keygen | declare-dead.
+"""The command line: kvflow prefill | decode | router | up | demo | bench | sim | doctor | keygen |
+declare-dead.
 
-Options are made from the fields of `config.settings.Settings`, so flags, environment and file cannot drift apart.
-Heavy imports are inside the commands: `kvflow --help` loads neither torch nor transformers.
+Options are made from the fields of `config.settings.Settings`, so flags, environment and file
+cannot drift apart. Heavy imports are inside the commands: `kvflow --help` loads neither torch nor
+transformers.
 """
 
 from __future__ import annotations
@@ -27,21 +29,39 @@ from kvflow.usage import App
 
 app = App(
     name="kvflow",
-    help="Moves the KV cache of a prompt from the machine that computed it to the machine that goes on generating.",
+    help=(
+        "Moves the KV cache of a prompt from the machine that computed it to the machine that goes "
+        "on generating."
+    ),
 )
-app.add_typer(bench_commands, name="bench", short_help="Measure transfers, rooms and aborts against a peer or a limit.")
-app.add_typer(sim_commands, name="sim", short_help="Run the protocol in a seeded simulator, with faults.")
+app.add_typer(
+    bench_commands,
+    name="bench",
+    short_help="Measure transfers, rooms and aborts against a peer or a limit.",
+)
+app.add_typer(
+    sim_commands, name="sim", short_help="Run the protocol in a seeded simulator, with faults."
+)
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def _option(name: str, role: str) -> Any:
-    """The typer option of one setting; values stay text, so that `config` checks all of them in one way."""
+    """The typer option of one setting; values stay text, so that `config` checks all of them in one
+    way.
+    """
     kind = catalog.base_type(name)
     default = catalog.default_of(name, role)
     shown = f"default {_shown(default)}, " if default not in ("", (), None) else ""
     text = f"{catalog.describe(name)} ({shown}env {catalog.env_of(name)})"
-    flags = [catalog.flag_of(name), *(catalog.flag_of(alias) for alias in catalog.ALIASES.get(name, ()))]
-    page: dict[str, Any] = {"help": text, "show_default": False, "rich_help_panel": catalog.group_of(name).capitalize()}
+    flags = [
+        catalog.flag_of(name),
+        *(catalog.flag_of(alias) for alias in catalog.ALIASES.get(name, ())),
+    ]
+    page: dict[str, Any] = {
+        "help": text,
+        "show_default": False,
+        "rich_help_panel": catalog.group_of(name).capitalize(),
+    }
     if kind is bool:
         return Annotated[bool | None, typer.Option(f"{flags[0]}/--no-{flags[0][2:]}", **page)]
     if get_origin(kind) is tuple:
@@ -58,21 +78,35 @@ def _shown(default: Any) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None], None]], Callable[..., None]]:
-    """A command whose parameters are the settings of `role`; the function gets the given ones and the config file."""
+def _with_settings(
+    role: str,
+) -> Callable[[Callable[[dict[str, Any], str | None], None]], Callable[..., None]]:
+    """A command whose parameters are the settings of `role`; the function gets the given ones and
+    the config file.
+    """
 
     def decorate(function: Callable[[dict[str, Any], str | None], None]) -> Callable[..., None]:
         def command(**given: Any) -> None:
             path = given.pop("config")
-            function({name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}, path)
+            function(
+                {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}, path
+            )
 
         file_option = Annotated[
-            str | None, typer.Option("--config", help="TOML file (env KVFLOW_CONFIG).", metavar="FILE")
+            str | None,
+            typer.Option("--config", help="TOML file (env KVFLOW_CONFIG).", metavar="FILE"),
         ]
-        names = [name for group in catalog.GROUPS.values() for name in group if name in catalog.FIELDS_OF_ROLE[role]]
+        names = [
+            name
+            for group in catalog.GROUPS.values()
+            for name in group
+            if name in catalog.FIELDS_OF_ROLE[role]
+        ]
         hints = {name: _option(name, role) for name in names} | {"config": file_option}
         kind = inspect.Parameter.KEYWORD_ONLY
-        parameters = [inspect.Parameter(n, kind, default=None, annotation=hint) for n, hint in hints.items()]
+        parameters = [
+            inspect.Parameter(n, kind, default=None, annotation=hint) for n, hint in hints.items()
+        ]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = hints
         command.__doc__ = function.__doc__
@@ -82,7 +116,9 @@ def _with_settings(role: str) -> Callable[[Callable[[dict[str, Any], str | None]
     return decorate
 
 
-def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None) -> None:
+def _run(
+    role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None
+) -> None:
     settings = resolve(role, given, config=path)
     _limit_threads(settings.threads)
     from kvflow.launch import process, roles
@@ -99,7 +135,9 @@ def _run(role: Literal["prefill", "decode", "router"], given: Mapping[str, Any],
 
 
 def _limit_threads(threads: int) -> None:
-    """Must run before torch is imported: its threads spin against each other when roles share cores."""
+    """Must run before torch is imported: its threads spin against each other when roles share
+    cores.
+    """
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -170,7 +208,10 @@ def up(given: dict[str, Any], path: str | None) -> None:
 @app.command()
 def demo(
     model: Annotated[
-        str, typer.Option("--model", "--model-path", help="Directory or name; the packaged model when empty.")
+        str,
+        typer.Option(
+            "--model", "--model-path", help="Directory or name; the packaged model when empty."
+        ),
     ] = "",
     transfer_backend: Annotated[
         str,
@@ -180,23 +221,33 @@ def demo(
             metavar="local|mooncake|nixl|...",
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per data plane on stdout.")] = False,
-    requests: Annotated[int, typer.Option(help="Distinct prompts to complete.", min=1, max=64)] = 16,
-    new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.", min=2, max=512)] = 64,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object per data plane on stdout.")
+    ] = False,
+    requests: Annotated[
+        int, typer.Option(help="Distinct prompts to complete.", min=1, max=64)
+    ] = 16,
+    new_tokens: Annotated[
+        int, typer.Option(help="Tokens of each completion.", min=2, max=512)
+    ] = 64,
 ) -> None:
     """Compare three local processes with stock transformers.
 
-    One further request is aborted in mid-transfer. The exit status is 0 when all outputs are identical and every page
-    is free again.
+    One further request is aborted in mid-transfer. The exit status is 0 when all outputs are
+    identical and every page is free again.
     """
     from kvflow.demo.run import run_demo
 
     _limit_threads(0)
-    raise typer.Exit(run_demo(model, transfer_backend, as_json=as_json, requests=requests, new_tokens=new_tokens))
+    raise typer.Exit(
+        run_demo(model, transfer_backend, as_json=as_json, requests=requests, new_tokens=new_tokens)
+    )
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+) -> None:
     """Check packages, libraries and limits; print what to install."""
     from kvflow.launch.doctor import run_doctor
 
@@ -205,7 +256,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.
 
 @app.command()
 def keygen(
-    path: Annotated[str, typer.Argument(help="The file to write; it must not exist yet.", metavar="FILE")],
+    path: Annotated[
+        str, typer.Argument(help="The file to write; it must not exist yet.", metavar="FILE")
+    ],
 ) -> None:
     """Write a new control key (mode 0600) for --control-key-file.
 
@@ -220,18 +273,30 @@ def keygen(
 def declare_dead(
     incarnation: Annotated[
         str,
-        typer.Argument(help="The prefill's incarnation, as GET /peers of the decode shows it.", metavar="INCARNATION"),
+        typer.Argument(
+            help="The prefill's incarnation, as GET /peers of the decode shows it.",
+            metavar="INCARNATION",
+        ),
     ],
-    url: Annotated[str, typer.Option("--url", help="URL of the decode.", metavar="URL", envvar="KVFLOW_URL")],
+    url: Annotated[
+        str, typer.Option("--url", help="URL of the decode.", metavar="URL", envvar="KVFLOW_URL")
+    ],
     admin_api_key: Annotated[
-        str, typer.Option("--admin-api-key", help="The operator's key of the decode.", envvar="KVFLOW_ADMIN_API_KEY")
+        str,
+        typer.Option(
+            "--admin-api-key",
+            help="The operator's key of the decode.",
+            envvar="KVFLOW_ADMIN_API_KEY",
+        ),
     ] = "",
-    why: Annotated[str, typer.Option("--why", help="Reason, for the decode's log.")] = "no reason given",
+    why: Annotated[
+        str, typer.Option("--why", help="Reason, for the decode's log.")
+    ] = "no reason given",
 ) -> None:
     """Assure a decode that a prefill writes no more.
 
-    The pages lent to that prefill leave quarantine without proof. Use it only when the prefill's machine is off or its
-    process has ended: anything it still writes corrupts other requests.
+    The pages lent to that prefill leave quarantine without proof. Use it only when the prefill's
+    machine is off or its process has ended: anything it still writes corrupts other requests.
     """
     from kvflow.launch.operator import declare_dead
 
@@ -247,14 +312,20 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """The `kvflow` script. An error is one line on stderr; exit status 2 for misuse, 1 for other errors."""
+    """The `kvflow` script.
+
+    An error is one line on stderr; exit status 2 for misuse, 1 for other errors.
+    """
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     try:
         app()

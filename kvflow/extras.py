@@ -1,4 +1,6 @@
-"""The optional packages, by the extra of the distribution that brings them; pyproject.toml has the versions."""
+"""The optional packages, by the extra of the distribution that brings them; pyproject.toml has the
+versions.
+"""
 
 from __future__ import annotations
 

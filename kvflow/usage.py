@@ -1,6 +1,8 @@
-"""Help pages for a terminal of 80 columns: options in groups, and no flag, value or word broken at a line's end.
+"""Help pages for a terminal of 80 columns: options in groups, and no flag, value or word broken at
+a line's end.
 
-The pages of rich cut long flags off at that width, and the plain ones of click break `--num-pages` behind its hyphens.
+The pages of rich cut long flags off at that width, and the plain ones of click break `--num-pages`
+behind its hyphens.
 """
 
 from __future__ import annotations
@@ -53,9 +55,16 @@ class _Group(TyperGroup):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_options(formatter, self.get_params(ctx), ctx)
-        commands = [(name, self.commands[name]) for name in self.list_commands(ctx) if not self.commands[name].hidden]
+        commands = [
+            (name, self.commands[name])
+            for name in self.list_commands(ctx)
+            if not self.commands[name].hidden
+        ]
         if commands:
-            rows = [(name, c.short_help or inspect.cleandoc(c.help or "").split("\n\n")[0]) for name, c in commands]
+            rows = [
+                (name, c.short_help or inspect.cleandoc(c.help or "").split("\n\n")[0])
+                for name, c in commands
+            ]
             _write_section(formatter, "Commands", rows, max(len(name) for name, _ in rows))
 
 
@@ -77,7 +86,9 @@ def _write_options(formatter: Any, params: Iterable[Any], ctx: Any) -> None:
         _write_section(formatter, heading, records, min(width, FLAGS_WIDTH))
 
 
-def _write_section(formatter: Any, heading: str, rows: Iterable[tuple[str, str]], width: int) -> None:
+def _write_section(
+    formatter: Any, heading: str, rows: Iterable[tuple[str, str]], width: int
+) -> None:
     indent = " " * (2 + width + _GAP)
     with formatter.section(heading):
         for first, text in rows:

@@ -15,7 +15,8 @@ import uvloop
 if TYPE_CHECKING:
     import asyncio
 
-# Before anything imports torch: more threads than cores make every timing and every timeout a matter of luck.
+# Before anything imports torch: more threads than cores make every timing and every timeout a
+# matter of luck.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,14 +27,21 @@ hypothesis.settings.load_profile("kvflow")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=None, help="seed of all random tests (default: KVFLOW_SEED or random)")
+    parser.addoption(
+        "--seed",
+        type=int,
+        default=None,
+        help="seed of all random tests (default: KVFLOW_SEED or random)",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     # Kept in the options, so that the workers of xdist use the seed of the process that printed it.
     if config.option.seed is None:
-        config.option.seed = int(os.environ.get("KVFLOW_SEED") or random.SystemRandom().randrange(2**32))
+        config.option.seed = int(
+            os.environ.get("KVFLOW_SEED") or random.SystemRandom().randrange(2**32)
+        )
     if getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(config.option.seed)
 
@@ -56,8 +64,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure is told by parsing its source. Before Python 3.11.8 that fails, and the whole run with it, when the
-    collector runs a finalizer meanwhile whose own traceback is told (cpython issue 106905)."""
+    """A failure is told by parsing its source.
+
+    Before Python 3.11.8 that fails, and the whole run with it, when the collector runs a finalizer
+    meanwhile whose own traceback is told (cpython issue 106905)."""
     gc.disable()
     try:
         return (yield)

@@ -1,7 +1,9 @@
-"""Every command that README.md, docs/ and examples/ print, as steps that a new user's shell takes one after another.
+"""Every command that README.md, docs/ and examples/ print, as steps that a new user's shell takes
+one after another.
 
-`python -m tests.printed > LOG` takes them all in a new clone, with an empty home and no environment of Python's on the
-PATH, and prints what they print: `make demo` sets up, and `pip install` downloads. The tests take the same steps.
+`python -m tests.printed > LOG` takes them all in a new clone, with an empty home and no environment
+of Python's on the PATH, and prints what they print: `make demo` sets up, and `pip install`
+downloads. The tests take the same steps.
 """
 
 from __future__ import annotations
@@ -24,17 +26,26 @@ PAGES = (
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")),
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/README.md")),
 )
-# What cannot run where only this repository is, by how the command begins, and what looks at it instead.
+# What cannot run where only this repository is, by how the command begins, and what looks at it
+# instead.
 NOT_RUN = {
     "make test": "it is what runs these steps; a test looks whether make has the target",
-    "make prove": "it is minutes of simulators, which tests run bug by bug; a test looks whether make has the target",
-    "pip install '.[vllm,mooncake]'": "vLLM on the index is a CUDA build; .ci/setup-vllm installs one for CPUs",
+    "make prove": (
+        "it is minutes of simulators, which tests run bug by bug; a test looks whether make has "
+        "the target"
+    ),
+    "pip install '.[vllm,mooncake]'": (
+        "vLLM on the index is a CUDA build; .ci/setup-vllm installs one for CPUs"
+    ),
     "vllm serve": "it needs vLLM: `make vllm` starts such servers",
-    "kvflow router --engine vllm": "it needs vLLM: `make vllm` puts a router in front of such servers",
+    "kvflow router --engine vllm": (
+        "it needs vLLM: `make vllm` puts a router in front of such servers"
+    ),
     "kubectl": "it needs a cluster; tests/test_manifests.py checks the manifests by schema",
     "curl localhost:8000/workers": "it asks the cluster",
 }
-# What follows the printed options, the last of a kind counts: all that the long commands do takes half an hour.
+# What follows the printed options, the last of a kind counts: all that the long commands do takes
+# half an hour.
 LESS = {
     "kvflow sim --seeds": "--seeds 0:40",
     "kvflow sim --bare": "--seeds 0:300",
@@ -50,13 +61,19 @@ LESS = {
     "kvflow bench cache": "--trace tests/bench/small_trace.jsonl --rounds 1",
     "kvflow bench overcommit": "--requests 8 --new-tokens 24 --turns 1",
 }
-_WAIT = "until curl --silent --fail --output /dev/null localhost:8000/health; do kill -0 $! && sleep 0.2; done"
+_WAIT = (
+    "until curl --silent --fail --output /dev/null localhost:8000/health; do kill -0 $! && sleep "
+    "0.2; done"
+)
 _SERVER = re.compile(r"kvflow (up|prefill|decode|router) ")
 _ENTER = re.compile(r"(python3 -m venv \S+ && )?\. \S+/bin/activate$")
 
 
 class Step(NamedTuple):
-    """A script of one shell. `commands` are the printed ones that it runs; `is_alone` has a network of its own."""
+    """A script of one shell.
+
+    `commands` are the printed ones that it runs; `is_alone` has a network of its own.
+    """
 
     name: str
     script: str
@@ -78,7 +95,11 @@ class Step(NamedTuple):
     @property
     def taken_ports(self) -> list[int]:
         """Those that the script is about to bind and others have: none in a network of its own."""
-        return [] if not self.is_alone or has_namespaces() else [p for p in ports_of(self.script) if not is_free(p)]
+        return (
+            []
+            if not self.is_alone or has_namespaces()
+            else [p for p in ports_of(self.script) if not is_free(p)]
+        )
 
 
 def blocks_of(page: str, language: str = "sh") -> list[str]:
@@ -88,14 +109,23 @@ def blocks_of(page: str, language: str = "sh") -> list[str]:
 
 
 def commands_of(block: str) -> list[str]:
-    """The commands of a block of shell, each as printed, continuation lines included, without its comment."""
+    """The commands of a block of shell, each as printed, continuation lines included, without its
+    comment.
+    """
     lines = re.findall(r"^((?:.*\\\n)*.*[^\\\n])$", block, re.MULTILINE)
     return [line.partition("  #")[0].rstrip() for line in lines]
 
 
 def printed() -> list[tuple[str, str]]:
-    """Every page, and every command that it prints; examples are pages that print how they are run."""
-    found = [(page, command) for page in PAGES for block in blocks_of(page) for command in commands_of(block)]
+    """Every page, and every command that it prints;
+    examples are pages that print how they are run.
+    """
+    found = [
+        (page, command)
+        for page in PAGES
+        for block in blocks_of(page)
+        for command in commands_of(block)
+    ]
     found = [(page, command) for page, command in found if not _ENTER.fullmatch(command)]
     for path in sorted(ROOT.glob("examples/*.py")):
         found += [(f"examples/{path.name}", command) for command in _how_to_run(path)]
@@ -105,9 +135,16 @@ def printed() -> list[tuple[str, str]]:
 def steps() -> list[Step]:
     """In the order of the pages; the first one sets up."""
     return [
-        _demo(), install(), install(TWO_MACHINES), *_served(), _two_machines(), _configured(), *_long(), *_examples(),
+        _demo(),
+        install(),
+        install(TWO_MACHINES),
+        *_served(),
+        _two_machines(),
+        _configured(),
+        *_long(),
+        *_examples(),
         _secrets(),
-    ]  # fmt: skip
+    ]
 
 
 def not_run(command: str) -> str:
@@ -130,18 +167,31 @@ def _demo() -> Step:
 
 
 def install(page: str = QUICKSTART) -> Step:
-    """The block of a page that makes an environment and installs kvflow into it; a command is found there after."""
+    """The block of a page that makes an environment and installs kvflow into it; a command is found
+    there after.
+    """
     (block,) = (block for block in blocks_of(page) if "pip install" in block)
-    return Step(f"{page}: install", f"{block}cd / && kvflow --help", tuple(commands_of(block)[1:]), 1800)
+    return Step(
+        f"{page}: install", f"{block}cd / && kvflow --help", tuple(commands_of(block)[1:]), 1800
+    )
 
 
 def _served() -> list[Step]:
-    """Return the services of the first pages, each with the request that is printed for one machine."""
+    """Return the services of the first pages, each with the request that is printed for one
+    machine.
+    """
     one, _ = _block_with("kvflow up", QUICKSTART)
     two, _ = _block_with("kvflow prefill", SERVE)
     _, curl = _block_with("curl", QUICKSTART)
     return [
-        Step(name, f"{STOP}{link}{_started(block)}\n{_WAIT}\n{request}", tuple(commands), 200, True, needs)
+        Step(
+            name,
+            f"{STOP}{link}{_started(block)}\n{_WAIT}\n{request}",
+            tuple(commands),
+            200,
+            True,
+            needs,
+        )
         for name, link, block, request, needs in (
             ("one machine", "", one, curl, ()),
             # M is what the page calls the reader's own model.
@@ -154,7 +204,9 @@ def _served() -> list[Step]:
 def _started(block: str) -> str:
     """The block, whose servers run beside the shell; what they log is not the answer."""
     lines = commands_of(block)
-    return "\n".join(f"{line.removesuffix(' &')} >&2 &" if _SERVER.match(line) else line for line in lines)
+    return "\n".join(
+        f"{line.removesuffix(' &')} >&2 &" if _SERVER.match(line) else line for line in lines
+    )
 
 
 def _model_m() -> str:
@@ -165,7 +217,12 @@ def _two_machines() -> Step:
     """The page as one shell, once it is installed: that takes a network which reaches an index."""
     first, *blocks = blocks_of(TWO_MACHINES)
     enter = commands_of(first)[0].partition(" && ")[2]
-    commands = tuple(command for block in blocks for command in commands_of(block) if not _ENTER.fullmatch(command))
+    commands = tuple(
+        command
+        for block in blocks
+        for command in commands_of(block)
+        if not _ENTER.fullmatch(command)
+    )
     script = f"{STOP}{_model_m()}{enter}\n" + "\n".join(_started(block) for block in blocks)
     script += "\nrm control.key"  # examples/kubernetes makes one, too, and all steps share a clone
     return Step(TWO_MACHINES, script, commands, 300, True, ("mooncake",))
@@ -175,7 +232,9 @@ def _configured() -> Step:
     """`kvflow up` with the file of the examples, and the chat."""
     chat, up = _how_to_run(ROOT / CHAT), _config_command()
     script = f"{STOP}. .venv/bin/activate\n{up} >&2 &\n{_WAIT}\n" + "\n".join(chat)
-    return Step("examples/kvflow.toml, examples/chat.py", script, (up, *chat), 200, True, ("openai",))
+    return Step(
+        "examples/kvflow.toml, examples/chat.py", script, (up, *chat), 200, True, ("openai",)
+    )
 
 
 def _how_to_run(path: Path) -> list[str]:
@@ -188,22 +247,39 @@ def _config_command() -> str:
 
 
 def _long() -> list[Step]:
-    """Return the simulators and benches, each in a shell of its own that enters the environment as its block does."""
+    """Return the simulators and benches, each in a shell of its own that enters the environment as
+    its block does.
+    """
     found = []
     for page in PAGES:
         for block in blocks_of(page):
             enter, *rest = commands_of(block)
             for command in rest:
                 if command.startswith(("kvflow sim", "kvflow bench")):
-                    less = next((more for beginning, more in LESS.items() if command.startswith(beginning)), "")
-                    found.append(Step(command, f"{enter}\n{command} {less}".rstrip(), (command,), 280))
+                    less = next(
+                        (more for beginning, more in LESS.items() if command.startswith(beginning)),
+                        "",
+                    )
+                    found.append(
+                        Step(command, f"{enter}\n{command} {less}".rstrip(), (command,), 280)
+                    )
     return found
 
 
 def _examples() -> list[Step]:
-    found = [(path, _how_to_run(path)) for path in sorted(ROOT.glob("examples/*.py")) if path.name != "chat.py"]
+    found = [
+        (path, _how_to_run(path))
+        for path in sorted(ROOT.glob("examples/*.py"))
+        if path.name != "chat.py"
+    ]
     return [
-        Step(path.name, "\n".join([". .venv/bin/activate", *commands]), tuple(commands), 100, is_quiet=True)
+        Step(
+            path.name,
+            "\n".join([". .venv/bin/activate", *commands]),
+            tuple(commands),
+            100,
+            is_quiet=True,
+        )
         for path, commands in found
     ]
 
@@ -218,7 +294,8 @@ def _secrets() -> Step:
 
 
 def _log(folder: Path, wanted: list[str]) -> int:
-    """Take every step in a new clone, or those whose names have one of the `wanted` texts, and print it.
+    """Take every step in a new clone, or those whose names have one of the `wanted` texts, and
+    print it.
 
     Returns how many failed.
     """
@@ -229,19 +306,30 @@ def _log(folder: Path, wanted: list[str]) -> int:
     chosen = [step for step in steps() if not wanted or any(text in step.name for text in wanted)]
     for step in chosen:
         began = time.monotonic()
-        print(f"\n=== {step.name}, in a new shell\n{textwrap.indent(step.script, '$ ')}", flush=True)
+        print(
+            f"\n=== {step.name}, in a new shell\n{textwrap.indent(step.script, '$ ')}", flush=True
+        )
         if step.taken_ports:
-            print(f"--- not run: ports {step.taken_ports} are in use, and no network namespace can be made")
+            print(
+                f"--- not run: ports {step.taken_ports} are in use, and no network namespace can "
+                "be made"
+            )
             continue
         try:
             done = step.take(checkout)
             status, out, told = str(done.returncode), done.stdout, done.stderr
         except subprocess.TimeoutExpired as error:
-            status, out, told = "none in time", (error.stdout or b"").decode(), (error.stderr or b"").decode()
+            status, out, told = (
+                "none in time",
+                (error.stdout or b"").decode(),
+                (error.stderr or b"").decode(),
+            )
         failed += status != "0"
         print(out.rstrip(), *([told.rstrip()] if status != "0" else []), sep="\n")
         print(f"--- status {status} after {time.monotonic() - began:.0f} s", flush=True)
-    print("\n=== not run here", *(f"{command}: {why}" for command, why in NOT_RUN.items()), sep="\n")
+    print(
+        "\n=== not run here", *(f"{command}: {why}" for command, why in NOT_RUN.items()), sep="\n"
+    )
     print(f"\n{failed} of {len(chosen)} steps failed")
     return failed
 

@@ -1,4 +1,6 @@
-"""Commands of the pages of this repository, run as printed: in a fresh shell, and in a network of their own."""
+"""Commands of the pages of this repository, run as printed: in a fresh shell, and in a network of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-# A network of its own: the printed ports are free there, whatever runs on this machine, and the two machines are two
-# addresses.
-ALONE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
+# A network of its own: the printed ports are free there, whatever runs on this machine, and the two
+# machines are two addresses.
+ALONE = (
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "--net",
+    "--pid",
+    "--fork",
+    "--mount-proc",
+    "--kill-child",
+)
 NETWORK = "ip link set lo up && for n in 1 2; do ip address add 10.0.0.$n/32 dev lo; done\n"
 STOP = "trap 'kill $(jobs -p) && wait' EXIT\n"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "dist", "*.egg-info")
+_NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "dist", "*.egg-info"
+)
 
 
 class Checkout(NamedTuple):
@@ -27,8 +40,12 @@ class Checkout(NamedTuple):
     home: Path
     path: str = PATH
 
-    def shell(self, script: str, timeout_s: float, *before: str, **more: str) -> subprocess.CompletedProcess[str]:
-        """Run `script` in a shell that inherits nothing, with no environment of Python's on its PATH."""
+    def shell(
+        self, script: str, timeout_s: float, *before: str, **more: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `script` in a shell that inherits nothing, with no environment of Python's on its
+        PATH.
+        """
         return subprocess.run(
             [*before, "bash", "-euo", "pipefail", "-c", script],
             cwd=self.folder,
@@ -40,27 +57,36 @@ class Checkout(NamedTuple):
         )
 
     def alone(self, script: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """`shell`, with a network of its own, where both addresses that the pages print are this machine's."""
+        """`shell`, with a network of its own, where both addresses that the pages print are this
+        machine's.
+        """
         return self.shell(NETWORK + script, timeout_s, *ALONE)
 
 
 def set_up(folder: Path) -> Checkout:
-    """A copy of this checkout where `make setup` has run: its `.venv` is this environment, by links."""
+    """A copy of this checkout where `make setup` has run: its `.venv` is this environment, by
+    links.
+    """
     copy, home = folder / "checkout", folder / "home"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=_NOT_COPIED)
     (copy / ".venv").mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
         (copy / ".venv" / name).symlink_to(Path(sys.prefix) / name)
     (copy / ".venv" / ".setup-done").touch()
-    # The interpreter that has made this environment is the one of that machine, so that both load the same packages.
+    # The interpreter that has made this environment is the one of that machine, so that both load
+    # the same packages.
     tools = home / "tools"
     tools.mkdir(parents=True)
-    (tools / "python3").symlink_to(Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}")
+    (tools / "python3").symlink_to(
+        Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    )
     return Checkout(copy, home, f"{tools}:{PATH}")
 
 
 def with_packages_of_this_environment(script: str) -> str:
-    """`script`, whose new environment finds here what it would download: that takes minutes, and proves nothing."""
+    """`script`, whose new environment finds here what it would download: that takes minutes, and
+    proves nothing.
+    """
     paths = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     made = re.search(r"^python3 -m venv (\S+) .*$", script, re.MULTILINE)
     assert made is not None, "the block makes no environment"
@@ -73,7 +99,9 @@ def with_packages_of_this_environment(script: str) -> str:
 
 def has_namespaces() -> bool:
     tools = all(map(shutil.which, ("unshare", "ip")))
-    return tools and not subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode
+    return (
+        tools and not subprocess.run([*ALONE, "true"], check=False, capture_output=True).returncode
+    )
 
 
 def ports_of(script: str) -> list[int]:

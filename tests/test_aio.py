@@ -1,4 +1,7 @@
-"""Blocking work in threads: bounded, to its end, and what hangs hangs alone. What arrives at once goes on in turns."""
+"""Blocking work in threads: bounded, to its end, and what hangs hangs alone.
+
+What arrives at once goes on in turns.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +90,9 @@ async def test_a_caller_that_is_cancelled_while_it_waits_for_a_thread_takes_none
     assert await threads.run(lambda: 7) == 7
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("the work's own"), TimeoutError("the work's own")])
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("the work's own"), TimeoutError("the work's own")]
+)
 async def test_the_works_own_error_is_raised_and_nothing_is_undone(error: Exception) -> None:
     def work() -> int:
         raise error
@@ -99,7 +104,9 @@ async def test_the_works_own_error_is_raised_and_nothing_is_undone(error: Except
     assert not undone and threads.hung == 0
 
 
-async def test_where_no_thread_is_to_be_had_the_place_is_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_no_thread_is_to_be_had_the_place_is_free_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     threads = Threads("test", 1)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", _no_thread)
@@ -132,7 +139,9 @@ class Draining:
 
 @pytest.mark.parametrize("how", ["cancelled", "fails", "finishes"])
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_cancellation_is_passed_on_and_raised_when_the_work_has_ended(how: str, times: int) -> None:
+async def test_a_cancellation_is_passed_on_and_raised_when_the_work_has_ended(
+    how: str, times: int
+) -> None:
     work, undone = Draining(how), list[int]()
     running = asyncio.create_task(work.run())
     waiting = asyncio.create_task(wait_or_cancel(running, undone.append))
@@ -166,8 +175,12 @@ async def test_work_that_ends_by_itself_is_left_to_its_owner(how: str) -> None:
     assert running.cancelled() or running.exception() is not None or running.result() == 5
 
 
-async def turns_of_a_crowd(turnstile: Turnstile, cancelled: range = range(0)) -> tuple[list[int], list[int]]:
-    """Of 20 that come at once: in which order they go on, and how many of them in each turn of the loop."""
+async def turns_of_a_crowd(
+    turnstile: Turnstile, cancelled: range = range(0)
+) -> tuple[list[int], list[int]]:
+    """Of 20 that come at once: in which order they go on, and how many of them in each turn of the
+    loop.
+    """
     order: list[int] = []
 
     async def one(number: int) -> None:

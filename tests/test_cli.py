@@ -16,7 +16,18 @@ import kvflow
 from kvflow.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, env_of, flag_of
 from kvflow.demo_model import DEMO_MODEL_DIR
 
-COMMANDS = ("prefill", "decode", "router", "up", "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
+COMMANDS = (
+    "prefill",
+    "decode",
+    "router",
+    "up",
+    "demo",
+    "bench",
+    "sim",
+    "doctor",
+    "keygen",
+    "declare-dead",
+)
 HEAVY = ("torch", "transformers", "aiohttp", "zmq", "mooncake", "nixl_cu12")
 MODEL = ("--model-path", str(DEMO_MODEL_DIR), "--port", "0", "--num-pages", "16")
 PREFILL = ("prefill", *MODEL, "--disaggregation-bootstrap-port", "0")
@@ -24,12 +35,17 @@ PREFILL = ("prefill", *MODEL, "--disaggregation-bootstrap-port", "0")
 
 def start(code: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=cwd)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, cwd=cwd
+    )
 
 
 def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[str]:
     """`kvflow ARGUMENTS`, after the statements in `before`."""
-    code = f"import sys; {before}; sys.argv = ['kvflow', *{list(arguments)!r}]; from kvflow.cli import main; main()"
+    code = (
+        f"import sys; {before}; sys.argv = ['kvflow', *{list(arguments)!r}]; from kvflow.cli "
+        "import main; main()"
+    )
     return start(code, cwd="/")
 
 
@@ -83,15 +99,31 @@ def test_flags_stand_in_groups(role: str) -> None:
     if role != "router":
         assert {"serving", "model", "pool", "disaggregation", "security"} <= set(groups)
     for group in groups:
-        section = shown.partition(f"\n{group.capitalize()}:\n")[2].partition("\n\n")[0].replace(" /\n  ", " / ")
+        section = (
+            shown.partition(f"\n{group.capitalize()}:\n")[2]
+            .partition("\n\n")[0]
+            .replace(" /\n  ", " / ")
+        )
         flags = set(re.findall(r"^  (--[a-z0-9-]+)", section, re.MULTILINE))
         assert flags == {flag_of(name) for name in set(GROUPS[group]) & set(FIELDS_OF_ROLE[role])}
 
 
 @pytest.mark.parametrize(
-    "command", ["demo", "doctor", "keygen", "declare-dead", "sim", "bench", "bench rooms", "bench transfer",
-                "bench abort", "bench compare", "bench profile"],
-)  # fmt: skip
+    "command",
+    [
+        "demo",
+        "doctor",
+        "keygen",
+        "declare-dead",
+        "sim",
+        "bench",
+        "bench rooms",
+        "bench transfer",
+        "bench abort",
+        "bench compare",
+        "bench profile",
+    ],
+)
 def test_the_help_of_other_commands_fits_80_columns(command: str) -> None:
     shown = run(*command.split(), "--help", before="import os; os.environ['COLUMNS'] = '80'").stdout
     assert max(map(len, shown.splitlines())) <= 80
@@ -100,7 +132,9 @@ def test_the_help_of_other_commands_fits_80_columns(command: str) -> None:
 
 @pytest.mark.parametrize("module", ["kvflow", "kvflow.cli"])
 def test_as_a_module_it_calls_itself_so(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "up", "-h"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "up", "-h"], capture_output=True, text=True, check=False
+    )
     assert done.stdout.startswith(f"Usage: python -m {module} up [OPTIONS]\n")
 
 
@@ -120,13 +154,27 @@ def test_version() -> None:
 
 def test_familiar_flags_exist() -> None:
     words = set(
-        run("prefill", "--help", before="import os; os.environ['COLUMNS'] = '300'").stdout.replace(",", " ").split()
+        run("prefill", "--help", before="import os; os.environ['COLUMNS'] = '300'")
+        .stdout.replace(",", " ")
+        .split()
     )
     assert words >= {
-        "--host", "--port", "--model-path", "--model", "--served-model-name", "--api-key", "--log-level", "--page-size",
-        "--disaggregation-mode", "--disaggregation-bootstrap-port", "--disaggregation-transfer-backend",
-        "--disaggregation-ib-device", "--kv-events-config", "--config", "--threads",
-    }  # fmt: skip
+        "--host",
+        "--port",
+        "--model-path",
+        "--model",
+        "--served-model-name",
+        "--api-key",
+        "--log-level",
+        "--page-size",
+        "--disaggregation-mode",
+        "--disaggregation-bootstrap-port",
+        "--disaggregation-transfer-backend",
+        "--disaggregation-ib-device",
+        "--kv-events-config",
+        "--config",
+        "--threads",
+    }
 
 
 @pytest.mark.parametrize(
@@ -134,9 +182,15 @@ def test_familiar_flags_exist() -> None:
     [
         (("prefill",), "no model is given; set --model-path"),
         ((*PREFILL, "--page-size", "0"), "--page-size: '0': expected int >= 1"),
-        (("prefill", *MODEL[2:], "--model-path", "/nowhere/model"), "'/nowhere/model' does not exist"),
+        (
+            ("prefill", *MODEL[2:], "--model-path", "/nowhere/model"),
+            "'/nowhere/model' does not exist",
+        ),
         (("decode", *MODEL, "--config", "/nowhere.toml"), "/nowhere.toml"),
-        (("decode", *MODEL, "--transfer-backend", "pigeon"), "'local', 'mooncake', 'nixl', 'ascend', 'mori'"),
+        (
+            ("decode", *MODEL, "--transfer-backend", "pigeon"),
+            "'local', 'mooncake', 'nixl', 'ascend', 'mori'",
+        ),
         (
             ("decode", *MODEL, "--num-pages", "67108864"),
             "--num-pages 67108864: the pool needs 2199023255552 bytes of mem",
@@ -146,7 +200,9 @@ def test_familiar_flags_exist() -> None:
         (("demo", "--transfer-backend", "pigeon"), "local, mooncake, nixl, ascend, mori"),
     ],
 )
-def test_what_the_user_can_mend_is_one_line_and_status_2(arguments: tuple[str, ...], part: str) -> None:
+def test_what_the_user_can_mend_is_one_line_and_status_2(
+    arguments: tuple[str, ...], part: str
+) -> None:
     done = run(*arguments)
     lines = [line for line in done.stderr.splitlines() if " I kvflow." not in line]
     assert len(lines) == 1, done.stderr
@@ -164,12 +220,20 @@ def test_a_port_in_use(role: str) -> None:
         rest = ("--prefill", "http://x", "--decode", "http://y") if role == "router" else MODEL[:2]
         done = run(role, "--port", port, *rest)
     assert done.returncode == 2
-    assert f"kvflow {role}: error: port {port} on 127.0.0.1 is in use; choose another one with --port\n" == done.stderr
+    assert (
+        f"kvflow {role}: error: port {port} on 127.0.0.1 is in use; choose another one with "
+        "--port\n"
+    ) == done.stderr
 
 
 def test_a_missing_mooncake() -> None:
-    done = run("decode", *MODEL, "--transfer-backend", "mooncake", before="sys.modules['mooncake'] = None")
-    assert done.stderr == "kvflow decode: error: mooncake is not installed: pip install 'kvflow[mooncake]'\n"
+    done = run(
+        "decode", *MODEL, "--transfer-backend", "mooncake", before="sys.modules['mooncake'] = None"
+    )
+    assert (
+        done.stderr
+        == "kvflow decode: error: mooncake is not installed: pip install 'kvflow[mooncake]'\n"
+    )
     assert done.returncode == 2
 
 
@@ -190,7 +254,10 @@ def test_a_control_port_in_use_is_known_before_a_model_is_loaded() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         done = run(*PREFILL, "--control-port", str(port))
-    assert done.stderr == f"kvflow prefill: error: control port 127.0.0.1:{port}: Address already in use\n"
+    assert (
+        done.stderr
+        == f"kvflow prefill: error: control port 127.0.0.1:{port}: Address already in use\n"
+    )
     assert done.returncode == 2
 
 
@@ -221,11 +288,17 @@ def test_a_server_without_an_engine_names_the_extra() -> None:
         "main()\n"
     )
     done = start(program, cwd="/")
-    assert done.stderr.splitlines()[-1] == "kvflow: error: torch is not installed: pip install 'kvflow[engine]'"
+    assert (
+        done.stderr.splitlines()[-1]
+        == "kvflow: error: torch is not installed: pip install 'kvflow[engine]'"
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
 def test_a_module_that_no_extra_brings_is_not_explained_away() -> None:
-    program = "import sys; sys.modules['kvflow.config'] = None\nfrom kvflow.__main__ import main\nmain()\n"
+    program = (
+        "import sys; sys.modules['kvflow.config'] = None\nfrom kvflow.__main__ import "
+        "main\nmain()\n"
+    )
     done = start(program, cwd="/")
     assert done.returncode == 1 and "kvflow.config" in done.stderr.splitlines()[-1]

@@ -22,14 +22,19 @@ def write(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_flag_beats_environment_beats_role_table_beats_top_level_beats_default(tmp_path: Path) -> None:
+def test_flag_beats_environment_beats_role_table_beats_top_level_beats_default(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path, "page_size = 2\n[decode]\npage_size = 4\n")
     environment = {"KVFLOW_PAGE_SIZE": "8"}
     assert resolve("decode", MODEL, env={}).page_size == 16
     assert resolve("prefill", MODEL, env={}, config=path).page_size == 2
     assert resolve("decode", MODEL, env={}, config=path).page_size == 4
     assert resolve("decode", MODEL, env=environment, config=path).page_size == 8
-    assert resolve("decode", {**MODEL, "page_size": "32"}, env=environment, config=path).page_size == 32
+    assert (
+        resolve("decode", {**MODEL, "page_size": "32"}, env=environment, config=path).page_size
+        == 32
+    )
 
 
 def test_the_file_can_be_named_in_the_environment(tmp_path: Path) -> None:
@@ -54,15 +59,21 @@ def test_settings_of_other_roles_in_the_file_are_left_alone(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:", "cuda:one", "cuda:-1", ""])
 def test_a_device_is_named_as_torch_names_it(wrong: str) -> None:
-    assert [resolve("up", {"device": name}, env={}).device for name in ("auto", "cpu", "cuda", "cuda:3")][3] == "cuda:3"
+    assert [
+        resolve("up", {"device": name}, env={}).device for name in ("auto", "cpu", "cuda", "cuda:3")
+    ][3] == "cuda:3"
     with pytest.raises(ConfigError, match=f"--device: '{wrong}' is not auto, cpu, cuda or cuda:N"):
         resolve("decode", {**MODEL, "device": wrong}, env={})
 
 
-@pytest.mark.parametrize(("role", "name"), [("prefill", "tp"), ("decode", "tp"), ("up", "decode_tp")])
+@pytest.mark.parametrize(
+    ("role", "name"), [("prefill", "tp"), ("decode", "tp"), ("up", "decode_tp")]
+)
 def test_shards_run_on_the_cpu_only(role: Role, name: str) -> None:
     assert getattr(resolve(role, {**MODEL, name: "2", "device": "cpu"}, env={}), name) == 2
-    with pytest.raises(ConfigError, match=f"^{flag_of(name)} 2 with --device cuda:0: shards run on the CPU only"):
+    with pytest.raises(
+        ConfigError, match=f"^{flag_of(name)} 2 with --device cuda:0: shards run on the CPU only"
+    ):
         resolve(role, {**MODEL, name: "2", "device": "cuda:0"}, env={})
 
 
@@ -81,16 +92,44 @@ def test_booleans_are_words_in_the_environment() -> None:
     ("role", "flags", "environment", "parts"),
     [
         ("prefill", {"page_size": "0"}, {}, ["--page-size: '0': expected int >= 1 and <= 65536"]),
-        ("prefill", {"page_size": "65537"}, {}, ["--page-size: '65537': expected int >= 1 and <= 65536"]),
-        ("decode", {"new_token_ratio": "1.5"}, {}, ["--new-token-ratio: '1.5': expected float >= 0 and <= 1"]),
-        ("prefill", {"rendezvous_s": "0"}, {}, ["--rendezvous-s: '0': expected float > 0 and <= 3600"]),
-        ("prefill", {"optimistic_prefill": "-1"}, {}, ["--optimistic-prefill: '-1': expected int >= 0 and <= 1000"]),
-        ("prefill", {"transfer_rate_limit": "-1"}, {}, ["--transfer-rate-limit: '-1': expected int >= 0"]),
+        (
+            "prefill",
+            {"page_size": "65537"},
+            {},
+            ["--page-size: '65537': expected int >= 1 and <= 65536"],
+        ),
+        (
+            "decode",
+            {"new_token_ratio": "1.5"},
+            {},
+            ["--new-token-ratio: '1.5': expected float >= 0 and <= 1"],
+        ),
+        (
+            "prefill",
+            {"rendezvous_s": "0"},
+            {},
+            ["--rendezvous-s: '0': expected float > 0 and <= 3600"],
+        ),
+        (
+            "prefill",
+            {"optimistic_prefill": "-1"},
+            {},
+            ["--optimistic-prefill: '-1': expected int >= 0 and <= 1000"],
+        ),
+        (
+            "prefill",
+            {"transfer_rate_limit": "-1"},
+            {},
+            ["--transfer-rate-limit: '-1': expected int >= 0"],
+        ),
         (
             "prefill",
             {"control_port": "65534", "pp": "2", "tp": "2"},
             {},
-            ["--control-port: the ranks of this prefill take 65534 to 65537, the last port is 65535"],
+            [
+                "--control-port: the ranks of this prefill take 65534 to 65537, the last port is "
+                "65535"
+            ],
         ),
         ("prefill", {"host": ""}, {}, ["--host: '': expected str of length >= 1"]),
         ("prefill", {"page_size": "many"}, {}, ["--page-size", "many", "int"]),
@@ -98,7 +137,12 @@ def test_booleans_are_words_in_the_environment() -> None:
         ("prefill", {"port": "70000"}, {}, ["--port", "<= 65535"]),
         ("prefill", {"dtype": "int3"}, {}, ["--dtype", "float32", "bfloat16"]),
         ("prefill", {"disaggregation_transfer_backend": "pigeon"}, {}, ["local", "mooncake"]),
-        ("prefill", {"disaggregation_mode": "decode"}, {}, ["--disaggregation-mode", "kvflow prefill"]),
+        (
+            "prefill",
+            {"disaggregation_mode": "decode"},
+            {},
+            ["--disaggregation-mode", "kvflow prefill"],
+        ),
         (
             "decode",
             {"kv_events_key_file": "k"},
@@ -106,7 +150,12 @@ def test_booleans_are_words_in_the_environment() -> None:
             ["--kv-events-key-file k without --kv-events"],
         ),
         ("router", {"api_key": "k"}, {}, ["or an --admin-api-key, with which workers join it"]),
-        ("router", {"api_key": "k", "admin_api_key": "k"}, {}, ["--admin-api-key is the --api-key"]),
+        (
+            "router",
+            {"api_key": "k", "admin_api_key": "k"},
+            {},
+            ["--admin-api-key is the --api-key"],
+        ),
         (
             "prefill",
             {"prefix_cache": "off", "kv_events_config": "{}"},
@@ -137,7 +186,12 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["--cache-host-bytes 4096 with --prefix-cache off"],
         ),
-        ("prefill", {"prefix_cache": "lru", "l3": "file", "l3_dir": "x"}, {}, ["--l3 file needs --cache-host-bytes"]),
+        (
+            "prefill",
+            {"prefix_cache": "lru", "l3": "file", "l3_dir": "x"},
+            {},
+            ["--l3 file needs --cache-host-bytes"],
+        ),
         (
             "decode",
             {"prefix_cache": "lru", "cache_host_bytes": "65536", "l3": "file"},
@@ -154,16 +208,28 @@ def test_booleans_are_words_in_the_environment() -> None:
             "up",
             {
                 "prefix_cache": "lru",
-                "kv_events_config": '{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}',
+                "kv_events_config": (
+                    '{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+                ),
             },
             {},
-            ["--kv-events-config: 2 workers take ports 5557 to 5558 for endpoint, and 5558 to 5559 for replay_"],
+            [
+                "--kv-events-config: 2 workers take ports 5557 to 5558 for endpoint, and 5558 to "
+                "5559 for replay_"
+            ],
         ),
         (
             "up",
-            {"prefix_cache": "lru", "decode_workers": "3", "kv_events_config": '{"endpoint": "tcp://*:65533"}'},
+            {
+                "prefix_cache": "lru",
+                "decode_workers": "3",
+                "kv_events_config": '{"endpoint": "tcp://*:65533"}',
+            },
             {},
-            ["--kv-events-config: endpoint 'tcp://*:65533': the last port is 65535, and number 3 would take 65536"],
+            [
+                "--kv-events-config: endpoint 'tcp://*:65533': the last port is 65535, and number "
+                "3 would take 65536"
+            ],
         ),
         (
             "prefill",
@@ -180,11 +246,22 @@ def test_booleans_are_words_in_the_environment() -> None:
         ("up", {}, {"KVFLOW_L3_DIR": "x"}, ["--l3-dir x without --l3 file: it has no effect"]),
         (
             "up",
-            {"prefix_cache": "lru", "cache_host_bytes": "65536", "l3": "file", "l3_dir": "x", "mooncake_master": "a:1"},
+            {
+                "prefix_cache": "lru",
+                "cache_host_bytes": "65536",
+                "l3": "file",
+                "l3_dir": "x",
+                "mooncake_master": "a:1",
+            },
             {},
             ["--mooncake-master a:1 without --l3 mooncake: it has no effect"],
         ),
-        ("up", {"tokenizer_path": "m"}, {}, ["--tokenizer-path m without --kv-events-config: it has no effect"]),
+        (
+            "up",
+            {"tokenizer_path": "m"},
+            {},
+            ["--tokenizer-path m without --kv-events-config: it has no effect"],
+        ),
         (
             "router",
             {"api_key": "k", "tokenizer_path": "m", "policy": "round_robin"},
@@ -210,7 +287,12 @@ def test_booleans_are_words_in_the_environment() -> None:
             {},
             ["'http://b' is given as --prefill and as --decode: a vLLM server is one of them"],
         ),
-        ("router", {"tokenizer_path": "/nowhere"}, {}, ["--tokenizer-path '/nowhere' does not exist"]),
+        (
+            "router",
+            {"tokenizer_path": "/nowhere"},
+            {},
+            ["--tokenizer-path '/nowhere' does not exist"],
+        ),
         ("router", {}, {}, ["--prefill", "--decode"]),
         (
             "router",
@@ -244,9 +326,18 @@ def test_no_model_is_an_error() -> None:
         ("qqqq = 1\n", "unknown setting 'qqqq'"),
         ("[decod]\npage_size = 1\n", "unknown setting 'decod'; did you mean decode?"),
         ("[decode]\nmodle = 1\n", "[decode] unknown setting 'modle'; did you mean model?"),
-        ("[prefill]\npagesize = 1\n", "[prefill] unknown setting 'pagesize'; did you mean page_size?"),
-        ("[decode]\nprefill_workers = 1\n", "'prefill_workers' is not a setting of decode, but of up"),
-        ("[router]\npage_size = 1\n", "'page_size' is not a setting of router, but of prefill, decode, up"),
+        (
+            "[prefill]\npagesize = 1\n",
+            "[prefill] unknown setting 'pagesize'; did you mean page_size?",
+        ),
+        (
+            "[decode]\nprefill_workers = 1\n",
+            "'prefill_workers' is not a setting of decode, but of up",
+        ),
+        (
+            "[router]\npage_size = 1\n",
+            "'page_size' is not a setting of router, but of prefill, decode, up",
+        ),
         ("[decode]\npage_size = 0\n", "[decode] page_size: 0: expected int >= 1"),
         ("page_size = 1.5\n", "page_size: 1.5: expected int"),
         ("page_size = \n", "line 1"),
@@ -301,10 +392,20 @@ def test_a_worker_that_becomes_the_other_role_reads_that_roles_settings(
     path.write_text("[prefill]\nchunked-prefill-size = 64\n[decode]\nnew-token-ratio = 0.5\n")
     monkeypatch.setenv("KVFLOW_MAX_BATCH_TOKENS", "128")
     monkeypatch.setenv("KVFLOW_DISAGGREGATION_MODE", "decode")
-    flags = {**MODEL, "num_pages": "7", "host_memory_bytes": "9", "disaggregation_mode": "decode", "join": None}
+    flags = {
+        **MODEL,
+        "num_pages": "7",
+        "host_memory_bytes": "9",
+        "disaggregation_mode": "decode",
+        "join": None,
+    }
     found = resolve_other("prefill", flags, str(path))
     assert (found.chunked_prefill_size, found.max_batch_tokens, found.num_pages) == (64, 128, 7)
-    assert (found.disaggregation_mode, found.host_memory_bytes, found.new_token_ratio) == ("", 1 << 28, 0.7)
+    assert (found.disaggregation_mode, found.host_memory_bytes, found.new_token_ratio) == (
+        "",
+        1 << 28,
+        0.7,
+    )
 
 
 def test_the_rendezvous_may_take_minutes_at_prefill() -> None:
@@ -333,7 +434,13 @@ def test_a_variable_that_nothing_reads_is_refused(role: Role, variable: str, clo
 
 
 def test_a_variable_of_another_role_or_purpose_is_left_alone() -> None:
-    environment = {READY_FD: "3", PARENT_PID: "1", "KVFLOW_POLL_S": "2", "KVFLOW_URL": "http://x", "kvflow_page": "1"}
+    environment = {
+        READY_FD: "3",
+        PARENT_PID: "1",
+        "KVFLOW_POLL_S": "2",
+        "KVFLOW_URL": "http://x",
+        "kvflow_page": "1",
+    }
     assert resolve("decode", MODEL, env=environment).poll_s == Settings().poll_s
 
 
@@ -344,10 +451,15 @@ def test_a_number_that_is_none_is_no_time(value: str) -> None:
 
 
 def test_workers_of_one_machine_publish_at_ports_of_their_own() -> None:
-    found = KvEvents.parse('{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://[::1]:0", "topic": "kv"}')
+    found = KvEvents.parse(
+        '{"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://[::1]:0", "topic": "kv"}'
+    )
     assert found is not None
     third = KvEvents.parse(found.of_worker(2))
-    assert third is not None and (third.endpoint, third.replay_endpoint) == ("tcp://*:5559", "tcp://[::1]:*")
+    assert third is not None and (third.endpoint, third.replay_endpoint) == (
+        "tcp://*:5559",
+        "tcp://[::1]:*",
+    )
     assert third.topic == "kv"
     last = KvEvents.parse('{"endpoint": "tcp://*:65533"}')
     assert last is not None and last.of_worker(2)
@@ -356,5 +468,9 @@ def test_workers_of_one_machine_publish_at_ports_of_their_own() -> None:
         match=r"endpoint 'tcp://\*:65533': the last port is 65535, and number 3 would take",
     ):
         last.of_worker(3)
-    for off in ('{"publisher": "null"}', '{"publisher": null}', '{"enable_kv_cache_events": false}'):
+    for off in (
+        '{"publisher": "null"}',
+        '{"publisher": null}',
+        '{"enable_kv_cache_events": false}',
+    ):
         assert KvEvents.parse(off) is None

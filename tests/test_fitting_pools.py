@@ -1,4 +1,6 @@
-"""Pools of two engines, through whole nodes: opaque pages arrive, and pools that do not fit are refused in words."""
+"""Pools of two engines, through whole nodes: opaque pages arrive, and pools that do not fit are
+refused in words.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,30 @@ from kvflow.protocols.pages.layout import opaque_layout
 PAGE_SIZE, PAGES = 16, 8
 
 
-def opaque_target(streams: dict[str, int], tag: str = "HND", fingerprint: str = "llama tp1") -> kvflow.PagedPool:
-    layout = opaque_layout(streams, page_size=PAGE_SIZE, num_pages=PAGES, tag=tag, fingerprint=fingerprint)
+def opaque_target(
+    streams: dict[str, int], tag: str = "HND", fingerprint: str = "llama tp1"
+) -> kvflow.PagedPool:
+    layout = opaque_layout(
+        streams, page_size=PAGE_SIZE, num_pages=PAGES, tag=tag, fingerprint=fingerprint
+    )
     return kvflow.PagedPool.allocate(layout)
 
 
 def opaque_source() -> tuple[kvflow.PagedPool, list[NDArray[Any]]]:
     """Two layers [pages, heads, slots, dim], shown as engines do: [pages, slots, heads, dim]."""
-    layers = [np.random.default_rng(i).random((PAGES, 2, PAGE_SIZE, 3), dtype=np.float32) for i in range(2)]
+    layers = [
+        np.random.default_rng(i).random((PAGES, 2, PAGE_SIZE, 3), dtype=np.float32)
+        for i in range(2)
+    ]
     shown = {f"layer {i}": layer.transpose(0, 2, 1, 3) for i, layer in enumerate(layers)}
-    return kvflow.PagedPool.wrap(shown, page_size=PAGE_SIZE, tag="HND", fingerprint="llama tp1"), layers
+    return kvflow.PagedPool.wrap(
+        shown, page_size=PAGE_SIZE, tag="HND", fingerprint="llama tp1"
+    ), layers
 
 
-@pytest.mark.parametrize("streams", [{"whole": 768}, {"layer 0": 384, "layer 1": 384}, {"a": 100, "b": 668}], ids=list)
+@pytest.mark.parametrize(
+    "streams", [{"whole": 768}, {"layer 0": 384, "layer 1": 384}, {"a": 100, "b": 668}], ids=list
+)
 async def test_opaque_pages_arrive_whole(streams: dict[str, int]) -> None:
     (source, layers), target = opaque_source(), opaque_target(streams)
     async with (
@@ -60,7 +73,9 @@ async def test_opaque_pages_arrive_whole(streams: dict[str, int]) -> None:
     ],
     ids=["tag", "bytes", "fingerprint"],
 )
-async def test_pools_that_do_not_fit_are_refused_in_words(target: Callable[[], kvflow.PagedPool], text: str) -> None:
+async def test_pools_that_do_not_fit_are_refused_in_words(
+    target: Callable[[], kvflow.PagedPool], text: str
+) -> None:
     source, pool = opaque_source()[0], target()
     async with (
         kvflow.PrefillNode(source, plane="local") as prefill,

@@ -14,7 +14,8 @@ import pytest
 from kvflow.testing.freezing import freeze, is_frozen, thread_states
 
 THREADS = 8
-# Reading a file releases the GIL, so that several threads really run; short ones come and go beside them.
+# Reading a file releases the GIL, so that several threads really run; short ones come and go beside
+# them.
 BUSY = f"""
 import threading
 
@@ -35,7 +36,9 @@ while True:
 
 @pytest.fixture
 def busy() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
         yield process
@@ -55,8 +58,11 @@ async def test_no_thread_of_a_frozen_process_runs(busy: subprocess.Popen[str]) -
 
 async def test_a_process_that_does_not_stop_is_an_error(busy: subprocess.Popen[str]) -> None:
     busy.kill()
-    os.waitid(os.P_PID, busy.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet collected: no signal reaches it
-    with pytest.raises(AssertionError, match=f"process {busy.pid} is not stopped 0.2 s after SIGSTOP: .*'Z'"):
+    # Ended, and not yet collected: no signal reaches it.
+    os.waitid(os.P_PID, busy.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(
+        AssertionError, match=f"process {busy.pid} is not stopped 0.2 s after SIGSTOP: .*'Z'"
+    ):
         await freeze(busy.pid, within_s=0.2)
 
 

@@ -1,4 +1,6 @@
-"""`import kvflow` is the front page: few names, each where it says, nothing loaded before it is used."""
+"""`import kvflow` is the front page: few names, each where it says, nothing loaded before it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ HEAVY = ("numpy", "msgspec", "zmq", "asyncio", "torch", "aiohttp")
 
 
 def python(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -34,7 +38,10 @@ def test_every_name_can_be_imported(name: str) -> None:
 
 
 def test_a_star_import_brings_the_front_page() -> None:
-    assert python(f"from kvflow import *; print(set({kvflow.__all__!r}) <= set(globals()))") == "True\n"
+    assert (
+        python(f"from kvflow import *; print(set({kvflow.__all__!r}) <= set(globals()))")
+        == "True\n"
+    )
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
@@ -48,7 +55,9 @@ def test_importing_kvflow_loads_nothing() -> None:
 
 
 def test_an_error_is_named_without_loading_a_socket_library() -> None:
-    program = f"import sys, kvflow; kvflow.MisuseError; print([n for n in {HEAVY!r} if n in sys.modules])"
+    program = (
+        f"import sys, kvflow; kvflow.MisuseError; print([n for n in {HEAVY!r} if n in sys.modules])"
+    )
     assert python(program) == "['msgspec']\n"
 
 
@@ -72,15 +81,22 @@ def test_type_checkers_are_told_the_same_homes() -> None:
 
 @pytest.mark.slow
 def test_type_checkers_see_every_name(tmp_path: Path) -> None:
-    lines = ["import kvflow", *(f"reveal_type(kvflow.{name})" for name in kvflow.__all__), "kvflow.PagedPol"]
+    lines = [
+        "import kvflow",
+        *(f"reveal_type(kvflow.{name})" for name in kvflow.__all__),
+        "kvflow.PagedPol",
+    ]
     (tmp_path / "page.py").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "page.py"]
     cache = ["--cache-dir", str(tmp_path / "cache")]
-    done = subprocess.run([*command, *cache], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *cache], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     notes = [line for line in done.stdout.splitlines() if "Revealed type" in line]
     assert len(notes) == len(kvflow.__all__), done.stdout + done.stderr
     assert not [line for line in notes if '"Any"' in line or '"object"' in line]
-    assert 'has no attribute "PagedPol"' in done.stdout  # the lazy lookup does not make every name good
+    # The lazy lookup does not make every name good.
+    assert 'has no attribute "PagedPol"' in done.stdout
 
 
 def test_the_front_page_stands_above_what_it_shows() -> None:

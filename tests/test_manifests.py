@@ -1,4 +1,6 @@
-"""The manifests of examples/kubernetes: valid by Kubernetes' schemas, and true of kvflow and of each other."""
+"""The manifests of examples/kubernetes: valid by Kubernetes' schemas, and true of kvflow and of
+each other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from kvflow.server.http.authorization import ROUTES, Access
 from tests.shells import ROOT
 
 FILES = sorted((ROOT / "examples/kubernetes").glob("*.yaml"))
-DOCUMENTS: list[Any] = [document for path in FILES for document in yaml.safe_load_all(path.read_text())]
+DOCUMENTS: list[Any] = [
+    document for path in FILES for document in yaml.safe_load_all(path.read_text())
+]
 VERSIONS = ("1.29", "1.37")
 DEPLOYMENTS = {
     document["metadata"]["name"].removeprefix("kvflow-"): document
@@ -50,7 +54,11 @@ def test_a_manifest_is_valid_and_has_no_unknown_field(document: Any, version: st
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"livenesProbe": {}}, {"ports": [{"containerPort": "http"}]}, {"livenessProbe": {"httpGet": {"path": "/"}}}],
+    [
+        {"livenesProbe": {}},
+        {"ports": [{"containerPort": "http"}]},
+        {"livenessProbe": {"httpGet": {"path": "/"}}},
+    ],
 )
 def test_what_is_not_valid_is_found(wrong: Any) -> None:
     broken = copy.deepcopy(DEPLOYMENTS["prefill"])
@@ -64,11 +72,17 @@ def settings_of(role: str) -> Any:
     container = container_of(role)
     args = container["args"]
     given = {
-        flag.removeprefix("--").replace("-", "_"): value for flag, value in zip(args[::2], args[1::2], strict=True)
+        flag.removeprefix("--").replace("-", "_"): value
+        for flag, value in zip(args[::2], args[1::2], strict=True)
     }
     assert given.keys() <= set(FIELDS_OF_ROLE[role])
-    assert {entry["name"] for entry in container["env"]} >= {"KVFLOW_API_KEY", "KVFLOW_ADMIN_API_KEY"}
-    given |= {"api_key": "k", "admin_api_key": "a"} | ({"model_path": str(DEMO_MODEL_DIR)} if role != "router" else {})
+    assert {entry["name"] for entry in container["env"]} >= {
+        "KVFLOW_API_KEY",
+        "KVFLOW_ADMIN_API_KEY",
+    }
+    given |= {"api_key": "k", "admin_api_key": "a"} | (
+        {"model_path": str(DEMO_MODEL_DIR)} if role != "router" else {}
+    )
     return resolve(role, given, env={})  # type: ignore[arg-type]
 
 
@@ -84,11 +98,14 @@ def test_the_flags_are_those_of_the_role_and_say_what_the_manifest_says(role: st
         wanted["control"] = settings.control_port
     assert ports == wanted
     grace_s = pod_of(role)["terminationGracePeriodSeconds"]
-    before_s = int(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0, 0])[1])
+    before_s = int(
+        container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0, 0])[1]
+    )
     assert grace_s >= before_s + settings.drain_timeout_s + 10
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
         asked = container[probe]["httpGet"]
-        assert asked["port"] in ports and f"GET {asked['path']}" in ROUTES[Access.OPEN]  # a kubelet has no key
+        # A kubelet has no key.
+        assert asked["port"] in ports and f"GET {asked['path']}" in ROUTES[Access.OPEN]
     assert container["readinessProbe"]["httpGet"]["path"] == "/health"
     assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
 
@@ -97,7 +114,9 @@ def test_the_flags_are_those_of_the_role_and_say_what_the_manifest_says(role: st
 def test_a_worker_joins_the_router_and_finds_its_files(role: str) -> None:
     settings, pod = settings_of(role), pod_of(role)
     (service,) = [one for one in DOCUMENTS if name_of(one) == "Service kvflow-router"]
-    assert settings.join == (f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}",)
+    assert settings.join == (
+        f"http://{service['metadata']['name']}:{service['spec']['ports'][0]['port']}",
+    )
     mounts = {mount["name"]: mount["mountPath"] for mount in container_of(role)["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert mounts.keys() == volumes.keys()
@@ -123,7 +142,9 @@ def test_prefill_and_decode_would_fit_together() -> None:
     assert [getattr(prefill, name) for name in same] == [getattr(decode, name) for name in same]
 
 
-@pytest.mark.parametrize("document", [one for one in DOCUMENTS if one["kind"] != "Deployment"], ids=name_of)
+@pytest.mark.parametrize(
+    "document", [one for one in DOCUMENTS if one["kind"] != "Deployment"], ids=name_of
+)
 def test_what_selects_pods_selects_some(document: Any) -> None:
     spec = document["spec"]
     selector = spec.get("podSelector", spec.get("selector"))

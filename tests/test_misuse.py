@@ -1,4 +1,7 @@
-"""What a user gets wrong is said where it is done: the field, the value, the limit. What a peer gets wrong never is."""
+"""What a user gets wrong is said where it is done: the field, the value, the limit.
+
+What a peer gets wrong never is.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ async def test_what_is_not_a_prompt(kvflow_pair: Pair, prompt: Any, text: str) -
 @pytest.mark.parametrize("prefix", [-4, 3, 12, 9])
 async def test_a_prefix_that_is_not_whole_pages(kvflow_pair: Pair, prefix: int) -> None:
     p = kvflow_pair
-    text = f"prefix_tokens {prefix} is neither a whole number of 4-token pages nor all of the 10 tokens of the prompt"
+    text = (
+        f"prefix_tokens {prefix} is neither a whole number of 4-token pages nor all of the 10 "
+        "tokens of the prompt"
+    )
     with pytest.raises(kvflow.MisuseError, match=text):
         p.decode.room(7, p.ranks, PROMPT, prefix_tokens=prefix)
     await p.rest()
@@ -84,14 +90,22 @@ async def test_a_prompt_of_more_pages_than_an_offer_may_have(kvflow_pair: Pair) 
 async def test_a_room_before_start_and_a_node_of_no_plane() -> None:
     pool = kvflow.PagedPool.allocate(small_layout(), shared=False)
     planes = FakeNetwork()
-    with pytest.raises(kvflow.MisuseError, match=r"the prefill node is not started: .* or start\(\)"):
+    with pytest.raises(
+        kvflow.MisuseError, match=r"the prefill node is not started: .* or start\(\)"
+    ):
         kvflow.PrefillNode(pool, FakePlane(planes)).room(7, PROMPT)
-    with pytest.raises(kvflow.MisuseError, match=r"the decode node is not started: .* or start\(\)"):
+    with pytest.raises(
+        kvflow.MisuseError, match=r"the decode node is not started: .* or start\(\)"
+    ):
         kvflow.DecodeNode(pool, FakePlane(planes)).room(7, [], PROMPT)
-    with pytest.raises(kvflow.MisuseError, match="no data plane 'nvlink'; there are: local, mooncake"):
+    with pytest.raises(
+        kvflow.MisuseError, match="no data plane 'nvlink'; there are: local, mooncake"
+    ):
         kvflow.DecodeNode(pool, "nvlink")
     for incarnation in (0, -1, 1 << 64):
-        with pytest.raises(kvflow.MisuseError, match=f"incarnation {incarnation} is not a positive unsigned 64-bit"):
+        with pytest.raises(
+            kvflow.MisuseError, match=f"incarnation {incarnation} is not a positive unsigned 64-bit"
+        ):
             kvflow.DecodeNode(pool, FakePlane(planes), incarnation=incarnation)
     pool.close()
 
@@ -99,7 +113,9 @@ async def test_a_room_before_start_and_a_node_of_no_plane() -> None:
 async def test_prefill_by_a_name_that_nothing_resolves(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     p.decode._resolve = None
-    with pytest.raises(kvflow.MisuseError, match=r"prefill '10\.0\.0\.1:8998': this node was given no resolve\(\)"):
+    with pytest.raises(
+        kvflow.MisuseError, match=r"prefill '10\.0\.0\.1:8998': this node was given no resolve\(\)"
+    ):
         p.decode.room(7, "10.0.0.1:8998", PROMPT)
 
 
@@ -119,14 +135,17 @@ SENDS: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("pages", "more", "text"), SENDS)
-async def test_a_chunk_that_cannot_be_sent(kvflow_pair: Pair, pages: Any, more: dict[str, Any], text: str) -> None:
+async def test_a_chunk_that_cannot_be_sent(
+    kvflow_pair: Pair, pages: Any, more: dict[str, Any], text: str
+) -> None:
     p = kvflow_pair
     source, target = await p.open(7, PROMPT)
     await source.matched()
     mine = p.prefill.pages.take(4, "engine")
     with pytest.raises(kvflow.MisuseError, match=f"room 7: {text}"):
         source.send(pages, **more)
-    source.send(mine[:3].tolist(), last=True)  # nothing was queued, and a list is as good as an array
+    # Nothing was queued, and a list is as good as an array.
+    source.send(mine[:3].tolist(), last=True)
     assert await target.landed() == b""
     p.prefill.pages.give_back(mine, "engine")
     target.close()
@@ -144,17 +163,23 @@ async def test_send_too_early_too_late_and_of_pages_without_an_owner(kvflow_pair
     await source.matched()
     with pytest.raises(kvflow.MisuseError, match="hold: page 0 has no owner"):
         source.send([0])
-    with pytest.raises(kvflow.CapacityError, match="bytes of hand-over: asked for 104857600, limit"):
+    with pytest.raises(
+        kvflow.CapacityError, match="bytes of hand-over: asked for 104857600, limit"
+    ):
         mine = p.prefill.pages.take(3, "engine")
         source.send(mine, last=True, handoff=bytes(100 << 20))
-    with pytest.raises(kvflow.MisuseError, match=r"room 7: pages can be kept once, after landed\(\)"):
+    with pytest.raises(
+        kvflow.MisuseError, match=r"room 7: pages can be kept once, after landed\(\)"
+    ):
         target.keep("too early")
     source.send(mine, last=True)
     with pytest.raises(kvflow.MisuseError, match=r"room 7: send\(\) after the last chunk"):
         source.send([0])
     await target.landed()
     kept = target.keep("sequence")
-    with pytest.raises(kvflow.MisuseError, match=r"room 7: pages can be kept once, after landed\(\)"):
+    with pytest.raises(
+        kvflow.MisuseError, match=r"room 7: pages can be kept once, after landed\(\)"
+    ):
         target.keep("again")
     p.decode.pages.give_back(kept, "sequence")
     p.prefill.pages.give_back(mine, "engine")
@@ -179,7 +204,10 @@ async def test_a_registry_that_is_wrong_is_no_misuse(kvflow_pair: Pair) -> None:
         ([changed(info, incarnation=5)], kvflow.LostError, "another incarnation answers"),
         ([changed(info, rank=1)], kvflow.PeerError, r"rank 1 is outside 0\.\.0"),
         (
-            [changed(info, incarnation=n + 5, rank=n) for n in range(p.decode.bounds.ranks_per_room + 1)],
+            [
+                changed(info, incarnation=n + 5, rank=n)
+                for n in range(p.decode.bounds.ranks_per_room + 1)
+            ],
             kvflow.PeerError,
             f"{p.decode.bounds.ranks_per_room + 1} ranks",
         ),
@@ -191,11 +219,15 @@ async def test_a_registry_that_is_wrong_is_no_misuse(kvflow_pair: Pair) -> None:
     await p.rest()
 
 
-@pytest.mark.parametrize("control", ["nonsense", "tcp://:", "tcp://10.0.0.1:99999999", "tcp://127.0.0.1:0", "\0", ""])
+@pytest.mark.parametrize(
+    "control", ["nonsense", "tcp://:", "tcp://10.0.0.1:99999999", "tcp://127.0.0.1:0", "\0", ""]
+)
 async def test_a_control_address_of_a_peer_that_makes_no_sense(control: str) -> None:
     pool = kvflow.PagedPool.allocate(small_layout(), shared=False)
     bad = RankInfo(0, 1, 5, control, "fake", "")
-    async with kvflow.DecodeNode(pool, FakePlane(FakeNetwork()), timing=kvflow.Timing(register_s=0.3)) as decode:
+    async with kvflow.DecodeNode(
+        pool, FakePlane(FakeNetwork()), timing=kvflow.Timing(register_s=0.3)
+    ) as decode:
         with pytest.raises((kvflow.RefusedError, kvflow.LostError)) as caught:
             await decode.room(7, [bad], PROMPT, deadline_s=5)
         assert not isinstance(caught.value, kvflow.MisuseError)
@@ -206,8 +238,13 @@ async def test_a_control_address_of_a_peer_that_makes_no_sense(control: str) -> 
 async def test_what_users_print_says_what_it_is(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     source, target = await p.open(7, PROMPT)
-    assert repr(p.prefill).startswith("<PrefillNode ") and repr(p.decode).endswith("over fake: running>")
-    assert repr(source).startswith("<PrefillRoom 7: ") and repr(target) == "<DecodeRoom 7: waiting_for_input, 3 pages>"
+    assert repr(p.prefill).startswith("<PrefillNode ") and repr(p.decode).endswith(
+        "over fake: running>"
+    )
+    assert (
+        repr(source).startswith("<PrefillRoom 7: ")
+        and repr(target) == "<DecodeRoom 7: waiting_for_input, 3 pages>"
+    )
     assert repr(p.prefill.shell.endpoint).endswith(": 1 rooms, 1 decodes, 0 writes>")
     assert repr(p.decode.shell.endpoint).endswith(": 1 rooms, 1 prefill ranks, 1 loans>")
     plane = kvflow.LocalPlane(None)
@@ -223,7 +260,9 @@ async def test_nothing_begins_at_a_node_that_is_closed(kvflow_pair: Pair) -> Non
     (await p.decode.room(1, p.ranks, PROMPT)).close()
     await p.rest()
     dialled: list[object] = []
-    p.decode.shell.connections._connect = lambda *where: dialled.append(where)  # type: ignore[assignment]
+    p.decode.shell.connections._connect = lambda *where: dialled.append(
+        where,
+    )  # type: ignore[assignment]
     await p.decode.close()
     for begin in (
         lambda: p.decode.room(7, p.ranks, PROMPT),
@@ -236,21 +275,29 @@ async def test_nothing_begins_at_a_node_that_is_closed(kvflow_pair: Pair) -> Non
             begin()
     with pytest.raises(kvflow.AbortedError, match="decode is shutting down"):
         p.decode.shell.endpoint.refuse_room(7, p.ranks, cause, 0.0)
-    assert not dialled and not list(p.decode.shell.endpoint.peers) and not len(p.decode.shell.endpoint.core.ledger)
+    assert (
+        not dialled
+        and not list(p.decode.shell.endpoint.peers)
+        and not len(p.decode.shell.endpoint.core.ledger)
+    )
     await p.prefill.close()
     with pytest.raises(kvflow.MisuseError, match="the prefill node is closed"):
         p.prefill.room(7, PROMPT)
     with pytest.raises(kvflow.MisuseError, match="the prefill node is closed"):
         p.prefill.refuse(7, cause)
     for node in p.nodes:
-        with pytest.raises(kvflow.MisuseError, match=f"the {node.role} node was started before: make a new one"):
+        with pytest.raises(
+            kvflow.MisuseError, match=f"the {node.role} node was started before: make a new one"
+        ):
             await node.start()
 
 
 async def test_a_node_is_started_once(kvflow_pair: Pair) -> None:
     for node in kvflow_pair.nodes:
         shell = node.shell
-        with pytest.raises(kvflow.MisuseError, match=f"the {node.role} node was started before: make a new one"):
+        with pytest.raises(
+            kvflow.MisuseError, match=f"the {node.role} node was started before: make a new one"
+        ):
             await node.start()
         assert node.shell is shell
 
@@ -267,9 +314,14 @@ RANKS: list[tuple[list[tuple[int, int]], str]] = [
 
 
 @pytest.mark.parametrize(("ranks", "text"), RANKS)
-async def test_ranks_that_are_no_whole_prefill(kvflow_pair: Pair, ranks: list[tuple[int, int]], text: str) -> None:
+async def test_ranks_that_are_no_whole_prefill(
+    kvflow_pair: Pair, ranks: list[tuple[int, int]], text: str
+) -> None:
     p = kvflow_pair
-    given = [RankInfo(rank, size, n, f"tcp://a:{n}", "fake", "") for n, (rank, size) in enumerate(ranks, 1)]
+    given = [
+        RankInfo(rank, size, n, f"tcp://a:{n}", "fake", "")
+        for n, (rank, size) in enumerate(ranks, 1)
+    ]
     with pytest.raises(kvflow.PeerError, match=text):
         await p.decode.room(7, given, PROMPT)
     assert not list(p.decode.shell.endpoint.peers)  # none of them was dialled
@@ -291,12 +343,30 @@ async def test_what_is_not_a_time(kvflow_pair: Pair, value: Any) -> None:
         (lambda: p.prefill.room(7, PROMPT, deadline_s=value), deadline),
         (lambda: p.prefill.room(7, PROMPT, rendezvous_s=value), rendezvous),
         (lambda: kvflow.Timing(rendezvous_s=value), rendezvous),
-        (lambda: kvflow.Timing(heartbeat_s=value), rf"^heartbeat_s {said} is .* between 0\.001 and 2592000$"),
-        (lambda: kvflow.Timing(lost_after_s=value), rf"^lost_after_s {said} is .* between 0\.001 and 2592000$"),
-        (lambda: kvflow.Timing(repeat_after_s=value), rf"^repeat_after_s {said} is .* between 0\.001 and 2592000$"),
-        (lambda: kvflow.Timing(register_s=value), rf"^register_s {said} is .* between 0\.001 and 2592000$"),
-        (lambda: kvflow.RegistryClient(timeout_s=value), rf"^timeout_s {said} is .* between 0\.001 and 2592000$"),
-        (lambda: kvflow.ExternalPages(8).wait_idle([1], value), rf"^timeout_s {said} is .* between 0 and 2592000$"),
+        (
+            lambda: kvflow.Timing(heartbeat_s=value),
+            rf"^heartbeat_s {said} is .* between 0\.001 and 2592000$",
+        ),
+        (
+            lambda: kvflow.Timing(lost_after_s=value),
+            rf"^lost_after_s {said} is .* between 0\.001 and 2592000$",
+        ),
+        (
+            lambda: kvflow.Timing(repeat_after_s=value),
+            rf"^repeat_after_s {said} is .* between 0\.001 and 2592000$",
+        ),
+        (
+            lambda: kvflow.Timing(register_s=value),
+            rf"^register_s {said} is .* between 0\.001 and 2592000$",
+        ),
+        (
+            lambda: kvflow.RegistryClient(timeout_s=value),
+            rf"^timeout_s {said} is .* between 0\.001 and 2592000$",
+        ),
+        (
+            lambda: kvflow.ExternalPages(8).wait_idle([1], value),
+            rf"^timeout_s {said} is .* between 0 and 2592000$",
+        ),
     ):
         with pytest.raises(kvflow.MisuseError, match=text):
             call()
@@ -313,7 +383,9 @@ async def test_times_at_the_limits(kvflow_pair: Pair) -> None:
         await (await p.decode.room(7, p.ranks, PROMPT, deadline_s=0)).landed()
     with pytest.raises(kvflow.LostError, match="nothing more came for"):
         await p.prefill.room(8, PROMPT, rendezvous_s=0).matched()
-    with pytest.raises(kvflow.MisuseError, match=r"heartbeat_s 0 is not a number of seconds between 0\.001 and"):
+    with pytest.raises(
+        kvflow.MisuseError, match=r"heartbeat_s 0 is not a number of seconds between 0\.001 and"
+    ):
         kvflow.Timing(heartbeat_s=0)
     await p.rest()
 

@@ -43,7 +43,12 @@ async def test_a_node_describes_itself(kvflow_pair: Pair) -> None:
     info = p.prefill.info
     assert (info.rank, info.world_size, info.backend) == (0, 1, "fake")
     assert info.incarnation == p.prefill.incarnation != p.decode.incarnation
-    assert (info.pool.page_size, info.pool.num_pages, info.pool.page_bytes, info.pool.components) == (4, 64, 96, 2)
+    assert (
+        info.pool.page_size,
+        info.pool.num_pages,
+        info.pool.page_bytes,
+        info.pool.components,
+    ) == (4, 64, 96, 2)
     assert rank_from_json(rank_to_json(info)) == info
 
 
@@ -52,7 +57,9 @@ async def test_the_allocator_may_be_the_callers() -> None:
     pages = PageAllocator(64, reserved=1)
     pools = [PagedPool.allocate(small_layout(), shared=False) for _ in range(2)]
     prefill = PrefillNode(pools[0], FakePlane(planes), bind=network.bind, timing=QUICK)
-    decode = DecodeNode(pools[1], FakePlane(planes), connect=network.connect, timing=QUICK, pages=pages)
+    decode = DecodeNode(
+        pools[1], FakePlane(planes), connect=network.connect, timing=QUICK, pages=pages
+    )
     async with prefill, decode:
         source = prefill.room(1, range(8))
         async with await decode.room(1, [prefill.info], range(8)) as target:
@@ -76,7 +83,9 @@ async def test_prompts_are_ids_of_any_integer_kind(kvflow_pair: Pair, dtype: typ
     target.close()
 
 
-async def test_a_word_is_resolved_once_for_all_who_wait_and_again_when_it_no_longer_serves(kvflow_pair: Pair) -> None:
+async def test_a_word_is_resolved_once_for_all_who_wait_and_again_when_it_no_longer_serves(
+    kvflow_pair: Pair,
+) -> None:
     p = kvflow_pair
     asked = 0
 
@@ -88,7 +97,9 @@ async def test_a_word_is_resolved_once_for_all_who_wait_and_again_when_it_no_lon
         return p.ranks
 
     p.decode._resolve = resolve
-    rooms = await asyncio.gather(*(p.decode.room(room, "registry:1", [1]).opened() for room in range(5)))
+    rooms = await asyncio.gather(
+        *(p.decode.room(room, "registry:1", [1]).opened() for room in range(5))
+    )
     rooms.append(await p.decode.room(9, "registry:1", [1]))
     assert asked == 1
     for room in rooms:
@@ -161,7 +172,11 @@ async def test_a_cancelled_close_drains_first(role: str, times: int) -> None:
         p.plane(p.prefill).release()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert not node.shell.endpoint.rooms and node.pool.pages.at_rest() and p.plane(node)._dead.is_set()
+        assert (
+            not node.shell.endpoint.rooms
+            and node.pool.pages.at_rest()
+            and p.plane(node)._dead.is_set()
+        )
         await node.close()
         target.close()
         await others_rest(p, role)
@@ -197,8 +212,12 @@ async def test_a_close_is_cancelled_while_the_two_connect(role: str) -> None:
         await others_rest(p, role)
 
 
-async def test_one_network_address_takes_so_many_places_and_no_more(kvflow_clean_loop: None) -> None:
-    """Over ZMQ: of the address that the TCP connection comes from, whatever a decode says of itself."""
+async def test_one_network_address_takes_so_many_places_and_no_more(
+    kvflow_clean_loop: None,
+) -> None:
+    """Over ZMQ: of the address that the TCP connection comes from, whatever a decode says of
+    itself.
+    """
 
     def connect_from_elsewhere(control: str, incarnation: int) -> ControlSocket:
         return connect_dealer(control.replace("tcp://", "tcp://127.0.0.2:0;"), incarnation)
@@ -214,7 +233,8 @@ async def test_one_network_address_takes_so_many_places_and_no_more(kvflow_clean
         async with prefill.room(1, range(8)), first.room(1, [prefill.info], range(8)):
             pass
         with pytest.raises(
-            RefusedError, match=r"1 decodes at 127\.0\.0\.1 are registered .* at most 1 for one address"
+            RefusedError,
+            match=r"1 decodes at 127\.0\.0\.1 are registered .* at most 1 for one address",
         ):
             await second.room(2, [prefill.info], range(8))
         async with prefill.room(3, range(8)), elsewhere.room(3, [prefill.info], range(8)):

@@ -1,4 +1,6 @@
-"""Rooms over pages of the engine's own allocator: held in the store from the call on, until nothing can touch them."""
+"""Rooms over pages of the engine's own allocator: held in the store from the call on, until nothing
+can touch them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 
 from kvflow.memory.external import ExternalPages
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import CapacityError, KvflowError, LostError, MisuseError, OwnershipError
+from kvflow.protocols.errors import (
+    CapacityError,
+    KvflowError,
+    LostError,
+    MisuseError,
+    OwnershipError,
+)
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.ports import PageStore
 from kvflow.testing.pair import Clock, Pair, pair, until
@@ -24,7 +32,9 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 @asynccontextmanager
-async def external_pair(*, verify: bool = False) -> AsyncIterator[tuple[Pair, ExternalPages, ExternalPages]]:
+async def external_pair(
+    *, verify: bool = False
+) -> AsyncIterator[tuple[Pair, ExternalPages, ExternalPages]]:
     """A pair whose nodes own no page: the stores of prefill's and of decode's engine."""
     async with pair() as p:
         stores = ExternalPages(64), ExternalPages(64)
@@ -35,7 +45,12 @@ async def external_pair(*, verify: bool = False) -> AsyncIterator[tuple[Pair, Ex
         prefill_pool, decode_pool = p.prefill.pool, p.decode.pool
         p.prefills[:] = [
             PrefillNode(
-                prefill_pool, FakePlane(p.planes), bind=p.network.bind, pages=stores[0], now=clocks[0].now, **common
+                prefill_pool,
+                FakePlane(p.planes),
+                bind=p.network.bind,
+                pages=stores[0],
+                now=clocks[0].now,
+                **common,
             )
         ]
         p.decodes[:] = [
@@ -71,7 +86,9 @@ async def test_pages_of_the_engines_own_are_filled_and_let_go(verify: bool) -> N
             await sending.released()
             assert sources.at_rest()
             filled = p.decode.pool.pages_bytes(np.array(MINE))
-            assert (filled == p.prefill.pool.pages_bytes(np.array([1, 2, 3]))).all() and filled.any()
+            assert (
+                filled == p.prefill.pool.pages_bytes(np.array([1, 2, 3]))
+            ).all() and filled.any()
 
 
 async def test_an_aborted_room_keeps_its_pages_until_the_proof() -> None:
@@ -121,7 +138,11 @@ async def test_pages_without_proof_stay_busy_until_the_next_node_has_it() -> Non
         assert list(loan.pages) == MINE and loan.incarnation == p.prefill.incarnation
         assert len(targets.busy(MINE)) == 3
         heir = DecodeNode(
-            p.decode.pool, FakePlane(p.planes), connect=p.network.connect, pages=targets, timing=p.decode.timing
+            p.decode.pool,
+            FakePlane(p.planes),
+            connect=p.network.connect,
+            pages=targets,
+            timing=p.decode.timing,
         )
         await heir.start()
         p.decodes[:] = [heir]
@@ -131,10 +152,14 @@ async def test_pages_without_proof_stay_busy_until_the_next_node_has_it() -> Non
         assert heir.quarantined_pages == 0
 
 
-async def test_pages_that_the_nodes_own_allocator_could_give_to_another_room(kvflow_pair: Pair) -> None:
+async def test_pages_that_the_nodes_own_allocator_could_give_to_another_room(
+    kvflow_pair: Pair,
+) -> None:
     """Before, they were lent all the same, and the allocator handed them out a second time."""
     p = kvflow_pair
-    with pytest.raises(OwnershipError, match=r"room 7: hold: page 9 has no owner; take them from node\.pages"):
+    with pytest.raises(
+        OwnershipError, match=r"room 7: hold: page 9 has no owner; take them from node\.pages"
+    ):
         p.decode.room(7, p.ranks, PROMPT, pages=MINE)
     taken = p.decode.pages.take(3, "engine")
     room = await p.decode.room(7, p.ranks, PROMPT, pages=taken)
@@ -167,7 +192,8 @@ async def test_a_room_without_pages_at_a_node_that_has_none() -> None:
         with pytest.raises(CapacityError, match="open the room with pages=, 3 of them"):
             await p.decode.room(7, p.ranks, PROMPT)
         sending = p.prefill.room(8, PROMPT)
-        async with p.decode.room(8, p.ranks, PROMPT, prefix_tokens=10) as room:  # decode has it all: no page is needed
+        # decode has it all: no page is needed.
+        async with p.decode.room(8, p.ranks, PROMPT, prefix_tokens=10) as room:
             assert await sending.matched() == 10
             sending.send([], last=True, handoff=b"42")
             assert await room.landed() == b"42" and len(room.keep("x")) == 0

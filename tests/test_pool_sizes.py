@@ -18,8 +18,10 @@ from kvflow.memory.available import Available
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 
-SLOTS = [StateKind("k", "bfloat16", (2, 16)), StateKind("v", "bfloat16", (2, 16))]  # 128 bytes a token, 2048 a page
-ROWS = [StateKind("conv", "bfloat16", (8, 4), ROW), StateKind("recurrent", "float32", (4, 16), ROW)]  # 320 bytes
+# 128 bytes a token, 2048 a page.
+SLOTS = [StateKind("k", "bfloat16", (2, 16)), StateKind("v", "bfloat16", (2, 16))]
+# 320 bytes.
+ROWS = [StateKind("conv", "bfloat16", (8, 4), ROW), StateKind("recurrent", "float32", (4, 16), ROW)]
 
 
 def sizes(streams: list[StateKind], **settings: Any) -> tuple[int, int]:
@@ -65,7 +67,10 @@ def test_fewer_rows_than_requests_are_told(caplog: pytest.LogCaptureFixture) -> 
         (SLOTS, "160 tokens, in 10 pages of 16: 20480 bytes, bfloat16, on cpu"),
         (
             [*SLOTS, *ROWS],
-            "160 tokens, in 10 pages of 16 and 34 rows for states: 31360 bytes, bfloat16, float32, on cpu",
+            (
+                "160 tokens, in 10 pages of 16 and 34 rows for states: 31360 bytes, bfloat16, "
+                "float32, on cpu"
+            ),
         ),
     ],
 )
@@ -89,47 +94,71 @@ def test_a_pool_below_the_context_is_told(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize(
     ("streams", "settings", "text"),
     [
-        (SLOTS, {"num_pages": 600}, r"^--num-pages 600: .* 1228800 bytes .*600 pages of 2048\), .* 488 pages fit$"),
+        (
+            SLOTS,
+            {"num_pages": 600},
+            r"^--num-pages 600: .* 1228800 bytes .*600 pages of 2048\), .* 488 pages fit$",
+        ),
         (
             [*SLOTS, *ROWS],
             {"num_pages": 600},
-            r"^--num-pages 600: .* 1315840 bytes .*600 pages of 2048 and 272 rows of 320\), .*at most 445 pages fit$",
+            (
+                r"^--num-pages 600: .* 1315840 bytes .*600 pages of 2048 and 272 rows of 320\), "
+                r".*at most 445 pages fit$"
+            ),
         ),
         ([*SLOTS, *ROWS], {}, r"^--pool-bytes 1073741824: the pool needs 8475648 bytes"),
         (
             [*SLOTS, *ROWS],
             {"num_pages": 1, "max_running_requests": 4096},
-            r"^--max-running-requests 4096: .*1 pages of 2048 and 4352 rows of 320\), .*at most 3125 rows fit, one for",
+            (
+                r"^--max-running-requests 4096: .*1 pages of 2048 and 4352 rows of 320\), .*at "
+                r"most 3125 rows fit, one for"
+            ),
         ),
-        (ROWS, {"max_running_requests": 4096}, r"^--max-running-requests 4096: .*at most 3125 rows fit"),
+        (
+            ROWS,
+            {"max_running_requests": 4096},
+            r"^--max-running-requests 4096: .*at most 3125 rows fit",
+        ),
     ],
 )
 def test_what_does_not_fit_memory_names_the_flag(
     streams: list[StateKind], settings: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "available_memory", lambda: Available(1_000_000, "memory of the machine"))
+    monkeypatch.setattr(
+        pool, "available_memory", lambda: Available(1_000_000, "memory of the machine")
+    )
     with pytest.raises(ConfigError, match=text):
         sizes(streams, **settings)
 
 
 def test_a_row_larger_than_its_share_is_refused() -> None:
     large = StateKind("recurrent", "float32", (1 << 14,), ROW)
-    with pytest.raises(ConfigError, match=r"--pool-bytes 65536: the state of one request takes 65536 bytes of 32768"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--pool-bytes 65536: the state of one request takes 65536 bytes of 32768",
+    ):
         sizes([*SLOTS, large], pool_bytes=1 << 16)
     assert sizes([large], pool_bytes=1 << 16)[1] == 1
 
 
 def test_a_row_of_sliding_windows_may_be_kept_in_pages(caplog: pytest.LogCaptureFixture) -> None:
     """Where windows are what takes the bytes, both messages name the way out."""
-    windows = StateKind("layer0.k.sliding_window_rows", "float32", (1024, 2, 8), ROW)  # 65,536 bytes
+    # 65,536 bytes.
+    windows = StateKind("layer0.k.sliding_window_rows", "float32", (1024, 2, 8), ROW)
 
     def made(pool_bytes: int) -> int:
         settings = Settings(pool_bytes=pool_bytes)
-        found = pool.make_pool(settings, [*SLOTS, windows], "model", torch.device("cpu"), ring_bytes=65536)
+        found = pool.make_pool(
+            settings, [*SLOTS, windows], "model", torch.device("cpu"), ring_bytes=65536
+        )
         found.close()
         return found.layout.num_rows
 
-    with pytest.raises(ConfigError, match=r"65536 bytes of 32768 .*--sliding-window-rows never") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"65536 bytes of 32768 .*--sliding-window-rows never"
+    ) as refusal:
         made(1 << 16)
     assert "\n" not in str(refusal.value)
     with caplog.at_level(logging.INFO, "kvflow.serve"):
@@ -141,7 +170,9 @@ def test_a_default_of_host_memory_that_is_too_small_ends_no_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As for models whose states take hundreds of megabytes a request: these are computed again."""
-    made = pool.make_pool(Settings(num_pages=1, max_running_requests=1), [*SLOTS, *ROWS], "model", torch.device("cpu"))
+    made = pool.make_pool(
+        Settings(num_pages=1, max_running_requests=1), [*SLOTS, *ROWS], "model", torch.device("cpu")
+    )
     monkeypatch.setattr(pool, "SnapshotStore", refusing)
     try:
         with caplog.at_level(logging.WARNING, "kvflow.serve"):
@@ -164,21 +195,37 @@ def refusing(*_: object) -> None:
     ("plane", "shards", "staging", "staged"),
     [
         *(("mooncake", 2, "auto", True), ("nixl", 2, "auto", True), ("mooncake", 4, "auto", True)),
-        *(("mooncake", 0, "auto", False), ("mooncake", 1, "auto", False), ("local", 2, "auto", False)),
-        *(("local", 2, "always", False), ("mooncake", 2, "always", True), ("mooncake", 3, "auto", False)),
+        *(
+            ("mooncake", 0, "auto", False),
+            ("mooncake", 1, "auto", False),
+            ("local", 2, "auto", False),
+        ),
+        *(
+            ("local", 2, "always", False),
+            ("mooncake", 2, "always", True),
+            ("mooncake", 3, "auto", False),
+        ),
     ],
 )
 def test_slices_that_would_be_tiny_land_in_staging(
     plane: Any, shards: int, staging: Any, staged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of two heads of 32 bytes: what a prefill of two or four shards would write; three cannot have as many each."""
+    """Of two heads of 32 bytes: what a prefill of two or four shards would write; three cannot have
+    as many each.
+    """
     settings = Settings(
-        num_pages=4, disaggregation_transfer_backend=plane, disaggregation_prefill_tp=shards, staging=staging
+        num_pages=4,
+        disaggregation_transfer_backend=plane,
+        disaggregation_prefill_tp=shards,
+        staging=staging,
     )
     made = pool.make_pool(settings, SLOTS, "model", torch.device("cpu"))
     with caplog.at_level(logging.INFO):
         found = pool.make_staging(settings, made, 0)
-    said = f"prefills of {shards} shards would write slices of 32 bytes on average over {plane}" in caplog.text
+    said = (
+        f"prefills of {shards} shards would write slices of 32 bytes on average over {plane}"
+        in caplog.text
+    )
     assert said == staged and (found is not None) == (staged or staging == "always")
     if found is not None:
         assert len(found.host.layout.components) == len(SLOTS) * (2 if staged else 1)
@@ -187,8 +234,12 @@ def test_slices_that_would_be_tiny_land_in_staging(
 
 
 def test_slices_of_large_heads_are_written_as_they_are() -> None:
-    settings = Settings(num_pages=2, disaggregation_transfer_backend="nixl", disaggregation_prefill_tp=2)
-    made = pool.make_pool(settings, [StateKind("k", "bfloat16", (2, 4096))], "model", torch.device("cpu"))
+    settings = Settings(
+        num_pages=2, disaggregation_transfer_backend="nixl", disaggregation_prefill_tp=2
+    )
+    made = pool.make_pool(
+        settings, [StateKind("k", "bfloat16", (2, 4096))], "model", torch.device("cpu")
+    )
     assert pool.make_staging(settings, made, 0) is None  # 8 KiB each
     made.close()
 
@@ -202,7 +253,9 @@ def test_without_memory_for_staging_slices_are_written_as_they_are(
         raise LayoutError("no memory for a pool")
 
     monkeypatch.setattr(pool, "Staging", refused)
-    settings = Settings(num_pages=4, disaggregation_transfer_backend="mooncake", disaggregation_prefill_tp=2)
+    settings = Settings(
+        num_pages=4, disaggregation_transfer_backend="mooncake", disaggregation_prefill_tp=2
+    )
     made = pool.make_pool(settings, SLOTS, "model", torch.device("cpu"))
     assert pool.make_staging(settings, made, 0) is None
     assert "slices are written as they are: no memory for a pool" in caplog.text

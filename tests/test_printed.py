@@ -1,5 +1,5 @@
-"""What README.md, docs/ and examples/ print runs as printed, in the shell of a new user without an environment of
-Python's."""
+"""What README.md, docs/ and examples/ print runs as printed, in the shell of a new user without an
+environment of Python's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ STEPS = printed.steps()
 SERVED = [step for step in STEPS if step.is_alone and step.name != printed.TWO_MACHINES]
 (TWO_MACHINES,) = [step for step in STEPS if step.name == printed.TWO_MACHINES]
 INSTALLS = [step for step in STEPS if step.name.endswith(": install")]
-LONG = [step for step in STEPS if step.name.startswith(("make", "kvflow")) and "--seed 7" not in step.name]
+LONG = [
+    step
+    for step in STEPS
+    if step.name.startswith(("make", "kvflow")) and "--seed 7" not in step.name
+]
 QUICK = [step for step in STEPS if step not in (*SERVED, TWO_MACHINES, *INSTALLS, *LONG)]
 # The build tool and the packages are those of this environment; nothing is downloaded.
 OFFLINE = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
@@ -64,9 +68,15 @@ def test_every_printed_command_is_run_or_has_a_reason() -> None:
     """And a reason has a command, and a step has nothing that is not printed."""
     run = {command for step in STEPS for command in step.commands}
     commands = [command for _, command in printed.printed()]
-    assert [found for found in printed.printed() if found[1] not in run and not printed.not_run(found[1])] == []
+    assert [
+        found
+        for found in printed.printed()
+        if found[1] not in run and not printed.not_run(found[1])
+    ] == []
     assert [command for command in commands if command in run and printed.not_run(command)] == []
-    assert [why for why in printed.NOT_RUN if not any(command.startswith(why) for command in commands)] == []
+    assert [
+        why for why in printed.NOT_RUN if not any(command.startswith(why) for command in commands)
+    ] == []
     assert run <= set(commands)
     assert len(run) >= 40
 
@@ -77,7 +87,10 @@ def test_every_block_of_a_command_enters_an_environment() -> None:
         for block in printed.blocks_of(page):
             commands = printed.commands_of(block)
             if page not in (printed.TWO_MACHINES, "docs/vllm.md") and "kvflow " in block:
-                assert commands[0].endswith("/bin/activate") or commands[0].startswith("curl "), (page, commands[0])
+                assert commands[0].endswith("/bin/activate") or commands[0].startswith("curl "), (
+                    page,
+                    commands[0],
+                )
 
 
 @pytest.mark.parametrize("step", QUICK, ids=named)
@@ -121,11 +134,18 @@ def test_two_machines(installed: Checkout) -> None:
     if not has_namespaces():
         pytest.skip("no network namespace can be made here, and two addresses need one")
     out = succeeded(TWO_MACHINES, installed)
-    answers = [json.loads(line) for line in re.sub(r"\}\{", "}\n{", out).splitlines() if line.startswith("{")]
+    answers = [
+        json.loads(line)
+        for line in re.sub(r"\}\{", "}\n{", out).splitlines()
+        if line.startswith("{")
+    ]
     workers, completion, to_decode, to_prefill = answers
     assert workers["stats"] == {"prefill_count": 1, "decode_count": 1, "regular_count": 0}
     assert completion["choices"][0]["text"]
-    assert [(one["role"], one["switched"]) for one in (to_decode, to_prefill)] == [("decode", True), ("prefill", True)]
+    assert [(one["role"], one["switched"]) for one in (to_decode, to_prefill)] == [
+        ("decode", True),
+        ("prefill", True),
+    ]
 
 
 @pytest.mark.parametrize("name", ["sync_engine.py", "bare_endpoints.py"])

@@ -1,4 +1,6 @@
-"""`kvflow bench abort`: what an abort in mid-transfer costs, and whether a byte of it reaches the pages' next owner."""
+"""`kvflow bench abort`: what an abort in mid-transfer costs, and whether a byte of it reaches the
+pages' next owner.
+"""
 
 from __future__ import annotations
 
@@ -48,16 +50,29 @@ class Plan(NamedTuple):
 def spread(values: list[float]) -> Row:
     """Median, 99th percentile and maximum."""
     median, p99, largest = np.percentile(values, (50, 99, 100))
-    return {"median": round(float(median), 3), "p99": round(float(p99), 3), "max": round(float(largest), 3)}
+    return {
+        "median": round(float(median), 3),
+        "p99": round(float(p99), 3),
+        "max": round(float(largest), 3),
+    }
 
 
-async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = SHAPE) -> dict[str, Any]:
-    """One data plane: aborts at random places, each followed by a stop of the bare plane in mid-transfer."""
+async def bench_plane(
+    plane: str, plan: Plan, say: Say, shape: dict[str, int] = SHAPE
+) -> dict[str, Any]:
+    """One data plane: aborts at random places, each followed by a stop of the bare plane in
+    mid-transfer.
+    """
     chance = random.Random(plan.seed)
     whole = set(chance.sample(range(plan.times), math.ceil(WHOLE_PAGES_IN * plan.times)))
     pages = (WATCHED_ROOMS + 2) * plan.pages
     open_pair = WorkerPair.open(
-        plane, plan.worker, order="page_first", pages=pages, rate_bytes_per_s=plan.rate_bytes_per_s, **shape
+        plane,
+        plan.worker,
+        order="page_first",
+        pages=pages,
+        rate_bytes_per_s=plan.rate_bytes_per_s,
+        **shape,
     )
     rows: list[Row] = []
     tried = 0
@@ -68,15 +83,25 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
         while len(rows) < plan.times and tried < TRIES * plan.times:
             tried += 1
             aim, look_at_all = chance.uniform(EARLIEST, LATEST), len(rows) in whole
-            sent, got = await pair.both("abort", room=tried, pages=plan.pages, aim=aim, whole=look_at_all)
-            moved, told = await pair.both("bare_stop", **bare, after_s=chance.uniform(*STOPPED_AFTER_S))
+            sent, got = await pair.both(
+                "abort", room=tried, pages=plan.pages, aim=aim, whole=look_at_all
+            )
+            moved, told = await pair.both(
+                "bare_stop", **bare, after_s=chance.uniform(*STOPPED_AFTER_S)
+            )
             if got["aborted"] and EARLIEST <= got["moved"] <= LATEST:
                 windows = {"window_s": moved["seconds"], "stop_s": told["seconds"]}
                 rows.append({**sent, **windows, "moved": got["moved"], "seconds": got["seconds"]})
                 if len(rows) % 20 == 0:
-                    say(f"{plane}: {len(rows)} aborts, the last after {got['moved']:.0%} of the bytes")
+                    say(
+                        f"{plane}: {len(rows)} aborts, the last after {got['moved']:.0%} of the "
+                        "bytes"
+                    )
         seen = await pair.decode.ask("look", after_s=SETTLE_S)
-        left = {name: await side.ask("state") for name, side in (("prefill", pair.prefill), ("decode", pair.decode))}
+        left = {
+            name: await side.ask("state")
+            for name, side in (("prefill", pair.prefill), ("decode", pair.decode))
+        }
     return {
         "aborts": len(rows),
         "not_counted": tried - len(rows),
@@ -87,8 +112,11 @@ async def bench_plane(plane: str, plan: Plan, say: Say, shape: dict[str, int] = 
 
 
 def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
-    """Times in ms. `windows`: each abort by the median bare window of this run. `stops`: by the time in which decode
-    has the bare plane stopped, median by median, p99 by p99, maximum by maximum: what the machine does delays both.
+    """Times in ms.
+
+    `windows`: each abort by the median bare window of this run. `stops`: by the time in which
+    decode has the bare plane stopped, median by median, p99 by p99, maximum by maximum: what the
+    machine does delays both.
     """
     if not rows:
         return {}
@@ -108,16 +136,25 @@ def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
 
 
 async def bench_peer(harness: str, plan: Plan, deferred: bool, say: Say) -> dict[str, Any]:
-    """SGLang's aborts: with its deferred release, or with the pages given to the next owner at once."""
+    """SGLang's aborts: with its deferred release, or with the pages given to the next owner at
+    once.
+    """
     env = {**PEER_ENV, DEFERRED: str(int(deferred))}
-    shape = {"layers": SHAPE["layers"], "heads": SHAPE["heads"], "dim": SHAPE["dim"], "pages": plan.pages + 64}
+    shape = {
+        "layers": SHAPE["layers"],
+        "heads": SHAPE["heads"],
+        "dim": SHAPE["dim"],
+        "pages": plan.pages + 64,
+    }
     rows: list[dict[str, Any]] = []
     chance, tried = random.Random(plan.seed), 0
     peer = await open_peer(harness, env, **shape)
     try:
         while len(rows) < min(PEER_TIMES, plan.times) and tried < TRIES * plan.times:
             tried += 1
-            seen = await peer.ask("abort", pages=plan.pages, after_s=chance.uniform(0, PEER_AFTER_S))
+            seen = await peer.ask(
+                "abort", pages=plan.pages, after_s=chance.uniform(0, PEER_AFTER_S)
+            )
             if seen["aborted"]:
                 rows.append(seen)
     finally:

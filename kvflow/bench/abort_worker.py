@@ -1,4 +1,5 @@
-"""One role of `kvflow bench abort` as a process of its own; what the commands are told, `worker.py` says.
+"""One role of `kvflow bench abort` as a process of its own; what the commands are told, `worker.py`
+says.
 
     python -m kvflow.bench.abort_worker prefill|decode
 
@@ -50,7 +51,13 @@ class AbortWorker(Worker):
         self._canary: CanaryPool
         self._bare_socket: ZmqSocket | None = None
         self._watched: deque[_Reused] = deque()
-        counted = ("foreign_bytes", "pages_hit", "aborts_hit", "marked_pages_checked", "whole_pages_checked")
+        counted = (
+            "foreign_bytes",
+            "pages_hit",
+            "aborts_hit",
+            "marked_pages_checked",
+            "whole_pages_checked",
+        )
         self._seen = dict.fromkeys(counted, 0)
 
     async def setup(self, **shape: Any) -> dict[str, Any]:
@@ -61,26 +68,33 @@ class AbortWorker(Worker):
         return reply
 
     async def reserve(self, *, pages: int) -> dict[str, Any]:
-        """Decode takes `pages` for the bare writes, and wipes what they have left elsewhere; prefill opens a socket."""
+        """Decode takes `pages` for the bare writes, and wipes what they have left elsewhere;
+        prefill opens a socket.
+        """
         if self.role == "prefill":
             self._bare_socket, port = bind_router("127.0.0.1", 0)
             return {"control": f"tcp://127.0.0.1:{port}"}
         kept, others = self.node.pages.take(pages, _SCRATCH), self.node.pages.free_pages
         left = self.node.pages.take(others, "wipe")
         self._canary.mark(left)
-        for one in left[:, None]:  # page by page, in this order: rooms shall go on finding them scattered
+        # Page by page, in this order: rooms shall go on finding them scattered.
+        for one in left[:, None]:
             self.node.pages.give_back(one, "wipe")
         return {"targets": kept.tolist()}
 
-    async def bare_stop(self, *, control: str, targets: list[int], window_pages: int, after_s: float) -> dict[str, Any]:
-        """The bare data plane moves window upon window to `targets`; after `after_s` decode asks it to stop, the window
-        under way is the last one, decode is told.
+    async def bare_stop(
+        self, *, control: str, targets: list[int], window_pages: int, after_s: float
+    ) -> dict[str, Any]:
+        """The bare data plane moves window upon window to `targets`; after `after_s` decode asks it
+        to stop, the window under way is the last one, decode is told.
 
-        Prefill's seconds are those of that window; decode's run from asking to being told: the rest of the window, a
-        thread, and two messages over a control socket without any room.
+        Prefill's seconds are those of that window; decode's run from asking to being told: the rest
+        of the window, a thread, and two messages over a control socket without any room.
         """
         if self.role == "decode":
-            socket = self._bare_socket = self._bare_socket or connect_dealer(control, self.node.incarnation)
+            socket = self._bare_socket = self._bare_socket or connect_dealer(
+                control, self.node.incarnation
+            )
             socket.send(b"")
             await socket.receive()  # it is moving now
             await asyncio.sleep(after_s)
@@ -113,7 +127,9 @@ class AbortWorker(Worker):
         return {"seconds": seconds}
 
     async def abort(self, *, room: int, pages: int, aim: float, whole: bool) -> dict[str, Any]:
-        """One room of `pages` pages that decode aborts when the part `aim` of its bytes has moved."""
+        """One room of `pages` pages that decode aborts when the part `aim`
+        of its bytes has moved.
+        """
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
         if self.role == "prefill":
             return await self._send(room, prompt, pages)
@@ -144,7 +160,8 @@ class AbortWorker(Worker):
         try:
             await room.done()
         except AbortedError:
-            while room.state.phase not in prefill_room.TERMINAL:  # noqa: ASYNC110 - rooms tell nobody of this
+            # Rooms tell nobody of this.
+            while room.state.phase not in prefill_room.TERMINAL:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         told = {line.what: line.at_s for line in room.story()}
         drain_s = told["write_ended"] - told.get("abort_received", told["write_ended"])
@@ -170,7 +187,9 @@ class AbortWorker(Worker):
         return {"aborted": True, "moved": moved, "seconds": reused.reusable_at_s - aborted_at_s}
 
     def _reuse(self, room: DecodeRoom, whole: bool, home: asyncio.Future[_Reused]) -> None:
-        """The room has ended: its pages are the free list's next, and go to an owner who writes at once."""
+        """The room has ended: its pages are the free list's next, and go to an owner who writes at
+        once.
+        """
         owner = ("reused", room.room)
         try:
             pages = self.node.pages.take(len(room.pages), owner)
@@ -179,7 +198,9 @@ class AbortWorker(Worker):
         reused = _Reused(pages, whole, owner, time.monotonic())
         if set(pages.tolist()) != set(room.pages.tolist()):
             self.node.pages.give_back(pages, owner)
-            return home.set_exception(TransferError(f"room {room.room} ended, its pages have not come back"))
+            return home.set_exception(
+                TransferError(f"room {room.room} ended, its pages have not come back")
+            )
         self._canary.mark(pages, whole=whole)
         self._watched.append(reused)
         return home.set_result(reused)
@@ -191,7 +212,9 @@ class AbortWorker(Worker):
         self._seen["foreign_bytes"] += int(foreign.sum())
         self._seen["pages_hit"] += int(np.count_nonzero(foreign))
         self._seen["aborts_hit"] += bool(foreign.any())
-        self._seen["whole_pages_checked" if reused.whole else "marked_pages_checked"] += len(reused.pages)
+        self._seen["whole_pages_checked" if reused.whole else "marked_pages_checked"] += len(
+            reused.pages
+        )
         self._canary.mark(reused.pages)
         self.node.pages.give_back(reused.pages, reused.owner)
 

@@ -1,9 +1,11 @@
-"""`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, beside SGLang's compiled tree.
+"""`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, beside
+SGLang's compiled tree.
 
-The protocol is one that radix trees are measured with: every prompt of the trace is matched, the path that was found is
-locked, as much is evicted as the rest needs, the rest is inserted, and the lock is released. With events, they are then
-taken and encoded as their subscribers read them. There is no pool and no model: only the index runs, and its clock is
-the CPU time of its thread. Tokens are prepared before the clock starts, in the form that each index takes them in.
+The protocol is one that radix trees are measured with: every prompt of the trace is matched, the
+path that was found is locked, as much is evicted as the rest needs, the rest is inserted, and the
+lock is released. With events, they are then taken and encoded as their subscribers read them. There
+is no pool and no model: only the index runs, and its clock is the CPU time of its thread. Tokens
+are prepared before the clock starts, in the form that each index takes them in.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ COMPARED = ("us_per_request", "evict_us", "deep_match_us")
 
 
 class CachePlan(NamedTuple):
-    """`page_size` and `capacity_tokens` in tokens; `events`: record KV events, and encode them after every request;
-    `rounds` interleaved turns; `peer`: folder of the radix harness."""
+    """`page_size` and `capacity_tokens` in tokens; `events`: record KV events, and encode them
+    after every request; `rounds` interleaved turns; `peer`: folder of the radix harness."""
 
     page_size: int = 64
     capacity_tokens: int = 3_000_000
@@ -55,7 +57,8 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
         raise MisuseError(f"--page-size {plan.page_size}: at least 1 token is needed")
     if plan.capacity_tokens < plan.page_size:
         raise MisuseError(
-            f"--capacity-tokens {plan.capacity_tokens} is less than one page of {plan.page_size} tokens (--page-size)"
+            f"--capacity-tokens {plan.capacity_tokens} is less than one page of {plan.page_size} "
+            "tokens (--page-size)"
         )
     capacity = plan.capacity_tokens // plan.page_size
     asked: Figures = {"page_size": plan.page_size, "capacity": capacity, "events": plan.events}
@@ -79,7 +82,10 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
     finally:
         if peer is not None:
             await peer.close()
-    report: Figures = {"plan": {**plan._asdict(), "requests": len(prompts)}, **middle(seen["kvflow"])}
+    report: Figures = {
+        "plan": {**plan._asdict(), "requests": len(prompts)},
+        **middle(seen["kvflow"]),
+    }
     if peer is not None:
         rounds = list(zip(seen["kvflow"], seen["sglang"], strict=True))
         ratios = {name: [ours[name] / theirs[name] for ours, theirs in rounds] for name in COMPARED}
@@ -99,9 +105,12 @@ def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bo
     return {**replayed, "evict_us": evict_us(), "deep_match_us": deep_match_us()}
 
 
-def replay(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False) -> Figures:
-    """CPU seconds of every call by its part, and the share of all tokens that was found cached. `capacity` in pages: of
-    a prompt that is longer only the beginning is cached."""
+def replay(
+    prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False
+) -> Figures:
+    """CPU seconds of every call by its part, and the share of all tokens that was found cached.
+
+    `capacity` in pages: of a prompt that is longer only the beginning is cached."""
     index, encoder = PrefixIndex(page_size, events=events), BatchEncoder(page_size)
     match_s, lock_s, evict_s, insert_s, events_s = seconds = [list[float]() for _ in PARTS]
     clock = time.thread_time
@@ -146,7 +155,9 @@ def evict_us() -> float:
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
     numbers = np.arange(LEAF_TOKENS // SHAPE_PAGE_SIZE, dtype=np.int32)
     for leaf in range(LEAVES):
-        ids = [leaf] * SHAPE_PAGE_SIZE + [draw.randrange(VOCABULARY) for _ in range(LEAF_TOKENS - SHAPE_PAGE_SIZE)]
+        ids = [leaf] * SHAPE_PAGE_SIZE + [
+            draw.randrange(VOCABULARY) for _ in range(LEAF_TOKENS - SHAPE_PAGE_SIZE)
+        ]
         index.insert(token_bytes(ids), numbers, leaf)
     began_s = time.thread_time()
     for _ in range(EVICTIONS):
@@ -155,7 +166,9 @@ def evict_us() -> float:
 
 
 def deep_match_us() -> float:
-    """CPU us of matching a prompt of 131,072 tokens, all cached, by 1,024 prompts of which each continues the last."""
+    """CPU us of matching a prompt of 131,072 tokens, all cached, by 1,024 prompts of which each
+    continues the last.
+    """
     gc.collect()
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
     tokens = token_bytes([draw.randrange(VOCABULARY) for _ in range(DEEP_TOKENS)])
@@ -174,7 +187,9 @@ def deep_match_us() -> float:
 def summary(figures: Figures) -> Figures:
     """With the seconds of all calls as us per request, and as spreads of each part."""
     seconds: dict[str, list[float]] = figures["seconds"]
-    parts = {part: spread([call_s * 1e6 for call_s in calls]) for part, calls in seconds.items() if calls}
+    parts = {
+        part: spread([call_s * 1e6 for call_s in calls]) for part, calls in seconds.items() if calls
+    }
     us = sum(map(sum, seconds.values())) / len(seconds["match"]) * 1e6
     rest = {name: value for name, value in figures.items() if name != "seconds"}
     return {"us_per_request": us, **rest, "parts_us": parts}
@@ -182,7 +197,12 @@ def summary(figures: Figures) -> Figures:
 
 def spread(values: list[float]) -> Figures:
     p50, p99 = np.percentile(values, (50, 99))
-    return {"mean": sum(values) / len(values), "p50": float(p50), "p99": float(p99), "calls": len(values)}
+    return {
+        "mean": sum(values) / len(values),
+        "p50": float(p50),
+        "p99": float(p99),
+        "calls": len(values),
+    }
 
 
 def middle(rounds: list[Figures]) -> Figures:

@@ -1,8 +1,10 @@
-"""`kvflow bench cache --capacity-curve`: hit rate by capacity, beside Mooncake's paper for its synthetic trace.
+"""`kvflow bench cache --capacity-curve`: hit rate by capacity, beside Mooncake's paper for its
+synthetic trace.
 
-`index` is kvflow's with pages of 512 tokens: cached tokens / tokens of all prompts. `lru` is what the curve was read
-beside: whole blocks only, forgotten one by one in the order of their last use, the first of a prompt before its last.
-The index lets the end of a prompt go before its beginning, so it is a little better where capacity is short.
+`index` is kvflow's with pages of 512 tokens: cached tokens / tokens of all prompts. `lru` is what
+the curve was read beside: whole blocks only, forgotten one by one in the order of their last use,
+the first of a prompt before its last. The index lets the end of a prompt go before its beginning,
+so it is a little better where capacity is short.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from kvflow.bench.cache_trace import BLOCK_TOKENS, Prompt
 from kvflow.protocols.errors import MisuseError
 
 MILLIONS = (0.1, 0.2, 0.5, 1, 2, 4, 5, 8, 10, 20, 50)
-PAPER = {0.1: 0.012, 1: 0.146, 2: 0.235, 4: 0.380, 5: 0.435, 8: 0.545, 10: 0.589, 50: 0.658}  # FAST'25, Fig. 9
+# FAST'25, Fig. 9.
+PAPER = {0.1: 0.012, 1: 0.146, 2: 0.235, 4: 0.380, 5: 0.435, 8: 0.545, 10: 0.589, 50: 0.658}
 PAPER_TRACE = "synthetic"
 WITHIN = 0.01
 
@@ -30,32 +33,50 @@ Say = Callable[[str], None]
 Row = dict[str, Any]
 
 
-async def capacity_curve(name: str, prompts: Sequence[Prompt], plot: Path | None, say: Say) -> dict[str, Any]:
-    """`name`: of the trace. `plot`: where an SVG is written. Returns {"table": rows, "holds": all within 0.01 of the
+async def capacity_curve(
+    name: str, prompts: Sequence[Prompt], plot: Path | None, say: Say
+) -> dict[str, Any]:
+    """`name`: of the trace.
+
+    `plot`: where an SVG is written. Returns {"table": rows, "holds": all within 0.01 of the
     paper's, or None for another trace}. Raises: MisuseError."""
     if plot is not None and not plot.parent.is_dir():
-        raise MisuseError(f"--plot {plot}: there is no folder {plot.parent}")  # before all is measured
+        # Before all is measured.
+        raise MisuseError(f"--plot {plot}: there is no folder {plot.parent}")
     rows: list[Row] = []
     for millions in MILLIONS:
         blocks = int(millions * 1e6) // BLOCK_TOKENS
         index = (await asyncio.to_thread(replay, prompts, BLOCK_TOKENS, blocks))["hit_rate"]
-        row: Row = {"capacity_tokens": int(millions * 1e6), "index": index, "lru": block_lru(prompts, blocks)}
+        row: Row = {
+            "capacity_tokens": int(millions * 1e6),
+            "index": index,
+            "lru": block_lru(prompts, blocks),
+        }
         if name == PAPER_TRACE and (paper := PAPER.get(millions)) is not None:
             off = max(abs(row["index"] - paper), abs(row["lru"] - paper))
             row |= {"paper": paper, "off": off, "holds": off <= WITHIN}
-        rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
+        rows.append(
+            {
+                key: round(value, 4) if isinstance(value, float) else value
+                for key, value in row.items()
+            }
+        )
         say(f"{millions:g}M tokens: {rows[-1]['index']:.3f}")
     held = [row["holds"] for row in rows if "holds" in row]
     if plot is not None:
         try:
-            await asyncio.to_thread(plot.write_text, svg(f"{name}: hit rate by capacity", rows), encoding="utf-8")
+            await asyncio.to_thread(
+                plot.write_text, svg(f"{name}: hit rate by capacity", rows), encoding="utf-8"
+            )
         except OSError as error:
             raise MisuseError(f"--plot {plot}: {error.strerror}") from None
     return {"table": rows, "holds": all(held) if held else None}
 
 
 def block_lru(prompts: Sequence[Prompt], capacity: int) -> float:
-    """The share of whole blocks that a plain LRU of `capacity` blocks has, up to the first that it lacks."""
+    """The share of whole blocks that a plain LRU of `capacity` blocks has, up to the first that it
+    lacks.
+    """
     cached: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
     for prompt in prompts:
@@ -71,10 +92,18 @@ def block_lru(prompts: Sequence[Prompt], capacity: int) -> float:
 
 
 def printed(rows: Sequence[Row]) -> Table:
-    shown = Table("capacity, tokens", "index", "lru", "paper", "off", "", title="hit rate by capacity")
+    shown = Table(
+        "capacity, tokens", "index", "lru", "paper", "off", "", title="hit rate by capacity"
+    )
     for row in rows:
-        figures = [f"{row[key]:.3f}" if key in row else "" for key in ("index", "lru", "paper", "off")]
-        shown.add_row(f"{row['capacity_tokens']:,}", *figures, "" if row.get("holds", True) else f"more than {WITHIN}")
+        figures = [
+            f"{row[key]:.3f}" if key in row else "" for key in ("index", "lru", "paper", "off")
+        ]
+        shown.add_row(
+            f"{row['capacity_tokens']:,}",
+            *figures,
+            "" if row.get("holds", True) else f"more than {WITHIN}",
+        )
     return shown
 
 
@@ -84,7 +113,9 @@ INDEX_COLOUR, PAPER_COLOUR = "#1f77b4", "#d62728"
 
 
 def svg(title: str, rows: Sequence[Row]) -> str:
-    """A plot with a logarithmic axis of capacities: the index as a line, the paper's figures as dots."""
+    """A plot with a logarithmic axis of capacities: the index as a line, the paper's figures as
+    dots.
+    """
     low, high = (math.log10(rows[at]["capacity_tokens"]) for at in (0, -1))
     top = max(TOP, *(row["index"] for row in rows))
 
@@ -94,10 +125,15 @@ def svg(title: str, rows: Sequence[Row]) -> str:
 
     left, right, bottom = MARGIN, WIDTH - MARGIN, HEIGHT - MARGIN
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
-        ' font-size="12">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+            'font-family="sans-serif" font-size="12">'
+        ),
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{WIDTH / 2}" y="{MARGIN / 2}" text-anchor="middle" font-size="15">{escape(title)}</text>',
+        (
+            f'<text x="{WIDTH / 2}" y="{MARGIN / 2}" text-anchor="middle" '
+            f'font-size="15">{escape(title)}</text>'
+        ),
     ]
     for tenth in range(0, int(top * 10) + 1, 2):
         y = place(rows[0]["capacity_tokens"], tenth / 10)[1]
@@ -110,7 +146,9 @@ def svg(title: str, rows: Sequence[Row]) -> str:
         label = f"{row['capacity_tokens'] / 1e6:g}M"
         parts.append(f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
     line = " ".join("{},{}".format(*place(row["capacity_tokens"], row["index"])) for row in rows)
-    parts.append(f'<polyline points="{line}" fill="none" stroke="{INDEX_COLOUR}" stroke-width="2"/>')
+    parts.append(
+        f'<polyline points="{line}" fill="none" stroke="{INDEX_COLOUR}" stroke-width="2"/>'
+    )
     for row in rows:
         if "paper" in row:
             x, y = place(row["capacity_tokens"], row["paper"])
@@ -118,7 +156,9 @@ def svg(title: str, rows: Sequence[Row]) -> str:
     parts += [
         f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">capacity, tokens</text>',
         f'<text x="{left + 12}" y="{MARGIN + 14}" fill="{INDEX_COLOUR}">kvflow</text>',
-        f'<text x="{left + 12}" y="{MARGIN + 30}" fill="{PAPER_COLOUR}">paper</text>' if "paper" in rows[0] else "",
+        f'<text x="{left + 12}" y="{MARGIN + 30}" fill="{PAPER_COLOUR}">paper</text>'
+        if "paper" in rows[0]
+        else "",
         "</svg>",
     ]
     return "\n".join(filter(None, parts)) + "\n"

@@ -1,5 +1,6 @@
-"""Traces of prompts as Mooncake publishes them: JSON lines with an `input_length` in tokens and `hash_ids`, one for
-each block of 512 tokens. Prompts that begin with the same ids begin with the same tokens."""
+"""Traces of prompts as Mooncake publishes them: JSON lines with an `input_length` in tokens and
+`hash_ids`, one for each block of 512 tokens. Prompts that begin with the same ids begin with the
+same tokens."""
 
 from __future__ import annotations
 
@@ -32,20 +33,34 @@ class Prompt(NamedTuple):
 
 
 def find_trace(name: str, folder: Path | None) -> Path:
-    """`name`: a file, or the name of a trace that lies in `folder` as NAME_trace.jsonl. Raises: MisuseError."""
+    """`name`: a file, or the name of a trace that lies in `folder` as NAME_trace.jsonl.
+
+    Raises: MisuseError.
+    """
     if name not in NAMED:
         if not Path(name).is_file():
-            raise MisuseError(f"--trace {name}: no such file, and no known name ({', '.join(NAMED)})")
+            raise MisuseError(
+                f"--trace {name}: no such file, and no known name ({', '.join(NAMED)})"
+            )
         return Path(name)
     path = None if folder is None else folder / f"{name}_trace.jsonl"
     if path is None or not path.is_file():
-        missing = f"{path} is not there" if path else f"neither --traces DIR nor {TRACES_VARIABLE} is given"
-        raise MisuseError(f"--trace {name}: {missing}; {name}_trace.jsonl is published in {PUBLISHED}")
+        missing = (
+            f"{path} is not there"
+            if path
+            else f"neither --traces DIR nor {TRACES_VARIABLE} is given"
+        )
+        raise MisuseError(
+            f"--trace {name}: {missing}; {name}_trace.jsonl is published in {PUBLISHED}"
+        )
     return path
 
 
 def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
-    """The first `limit` prompts of a file, or all of them (0). Raises: MisuseError, with the line that is wrong."""
+    """The first `limit` prompts of a file, or all of them (0).
+
+    Raises: MisuseError, with the line that is wrong.
+    """
     numbers: dict[int, int] = {}
     prompts: list[Prompt] = []
     with path.open("rb") as lines:
@@ -78,5 +93,7 @@ def _parse(line: bytes) -> tuple[int, list[int]]:
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):
         raise ValueError("hash_ids is not a list of integers")
     if len(ids) != (needed := -(-length // BLOCK_TOKENS)):
-        raise ValueError(f"{len(ids)} hash_ids for {length} tokens, which are {needed} blocks of {BLOCK_TOKENS}")
+        raise ValueError(
+            f"{len(ids)} hash_ids for {length} tokens, which are {needed} blocks of {BLOCK_TOKENS}"
+        )
     return length, ids

@@ -1,7 +1,8 @@
-"""Bytes that tell whose they are: what prefill writes, and what the next owner of the same pages put there.
+"""Bytes that tell whose they are: what prefill writes, and what the next owner of the same pages
+put there.
 
-Marks are the first and the last word of every component of a page, so a page of 32 layers has 128 of them: a write that
-comes late cannot miss all the marks of a page it reaches.
+Marks are the first and the last word of every component of a page, so a page of 32 layers has 128
+of them: a write that comes late cannot miss all the marks of a page it reaches.
 """
 
 from __future__ import annotations
@@ -25,15 +26,21 @@ class CanaryPool:
     """The words of a page-first pool on this machine; functions take page lists, int32 [n]."""
 
     def __init__(self, pool: PagedPool) -> None:
-        """Raises: MisuseError for a pool whose components are no whole words, or lie in several buffers."""
+        """Raises: MisuseError for a pool whose components are no whole words, or lie in several
+        buffers.
+        """
         layout = pool.layout
-        edges = [edge for c in layout.components for edge in (c.offset, c.offset + c.size_bytes - 8)]
+        edges = [
+            edge for c in layout.components for edge in (c.offset, c.offset + c.size_bytes - 8)
+        ]
         if len(layout.buffers) != 1 or any(edge % 8 for edge in edges):
             raise MisuseError("canaries need a page-first pool of whole words")
         (buffer,) = layout.buffers
         memory = (ctypes.c_uint64 * (buffer.size_bytes // 8)).from_address(buffer.address)
         self._pool = pool  # keeps the memory
-        self._words: NDArray[np.uint64] = np.ctypeslib.as_array(memory).reshape(layout.num_pages, -1)
+        self._words: NDArray[np.uint64] = np.ctypeslib.as_array(memory).reshape(
+            layout.num_pages, -1
+        )
         self._edges: NDArray[Any] = np.array(edges, dtype=np.int64) // 8
 
     @property
@@ -54,15 +61,21 @@ class CanaryPool:
         for few in self._in_turn(pages) if whole else ():
             self._words[few] = word
 
-    def foreign_bytes(self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False) -> NDArray[np.int64]:
-        """Per page, how many bytes of its marks (`whole`: of all of it) are not those of `word`. int64 [n]"""
+    def foreign_bytes(
+        self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False
+    ) -> NDArray[np.int64]:
+        """Per page, how many bytes of its marks (`whole`: of all of it) are not those of `word`.
+        int64 [n]
+        """
         if not whole:
             return _differing(self._words[pages[:, None], self._edges], word)
         return np.concatenate([_differing(self._words[few], word) for few in self._in_turn(pages)])
 
     @staticmethod
     def _in_turn(pages: PageIndices) -> list[PageIndices]:
-        return [pages[start : start + _PAGES_AT_ONCE] for start in range(0, len(pages), _PAGES_AT_ONCE)]
+        return [
+            pages[start : start + _PAGES_AT_ONCE] for start in range(0, len(pages), _PAGES_AT_ONCE)
+        ]
 
 
 def _differing(words: NDArray[np.uint64], word: np.uint64) -> NDArray[np.int64]:

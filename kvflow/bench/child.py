@@ -1,4 +1,6 @@
-"""What a benchmark's child process is made of: JSON lines in, JSON lines out, its CPU, its event loop's stalls."""
+"""What a benchmark's child process is made of: JSON lines in, JSON lines out, its CPU, its event
+loop's stalls.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def cpu_s() -> float:
 
 
 class Ticker:
-    """Lateness of a 1 ms ticker on the event loop: how long anything else on the loop would have waited."""
+    """Lateness of a 1 ms ticker on the event loop: how long anything else on the loop would have
+    waited.
+    """
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -44,8 +48,9 @@ class Ticker:
 class StallTicker(Ticker):
     """A ticker that tells stalls from lateness.
 
-    A tick is also late when the machine ran somebody else's process, so the CPU time that the loop's thread took
-    meanwhile is kept beside it: a stall of the loop's own making is the smaller of the two.
+    A tick is also late when the machine ran somebody else's process, so the CPU time that the
+    loop's thread took meanwhile is kept beside it: a stall of the loop's own making is the smaller
+    of the two.
     """
 
     def __init__(self) -> None:
@@ -62,12 +67,17 @@ class StallTicker(Ticker):
             due, cpu_before_s = max(due + TICK_S, now), cpu_now_s
 
     def stalls(self) -> dict[str, float]:
-        """Stop; the stalls in ms: of the loop's making (`stall_*`), and lateness whatever its reason (`late_*`)."""
+        """Stop; the stalls in ms: of the loop's making (`stall_*`), and lateness whatever its
+        reason (`late_*`).
+        """
         self._task.cancel()
         found: dict[str, float] = {}
         for name, seconds in (("stall", self.stall_s), ("late", self.late_s)):
             p99, largest = np.percentile(seconds or [0.0], (99, 100)) * 1e3
-            found |= {f"{name}_p99_ms": round(float(p99), 3), f"{name}_max_ms": round(float(largest), 3)}
+            found |= {
+                f"{name}_p99_ms": round(float(p99), 3),
+                f"{name}_max_ms": round(float(largest), 3),
+            }
         return found
 
 

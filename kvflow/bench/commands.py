@@ -25,9 +25,19 @@ def _checkout(text: str) -> Any:
 app = App(help="Measure transfers and rooms, each figure beside a peer or a limit of the same run.")
 
 Planes = Annotated[
-    str, typer.Option("--transfer-backend", help="Data planes, separated by commas.", metavar="local,mooncake,nixl")
+    str,
+    typer.Option(
+        "--transfer-backend",
+        help="Data planes, separated by commas.",
+        metavar="local,mooncake,nixl",
+    ),
 ]
-Peer = Annotated[str, typer.Option(help="Folder of the SGLang harness to measure against, interleaved.", metavar="DIR")]
+Peer = Annotated[
+    str,
+    typer.Option(
+        help="Folder of the SGLang harness to measure against, interleaved.", metavar="DIR"
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 
@@ -39,19 +49,28 @@ ALL_LOSSES = "killed prefill,silent prefill,killed decode,silent decode"
 def transfer(
     planes: Planes = "local,mooncake",
     pairs: Annotated[int, typer.Option(help="Interleaved pairs of each case.", min=2)] = 10,
-    order: Annotated[str, typer.Option(help="page_first, layer_first, or both with a comma.")] = "page_first",
-    verify: Annotated[bool, typer.Option("--verify", help="What --verify-transfers costs, instead.")] = False,
+    order: Annotated[
+        str, typer.Option(help="page_first, layer_first, or both with a comma.")
+    ] = "page_first",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="What --verify-transfers costs, instead.")
+    ] = False,
     tp: Annotated[
         str,
         typer.Option(
-            help="Slices between a prefill and a decode of other widths, through staging or not, instead.",
+            help=(
+                "Slices between a prefill and a decode of other widths, through staging or not, "
+                "instead."
+            ),
             metavar="2:1",
         ),
     ] = "",
     peer: Peer = "",
     as_json: AsJson = False,
 ) -> None:
-    """Goodput through rooms, divided by the bare data plane on the same page lists (needs 9 GiB of memory)."""
+    """Goodput through rooms, divided by the bare data plane on the same page lists (needs 9 GiB of
+    memory).
+    """
     from kvflow.bench.slices import bench_slices, widths_of
     from kvflow.bench.transfer import bench_transfer
 
@@ -71,22 +90,34 @@ def rooms(
         str,
         typer.Option(
             "--open",
-            help="Measure so many rooms that stay open instead, on the first data plane, e.g. 100,1000,10000,30000.",
+            help=(
+                "Measure so many rooms that stay open instead, on the first data plane, e.g. "
+                "100,1000,10000,30000."
+            ),
             metavar="N,N",
         ),
     ] = "",
-    rest_s: Annotated[float, typer.Option("--rest", help="Seconds they are watched at rest.", min=0.5)] = 5.0,
-    links: Annotated[int, typer.Option(help="And over so many links; 1: not measured.", min=1)] = 300,
+    rest_s: Annotated[
+        float, typer.Option("--rest", help="Seconds they are watched at rest.", min=0.5)
+    ] = 5.0,
+    links: Annotated[
+        int, typer.Option(help="And over so many links; 1: not measured.", min=1)
+    ] = 300,
     losses: Annotated[
         str, typer.Option(help="How peers are lost, separated by commas; empty: not at all.")
     ] = ALL_LOSSES,
-    freeze: Annotated[bool, typer.Option(help="gc.freeze while rooms are opened, as the roles do.")] = True,
-    tree: Annotated[Path | None, _checkout("Over the library of this checkout, with --open.")] = None,
+    freeze: Annotated[
+        bool, typer.Option(help="gc.freeze while rooms are opened, as the roles do.")
+    ] = True,
+    tree: Annotated[
+        Path | None, _checkout("Over the library of this checkout, with --open.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rooms/s, latency, CPU per room and event-loop stall, at 1, 32 and 256 rooms at once.
 
-    With --open: what N open rooms cost at rest, in links and collections, and when their peer is lost.
+    With --open: what N open rooms cost at rest, in links and collections, and when their peer is
+    lost.
     """
     from kvflow.bench.growth import Growth, bench_growth
     from kvflow.bench.rooms import bench_rooms
@@ -94,7 +125,9 @@ def rooms(
     names = tuple(planes.split(","))
     if not open_rooms:
         return _report(bench_rooms(names, rounds, peer or None, _say), as_json)
-    plan = Growth(names[0], rest_s, links, tuple(filter(None, losses.split(","))), freeze, str(tree or ""))
+    plan = Growth(
+        names[0], rest_s, links, tuple(filter(None, losses.split(","))), freeze, str(tree or "")
+    )
     return _report(bench_growth(_numbers("--open", open_rooms), plan, _say), as_json)
 
 
@@ -107,7 +140,8 @@ def abort(
     peer: Peer = "",
     as_json: AsJson = False,
 ) -> None:
-    """Aborts in mid-transfer: time until the pages are free, and foreign bytes in their next owner's hands.
+    """Aborts in mid-transfer: time until the pages are free, and foreign bytes in their next
+    owner's hands.
 
     Needs 5 GiB of memory at 256 pages.
     """
@@ -118,12 +152,15 @@ def abort(
 
 @app.command()
 def group(
-    ranks: Annotated[str, typer.Option(help="Sizes of the group, separated by commas.", metavar="N,N")] = "1,2,4,8",
+    ranks: Annotated[
+        str, typer.Option(help="Sizes of the group, separated by commas.", metavar="N,N")
+    ] = "1,2,4,8",
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of each size.", min=1)] = 5,
     requests: Annotated[int, typer.Option(help="Requests of each round.", min=1)] = 2_000,
     as_json: AsJson = False,
 ) -> None:
-    """What it costs that prefill ranks agree: decisions/s, CPU per room, growth per rank, event-loop stall.
+    """What it costs that prefill ranks agree: decisions/s, CPU per room, growth per rank,
+    event-loop stall.
 
     Beside the same frames over bare ZeroMQ sockets; rooms wait for nothing but the group.
     """
@@ -136,32 +173,47 @@ def group(
 def compare(
     what: Annotated[
         list[str],
-        typer.Argument(help="A bench and its options, after two dashes: -- rooms --rounds 1.", metavar="-- WHAT"),
+        typer.Argument(
+            help="A bench and its options, after two dashes: -- rooms --rounds 1.",
+            metavar="-- WHAT",
+        ),
     ],
     tree: Annotated[
-        list[str], typer.Option(help="Root of a checkout; the first is what ratios are to.", metavar="DIR")
+        list[str],
+        typer.Option(help="Root of a checkout; the first is what ratios are to.", metavar="DIR"),
     ],
     planes: Planes = "local,mooncake",
-    turns: Annotated[int, typer.Option(help="Interleaved turns: every tree once, the first twice.", min=1)] = 20,
+    turns: Annotated[
+        int, typer.Option(help="Interleaved turns: every tree once, the first twice.", min=1)
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """The same measurement of several checkouts, interleaved, beside the first one's ratio to itself.
+    """The same measurement of several checkouts, interleaved, beside the first one's ratio to
+    itself.
 
-    Options must be known to every tree; `-- rooms --open N` is measured by the bench of this tree in all of them.
+    Options must be known to every tree; `-- rooms --open N` is measured by the bench of this tree
+    in all of them.
     """
     from kvflow.bench.compare import bench_compare, printed
 
     trees = [str(one) for one in tree]
-    _table(asyncio.run(bench_compare(trees, tuple(planes.split(",")), what, turns, _say)), as_json, printed)
+    _table(
+        asyncio.run(bench_compare(trees, tuple(planes.split(",")), what, turns, _say)),
+        as_json,
+        printed,
+    )
 
 
 @app.command()
 def guards(
     planes: Planes = "local,mooncake",
-    turns: Annotated[int, typer.Option(help="Interleaved turns: every variant once, plain twice.", min=1)] = 12,
+    turns: Annotated[
+        int, typer.Option(help="Interleaved turns: every variant once, plain twice.", min=1)
+    ] = 12,
     as_json: AsJson = False,
 ) -> None:
-    """What a control key (CURVE) and --verify-transfers cost: rooms/s and goodput with and without, interleaved.
+    """What a control key (CURVE) and --verify-transfers cost: rooms/s and goodput with and without,
+    interleaved.
 
     Needs 12 GiB of memory.
     """
@@ -173,17 +225,29 @@ def guards(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Option("--model-path", help="The model to serve; empty: the demo model.")] = "",
-    api: Annotated[str, typer.Option(help="The streaming API: completions (OpenAI's) or generate.")] = "completions",
-    clients: Annotated[str, typer.Option(help="Clients at once, separated by commas.", metavar="N,N")] = "1,16",
+    model: Annotated[
+        str, typer.Option("--model-path", help="The model to serve; empty: the demo model.")
+    ] = "",
+    api: Annotated[
+        str, typer.Option(help="The streaming API: completions (OpenAI's) or generate.")
+    ] = "completions",
+    clients: Annotated[
+        str, typer.Option(help="Clients at once, separated by commas.", metavar="N,N")
+    ] = "1,16",
     new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.", min=2)] = 256,
     turns: Annotated[int, typer.Option(help="Interleaved turns of each case.", min=1)] = 5,
     threads: Annotated[int, typer.Option(help="Torch threads of every process.", min=1)] = 1,
-    streams: Annotated[int, typer.Option(help="Streams at once beside which GETs are timed; 0: none.", min=0)] = 256,
-    tree: Annotated[list[Path] | None, _checkout("Also the server of this checkout, in the same turns.")] = None,
+    streams: Annotated[
+        int, typer.Option(help="Streams at once beside which GETs are timed; 0: none.", min=0)
+    ] = 256,
+    tree: Annotated[
+        list[Path] | None, _checkout("Also the server of this checkout, in the same turns.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tokens/s of `kvflow up`, streamed through its router, divided by stock transformers' `generate`."""
+    """Tokens/s of `kvflow up`, streamed through its router, divided by stock transformers'
+    `generate`.
+    """
     from kvflow.bench.serve import ServePlan, bench_serve
 
     plan = ServePlan(
@@ -202,31 +266,50 @@ def serve(
 @app.command()
 def cache(
     trace: Annotated[
-        str, typer.Option(help="conversation, synthetic (Mooncake's, in --traces), or a file like them.")
+        str,
+        typer.Option(
+            help="conversation, synthetic (Mooncake's, in --traces), or a file like them."
+        ),
     ] = "conversation",
     traces: Annotated[
         Path | None,
-        typer.Option(help="Where NAME_trace.jsonl lie.", metavar="DIR", envvar="KVFLOW_TRACES", file_okay=False),
+        typer.Option(
+            help="Where NAME_trace.jsonl lie.",
+            metavar="DIR",
+            envvar="KVFLOW_TRACES",
+            file_okay=False,
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(help="Only the first of the trace; 0: all.", min=0)] = 0,
     page_size: Annotated[int, typer.Option("--page-size", help="Tokens of a page.", min=1)] = 64,
-    capacity: Annotated[int, typer.Option("--capacity-tokens", help="Tokens the cache holds.", min=1)] = 3_000_000,
+    capacity: Annotated[
+        int, typer.Option("--capacity-tokens", help="Tokens the cache holds.", min=1)
+    ] = 3_000_000,
     events: Annotated[
         bool, typer.Option("--events", help="Record KV events, and encode them after each request.")
     ] = False,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 3,
     curve: Annotated[
-        bool, typer.Option("--capacity-curve", help="Hit rate at 0.1M to 50M tokens instead, beside Mooncake's paper.")
+        bool,
+        typer.Option(
+            "--capacity-curve",
+            help="Hit rate at 0.1M to 50M tokens instead, beside Mooncake's paper.",
+        ),
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw that curve here, as SVG.", metavar="FILE", dir_okay=False)
+        Path | None,
+        typer.Option(help="Also draw that curve here, as SVG.", metavar="FILE", dir_okay=False),
     ] = None,
     peer: Annotated[
-        str, typer.Option(help="Folder of the harness of SGLang's compiled tree, interleaved.", metavar="DIR")
+        str,
+        typer.Option(
+            help="Folder of the harness of SGLang's compiled tree, interleaved.", metavar="DIR"
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """The prefix index on a trace of prompts: CPU us per request (match, lock, evict, insert) and hit rate.
+    """The prefix index on a trace of prompts: CPU us per request (match, lock, evict, insert) and
+    hit rate.
 
     And of one eviction among 50,000 leaves, and of one match of 131,072 tokens at depth 1,024.
     """
@@ -245,13 +328,16 @@ def cache(
 
 @app.command()
 def stalls(
-    rounds: Annotated[int, typer.Option(help="Rounds over all cases; the worst one counts.", min=1)] = 1,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds over all cases; the worst one counts.", min=1)
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """How long both roles' event loops stand still under the largest legal requests, beside an idle ticker.
+    """How long both roles' event loops stand still under the largest legal requests, beside an idle
+    ticker.
 
-    Answers of 4,000 tokens with top-20 log-probabilities or 64 stop strings, a prompt of 131,072 tokens, the largest
-    Bootstrap, 8 MiB of text.
+    Answers of 4,000 tokens with top-20 log-probabilities or 64 stop strings, a prompt of 131,072
+    tokens, the largest Bootstrap, 8 MiB of text.
     """
     from kvflow.bench.stalls import bench_stalls
 
@@ -262,22 +348,31 @@ def stalls(
 def offload(
     pages: Annotated[int, typer.Option(help="Scattered pages of 2 MiB.", min=1)] = 512,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 10,
-    order: Annotated[str, typer.Option(help="page_first, layer_first, or both with a comma.")] = "page_first",
+    order: Annotated[
+        str, typer.Option(help="page_first, layer_first, or both with a comma.")
+    ] = "page_first",
     batch: Annotated[
-        int, typer.Option(help="Sequences that the demo model decodes beside the copies; 0 = no steps.", min=0)
+        int,
+        typer.Option(
+            help="Sequences that the demo model decodes beside the copies; 0 = no steps.", min=0
+        ),
     ] = 8,
-    device: Annotated[str, typer.Option(help="Where pool and model are: cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="Where pool and model are: cpu, cuda or cuda:N.")
+    ] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Snapshots: GB/s of copy-out and restore, divided by one large memcpy of the same run.
 
-    And the time of decode steps beside them, divided by that of steps alone. Needs 4 GiB of memory at 512 pages.
+    And the time of decode steps beside them, divided by that of steps alone. Needs 4 GiB of memory
+    at 512 pages.
     """
     from kvflow.bench.offload import OffloadPlan, bench_offload
     from kvflow.memory.past_caches import copying_environment
 
     environment = copying_environment(os.environ)
-    if environment != dict(os.environ):  # as the roles that copy are started: it is read once, before the program
+    # As the roles that copy are started: it is read once, before the program.
+    if environment != dict(os.environ):
         os.execve(sys.executable, sys.orig_argv, environment)
     if device != "cpu":
         from kvflow.engine.model.device import find_device
@@ -291,30 +386,40 @@ def offload(
 @app.command()
 def overcommit(
     share: Annotated[
-        float, typer.Option(help="Share of the pages needed at worst that pools have.", min=0.05, max=1)
+        float,
+        typer.Option(help="Share of the pages needed at worst that pools have.", min=0.05, max=1),
     ] = 0.4,
-    ratio: Annotated[float, typer.Option(help="--new-token-ratio of the over-committed one.", min=0, max=1)] = 0.3,
+    ratio: Annotated[
+        float, typer.Option(help="--new-token-ratio of the over-committed one.", min=0, max=1)
+    ] = 0.3,
     requests: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 64,
     new_tokens: Annotated[int, typer.Option(help="Tokens of each request, at most.", min=2)] = 200,
-    host_bytes: Annotated[int, typer.Option(help="Host memory for retracted requests.", min=0)] = 1 << 28,
+    host_bytes: Annotated[int, typer.Option(help="Host memory for retracted requests.", min=0)] = 1
+    << 28,
     turns: Annotated[int, typer.Option(help="Interleaved turns of each load.", min=1)] = 5,
     threads: Annotated[int, typer.Option(help="Torch threads of every process.", min=1)] = 1,
     fixed_cost: Annotated[
         bool,
         typer.Option(
             "--fixed-cost",
-            help="Serve a deep, narrow random model, whose steps cost about the same for any batch as on accelerators.",
+            help=(
+                "Serve a deep, narrow random model, whose steps cost about the same for any batch "
+                "as on accelerators."
+            ),
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Requests/s of `kvflow up` with a pool that is too small, over-committed, divided by those in safe mode.
+    """Requests/s of `kvflow up` with a pool that is too small, over-committed, divided by those in
+    safe mode.
 
     And the bound: those of a pool that is never full, divided by the same.
     """
     from kvflow.bench.overcommit import OvercommitPlan, bench_overcommit
 
-    plan = OvercommitPlan(requests, new_tokens, share, ratio, host_bytes, turns, threads, fixed_cost)
+    plan = OvercommitPlan(
+        requests, new_tokens, share, ratio, host_bytes, turns, threads, fixed_cost
+    )
     _report(bench_overcommit(plan, _say), as_json)
 
 
@@ -335,7 +440,9 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
     """The numbers in a list with commas. Raises: MisuseError where one is not, or is below 1."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in words):
-        raise MisuseError(f"{option} {text!r} is not a list of numbers of at least 1, separated by commas")
+        raise MisuseError(
+            f"{option} {text!r} is not a list of numbers of at least 1, separated by commas"
+        )
     return tuple(map(int, words))
 
 
@@ -347,7 +454,9 @@ def _table(report: dict[str, Any], as_json: bool, printed: Callable[[Any], Table
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS).print(printed(report["table"]))
+        Console(width=None if sys.stdout.isatty() else TABLE_COLUMNS).print(
+            printed(report["table"])
+        )
 
 
 def _report(work: Coroutine[Any, Any, dict[str, Any]], as_json: bool) -> None:

@@ -1,9 +1,10 @@
-"""`kvflow bench compare`: one measurement of several checkouts, interleaved, beside the first one measured twice.
+"""`kvflow bench compare`: one measurement of several checkouts, interleaved, beside the first one
+measured twice.
 
-Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every ratio is to the first
-tree's figures of the same turn, so what the machine does meanwhile touches both; A/A shows the spread that a difference
-must exceed. Rooms and transfers alternate by short rounds (`side_by_side.py`); anything else is a whole run of
-`kvflow bench ...` a turn.
+Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every
+ratio is to the first tree's figures of the same turn, so what the machine does meanwhile touches
+both; A/A shows the spread that a difference must exceed. Rooms and transfers alternate by short
+rounds (`side_by_side.py`); anything else is a whole run of `kvflow bench ...` a turn.
 """
 
 from __future__ import annotations
@@ -33,12 +34,26 @@ Say = Callable[[str], None]
 Figures = dict[str, float]
 
 HIGHER_IS_BETTER = ("rooms_per_s", "rooms_per_s_first", "rooms_per_s_last", "rooms_gb_s", "ratio")
-LEFT_OUT = {"plan", "shape", "left", "raw", "must", "idle"}  # parts of a report that hold no figure to compare
-NO_FIGURES = {"raw_gb_s", "bare_window_ms", "bare_stop_ms", "moved", "received_per_s"}  # of the machine, or the load
+# Parts of a report that hold no figure to compare.
+LEFT_OUT = {"plan", "shape", "left", "raw", "must", "idle"}
+# Of the machine, or the load.
+NO_FIGURES = {"raw_gb_s", "bare_window_ms", "bare_stop_ms", "moved", "received_per_s"}
 PRINTED = {
     *HIGHER_IS_BETTER,
-    *("cpu_ms_per_room", "abort_to_reusable_ms", "abort_to_reusable_windows", "abort_to_reusable_stops"),
-    *("stall_max_ms", "cpu_percent", "sent_bytes_per_s", "full_ms", "ended_ms", "memory_kib_per_room"),
+    *(
+        "cpu_ms_per_room",
+        "abort_to_reusable_ms",
+        "abort_to_reusable_windows",
+        "abort_to_reusable_stops",
+    ),
+    *(
+        "stall_max_ms",
+        "cpu_percent",
+        "sent_bytes_per_s",
+        "full_ms",
+        "ended_ms",
+        "memory_kib_per_room",
+    ),
 }
 
 
@@ -53,14 +68,19 @@ async def bench_compare(
     runs = {chr(ord("A") + at): tree for at, tree in enumerate(trees)} | {AGAIN: trees[0]}
     if what[0] in SIDE_BY_SIDE and "--open" not in what:
         if len(what) > 1:
-            raise MisuseError(f"compare {what[0]} takes no option {what[1]}: give the data planes before the dashes")
+            raise MisuseError(
+                f"compare {what[0]} takes no option {what[1]}: give the data planes before the "
+                "dashes"
+            )
         seen = await SIDE_BY_SIDE[what[0]](runs, planes, turns, say)
     else:
         seen = await _whole_runs(runs, (*what, "--transfer-backend", ",".join(planes)), turns, say)
     return {"trees": list(trees), "what": list(what), "turns": seen, "table": table(seen)}
 
 
-async def _whole_runs(runs: dict[str, str], what: Sequence[str], turns: int, say: Say) -> list[dict[str, Figures]]:
+async def _whole_runs(
+    runs: dict[str, str], what: Sequence[str], turns: int, say: Say
+) -> list[dict[str, Figures]]:
     seen: list[dict[str, Figures]] = []
     names = list(runs)
     for turn in range(turns):
@@ -71,21 +91,27 @@ async def _whole_runs(runs: dict[str, str], what: Sequence[str], turns: int, say
 
 
 async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
-    """One run of `kvflow bench` over the library in `tree`: by its own code, or, for open rooms, by this one's."""
+    """One run of `kvflow bench` over the library in `tree`: by its own code, or, for open rooms, by
+    this one's.
+    """
     if "--open" in what:
         return await _bench(str(HERE), *what, "--tree", tree)
     return await _bench(tree, *what)
 
 
 def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
-    """The figures of a report by their path, CPU of both sides added up; spreads by their median."""
+    """The figures of a report by their path, CPU of both sides added up;
+    spreads by their median.
+    """
     found: Figures = {}
     for name, value in report.items():
         here = (*path, name)
         if name in LEFT_OUT or name in NO_FIGURES:
             continue
         if isinstance(value, dict):
-            found |= {" ".join(here): value["median"]} if "median" in value else flatten(value, here)
+            found |= (
+                {" ".join(here): value["median"]} if "median" in value else flatten(value, here)
+            )
         elif path and isinstance(value, float) and value > 0:
             found[" ".join(here)] = value
     if {"cpu_ms_per_room_prefill", "cpu_ms_per_room_decode"} <= report.keys():
@@ -95,44 +121,81 @@ def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
 
 
 def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
-    """A row per figure and tree: the first tree's median, the ratios to it turn by turn, and its own to itself.
+    """A row per figure and tree: the first tree's median, the ratios to it turn by turn, and its
+    own to itself.
 
-    A ratio is to the geometric mean of the first tree's two figures of that turn. `spread` is the factor by which these
-    two typically differ; a tree is worse when its median ratio is worse by more than that. Other load only ever makes a
-    figure worse, so `best` compares the better quartiles of all turns too: the tree's, and A/A's, to the first one's.
-    A figure that is 0 in some turn has no ratio and no row.
+    A ratio is to the geometric mean of the first tree's two figures of that turn. `spread` is the
+    factor by which these two typically differ; a tree is worse when its median ratio is worse by
+    more than that. Other load only ever makes a figure worse, so `best` compares the better
+    quartiles of all turns too: the tree's, and A/A's, to the first one's. A figure that is 0 in
+    some turn has no ratio and no row.
     """
     rows: list[dict[str, Any]] = []
     names = [name for name in sorted(seen[0]) if name not in ("A", AGAIN)] or [AGAIN]
     all_figures = [figures for turn in seen for figures in turn.values()]
-    common = [key for key in seen[0]["A"] if all(figures.get(key, 0) > 0 for figures in all_figures)]
+    common = [
+        key for key in seen[0]["A"] if all(figures.get(key, 0) > 0 for figures in all_figures)
+    ]
     for key in common:
         higher = key.endswith(HIGHER_IS_BETTER)
         same = [turn[AGAIN][key] / turn["A"][key] for turn in seen]
         spread = statistics.median(max(ratio, 1 / ratio) for ratio in same)
         for name in names:
-            ratio = _places([turn[name][key] / math.sqrt(turn["A"][key] * turn[AGAIN][key]) for turn in seen])
+            ratio = _places(
+                [turn[name][key] / math.sqrt(turn["A"][key] * turn[AGAIN][key]) for turn in seen]
+            )
             worse = ratio["median"] * spread < 1 if higher else ratio["median"] > spread
-            row = {"figure": key, "tree": name, "a": statistics.median(turn["A"][key] for turn in seen)}
-            row |= {"ratio": ratio, "a_a": _places(same), "spread": round(spread, 3), "worse": worse}
+            row = {
+                "figure": key,
+                "tree": name,
+                "a": statistics.median(turn["A"][key] for turn in seen),
+            }
+            row |= {
+                "ratio": ratio,
+                "a_a": _places(same),
+                "spread": round(spread, 3),
+                "worse": worse,
+            }
             good = {
                 run: np.percentile([turn[run][key] for turn in seen], 75 if higher else 25)
                 for run in ("A", name, AGAIN)
             }
-            row["best"] = {"ratio": round(good[name] / good["A"], 3), "a_a": round(good[AGAIN] / good["A"], 3)}
+            row["best"] = {
+                "ratio": round(good[name] / good["A"], 3),
+                "a_a": round(good[AGAIN] / good["A"], 3),
+            }
             rows.append({**row, "better": "higher" if higher else "lower"})
     return rows
 
 
 def printed(rows: list[dict[str, Any]]) -> Table:
-    """The rows that are asked about most; a star where a tree is worse than the first one's spread explains."""
+    """The rows that are asked about most; a star where a tree is worse than the first one's spread
+    explains.
+    """
     shown = Table(
-        "figure", "better", "A", "tree", "ratio [min median max]", "A/A [min median max]", "spread", "best, A/A", ""
+        "figure",
+        "better",
+        "A",
+        "tree",
+        "ratio [min median max]",
+        "A/A [min median max]",
+        "spread",
+        "best, A/A",
+        "",
     )
     for row in rows:
         if row["figure"].rsplit(" ", 1)[-1] in PRINTED:
-            ratios = [f"[{r['min']:.2f} {r['median']:.3f} {r['max']:.2f}]" for r in (row["ratio"], row["a_a"])]
-            cells = [row["figure"], row["better"], f"{row['a']:.4g}", row["tree"], *map(escape, ratios)]
+            ratios = [
+                f"[{r['min']:.2f} {r['median']:.3f} {r['max']:.2f}]"
+                for r in (row["ratio"], row["a_a"])
+            ]
+            cells = [
+                row["figure"],
+                row["better"],
+                f"{row['a']:.4g}",
+                row["tree"],
+                *map(escape, ratios),
+            ]
             best = f"{row['best']['ratio']:.3f}, {row['best']['a_a']:.3f}"
             shown.add_row(*cells, f"{row['spread']:.3f}", best, "*" if row["worse"] else "")
     return shown
@@ -140,19 +203,29 @@ def printed(rows: list[dict[str, Any]]) -> Table:
 
 def _places(ratios: list[float]) -> dict[str, float]:
     places = np.percentile(ratios, (0, 25, 50, 75, 100))
-    return {name: round(float(at), 3) for name, at in zip(("min", "q1", "median", "q3", "max"), places, strict=True)}
+    return {
+        name: round(float(at), 3)
+        for name, at in zip(("min", "q1", "median", "q3", "max"), places, strict=True)
+    }
 
 
 async def _check(tree: str) -> None:
     """Raises: MisuseError when what runs there would not be what lies there."""
-    find = "import importlib.util as u; found = u.find_spec('kvflow'); print(found.origin if found else 'no kvflow')"
+    find = (
+        "import importlib.util as u; found = u.find_spec('kvflow'); print(found.origin if found "
+        "else 'no kvflow')"
+    )
     origin = (await _run(tree, "-c", find)).strip()
     if not origin.startswith(tree + os.sep):
-        raise MisuseError(f"--tree {tree}: Python imports {origin} from there; name the root of a checkout")
+        raise MisuseError(
+            f"--tree {tree}: Python imports {origin} from there; name the root of a checkout"
+        )
 
 
 async def _bench(tree: str, *what: str) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(await _run(tree, "-m", "kvflow.cli", "bench", *what, "--json"))
+    report: dict[str, Any] = json.loads(
+        await _run(tree, "-m", "kvflow.cli", "bench", *what, "--json")
+    )
     return report
 
 
@@ -171,5 +244,8 @@ async def _run(tree: str, *argv: str) -> str:
             child.kill()
             await child.wait()
     if child.returncode:
-        raise KvflowError(f"python {' '.join(argv)} in {tree} ended with {child.returncode}: {err.decode()[-2000:]}")
+        raise KvflowError(
+            f"python {' '.join(argv)} in {tree} ended with {child.returncode}: "
+            f"{err.decode()[-2000:]}"
+        )
     return out.decode()

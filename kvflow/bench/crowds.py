@@ -1,4 +1,6 @@
-"""Crowds for `kvflow bench stalls`: what costs prefill's event loop by its number alone, whatever else is served."""
+"""Crowds for `kvflow bench stalls`: what costs prefill's event loop by its number alone, whatever
+else is served.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: flo
 
 async def announced_rooms(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
     """A decode announces rooms that no engine opens here, and is killed: all of them are void."""
-    decode = await Process.spawn(sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", "crowd", name="crowd")
+    decode = await Process.spawn(
+        sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", "crowd", name="crowd"
+    )
     try:
         await decode.ask("announce", count=ANNOUNCED_ROOMS, rank=ready["rank"])
         await prefill.ask("announced", count=ANNOUNCED_ROOMS)

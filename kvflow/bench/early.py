@@ -1,9 +1,11 @@
-"""Time to first token of prompts whose decode comes later than their prefill, with `--optimistic-prefill` and without.
+"""Time to first token of prompts whose decode comes later than their prefill, with
+`--optimistic-prefill` and without.
 
     python -m kvflow.bench.early [--turns N] [--gap-s S]
 
-Two `kvflow up` side by side, asked in turn: prefill's leg, then after the gap decode's, from which the time counts. It
-is the best case: prefill has nothing else to do. Where prefill is what requests wait for, there is nothing to gain.
+Two `kvflow up` side by side, asked in turn: prefill's leg, then after the gap decode's, from which
+the time counts. It is the best case: prefill has nothing else to do. Where prefill is what requests
+wait for, there is nothing to gain.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ _rooms = itertools.count(1)
 
 
 async def bench_early(turns: int, gap_s: float) -> dict[str, Any]:
-    """Returns {"off" | "on": {"ms": first tokens, "median_ms"}, "optimistic": the counts of the one that begins early}.
+    """Returns {"off" | "on": {"ms": first tokens, "median_ms"}, "optimistic": the counts of the one
+    that begins early}.
 
     Raises: KvflowError when a server does not start, or refuses.
     """
     async with AsyncExitStack() as stack:
         servers = {
-            name: await stack.enter_async_context(serving(str(DEMO_MODEL_DIR), 1, arguments=arguments))
+            name: await stack.enter_async_context(
+                serving(str(DEMO_MODEL_DIR), 1, arguments=arguments)
+            )
             for name, arguments in (("off", ()), ("on", ("--optimistic-prefill", "1")))
         }
         session = await stack.enter_async_context(aiohttp.ClientSession())
@@ -56,7 +61,11 @@ async def _first_token_ms(session: aiohttp.ClientSession, server: Server, gap_s:
     async with session.get(f"{prefill}/server_info") as answer:
         port = (await answer.json())["disaggregation_bootstrap_port"]
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-    meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": next(_rooms)}
+    meeting = {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": port,
+        "bootstrap_room": next(_rooms),
+    }
     body = {"text": PROMPT, "sampling_params": sampling, **meeting}
     leg = asyncio.ensure_future(session.post(f"{prefill}/generate", json=body))
     try:
@@ -80,9 +89,16 @@ def main() -> None:
         prog="python -m kvflow.bench.early", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--turns", type=int, default=7, help="pairs of requests that are measured")
-    parser.add_argument("--gap-s", type=float, default=1.5, help="seconds from prefill's leg to decode's; less than 5")
+    parser.add_argument(
+        "--gap-s",
+        type=float,
+        default=1.5,
+        help="seconds from prefill's leg to decode's; less than 5",
+    )
     given = parser.parse_args()
-    sys.stdout.write(json.dumps(asyncio.run(bench_early(given.turns, given.gap_s)), indent=2) + "\n")
+    sys.stdout.write(
+        json.dumps(asyncio.run(bench_early(given.turns, given.gap_s)), indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

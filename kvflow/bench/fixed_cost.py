@@ -1,7 +1,9 @@
-"""A model for benchmarks whose decode steps cost about the same for 16 rows as for 48, as they do on accelerators.
+"""A model for benchmarks whose decode steps cost about the same for 16 rows as for 48, as they do
+on accelerators.
 
-It is deep and very narrow: on a CPU, calling its many small kernels takes longer than what they compute. Its weights
-are random, and large, so that its tokens do not repeat themselves. They mean nothing: it is for timings alone.
+It is deep and very narrow: on a CPU, calling its many small kernels takes longer than what they
+compute. Its weights are random, and large, so that its tokens do not repeat themselves. They mean
+nothing: it is for timings alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""`kvflow bench group`: what it costs that ranks agree, beside the same frames over bare ZeroMQ sockets.
+"""`kvflow bench group`: what it costs that ranks agree, beside the same frames over bare ZeroMQ
+sockets.
 
-A process a rank, real shells and sockets; rooms that wait for nothing, so that the agreement alone is measured. A
-request is three decisions (open, start, succeed), which go to every rank, and two votes of every rank: the bare sockets
-carry frames of those sizes in that order, in a thread that does nothing else.
+A process a rank, real shells and sockets; rooms that wait for nothing, so that the agreement alone
+is measured. A request is three decisions (open, start, succeed), which go to every rank, and two
+votes of every rank: the bare sockets carry frames of those sizes in that order, in a thread that
+does nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ Row = dict[str, float]
 
 
 def frame_sizes() -> tuple[list[int], int]:
-    """Bytes of each decision about one request, and of one vote, as in a group that has run for a while."""
+    """Bytes of each decision about one request, and of one vote, as in a group that has run for a
+    while.
+    """
     ends: dict[str, Any] = {
         "leader": Incarnation(1 << 62),
         "member": Incarnation(1 << 61),
@@ -40,10 +44,17 @@ def frame_sizes() -> tuple[list[int], int]:
         "seq": 1_000,
         "ticket": Ticket(1_000),
     }
-    later = [wire.Decision(**ends, number=1_000, ruling=ruling) for ruling in (Ruling.START, Ruling.SUCCEED)]
-    opened = msgspec.structs.replace(later[0], ruling=Ruling.OPEN, room=RoomId(1_000), request=bytes(REQUEST_BYTES))
+    later = [
+        wire.Decision(**ends, number=1_000, ruling=ruling)
+        for ruling in (Ruling.START, Ruling.SUCCEED)
+    ]
+    opened = msgspec.structs.replace(
+        later[0], ruling=Ruling.OPEN, room=RoomId(1_000), request=bytes(REQUEST_BYTES)
+    )
     decisions = [opened, *later]
-    return [len(encode(decision)) for decision in decisions], len(encode(wire.RankVote(**ends, vote=Vote.READY)))
+    return [len(encode(decision)) for decision in decisions], len(
+        encode(wire.RankVote(**ends, vote=Vote.READY))
+    )
 
 
 class Ranks:
@@ -68,13 +79,18 @@ class Ranks:
         await first.ask("bare_ready")
 
     async def agree(self, count: int, concurrency: int) -> Row:
-        """`count` requests through the group. A stall is of a loop's own making: see `StallTicker`."""
+        """`count` requests through the group.
+
+        A stall is of a loop's own making: see `StallTicker`.
+        """
         await self.every("begin")
         arguments = {"count": count, "concurrency": concurrency, "request_bytes": REQUEST_BYTES}
         seen = await self.processes[0].ask("requests", **arguments)
         first, *others = await self.every("end")
         if seen["decisions"] != DECISIONS * count:
-            raise RuntimeError(f"{count} requests took {seen['decisions']} decisions, not {DECISIONS * count}")
+            raise RuntimeError(
+                f"{count} requests took {seen['decisions']} decisions, not {DECISIONS * count}"
+            )
         return {
             "requests_per_s": count / seen["seconds"],
             "decisions_per_s": seen["decisions"] / seen["seconds"],
@@ -82,7 +98,9 @@ class Ranks:
             "p99_ms": seen["p99_ms"],
             "cpu_ms_per_room": (first["cpu_s"] + sum(one["cpu_s"] for one in others)) / count * 1e3,
             "cpu_ms_per_room_rank_0": first["cpu_s"] / count * 1e3,
-            "cpu_ms_per_room_other_rank": statistics.mean([one["cpu_s"] for one in others] or [0.0]) / count * 1e3,
+            "cpu_ms_per_room_other_rank": statistics.mean([one["cpu_s"] for one in others] or [0.0])
+            / count
+            * 1e3,
             "stall_p99_ms_rank_0": first["stall_p99_ms"],
             "stall_max_ms_rank_0": first["stall_max_ms"],
             "stall_max_ms_other_rank": max([one["stall_max_ms"] for one in others] or [0.0]),
@@ -90,7 +108,9 @@ class Ranks:
 
     async def bare(self, count: int, concurrency: int) -> Row:
         sizes, vote_bytes = frame_sizes()
-        seen = await self.every("bare", count=count, concurrency=concurrency, sizes=sizes, vote_bytes=vote_bytes)
+        seen = await self.every(
+            "bare", count=count, concurrency=concurrency, sizes=sizes, vote_bytes=vote_bytes
+        )
         first = seen[0]
         return {
             "requests_per_s": count / first["seconds"],
@@ -111,7 +131,9 @@ async def group_of(ranks: int) -> AsyncIterator[Ranks]:
     processes: list[Process] = []
     try:
         for rank in range(ranks):
-            processes.append(await Process.spawn(sys.executable, "-P", "-m", WORKER, name=f"rank {rank}"))
+            processes.append(
+                await Process.spawn(sys.executable, "-P", "-m", WORKER, name=f"rank {rank}")
+            )
         group = Ranks(processes)
         await group.setup()
         yield group
@@ -123,8 +145,9 @@ async def group_of(ranks: int) -> AsyncIterator[Ranks]:
 async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say) -> dict[str, Any]:
     """Each size of a group in turn, its rounds interleaved with bare ones.
 
-    Returns {"rounds", "requests", "frame_bytes", "groups": {ranks: {concurrency: {"group", "bare", "ratios"}, "left"}},
-    "growth": {concurrency: ...}}; figures are medians, ratios medians of those round by round.
+    Returns {"rounds", "requests", "frame_bytes", "groups": {ranks: {concurrency: {"group", "bare",
+    "ratios"}, "left"}}, "growth": {concurrency: ...}}; figures are medians, ratios medians of those
+    round by round.
     """
     decisions, vote = frame_sizes()
     groups: dict[str, dict[str, Any]] = {}
@@ -134,10 +157,22 @@ async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say)
         for concurrency in CONCURRENCY:
             row = groups[str(ranks)][str(concurrency)]["group"]
             rate, cpu_ms = row["decisions_per_s"], row["cpu_ms_per_room"]
-            say(f"{ranks} ranks, {concurrency} at once: {rate:.0f} decisions/s, {cpu_ms:.3f} ms of CPU a room")
-    growth = {str(c): growth_of({ranks: groups[str(ranks)][str(c)] for ranks in sizes}) for c in CONCURRENCY}
+            say(
+                f"{ranks} ranks, {concurrency} at once: {rate:.0f} decisions/s, {cpu_ms:.3f} ms of "
+                "CPU a room"
+            )
+    growth = {
+        str(c): growth_of({ranks: groups[str(ranks)][str(c)] for ranks in sizes})
+        for c in CONCURRENCY
+    }
     frames = {"decisions": decisions, "vote": vote}
-    return {"rounds": rounds, "requests": count, "frame_bytes": frames, "groups": groups, "growth": growth}
+    return {
+        "rounds": rounds,
+        "requests": count,
+        "frame_bytes": frames,
+        "groups": groups,
+        "growth": growth,
+    }
 
 
 async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
@@ -153,20 +188,26 @@ async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
         found[str(concurrency)] = {
             "group": _medians(ours),
             "bare": _medians(bare),
-            "ratios": _medians([{name: mine[name] / its[name] for name in its} for mine, its in pairs]),
+            "ratios": _medians(
+                [{name: mine[name] / its[name] for name in its} for mine, its in pairs]
+            ),
         }
     return found | {"left": await group.at_rest()}
 
 
 def growth_of(rows: dict[int, dict[str, Row]]) -> dict[str, Row]:
-    """What each rank beyond those of the smallest group adds: CPU of one room over all processes, in ms."""
+    """What each rank beyond those of the smallest group adds: CPU of one room over all processes,
+    in ms.
+    """
     fewest, most = min(rows), max(rows)
     if fewest == most:
         return {}
     return {
         kind: {
             "cpu_ms_per_room_and_rank": round(
-                (rows[most][kind]["cpu_ms_per_room"] - rows[fewest][kind]["cpu_ms_per_room"]) / (most - fewest), 4
+                (rows[most][kind]["cpu_ms_per_room"] - rows[fewest][kind]["cpu_ms_per_room"])
+                / (most - fewest),
+                4,
             )
         }
         for kind in ("group", "bare")

@@ -1,10 +1,12 @@
-"""One rank of `kvflow bench group` as a process of its own; the protocol of the pipe is that of `child.py`.
+"""One rank of `kvflow bench group` as a process of its own; the protocol of the pipe is that of
+`child.py`.
 
     python -m kvflow.bench.group_worker
 
-Rank 0 has the leader's shell too. What a rank's room would do takes no time here: it is matched when it is opened, and
-has landed when it has started, so that what is left is the agreement. The ticker's own thousand wake-ups a second of
-each process are in the group's CPU, and not in that of the bare sockets.
+Rank 0 has the leader's shell too. What a rank's room would do takes no time here: it is matched
+when it is opened, and has landed when it has started, so that what is left is the agreement. The
+ticker's own thousand wake-ups a second of each process are in the group's CPU, and not in that of
+the bare sockets.
 """
 
 from __future__ import annotations
@@ -79,15 +81,23 @@ class GroupWorker:
             socket, port = bind_router(HOST, 0)
             leader = GroupLeader(Incarnation(LEADER_LIFE), ranks, now=monotonic(), process=process)
             self._leader = LeaderShell(
-                leader, socket=socket, refuse_room=lambda room, cause: None, wait_dead=wait_dead,
-                counts=Counts(), now=monotonic,
-            )  # fmt: skip
+                leader,
+                socket=socket,
+                refuse_room=lambda room, cause: None,
+                wait_dead=wait_dead,
+                counts=Counts(),
+                now=monotonic,
+            )
         member = GroupMember(Incarnation(rank + 1), rank, ranks, now=monotonic(), process=process)
         self._member = MemberShell(
-            member, socket=connect_dealer(f"tcp://{HOST}:{port}", rank + 1),
+            member,
+            socket=connect_dealer(f"tcp://{HOST}:{port}", rank + 1),
             open_room=lambda _key, room, request: SwiftRoom(room),
-            refuse_room=lambda room, cause: None, wait_dead=wait_dead, counts=Counts(), now=monotonic,
-        )  # fmt: skip
+            refuse_room=lambda room, cause: None,
+            wait_dead=wait_dead,
+            counts=Counts(),
+            now=monotonic,
+        )
         self._engine = asyncio.create_task(self._land())
         return {"port": port}
 
@@ -101,7 +111,8 @@ class GroupWorker:
         """Wait until every rank is in the group, at rank 0."""
         assert self._leader is not None
         async with asyncio.timeout(JOIN_S):
-            while self._leader.leader.unavailable_reason:  # noqa: ASYNC110  # before anything is measured
+            # Before anything is measured.
+            while self._leader.leader.unavailable_reason:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return {}
 
@@ -132,13 +143,26 @@ class GroupWorker:
         begun_s = perf_counter()
         await asyncio.gather(*(client() for _ in range(concurrency)))
         seconds = perf_counter() - begun_s
-        return {"seconds": seconds, "decisions": shell.leader.decisions - decisions_before, **_latency(took_s)}
+        return {
+            "seconds": seconds,
+            "decisions": shell.leader.decisions - decisions_before,
+            **_latency(took_s),
+        }
 
     async def rest(self) -> dict[str, Any]:
         """What is left when nothing is asked for, and what went wrong."""
-        leader = 0 if self._leader is None else len(self._leader.requests) + len(self._leader.leader.requests)
-        errors = self._member.counts.handler_errors + (self._leader.counts.handler_errors if self._leader else 0)
-        return {"requests": leader + len(self._member.requests) + len(self._member.member.tickets), "errors": errors}
+        leader = (
+            0
+            if self._leader is None
+            else len(self._leader.requests) + len(self._leader.leader.requests)
+        )
+        errors = self._member.counts.handler_errors + (
+            self._leader.counts.handler_errors if self._leader else 0
+        )
+        return {
+            "requests": leader + len(self._member.requests) + len(self._member.member.tickets),
+            "errors": errors,
+        }
 
     # --- the same frames over bare sockets
 
@@ -157,17 +181,26 @@ class GroupWorker:
     async def bare_ready(self) -> dict[str, Any]:
         """Every rank has connected; at rank 0."""
         assert self._router is not None
-        self._peers = [(await asyncio.to_thread(self._router.recv_multipart))[0] for _ in range(self._ranks)]
+        self._peers = [
+            (await asyncio.to_thread(self._router.recv_multipart))[0] for _ in range(self._ranks)
+        ]
         return {}
 
-    async def bare(self, *, count: int, concurrency: int, sizes: list[int], vote_bytes: int) -> dict[str, Any]:
-        """Rank 0 sends each rank a frame of each of `sizes` in turn, all but the last answered by each rank with
-        `vote_bytes`, `count` times; the other ranks answer. In a thread, and nothing else runs."""
+    async def bare(
+        self, *, count: int, concurrency: int, sizes: list[int], vote_bytes: int
+    ) -> dict[str, Any]:
+        """Rank 0 sends each rank a frame of each of `sizes` in turn, all but the last answered by
+        each rank with `vote_bytes`, `count` times; the other ranks answer. In a thread, and nothing
+        else runs."""
         before_s, begun_s = cpu_s(), perf_counter()
         if self._rank:
-            took_s = await asyncio.to_thread(self._answer, count * len(sizes), (len(sizes) - 1) * count, vote_bytes)
+            took_s = await asyncio.to_thread(
+                self._answer, count * len(sizes), (len(sizes) - 1) * count, vote_bytes
+            )
         else:
-            answers = asyncio.to_thread(self._answer, count * len(sizes), (len(sizes) - 1) * count, vote_bytes)
+            answers = asyncio.to_thread(
+                self._answer, count * len(sizes), (len(sizes) - 1) * count, vote_bytes
+            )
             asked = asyncio.to_thread(self._ask, count, concurrency, sizes)
             _, took_s = await asyncio.gather(answers, asked)
         seconds = perf_counter() - begun_s
@@ -188,7 +221,9 @@ class GroupWorker:
     def _ask(self, count: int, concurrency: int, sizes: list[int]) -> list[float]:
         router, peers, last = self._router, self._peers, len(sizes) - 1
         assert router is not None
-        paddings = [bytes([n < last]) + bytes(size - BARE_HEADER - 1) for n, size in enumerate(sizes)]
+        paddings = [
+            bytes([n < last]) + bytes(size - BARE_HEADER - 1) for n, size in enumerate(sizes)
+        ]
         answers: Counter[bytes] = Counter()
         begun_s: dict[bytes, float] = {}
         took_s: list[float] = []

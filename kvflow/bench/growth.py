@@ -1,8 +1,9 @@
 """`kvflow bench rooms --open N`: what rooms cost that stay open, matched and waiting for input.
 
-Two processes, one room a page. Opened; at rest; with more links; then each peer in turn is killed, or falls silent and
-is killed later, and the other side ends all rooms. A stall is the CPU time that the event loop's thread took in one go
-while a 1 ms ticker waited; `late_*` is the ticker's whole lateness, which other processes of the machine add to.
+Two processes, one room a page. Opened; at rest; with more links; then each peer in turn is killed,
+or falls silent and is killed later, and the other side ends all rooms. A stall is the CPU time that
+the event loop's thread took in one go while a 1 ms ticker waited; `late_*` is the ticker's whole
+lateness, which other processes of the machine add to.
 """
 
 from __future__ import annotations
@@ -57,11 +58,18 @@ class OpenRooms:
 
     async def setup(self) -> None:
         pages = self._count + self._plan.links + SPARE_PAGES
-        ready = await self.sides["prefill"].ask("setup", plane=self._plan.plane, pages=SPARE_PAGES, ranks=[])
-        await self.sides["decode"].ask("setup", plane=self._plan.plane, pages=pages, ranks=ready["ranks"])
+        ready = await self.sides["prefill"].ask(
+            "setup", plane=self._plan.plane, pages=SPARE_PAGES, ranks=[]
+        )
+        await self.sides["decode"].ask(
+            "setup", plane=self._plan.plane, pages=pages, ranks=ready["ranks"]
+        )
 
     async def open(self) -> Figures:
-        """Open the rooms, a batch at a time. Rates are of the first and of the last tenth, so that growth shows."""
+        """Open the rooms, a batch at a time.
+
+        Rates are of the first and of the last tenth, so that growth shows.
+        """
         await self.both("opening", on=True)
         seconds = []
         for first in range(1, self._count + 1, BATCH):
@@ -80,22 +88,32 @@ class OpenRooms:
         return {**per_s, **await self.both("opening", on=False)}
 
     async def more_links(self) -> None:
-        """One room over each further link, few at a time: registering takes long on a busy machine, and halves that
-        wait for it have a deadline."""
-        ready = await self.sides["prefill"].ask("link", plane=self._plan.plane, links=self._plan.links, ranks=[])
-        await self.sides["decode"].ask("link", plane=self._plan.plane, links=self._plan.links, ranks=ready["ranks"])
+        """One room over each further link, few at a time: registering takes long on a busy machine,
+        and halves that wait for it have a deadline."""
+        ready = await self.sides["prefill"].ask(
+            "link", plane=self._plan.plane, links=self._plan.links, ranks=[]
+        )
+        await self.sides["decode"].ask(
+            "link", plane=self._plan.plane, links=self._plan.links, ranks=ready["ranks"]
+        )
         for link in range(1, self._plan.links, LINKS_AT_ONCE):
             count = min(LINKS_AT_ONCE, self._plan.links - link)
-            await self.both("open", first=self._count + link, count=count, first_link=link, links=count)
+            await self.both(
+                "open", first=self._count + link, count=count, first_link=link, links=count
+            )
         if self._plan.frozen:
             await self.both("freeze")
 
     async def lose(self, loss: str) -> Figures:
-        """What the other side suffers from it; times of its first and last room's end since the peer fell."""
+        """What the other side suffers from it; times of its first and last room's end since the
+        peer fell.
+        """
         how, lost = loss.split()
         victim, other = self.sides[lost], self.sides["decode" if lost == "prefill" else "prefill"]
         pages_return = how == "killed" and lost == "prefill"
-        watching = asyncio.create_task(other.ask("ending", within_s=END_S, pages_return=pages_return))
+        watching = asyncio.create_task(
+            other.ask("ending", within_s=END_S, pages_return=pages_return)
+        )
         await asyncio.sleep(WATCH_S)
         fell_at_s = time.monotonic()
         if how == "killed":
@@ -115,8 +133,14 @@ class OpenRooms:
 
 @asynccontextmanager
 async def open_rooms(plan: Growth, count: int) -> AsyncIterator[OpenRooms]:
-    command, env = worker_command(plan.tree, WORKER) if plan.tree else ([sys.executable, "-P", "-m", WORKER], {})
-    sides = [await Process.spawn(*command, role, name=role, env=env) for role in ("prefill", "decode")]
+    command, env = (
+        worker_command(plan.tree, WORKER)
+        if plan.tree
+        else ([sys.executable, "-P", "-m", WORKER], {})
+    )
+    sides = [
+        await Process.spawn(*command, role, name=role, env=env) for role in ("prefill", "decode")
+    ]
     try:
         rooms = OpenRooms(sides[0], sides[1], plan, count)
         await rooms.setup()
@@ -133,12 +157,17 @@ async def bench_growth(counts: tuple[int, ...], plan: Growth, say: Say) -> Figur
         figures = report[str(count)] = await grow(count, plan, say)
         report["must"] += judge(count, figures)
     for line in report["must"]:
-        say(f"{'ok  ' if line['ok'] else 'MISS'} {line['what']}: {line['ms']} ms ({line['kind']} {MUST_STALL_MS:g} ms)")
+        say(
+            f"{'ok  ' if line['ok'] else 'MISS'} {line['what']}: {line['ms']} ms ({line['kind']} "
+            f"{MUST_STALL_MS:g} ms)"
+        )
     return report
 
 
 async def grow(count: int, plan: Growth, say: Say) -> Figures:
-    """One number of rooms: a pair of processes that live through everything, and a new one for each further loss."""
+    """One number of rooms: a pair of processes that live through everything, and a new one for each
+    further loss.
+    """
     figures: Figures = {}
     async with open_rooms(plan, count) as rooms:
         figures["opening"] = await rooms.open()
@@ -155,7 +184,10 @@ async def grow(count: int, plan: Growth, say: Say) -> Figures:
             await rooms.open()
             await asyncio.sleep(SETTLE_S)
             figures[loss] = await rooms.lose(loss)
-            say(f"{count} rooms, {loss}: the other side's loop stalls {figures[loss]['stall_max_ms']} ms")
+            say(
+                f"{count} rooms, {loss}: the other side's loop stalls "
+                f"{figures[loss]['stall_max_ms']} ms"
+            )
     return figures
 
 
@@ -164,7 +196,9 @@ def judge(count: int, figures: Figures) -> list[Figures]:
     stalls: dict[str, float] = {}
     for phase, seen in figures.items():
         if phase == "collection":
-            stalls |= {f"collection after gc.freeze, {side}": seen[side]["frozen_ms"] for side in seen}
+            stalls |= {
+                f"collection after gc.freeze, {side}": seen[side]["frozen_ms"] for side in seen
+            }
         elif "stall_max_ms" in seen:
             stalls[phase] = seen["stall_max_ms"]
         else:
@@ -173,6 +207,12 @@ def judge(count: int, figures: Figures) -> list[Figures]:
             stalls |= {f"{phase}, {side}": seen[side]["stall_max_ms"] for side in sides}
     kind = "must" if count <= MUST_ROOMS else "aim"
     return [
-        {"what": f"{count} rooms, {what}", "ms": ms, "limit_ms": MUST_STALL_MS, "kind": kind, "ok": ms <= MUST_STALL_MS}
+        {
+            "what": f"{count} rooms, {what}",
+            "ms": ms,
+            "limit_ms": MUST_STALL_MS,
+            "kind": kind,
+            "ok": ms <= MUST_STALL_MS,
+        }
         for what, ms in stalls.items()
     ]

@@ -1,8 +1,10 @@
-"""One role of `kvflow bench rooms --open` as a process of its own; the protocol of the pipe is that of `child.py`.
+"""One role of `kvflow bench rooms --open` as a process of its own; the protocol of the pipe is that
+of `child.py`.
 
     python -m kvflow.bench.growth_worker prefill|decode
 
-It uses the library as an engine would, node and rooms only, so that it also runs over other versions (`elsewhere.py`).
+It uses the library as an engine would, node and rooms only, so that it also runs over other
+versions (`elsewhere.py`).
 """
 
 from __future__ import annotations
@@ -94,8 +96,12 @@ class GrowthWorker:
         self._ranks = [rank_from_json(rank) for rank in ranks]
         return {"ranks": [rank_to_json(node.info) for node in self._prefills]}
 
-    async def open(self, *, first: int, count: int, first_link: int = 0, links: int = 1) -> dict[str, Any]:
-        """Rooms first..first+count-1, spread over `links` links; prefill answers when every one is matched."""
+    async def open(
+        self, *, first: int, count: int, first_link: int = 0, links: int = 1
+    ) -> dict[str, Any]:
+        """Rooms first..first+count-1, spread over `links` links; prefill answers when every one is
+        matched.
+        """
         opened: list[Callable[[], Awaitable[Any]]] = []
         halves = []
         for number in range(first, first + count):
@@ -127,7 +133,9 @@ class GrowthWorker:
         return {}
 
     async def collect(self, *, frozen: bool) -> dict[str, Any]:
-        """The pause of a full garbage collection over all there is, and after `gc.freeze`, which then stays."""
+        """The pause of a full garbage collection over all there is, and after `gc.freeze`, which
+        then stays.
+        """
         gc.freeze()
         frozen_ms = _full_collection_ms()
         gc.unfreeze()
@@ -141,12 +149,22 @@ class GrowthWorker:
         ticker, cpu_before, before = StallTicker(), cpu_s(), dict(self._traffic)
         await asyncio.sleep(seconds)
         cpu = cpu_s() - cpu_before
-        rates = {f"{name}_per_s": round((self._traffic[name] - before[name]) / seconds, 1) for name in before}
-        # The ticker's own thousand wake-ups a second are in it: about a percent, the same at every number of rooms.
-        return {**ticker.stalls(), "cpu_percent": round(cpu / seconds * 100, 2), **rates, "open": len(self._waiting)}
+        rates = {
+            f"{name}_per_s": round((self._traffic[name] - before[name]) / seconds, 1)
+            for name in before
+        }
+        # The ticker's own thousand wake-ups a second are in it: about a percent, the same at every
+        # number of rooms.
+        return {
+            **ticker.stalls(),
+            "cpu_percent": round(cpu / seconds * 100, 2),
+            **rates,
+            "open": len(self._waiting),
+        }
 
     async def ending(self, *, within_s: float, pages_return: bool) -> dict[str, Any]:
-        """Wait until every room has ended, and, at decode, until its pages are free; what the loop suffers meanwhile.
+        """Wait until every room has ended, and, at decode, until its pages are free; what the loop
+        suffers meanwhile.
 
         Times are of the monotonic clock, which all processes of a machine share.
         """
@@ -158,7 +176,11 @@ class GrowthWorker:
                 await asyncio.sleep(0.001)
         pages_at_s = time.monotonic()
         await asyncio.sleep(AFTERMATH_S)
-        ended = {"first_at_s": min(self._ended_at_s), "last_at_s": max(self._ended_at_s), "pages_at_s": pages_at_s}
+        ended = {
+            "first_at_s": min(self._ended_at_s),
+            "last_at_s": max(self._ended_at_s),
+            "pages_at_s": pages_at_s,
+        }
         return {**ticker.stalls(), "rooms": len(self._ended_at_s), **ended}
 
     async def close(self) -> None:

@@ -1,4 +1,6 @@
-"""`kvflow bench guards`: what a control key and `--verify-transfers` cost, beside the same rooms without them."""
+"""`kvflow bench guards`: what a control key and `--verify-transfers` cost, beside the same rooms
+without them.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from kvflow.bench.side_by_side import Options, rooms_by_turns, transfers_by_turn
 from kvflow.transports.control.curve import write_key
 
 
-async def bench_guards(planes: tuple[str, ...], turns: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs "A" and "A/A" are plain, "key" has CURVE on the control link, "verify" a checksum of every page.
+async def bench_guards(
+    planes: tuple[str, ...], turns: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Runs "A" and "A/A" are plain, "key" has CURVE on the control link, "verify" a checksum of
+    every page.
 
     Returns {"turns": the figures of each, "table": rows as `kvflow bench compare` makes them}.
     """

@@ -1,6 +1,6 @@
-"""How fast pages leave a pool for host memory and come back, as a ratio to one large memcpy of as many bytes between
-the same two memories, interleaved in one run; how long the event loop stood still meanwhile, and how much slower the
-decode steps of a model are beside it (`offload_steps`)."""
+"""How fast pages leave a pool for host memory and come back, as a ratio to one large memcpy of as
+many bytes between the same two memories, interleaved in one run; how long the event loop stood
+still meanwhile, and how much slower the decode steps of a model are beside it (`offload_steps`)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Say = Callable[[str], None]
 
 
 class OffloadPlan(NamedTuple):
-    """`pages` of 2 MiB, scattered over a pool; `rounds` interleaved turns of each way; steps of `batch` sequences (0:
-    none) for at least `steps_s` beside each."""
+    """`pages` of 2 MiB, scattered over a pool; `rounds` interleaved turns of each way; steps of
+    `batch` sequences (0: none) for at least `steps_s` beside each."""
 
     pages: int = 512
     rounds: int = 10
@@ -47,7 +47,9 @@ class OffloadPlan(NamedTuple):
 
 
 async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
-    """Raises: LayoutError when there is not enough memory, MisuseError for a copy that came back with other bytes."""
+    """Raises: LayoutError when there is not enough memory, MisuseError for a copy that came back
+    with other bytes.
+    """
     if not plan.batch:
         return {order: await _one_order(plan, order, None, say) for order in plan.orders}
     from kvflow.bench.offload_steps import make_batch  # imports torch
@@ -59,7 +61,9 @@ async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
         steps.pool.close()
 
 
-async def _one_order(plan: OffloadPlan, order: str, steps: DecodeBatch | None, say: Say) -> dict[str, Any]:
+async def _one_order(
+    plan: OffloadPlan, order: str, steps: DecodeBatch | None, say: Say
+) -> dict[str, Any]:
     layout = _layout(plan.pages * SPREAD, order)
     pool = await asyncio.to_thread(PagedPool.allocate, layout, shared=False, device=plan.device)
     limit_bytes = plan.pages * pool.layout.page_bytes + pool.layout.row_bytes
@@ -67,17 +71,25 @@ async def _one_order(plan: OffloadPlan, order: str, steps: DecodeBatch | None, s
     try:
         await asyncio.to_thread(_fill, pool)
         report = await _rounds(plan, order, pool, store, say)
-        return report if steps is None else report | {"beside_steps": await _beside_steps(plan, pool, store, steps)}
+        return (
+            report
+            if steps is None
+            else report | {"beside_steps": await _beside_steps(plan, pool, store, steps)}
+        )
     finally:
         await store.close()
         pool.close()
 
 
 def _layout(num_pages: int, order: str) -> PoolLayout:
-    streams = [StateKind(f"layer.{i}.{x}", "bfloat16", (HEADS, DIM)) for i in range(LAYERS) for x in "kv"]
+    streams = [
+        StateKind(f"layer.{i}.{x}", "bfloat16", (HEADS, DIM)) for i in range(LAYERS) for x in "kv"
+    ]
     rows = [StateKind("state", "float32", (ROW_ELEMENTS,), ROW)]
     chosen: Order = order  # type: ignore[assignment]
-    return build_layout([*streams, *rows], page_size=PAGE_SIZE, num_pages=num_pages, num_rows=2, order=chosen)
+    return build_layout(
+        [*streams, *rows], page_size=PAGE_SIZE, num_pages=num_pages, num_rows=2, order=chosen
+    )
 
 
 def _fill(pool: PagedPool) -> None:
@@ -88,17 +100,25 @@ def _fill(pool: PagedPool) -> None:
         random = torch.Generator(device=pool.device).manual_seed(1)
         for c in pool.layout.components:
             view = pool.tensor(c.name).view(torch.uint8)
-            view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8, device=pool.device, generator=random))
+            view.copy_(
+                torch.randint(
+                    0, 256, view.shape, dtype=torch.uint8, device=pool.device, generator=random
+                )
+            )
         return torch.cuda.synchronize(pool.device)
     for b in pool.layout.buffers:
-        words = np.ctypeslib.as_array((ctypes.c_uint64 * (b.size_bytes // 8)).from_address(b.address))
+        words = np.ctypeslib.as_array(
+            (ctypes.c_uint64 * (b.size_bytes // 8)).from_address(b.address)
+        )
         for start in range(0, words.size, _FILL_WORDS):
             part = words[start : start + _FILL_WORDS]
             part[:] = np.arange(b.address + start, b.address + start + part.size, dtype=np.uint64)
     return None
 
 
-async def _rounds(plan: OffloadPlan, order: str, pool: PagedPool, store: SnapshotStore, say: Say) -> dict[str, Any]:
+async def _rounds(
+    plan: OffloadPlan, order: str, pool: PagedPool, store: SnapshotStore, say: Say
+) -> dict[str, Any]:
     taken = pool.pages.take(pool.layout.num_pages, "bench")
     scattered = np.random.default_rng(1).permutation(taken)[: plan.pages].astype(np.int32)
     places = Places(scattered, pool.rows.take(1, "bench"))
@@ -116,21 +136,30 @@ async def _rounds(plan: OffloadPlan, order: str, pool: PagedPool, store: Snapsho
         await store.restore(held, places)
         took["restore"] = time.perf_counter() - began_s
         held.close()
-        if not await asyncio.to_thread(lambda: np.array_equal(_content(pool, scattered[:8]), before)):
+        if not await asyncio.to_thread(
+            lambda: np.array_equal(_content(pool, scattered[:8]), before)
+        ):
             raise MisuseError("restored pages differ from what was copied out")
         if turn:
             for way, time_s in took.items():
                 seconds[way].append(time_s)
-        line = f"{order} {turn}: " + ", ".join(f"{way} {total_bytes / s / 1e9:.2f} GB/s" for way, s in took.items())
+        line = f"{order} {turn}: " + ", ".join(
+            f"{way} {total_bytes / s / 1e9:.2f} GB/s" for way, s in took.items()
+        )
         await asyncio.to_thread(say, line)  # printing is no part of what may hold up the loop
     return _report(plan, total_bytes, seconds) | ticker.stalls()
 
 
-async def _beside_steps(plan: OffloadPlan, pool: PagedPool, store: SnapshotStore, steps: DecodeBatch) -> dict[str, Any]:
+async def _beside_steps(
+    plan: OffloadPlan, pool: PagedPool, store: SnapshotStore, steps: DecodeBatch
+) -> dict[str, Any]:
     from kvflow.bench.offload_steps import BesideSteps, keep_busy
 
-    pages = np.random.default_rng(2).permutation(pool.layout.num_pages)[: plan.pages].astype(np.int32)
-    places = Places(pages, np.zeros(1, dtype=np.int32))  # all of the pool belongs to the rounds before
+    pages = (
+        np.random.default_rng(2).permutation(pool.layout.num_pages)[: plan.pages].astype(np.int32)
+    )
+    # All of the pool belongs to the rounds before.
+    places = Places(pages, np.zeros(1, dtype=np.int32))
     total_bytes = plan.pages * pool.layout.page_bytes
 
     async def copy_out() -> float:
@@ -158,12 +187,16 @@ async def _beside_steps(plan: OffloadPlan, pool: PagedPool, store: SnapshotStore
 
 
 def _memcpy(pool: PagedPool, store: SnapshotStore, total_bytes: int) -> float:
-    """One copy from the start of the pool's largest buffers into host memory: the limit of any copy out."""
+    """One copy from the start of the pool's largest buffers into host memory: the limit of any copy
+    out.
+    """
     source = max(pool.layout.buffers, key=lambda b: b.size_bytes)
     target = max(store.host.layout.buffers, key=lambda b: b.size_bytes)
     size_bytes = min(total_bytes, source.size_bytes)
     copier = copier_for(pool)
-    whole = Blocks(*(np.array([n], dtype=np.int64) for n in (source.address, target.address, size_bytes)))
+    whole = Blocks(
+        *(np.array([n], dtype=np.int64) for n in (source.address, target.address, size_bytes))
+    )
     began_s = time.perf_counter()
     for _ in range(-(-total_bytes // size_bytes)):
         copier.copy(whole)
@@ -176,7 +209,10 @@ def _content(pool: PagedPool, pages: PageIndices) -> NDArray[np.uint8]:
     import torch
 
     streams = [pool.tensor(c.name) for c in pool.layout.components if not c.in_rows]
-    parts = [stream[pages.tolist()].reshape(len(pages), -1).view(torch.uint8).cpu().numpy() for stream in streams]
+    parts = [
+        stream[pages.tolist()].reshape(len(pages), -1).view(torch.uint8).cpu().numpy()
+        for stream in streams
+    ]
     return np.concatenate(parts, axis=1)
 
 
@@ -197,7 +233,10 @@ def _report(plan: OffloadPlan, total_bytes: int, seconds: dict[str, list[float]]
         "pages": plan.pages,
         "bytes": total_bytes,
         "rounds": plan.rounds,
-        **{f"{way}_gb_s": total_bytes / statistics.median(taken) / 1e9 for way, taken in seconds.items()},
+        **{
+            f"{way}_gb_s": total_bytes / statistics.median(taken) / 1e9
+            for way, taken in seconds.items()
+        },
         **{f"{way}_over_memcpy": median for way, median in medians.items()},
         **{f"{way}_worst": min(ratio) for way, ratio in ratios.items()},
         "must": MUST_RATIO,

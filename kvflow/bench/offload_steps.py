@@ -1,9 +1,11 @@
-"""What copies between a pool and host memory cost the decode steps of a model beside them, and steps the copies.
+"""What copies between a pool and host memory cost the decode steps of a model beside them, and
+steps the copies.
 
-Steps of the demo model run in their thread, as a decode runs them. Each round has them alone, beside a busy core that
-touches no memory, beside one large memcpy, which nothing that moves as many bytes undercuts, beside copy-outs and
-beside restores: a step's time divided by that of the same round's quiet steps. What a busy core costs already is the
-machine's lack of cores; what a memcpy costs beyond it, memory bandwidth; what copies cost beyond that, kvflow.
+Steps of the demo model run in their thread, as a decode runs them. Each round has them alone,
+beside a busy core that touches no memory, beside one large memcpy, which nothing that moves as many
+bytes undercuts, beside copy-outs and beside restores: a step's time divided by that of the same
+round's quiet steps. What a busy core costs already is the machine's lack of cores; what a memcpy
+costs beyond it, memory bandwidth; what copies cost beyond that, kvflow.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ Times = dict[str, list[float]]
 
 
 class DecodeBatch:
-    """Sequences that decode for ever: at their last token they go back to their prompts. Blocks; for threads."""
+    """Sequences that decode for ever: at their last token they go back to their prompts.
+
+    Blocks; for threads.
+    """
 
     def __init__(self, model: LoadedModel, batch: int) -> None:
         """Raises: LayoutError when there is not enough memory."""
@@ -47,14 +52,18 @@ class DecodeBatch:
         on_device = None if model.device.type == "cpu" else model.device
         self.pool = PagedPool.allocate(layout, shared=False, device=on_device)
         self._runner = model.runner(self.pool)
-        scattered = np.random.default_rng(1).permutation(batch * each).astype(np.int32).reshape(batch, each)
+        scattered = (
+            np.random.default_rng(1).permutation(batch * each).astype(np.int32).reshape(batch, each)
+        )
         prompt = np.arange(PROMPT_TOKENS) % model.vocab_size
         self._sequences = [Sequence(i, prompt, NEW_TOKENS, PAGE_SIZE) for i in range(batch)]
         for sequence, pages in zip(self._sequences, scattered, strict=True):
             sequence.add_pages(pages)
         for row in range(layout.num_rows):
             self._sequences[row].rows = np.array([row], dtype=np.int32)
-        self._append(self._runner.forward([Row(s, PROMPT_TOKENS) for s in self._sequences]), PROMPT_TOKENS)
+        self._append(
+            self._runner.forward([Row(s, PROMPT_TOKENS) for s in self._sequences]), PROMPT_TOKENS
+        )
 
     def steps_until(self, stop: threading.Event) -> list[float]:
         """Seconds of each step, as many as there are before `stop` is set."""
@@ -77,7 +86,9 @@ class DecodeBatch:
 async def make_batch(batch: int, device: str) -> DecodeBatch:
     """Of the demo model, on one CPU thread, as roles run it by default."""
     torch.set_num_threads(1)
-    return await asyncio.to_thread(lambda: DecodeBatch(load_model(str(DEMO_MODEL_DIR), device=device), batch))
+    return await asyncio.to_thread(
+        lambda: DecodeBatch(load_model(str(DEMO_MODEL_DIR), device=device), batch)
+    )
 
 
 def keep_busy() -> float:

@@ -1,12 +1,15 @@
-"""`kvflow bench overcommit`: requests per second of a decode whose pool is too small, over-committed and in safe mode.
+"""`kvflow bench overcommit`: requests per second of a decode whose pool is too small,
+over-committed and in safe mode.
 
-Three servers take the same requests in the same turns: one whose pool holds the worst case of all of them, and two
-whose pools hold a share of it, of which one promises every request its worst case (`--new-token-ratio 1.0`). All
-answers must be those of the first. Requests that end early, at a stop token, are what over-commitment is for.
+Three servers take the same requests in the same turns: one whose pool holds the worst case of all
+of them, and two whose pools hold a share of it, of which one promises every request its worst case
+(`--new-token-ratio 1.0`). All answers must be those of the first. Requests that end early, at a
+stop token, are what over-commitment is for.
 
-How much it can give depends on what a step costs by itself and for each row: where rows cost most, as for the demo
-model on a CPU, a larger batch saves little. So the first server's rate divided by safe mode's is printed as the bound,
-and the step's cost is fitted to the seconds and steps of all turns.
+How much it can give depends on what a step costs by itself and for each row: where rows cost most,
+as for the demo model on a CPU, a larger batch saves little. So the first server's rate divided by
+safe mode's is printed as the bound, and the step's cost is fitted to the seconds and steps of all
+turns.
 """
 
 from __future__ import annotations
@@ -58,20 +61,33 @@ class _Turn(NamedTuple):
 
 
 async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
-    """Returns {load: {server: requests per second, "ratio": over-committed / safe mode, "bound": all fit / safe mode,
-    "batch": {server: tokens of a step}, "step_ms": its cost, counters}}.
+    """Returns {load: {server: requests per second, "ratio": over-committed / safe mode, "bound":
+    all fit / safe mode, "batch": {server: tokens of a step}, "step_ms": its cost, counters}}.
 
     Raises: KvflowError when a server does not start, or an answer differs.
     """
     dice = random.Random(plan.seed)
-    prompts = [[dice.randrange(10, 4000) for _ in range(dice.randrange(16, 200))] for _ in range(plan.requests)]
+    prompts = [
+        [dice.randrange(10, 4000) for _ in range(dice.randrange(16, 200))]
+        for _ in range(plan.requests)
+    ]
     worst = sum(-(-(len(prompt) + plan.new_tokens - 1) // PAGE_SIZE) for prompt in prompts)
     pages = int(worst * plan.share)
-    say(f"{plan.requests} requests need {worst} pages at worst; the small pools have {pages}; seed {plan.seed}")
+    say(
+        f"{plan.requests} requests need {worst} pages at worst; the small pools have {pages}; seed "
+        f"{plan.seed}"
+    )
     shapes = {ROOMY: (2 * worst, 1.0), SAFE: (pages, 1.0), OVER: (pages, plan.ratio)}
-    report: dict[str, Any] = {"requests": plan.requests, "worst_pages": worst, "pages": pages, "seed": plan.seed}
+    report: dict[str, Any] = {
+        "requests": plan.requests,
+        "worst_pages": worst,
+        "pages": pages,
+        "seed": plan.seed,
+    }
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        )
         servers: dict[str, Server] = {}
         model = str(DEMO_MODEL_DIR)
         if plan.fixed_cost:
@@ -79,10 +95,20 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
             await asyncio.to_thread(build_fixed_cost_model, Path(model))
         for name, (count, ratio) in shapes.items():
             arguments = (
-                "--dtype", "float32", "--page-size", str(PAGE_SIZE), "--num-pages", str(count),
-                "--new-token-ratio", str(ratio), "--host-memory-bytes", str(plan.host_bytes),
-            )  # fmt: skip
-            servers[name] = await stack.enter_async_context(serving(model, plan.threads, arguments=arguments))
+                "--dtype",
+                "float32",
+                "--page-size",
+                str(PAGE_SIZE),
+                "--num-pages",
+                str(count),
+                "--new-token-ratio",
+                str(ratio),
+                "--host-memory-bytes",
+                str(plan.host_bytes),
+            )
+            servers[name] = await stack.enter_async_context(
+                serving(model, plan.threads, arguments=arguments)
+            )
         bodies = [_body(prompt, plan.new_tokens) for prompt in prompts]
         full = await _answers(session, servers[ROOMY], bodies)
         early = [_stopping(body, tokens, dice) for body, tokens in zip(bodies, full, strict=True)]
@@ -93,7 +119,10 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
 
 
 async def _load(
-    session: aiohttp.ClientSession, servers: dict[str, Server], bodies: list[dict[str, Any]], turns: int
+    session: aiohttp.ClientSession,
+    servers: dict[str, Server],
+    bodies: list[dict[str, Any]],
+    turns: int,
 ) -> dict[str, Any]:
     seen: dict[str, list[_Turn]] = {name: [] for name in servers}
     before = await _counters(session, servers[OVER])
@@ -101,13 +130,17 @@ async def _load(
     for turn in range(-1, turns):  # the first one warms up
         names = list(servers)
         for name in names[:: 1 if turn % 2 else -1]:
-            steps, begun = await _counter(session, servers[name], "decode_steps"), time.perf_counter()
+            steps, begun = (
+                await _counter(session, servers[name], "decode_steps"),
+                time.perf_counter(),
+            )
             got = await _answers(session, servers[name], bodies)
             seconds = time.perf_counter() - begun
             if got != want:
                 wrong = sum(a != b for a, b in zip(got, want, strict=True))
                 raise KvflowError(
-                    f"{name}: {wrong} of {len(want)} answers differ from those of a pool that is never full"
+                    f"{name}: {wrong} of {len(want)} answers differ from those of a pool that is "
+                    "never full"
                 )
             if turn >= 0:
                 steps = await _counter(session, servers[name], "decode_steps") - steps
@@ -120,29 +153,42 @@ async def _load(
     }
     found["ratio"], found["bound"] = _ratio(seen[OVER], seen[SAFE]), _ratio(seen[ROOMY], seen[SAFE])
     found["batch"] = {
-        name: round(decoded / float(np.median([turn.steps for turn in rounds])), 1) for name, rounds in seen.items()
+        name: round(decoded / float(np.median([turn.steps for turn in rounds])), 1)
+        for name, rounds in seen.items()
     }
     found["step_ms"] = _step_cost([turn for rounds in seen.values() for turn in rounds], decoded)
-    return found | {"tokens": sum(map(len, want))} | {name: int(after[name] - before[name]) for name in COUNTERS}
+    return (
+        found
+        | {"tokens": sum(map(len, want))}
+        | {name: int(after[name] - before[name]) for name in COUNTERS}
+    )
 
 
 def _ratio(over: list[_Turn], under: list[_Turn]) -> dict[str, float]:
     """Of rates, of the same turns."""
     ratios = [slow.seconds / fast.seconds for fast, slow in zip(over, under, strict=True)]
     low, middle, high = np.percentile(ratios, (0, 50, 100))
-    return {"median": round(float(middle), 3), "min": round(float(low), 3), "max": round(float(high), 3)}
+    return {
+        "median": round(float(middle), 3),
+        "min": round(float(low), 3),
+        "max": round(float(high), 3),
+    }
 
 
 def _step_cost(turns: list[_Turn], tokens: int) -> dict[str, float]:
-    """Milliseconds of a step, and of each row in it, if a turn's seconds are so much for each step and token; empty
-    where all turns had as many steps."""
+    """Milliseconds of a step, and of each row in it, if a turn's seconds are so much for each step
+    and token; empty where all turns had as many steps."""
     if len({turn.steps for turn in turns}) < 2:
         return {}
-    fixed, rest = np.polyfit([turn.steps for turn in turns], [turn.seconds * 1e3 for turn in turns], 1)
+    fixed, rest = np.polyfit(
+        [turn.steps for turn in turns], [turn.seconds * 1e3 for turn in turns], 1
+    )
     return {"fixed": round(float(fixed), 3), "row": round(float(rest) / tokens, 4)}
 
 
-async def _answers(session: aiohttp.ClientSession, server: Server, bodies: list[dict[str, Any]]) -> list[list[int]]:
+async def _answers(
+    session: aiohttp.ClientSession, server: Server, bodies: list[dict[str, Any]]
+) -> list[list[int]]:
     return await asyncio.gather(*(_answer(session, server.urls["router"], body) for body in bodies))
 
 
@@ -163,9 +209,17 @@ def _body(prompt: list[int], new_tokens: int) -> dict[str, Any]:
 
 
 def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> dict[str, Any]:
-    """The same request, which ends about anywhere: at a token that it generates there for the first time."""
-    wanted, first = dice.randrange(len(tokens)), {token: at for at, token in reversed(list(enumerate(tokens)))}
-    stop = {"stop_token_ids": [min(first, key=lambda token: abs(first[token] - wanted))], "ignore_eos": False}
+    """The same request, which ends about anywhere: at a token that it generates there for the first
+    time.
+    """
+    wanted, first = (
+        dice.randrange(len(tokens)),
+        {token: at for at, token in reversed(list(enumerate(tokens)))},
+    )
+    stop = {
+        "stop_token_ids": [min(first, key=lambda token: abs(first[token] - wanted))],
+        "ignore_eos": False,
+    }
     return {**body, "sampling_params": {**body["sampling_params"], **stop}}
 
 
@@ -176,4 +230,6 @@ async def _counters(session: aiohttp.ClientSession, server: Server) -> dict[str,
 async def _counter(session: aiohttp.ClientSession, server: Server, name: str) -> float:
     async with session.get(f"{server.urls['decode']}/metrics") as answer:
         lines = (await answer.text()).splitlines()
-    return float(next(line for line in lines if line.startswith(f"kvflow_{name}_total")).rpartition(" ")[2])
+    return float(
+        next(line for line in lines if line.startswith(f"kvflow_{name}_total")).rpartition(" ")[2]
+    )

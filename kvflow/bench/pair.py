@@ -77,12 +77,19 @@ class WorkerPair:
         self._next_room = 1
 
     @classmethod
-    async def open(cls, plane: str, module: str = WORKER, tree: str = "", /, **shape: Any) -> WorkerPair:
-        """`module`: what each process runs, with its role, as it is in the checkout `tree` (empty: here).
+    async def open(
+        cls, plane: str, module: str = WORKER, tree: str = "", /, **shape: Any
+    ) -> WorkerPair:
+        """`module`: what each process runs, with its role, as it is in the checkout `tree` (empty:
+        here).
 
         `shape`: layers, heads, dim, page_size, pages, order.
         """
-        env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"} if tree else {}
+        env = (
+            {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
+            if tree
+            else {}
+        )
         prefill, decode = [
             await Process.spawn(sys.executable, "-P", "-m", module, role, name=role, env=env)
             for role in ("prefill", "decode")
@@ -96,12 +103,20 @@ class WorkerPair:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Run `count` rooms of `pages` pages; what prefill and what decode saw."""
         first, self._next_room = self._next_room, self._next_room + count
-        arguments = {"first": first, "count": count, "concurrency": concurrency, "pages": pages, "ticking": ticking}
+        arguments = {
+            "first": first,
+            "count": count,
+            "concurrency": concurrency,
+            "pages": pages,
+            "ticking": ticking,
+        }
         return await self.both("rooms", start_at=time.monotonic() + START_DELAY_S, **arguments)
 
     async def both(self, do: str, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Ask prefill and decode the same; what each answered."""
-        seen = await asyncio.gather(*(side.ask(do, **arguments) for side in (self.prefill, self.decode)))
+        seen = await asyncio.gather(
+            *(side.ask(do, **arguments) for side in (self.prefill, self.decode))
+        )
         return seen[0], seen[1]
 
     async def raw_setup(self) -> dict[str, Any]:
@@ -109,11 +124,14 @@ class WorkerPair:
         return await self.prefill.ask("raw_setup", **await self.decode.ask("exported"))
 
     async def raw(self, count: int, pages: int) -> float:
-        """Seconds for the bytes of `count` rooms of `pages` pages through the bare data plane, after the same pause as
-        `rooms`: sockets and caches that have just been used are a third faster."""
+        """Seconds for the bytes of `count` rooms of `pages` pages through the bare data plane,
+        after the same pause as `rooms`: sockets and caches that have just been used are a third
+        faster."""
         first, self._next_room = self._next_room, self._next_room + count
         await asyncio.sleep(START_DELAY_S)
-        return float((await self.prefill.ask("raw", first=first, count=count, pages=pages))["seconds"])
+        return float(
+            (await self.prefill.ask("raw", first=first, count=count, pages=pages))["seconds"]
+        )
 
     async def close(self) -> None:
         await self.decode.close()
@@ -123,6 +141,9 @@ class WorkerPair:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()

@@ -9,10 +9,13 @@ from pathlib import Path
 from kvflow.bench.pair import Process
 from kvflow.protocols.errors import MisuseError
 
-POLLS_MS = (0.1, 1.0)  # polling without a pause was never the best: it starves the peer's own threads
+# Polling without a pause was never the best: it starves the peer's own threads.
+POLLS_MS = (0.1, 1.0)
 
 
-async def open_peer(harness: str, settings: Mapping[str, str] | None = None, /, **shape: int) -> Process:
+async def open_peer(
+    harness: str, settings: Mapping[str, str] | None = None, /, **shape: int
+) -> Process:
     """SGLang's pair, set up with `shape` (layers, pages, heads, dim) and environment `settings`.
 
     Raises: MisuseError when it is not installed.
@@ -24,7 +27,10 @@ async def open_peer(harness: str, settings: Mapping[str, str] | None = None, /, 
 
 
 async def open_radix_peer(harness: str) -> Process:
-    """SGLang's prefix tree with its compiled core, in a process of its own. Raises: MisuseError when not installed."""
+    """SGLang's prefix tree with its compiled core, in a process of its own.
+
+    Raises: MisuseError when not installed.
+    """
     argv, env = _radix_command(harness)
     return await Process.spawn(*argv, name="sglang", env=env)
 
@@ -32,10 +38,14 @@ async def open_radix_peer(harness: str) -> Process:
 def _radix_command(harness: str) -> tuple[list[str], dict[str, str]]:
     home = _home()
     python = Path(os.environ.get("RADIX_VENV", str(home / "radix-venv"))) / "bin" / "python"
-    shim, source = Path(harness).resolve() / "shim", os.environ.get("SGB_SRC", str(home / "sglang-src"))
+    shim, source = (
+        Path(harness).resolve() / "shim",
+        os.environ.get("SGB_SRC", str(home / "sglang-src")),
+    )
     if not python.exists() or not (shim / "sitecustomize.py").exists() or not Path(source).is_dir():
         raise MisuseError(
-            f"no radix harness at {harness} with {python} and {source}: run its run.sh once, or leave --peer out"
+            f"no radix harness at {harness} with {python} and {source}: run its run.sh once, or "
+            "leave --peer out"
         )
     driver = str(Path(__file__).with_name("radix_driver.py"))
     # -P: beside the driver lie modules with names of the standard library's.
@@ -50,7 +60,9 @@ def _command(harness: str) -> tuple[list[str], dict[str, str]]:
     home = _home()
     python = Path(os.environ.get("SGB_PY", str(home / "sglang-venv" / "bin" / "python")))
     if not python.exists() or not (Path(harness) / "ctl.py").exists():
-        raise MisuseError(f"no SGLang harness at {harness} with {python}: run its install.sh, or leave --peer out")
+        raise MisuseError(
+            f"no SGLang harness at {harness} with {python}: run its install.sh, or leave --peer out"
+        )
     env = {"SGB_PY": str(python), "SGB_SRC": os.environ.get("SGB_SRC", str(home / "sglang-src"))}
     driver = str(Path(__file__).with_name("sglang_driver.py"))
     return [str(python), driver, str(Path(harness).resolve())], env

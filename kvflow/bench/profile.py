@@ -25,17 +25,25 @@ async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say
         async with await _open(tree, plane) as pair:
             await pair.rooms(ROOMS // 10, at_once, 1)
             first, start_at = ROOMS, time.monotonic() + START_DELAY_S
-            seen = await pair.both("profile", first=first, count=ROOMS, concurrency=at_once, start_at=start_at)
+            seen = await pair.both(
+                "profile", first=first, count=ROOMS, concurrency=at_once, start_at=start_at
+            )
         report[tree] = {
-            side: per_room(found["functions"], ROOMS) for side, found in zip(("prefill", "decode"), seen, strict=True)
+            side: per_room(found["functions"], ROOMS)
+            for side, found in zip(("prefill", "decode"), seen, strict=True)
         }
         for side, figures in report[tree].items():
-            say(f"{tree} {side}: {figures['calls']} calls, {figures['kvflow_calls']} of them ours, {figures['us']} us")
+            say(
+                f"{tree} {side}: {figures['calls']} calls, {figures['kvflow_calls']} of them ours, "
+                f"{figures['us']} us"
+            )
     return report
 
 
 def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
-    """Calls and microseconds of a room, ours apart from all, and the functions that take most of their own."""
+    """Calls and microseconds of a room, ours apart from all, and the functions that take most of
+    their own.
+    """
     ours = [row for row in functions if "/kvflow/" in row[0] and "/kvflow/bench/" not in row[0]]
     named = sorted(functions, key=lambda row: float(row[3]), reverse=True)[:FUNCTIONS]
     return {
@@ -45,7 +53,9 @@ def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
         "kvflow_us": round(sum(row[3] for row in ours) / count * 1e6, 1),
         "functions": [
             {
-                "function": f"{file.rsplit('/kvflow/', 1)[-1].rsplit('/site-packages/', 1)[-1]} {name}",
+                "function": (
+                    f"{file.rsplit('/kvflow/', 1)[-1].rsplit('/site-packages/', 1)[-1]} {name}"
+                ),
                 "calls": round(calls / count, 2),
                 "us": round(seconds / count * 1e6, 1),
             }
@@ -58,7 +68,8 @@ async def _open(tree: str, plane: str) -> WorkerPair:
     env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
     shape = {"plane": plane, "order": "page_first", **rooms.SHAPE}
     prefill, decode = [
-        await Process.spawn(sys.executable, "-P", WORKER, role, name=role, env=env) for role in ("prefill", "decode")
+        await Process.spawn(sys.executable, "-P", WORKER, role, name=role, env=env)
+        for role in ("prefill", "decode")
     ]
     ready = await prefill.ask("setup", ranks=[], **shape)
     await decode.ask("setup", ranks=ready["ranks"], **shape)

@@ -1,9 +1,11 @@
-"""A tree's own bench worker with a profiler around its rooms; a file to be run, since the tree may not have it.
+"""A tree's own bench worker with a profiler around its rooms; a file to be run, since the tree may
+not have it.
 
     PYTHONPATH=CHECKOUT python -P kvflow/bench/profiled_worker.py prefill|decode
 
-One more command: profile(first, count, concurrency, start_at). Time is the CPU time of the event loop's thread, so what
-else runs on the machine does not count; the profiler itself does, most of all in functions that are called often.
+One more command: profile(first, count, concurrency, start_at). Time is the CPU time of the event
+loop's thread, so what else runs on the machine does not count; the profiler itself does, most of
+all in functions that are called often.
 """
 
 from __future__ import annotations
@@ -23,18 +25,29 @@ from kvflow.bench.worker import Worker, serve
 class ProfiledWorker(Worker):
     """Rooms of one page, profiled on the event loop's thread."""
 
-    async def profile(self, *, first: int, count: int, concurrency: int, start_at: float) -> dict[str, Any]:
+    async def profile(
+        self, *, first: int, count: int, concurrency: int, start_at: float
+    ) -> dict[str, Any]:
         """Per function: [file, name, calls, seconds of its own]."""
         profiler = cProfile.Profile(time.thread_time)
         profiler.enable()
         try:
             await self.rooms(
-                first=first, count=count, concurrency=concurrency, pages=1, start_at=start_at, ticking=False
+                first=first,
+                count=count,
+                concurrency=concurrency,
+                pages=1,
+                start_at=start_at,
+                ticking=False,
             )
         finally:
             profiler.disable()
-        stats: dict[tuple[str, int, str], Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
-        return {"functions": [[file, name, seen[1], seen[2]] for (file, _, name), seen in stats.items()]}
+        stats: dict[tuple[str, int, str], Any] = pstats.Stats(
+            profiler,
+        ).stats  # type: ignore[attr-defined]
+        return {
+            "functions": [[file, name, seen[1], seen[2]] for (file, _, name), seen in stats.items()]
+        }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""SGLang's prefix tree with its compiled core, driven as kvflow's index is. Runs under the peer's Python, imports
-nothing of kvflow.
+"""SGLang's prefix tree with its compiled core, driven as kvflow's index is.
+
+Runs under the peer's Python, imports nothing of kvflow.
 
     PYTHONPATH=DIR/shim:SOURCE PEER_PYTHON radix_driver.py      (DIR holds the harness)
 
-JSON lines in, JSON lines out, as `worker.py`: prompts, measure, quit. What is measured is said in `cache.py`.
+JSON lines in, JSON lines out, as `worker.py`: prompts, measure, quit. What is measured is said in
+`cache.py`.
 """
 
 from __future__ import annotations
@@ -72,7 +74,13 @@ def make_tree(page_size: int, events: bool = False) -> Any:
 def replay(prompts: list[Any], page_size: int, capacity: int, events: bool) -> dict[str, Any]:
     tree = make_tree(page_size, events)
     encoder = msgspec.msgpack.Encoder()
-    seconds: dict[str, list[float]] = {"match": [], "lock": [], "evict": [], "insert": [], "events": []}
+    seconds: dict[str, list[float]] = {
+        "match": [],
+        "lock": [],
+        "evict": [],
+        "insert": [],
+        "events": [],
+    }
     clock = time.thread_time
     hits = total = held = 0
     gc.collect()
@@ -99,7 +107,9 @@ def replay(prompts: list[Any], page_size: int, capacity: int, events: bool) -> d
         inserting_s = clock()
         tree.insert(InsertParams(key=RadixKey(ids), value=slots))
         inserted_s = clock()
-        tree.dec_lock_ref(found.last_device_node, lock.to_dec_params() if hasattr(lock, "to_dec_params") else None)
+        tree.dec_lock_ref(
+            found.last_device_node, lock.to_dec_params() if hasattr(lock, "to_dec_params") else None
+        )
         seconds["lock"].append(clock() - inserted_s + locked_s - matched_s)
         seconds["match"].append(matched_s - began_s)
         seconds["insert"].append(inserted_s - inserting_s)
@@ -118,7 +128,9 @@ def evict_us() -> float:
     gc.collect()
     tree, draw = make_tree(SHAPE_PAGE_SIZE), random.Random(1)
     for leaf in range(LEAVES):
-        ids = [leaf] * SHAPE_PAGE_SIZE + [draw.randrange(VOCABULARY) for _ in range(LEAF_TOKENS - SHAPE_PAGE_SIZE)]
+        ids = [leaf] * SHAPE_PAGE_SIZE + [
+            draw.randrange(VOCABULARY) for _ in range(LEAF_TOKENS - SHAPE_PAGE_SIZE)
+        ]
         tree.insert(InsertParams(key=RadixKey(array("q", ids)), value=torch.arange(LEAF_TOKENS)))
     began_s = time.thread_time()
     for _ in range(EVICTIONS):
@@ -153,7 +165,11 @@ def main() -> None:
             if do == "prompts":
                 prompts = command["prompts"]
             else:
-                reply = {**replay(prompts, **command), "evict_us": evict_us(), "deep_match_us": deep_match_us()}
+                reply = {
+                    **replay(prompts, **command),
+                    "evict_us": evict_us(),
+                    "deep_match_us": deep_match_us(),
+                }
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
 

@@ -1,7 +1,9 @@
-"""The physical limit beside every goodput figure: the same page lists through the data plane's bare calls.
+"""The physical limit beside every goodput figure: the same page lists through the data plane's bare
+calls.
 
-Blocks are planned before the clock starts. Each writer tries a few ways and keeps the fastest: block sizes, and for a
-windowed plane also the window and whether to spin or to pause while it waits (spinning takes a core from the engine).
+Blocks are planned before the clock starts. Each writer tries a few ways and keeps the fastest:
+block sizes, and for a windowed plane also the window and whether to spin or to pause while it waits
+(spinning takes a core from the engine).
 """
 
 from __future__ import annotations
@@ -58,10 +60,14 @@ class RawWriter:
         return self.way
 
     def write(self, pages: PageIndices, targets: PageIndices | None = None) -> float:
-        """Copy `pages` onto `targets`, or as many scattered target pages; returns the seconds it took."""
+        """Copy `pages` onto `targets`, or as many scattered target pages; returns the seconds it
+        took.
+        """
         if targets is None:
             total = self._pairing.target.num_pages
-            targets = np.random.default_rng(len(pages)).permutation(total)[: len(pages)].astype(np.int32)
+            targets = (
+                np.random.default_rng(len(pages)).permutation(total)[: len(pages)].astype(np.int32)
+            )
         blocks = self._pairing.blocks(
             pages, targets, max_block_bytes=self.way.block_bytes, target_bases=self._target_bases
         )
@@ -79,7 +85,9 @@ class RawMemmove(RawWriter):
 
     def __init__(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
         self._segment = map_peer(address)
-        bases = np.array([self._segment.address + b.address for b in theirs.buffers], dtype=np.int64)
+        bases = np.array(
+            [self._segment.address + b.address for b in theirs.buffers], dtype=np.int64
+        )
         super().__init__(Pairing(ours, theirs), bases)
 
     def move(self, blocks: Blocks) -> None:
@@ -89,17 +97,27 @@ class RawMemmove(RawWriter):
 
 
 class RawWindow(RawWriter):
-    """Windowed transfer_submit_write and transfer_check_status: the fastest way known to drive the engine."""
+    """Windowed transfer_submit_write and transfer_check_status: the fastest way known to drive the
+    engine.
+    """
 
-    def __init__(self, plane: MooncakePlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
+    def __init__(
+        self, plane: MooncakePlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout
+    ) -> None:
         super().__init__(Pairing(ours, theirs), None)
         self._engine, self._session = plane.engine, address.locator
 
     def ways(self) -> list[Way]:
-        return [Way(size, w, pause) for size in BLOCK_SIZES[:2] for w in WINDOWS for pause in PAUSES_S]
+        return [
+            Way(size, w, pause) for size in BLOCK_SIZES[:2] for w in WINDOWS for pause in PAUSES_S
+        ]
 
     def move(self, blocks: Blocks) -> None:
-        submit, check, session = self._engine.transfer_submit_write, self._engine.transfer_check_status, self._session
+        submit, check, session = (
+            self._engine.transfer_submit_write,
+            self._engine.transfer_check_status,
+            self._session,
+        )
         window: deque[int] = deque()
         for source, target, size in zip(*blocks, strict=True):
             while len(window) >= self.way.window:
@@ -119,23 +137,32 @@ class RawWindow(RawWriter):
 
 
 class RawTransfers(RawWriter):
-    """NIXL's transfers of `window` blocks each, one after the other: within a machine a post copies by itself, so a
-    second one would wait for the first."""
+    """NIXL's transfers of `window` blocks each, one after the other: within a machine a post copies
+    by itself, so a second one would wait for the first."""
 
-    def __init__(self, plane: NixlPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
+    def __init__(
+        self, plane: NixlPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout
+    ) -> None:
         super().__init__(Pairing(ours, theirs), None)
         self._agent: Agent = plane.agent
         name, metadata = decode_metadata(address.locator, address.process)
         self._peer = plane.reach(name, address.process, metadata, theirs.buffers[0].address).name
 
     def ways(self) -> list[Way]:
-        return [Way(size, blocks, pause) for size in BLOCK_SIZES for blocks in (64, 1 << 30) for pause in PAUSES_S[:2]]
+        return [
+            Way(size, blocks, pause)
+            for size in BLOCK_SIZES
+            for blocks in (64, 1 << 30)
+            for pause in PAUSES_S[:2]
+        ]
 
     def move(self, blocks: Blocks) -> None:
         agent, total = self._agent, len(blocks.sizes)
         for first in range(0, total, self.way.window):
             part = slice(first, first + self.way.window)
-            transfer = agent.prepare("WRITE", self._peer, *(list(column[part]) for column in blocks))
+            transfer = agent.prepare(
+                "WRITE", self._peer, *(list(column[part]) for column in blocks)
+            )
             agent.post(transfer)
             self._follow(transfer)
 
@@ -149,7 +176,9 @@ class RawTransfers(RawWriter):
             raise RuntimeError(f"raw transfer ended with status {transfer.status}")
 
 
-def open_raw(plane: DataPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> RawWriter:
+def open_raw(
+    plane: DataPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout
+) -> RawWriter:
     """The bare writer of a plane."""
     if isinstance(plane, LocalPlane):
         return RawMemmove(ours, address, theirs)

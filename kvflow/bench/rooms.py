@@ -22,7 +22,9 @@ Row = dict[str, float]
 Say = Callable[[str], None]
 
 
-def row(opened: dict[Any, float], done: dict[Any, float], prefill_cpu_s: float, decode_cpu_s: float) -> Row:
+def row(
+    opened: dict[Any, float], done: dict[Any, float], prefill_cpu_s: float, decode_cpu_s: float
+) -> Row:
     """One round's figures from decode's clock: a room runs from its opening to its last page."""
     latency_ms = np.array([(done[r] - opened[r]) * 1e3 for r in done])
     n = len(done)
@@ -42,16 +44,24 @@ def medians(rows: list[Row]) -> Row:
 async def ours(pair: WorkerPair, concurrency: int, count: int) -> Row:
     prefill, decode = await pair.rooms(count, concurrency, 1, ticking=True)
     found = row(decode["opened"], decode["done"], prefill["cpu_s"], decode["cpu_s"])
-    return found | {"stall_p99_ms_prefill": prefill["late_p99_ms"], "stall_p99_ms_decode": decode["late_p99_ms"]}
+    return found | {
+        "stall_p99_ms_prefill": prefill["late_p99_ms"],
+        "stall_p99_ms_decode": decode["late_p99_ms"],
+    }
 
 
 async def theirs(peer: Process, concurrency: int, poll_ms: float) -> Row:
-    seen = await peer.ask("rooms", count=PEER_ROOMS[concurrency], concurrency=concurrency, pages=1, poll_ms=poll_ms)
+    seen = await peer.ask(
+        "rooms", count=PEER_ROOMS[concurrency], concurrency=concurrency, pages=1, poll_ms=poll_ms
+    )
     return row(seen["opened"], seen["done"], seen["prefill_cpu_s"], seen["decode_cpu_s"])
 
 
-async def bench_rooms(planes: tuple[str, ...], rounds: int, peer_harness: str | None, say: Say) -> dict[str, Any]:
-    """Rounds interleaved: every data plane, then the peer at each polling interval, at each concurrency.
+async def bench_rooms(
+    planes: tuple[str, ...], rounds: int, peer_harness: str | None, say: Say
+) -> dict[str, Any]:
+    """Rounds interleaved: every data plane, then the peer at each polling interval, at each
+    concurrency.
 
     Returns {"rounds", "idle": {...}, plane: {concurrency: medians}, "sglang": ..., "ratios": ...}.
     """
@@ -60,18 +70,27 @@ async def bench_rooms(planes: tuple[str, ...], rounds: int, peer_harness: str | 
     rows: dict[tuple[str, int], list[Row]] = {}
     polled: dict[tuple[float, int], list[Row]] = {}
     try:
-        idle = {plane: await pair.decode.ask("idle", seconds=IDLE_S) for plane, pair in pairs.items()}
+        idle = {
+            plane: await pair.decode.ask("idle", seconds=IDLE_S) for plane, pair in pairs.items()
+        }
         for pair in pairs.values():
             await pair.rooms(200, 8, 1)
         for turn in range(rounds):
             for concurrency in CONCURRENCY:
                 for plane, pair in pairs.items():
-                    rows.setdefault((plane, concurrency), []).append(await ours(pair, concurrency, ROOMS[concurrency]))
+                    rows.setdefault((plane, concurrency), []).append(
+                        await ours(pair, concurrency, ROOMS[concurrency])
+                    )
                 for poll_ms in POLLS_MS if peer else ():
                     assert peer is not None
-                    polled.setdefault((poll_ms, concurrency), []).append(await theirs(peer, concurrency, poll_ms))
+                    polled.setdefault((poll_ms, concurrency), []).append(
+                        await theirs(peer, concurrency, poll_ms)
+                    )
             say(f"round {turn + 1} of {rounds}")
-        left = {plane: [await side.ask("state") for side in (p.prefill, p.decode)] for plane, p in pairs.items()}
+        left = {
+            plane: [await side.ask("state") for side in (p.prefill, p.decode)]
+            for plane, p in pairs.items()
+        }
     finally:
         for pair in pairs.values():
             await pair.close()
@@ -86,19 +105,30 @@ async def bench_rooms(planes: tuple[str, ...], rounds: int, peer_harness: str | 
 
 
 def compare(
-    rows: dict[tuple[str, int], list[Row]], polled: dict[tuple[float, int], list[Row]], planes: tuple[str, ...]
+    rows: dict[tuple[str, int], list[Row]],
+    polled: dict[tuple[float, int], list[Row]],
+    planes: tuple[str, ...],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The peer at its best polling, separately for rooms/s and for CPU, and our median ratios round by round."""
+    """The peer at its best polling, separately for rooms/s and for CPU, and our median ratios round
+    by round.
+    """
     best: dict[str, Any] = {}
     ratios: dict[str, Any] = {plane: {} for plane in planes}
     for c in CONCURRENCY:
-        fast = max(POLLS_MS, key=lambda poll: statistics.median(r["rooms_per_s"] for r in polled[poll, c]))
+        fast = max(
+            POLLS_MS, key=lambda poll: statistics.median(r["rooms_per_s"] for r in polled[poll, c])
+        )
         lean = min(POLLS_MS, key=lambda poll: statistics.median(cpu(r) for r in polled[poll, c]))
         best[str(c)] = {"poll_ms": fast, **medians(polled[fast, c]), "leanest_poll_ms": lean}
-        best[str(c)]["cpu_ms_per_room_leanest"] = round(statistics.median(cpu(r) for r in polled[lean, c]), 4)
+        best[str(c)]["cpu_ms_per_room_leanest"] = round(
+            statistics.median(cpu(r) for r in polled[lean, c]), 4
+        )
         for plane in planes:
             mine = rows[plane, c]
-            speed = [a["rooms_per_s"] / b["rooms_per_s"] for a, b in zip(mine, polled[fast, c], strict=True)]
+            speed = [
+                a["rooms_per_s"] / b["rooms_per_s"]
+                for a, b in zip(mine, polled[fast, c], strict=True)
+            ]
             share = [cpu(a) / cpu(b) for a, b in zip(mine, polled[lean, c], strict=True)]
             ratios[plane][str(c)] = {
                 "rooms_per_s": round(statistics.median(speed), 2),

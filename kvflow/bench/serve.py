@@ -1,8 +1,9 @@
-"""`kvflow bench serve`: tokens per second of `kvflow up`, streamed through its router, beside stock `generate`.
+"""`kvflow bench serve`: tokens per second of `kvflow up`, streamed through its router, beside stock
+`generate`.
 
-Stock transformers is one process with the same threads that completes the same prompts as one batch. Turns interleave:
-each is one batch of stock's and the same prompts as concurrent streams of every server, so a ratio is of one turn. Then
-many streams at once, and short GETs beside them.
+Stock transformers is one process with the same threads that completes the same prompts as one
+batch. Turns interleave: each is one batch of stock's and the same prompts as concurrent streams of
+every server, so a ratio is of one turn. Then many streams at once, and short GETs beside them.
 """
 
 from __future__ import annotations
@@ -63,31 +64,51 @@ class ServePlan:
 async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
     """Returns {"clients": {number: {server: figures}}, "beside": {server: latencies of GETs}}.
 
-    Raises: KvflowError when a server does not start, or answers with other tokens than were asked for.
+    Raises: KvflowError when a server does not start, or answers with other tokens than were asked
+    for.
     """
     model = plan.model or str(DEMO_MODEL_DIR)
-    report: dict[str, Any] = {"api": plan.api, "new_tokens": plan.new_tokens, "threads": plan.threads}
+    report: dict[str, Any] = {
+        "api": plan.api,
+        "new_tokens": plan.new_tokens,
+        "threads": plan.threads,
+    }
     async with AsyncExitStack() as stack:
         stock, client = [
-            await stack.enter_async_context(_process(module)) for module in ("stock_worker", "stream_client")
+            await stack.enter_async_context(_process(module))
+            for module in ("stock_worker", "stream_client")
         ]
         await stock.ask("setup", model=model, threads=plan.threads)
         servers: dict[str, Server] = {}
         for tree in ("", *plan.trees):
-            servers[tree or HERE] = await stack.enter_async_context(serving(model, plan.threads, tree))
+            servers[tree or HERE] = await stack.enter_async_context(
+                serving(model, plan.threads, tree)
+            )
         report["clients"] = {}
         for clients in plan.clients:
-            report["clients"][str(clients)] = await _beside_stock(plan, clients, servers, stock, client, say)
+            report["clients"][str(clients)] = await _beside_stock(
+                plan, clients, servers, stock, client, say
+            )
         if plan.streams:
-            report["beside"] = {name: await _gets_beside_streams(plan, urls, client) for name, urls in servers.items()}
+            report["beside"] = {
+                name: await _gets_beside_streams(plan, urls, client)
+                for name, urls in servers.items()
+            }
             say(f"GETs beside {plan.streams} streams: {report['beside']}")
     return report
 
 
 async def _beside_stock(
-    plan: ServePlan, clients: int, servers: dict[str, Server], stock: Process, client: Process, say: Say
+    plan: ServePlan,
+    clients: int,
+    servers: dict[str, Server],
+    stock: Process,
+    client: Process,
+    say: Say,
 ) -> dict[str, Any]:
-    """Every server's tokens per second at so many clients, whole requests and after all first tokens; and stock's."""
+    """Every server's tokens per second at so many clients, whole requests and after all first
+    tokens; and stock's.
+    """
     prompts = [prompt_of(i) for i in range(clients)]
     total = clients * plan.new_tokens
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in servers}
@@ -99,39 +120,66 @@ async def _beside_stock(
         names = list(servers)
         for name in names[:: 1 if turn % 2 else -1]:
             before = servers[name].cpu_s()
-            got = await _streamed(client, servers[name].urls["router"], plan.api, prompts, plan.new_tokens)
-            cpu_us = {role: (s - before[role]) / total * 1e6 for role, s in servers[name].cpu_s().items()}
+            got = await _streamed(
+                client, servers[name].urls["router"], plan.api, prompts, plan.new_tokens
+            )
+            cpu_us = {
+                role: (s - before[role]) / total * 1e6 for role, s in servers[name].cpu_s().items()
+            }
             cpu_us["stock"] = stock_cpu_s / total * 1e6
             _check(name, got["tokens"], reference["tokens"], plan.new_tokens)
             if turn >= 0:
-                rates = total / got["seconds"], (total - clients) / got["after_first_s"], got["first_s"] * 1e3
+                rates = (
+                    total / got["seconds"],
+                    (total - clients) / got["after_first_s"],
+                    got["first_s"] * 1e3,
+                )
                 seen[name].append((total / reference["seconds"], *rates))
                 cpu[name].append(cpu_us)
     return _summary(clients, seen, cpu, say)
 
 
 def _summary(
-    clients: int, seen: dict[str, list[tuple[float, ...]]], cpu: dict[str, list[dict[str, float]]], say: Say
+    clients: int,
+    seen: dict[str, list[tuple[float, ...]]],
+    cpu: dict[str, list[dict[str, float]]],
+    say: Say,
 ) -> dict[str, Any]:
-    """`seen`: of each server and turn, the rates of stock and of the server, and the time to its first token."""
+    """`seen`: of each server and turn, the rates of stock and of the server, and the time to its
+    first token.
+    """
     found: dict[str, Any] = {}
     for name, turns in seen.items():
-        stock_rate, rate, later_rate, first_ms = (list(column) for column in zip(*turns, strict=True))
+        stock_rate, rate, later_rate, first_ms = (
+            list(column) for column in zip(*turns, strict=True)
+        )
         found[name] = {
             "ratio": _places([a / b for a, b in zip(rate, stock_rate, strict=True)]),
-            "ratio_after_first": _places([a / b for a, b in zip(later_rate, stock_rate, strict=True)]),
+            "ratio_after_first": _places(
+                [a / b for a, b in zip(later_rate, stock_rate, strict=True)]
+            ),
             "tokens_per_s": _places(rate),
             "stock_tokens_per_s": _places(stock_rate),
             "first_token_ms": _places(first_ms),
-            "cpu_us_per_token": {role: _places([of[role] for of in cpu[name]]) for role in cpu[name][0]},
+            "cpu_us_per_token": {
+                role: _places([of[role] for of in cpu[name]]) for role in cpu[name][0]
+            },
         }
-        say(f"{clients} clients, {name}: {found[name]['ratio']} of stock, {found[name]['tokens_per_s']} tokens/s")
-        say(f"CPU us per token: { {role: found[name]['cpu_us_per_token'][role]['median'] for role in cpu[name][0]} }")
+        say(
+            f"{clients} clients, {name}: {found[name]['ratio']} of stock, "
+            f"{found[name]['tokens_per_s']} tokens/s"
+        )
+        say(
+            "CPU us per token: "
+            f"{ {role: found[name]['cpu_us_per_token'][role]['median'] for role in cpu[name][0]} }"
+        )
     return found
 
 
 async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process) -> dict[str, Any]:
-    """Latency of GET /health at the router and at decode, idle and beside `plan.streams` streams."""
+    """Latency of GET /health at the router and at decode,
+    idle and beside `plan.streams` streams.
+    """
     found: dict[str, Any] = {}
     for beside in (0, plan.streams):
         streams: asyncio.Future[Any] | None = None
@@ -155,16 +203,24 @@ async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process)
 
 
 async def _pings(urls: dict[str, str], until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
-    """Seconds of one GET after another at each role, until the streams have ended; 100 each where there are none."""
+    """Seconds of one GET after another at each role, until the streams have ended; 100 each where
+    there are none.
+    """
     seen: dict[str, list[float]] = {"router": [], "decode": []}
     connections = {role: await _connected(urls[role]) for role in seen}
     try:
         while len(seen["router"]) < 100 if until is None else not until.done():
             for role, (reader, writer) in connections.items():
                 begun = time.perf_counter()
-                writer.write(f"GET /health HTTP/1.1\r\nHost: {urlsplit(urls[role]).netloc}\r\n\r\n".encode())
+                writer.write(
+                    f"GET /health HTTP/1.1\r\nHost: {urlsplit(urls[role]).netloc}\r\n\r\n".encode()
+                )
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next(int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length:"))
+                length = next(
+                    int(line[15:])
+                    for line in head.split(b"\r\n")
+                    if line.startswith(b"Content-Length:")
+                )
                 await reader.readexactly(length)
                 seen[role].append(time.perf_counter() - begun)
             await asyncio.sleep(PING_PAUSE_S)
@@ -179,7 +235,9 @@ async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
     return await asyncio.open_connection(parts.hostname, parts.port)
 
 
-async def _streamed(client: Process, url: str, api: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+async def _streamed(
+    client: Process, url: str, api: str, prompts: list[list[int]], new_tokens: int
+) -> dict[str, Any]:
     return await client.ask("stream", url=url, api=api, prompts=prompts, new_tokens=new_tokens)
 
 
@@ -197,7 +255,11 @@ def prompt_of(index: int) -> list[int]:
 
 def _places(values: list[float]) -> dict[str, float]:
     low, middle, high = np.percentile(values, (0, 50, 100))
-    return {"median": round(float(middle), 3), "min": round(float(low), 3), "max": round(float(high), 3)}
+    return {
+        "median": round(float(middle), 3),
+        "min": round(float(low), 3),
+        "max": round(float(high), 3),
+    }
 
 
 @asynccontextmanager
@@ -210,15 +272,34 @@ async def _process(module: str) -> AsyncIterator[Process]:
 
 
 @asynccontextmanager
-async def serving(model: str, threads: int, tree: str = "", arguments: tuple[str, ...] = ()) -> AsyncIterator[Server]:
-    """`kvflow up` of this checkout, or of `tree`, with more `arguments`. Raises: KvflowError when it does not start."""
+async def serving(
+    model: str, threads: int, tree: str = "", arguments: tuple[str, ...] = ()
+) -> AsyncIterator[Server]:
+    """`kvflow up` of this checkout, or of `tree`, with more `arguments`.
+
+    Raises: KvflowError when it does not start.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if tree:
         env |= {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "kvflow.cli", "up", "--port", "0", "--model-path", model, "--log-level", "warning",
-        "--prefix-cache", "off", *arguments, stdout=asyncio.subprocess.PIPE, env=env,
-    )  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "kvflow.cli",
+        "up",
+        "--port",
+        "0",
+        "--model-path",
+        model,
+        "--log-level",
+        "warning",
+        "--prefix-cache",
+        "off",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        env=env,
+    )
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             server = await _announced(child)
@@ -241,7 +322,9 @@ async def _announced(child: asyncio.subprocess.Process) -> Server:
     while "router" not in server.urls:
         line = (await child.stdout.readline()).decode().split()
         if not line:
-            raise KvflowError(f"kvflow up ended with status {await child.wait()} before it was ready")
+            raise KvflowError(
+                f"kvflow up ended with status {await child.wait()} before it was ready"
+            )
         server.urls[line[0]], server.pids[line[0]] = line[1], int(line[3])
     return server
 

@@ -1,9 +1,12 @@
-"""SGLang's own prefill/decode pair, driven beside ours. Runs under the peer's Python, imports nothing of kvflow.
+"""SGLang's own prefill/decode pair, driven beside ours.
+
+Runs under the peer's Python, imports nothing of kvflow.
 
     PEER_PYTHON sglang_driver.py DIR      (DIR holds the harness: ctl.py, node.py, sgkit.py)
 
-JSON lines in, JSON lines out, as `worker.py`: setup, rooms, abort, quit. Its manager, sender and receiver are the
-released ones; they are polled from a loop, so every figure names the polling interval it was best at.
+JSON lines in, JSON lines out, as `worker.py`: setup, rooms, abort, quit. Its manager, sender and
+receiver are the released ones; they are polled from a loop, so every figure names the polling
+interval it was best at.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ def main(harness: str) -> None:
 
 
 def rooms(pair: Any, numbers: list[int], command: dict[str, Any]) -> dict[str, object]:
-    prefill, decode = pair.rooms(numbers, command["concurrency"], command["pages"], command["poll_ms"])
+    prefill, decode = pair.rooms(
+        numbers, command["concurrency"], command["pages"], command["poll_ms"]
+    )
     failed = {**prefill["fails"], **decode["fails"]}
     if failed:
         return {"error": f"{len(failed)} rooms failed: {list(failed.values())[:1]}"}
@@ -63,7 +68,9 @@ def rooms(pair: Any, numbers: list[int], command: dict[str, Any]) -> dict[str, o
 
 
 def abort(pair: Any, room: int, pages: int, after_s: float) -> dict[str, object]:
-    """One room aborted `after_s` after its first byte; its pages re-used when the peer's policy lets them go."""
+    """One room aborted `after_s` after its first byte; its pages re-used when the peer's policy
+    lets them go.
+    """
     pair.send("prefill", "abort_prefill", room=room, npages=pages, chunk=pages)
     pair.send("decode", "abort_decode", room=room, npages=pages, abort_after=after_s, watch=0.7)
     decode = pair.recv("decode")
@@ -72,7 +79,11 @@ def abort(pair: Any, room: int, pages: int, after_s: float) -> dict[str, object]
         return {"aborted": False}
     if decode["prefill_failed"] or decode["timed_out"]:
         return {"error": f"the peer's prefill failed by itself: {decode}"}
-    return {"aborted": True, "pages_hit": decode["pages"], "seconds": decode["t_rel"] - decode["t_abort"]}
+    return {
+        "aborted": True,
+        "pages_hit": decode["pages"],
+        "seconds": decode["t_rel"] - decode["t_abort"],
+    }
 
 
 if __name__ == "__main__":

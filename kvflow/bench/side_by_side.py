@@ -1,9 +1,11 @@
-"""Rooms and transfers of several checkouts at once: every tree's processes stay up, and short rounds alternate.
+"""Rooms and transfers of several checkouts at once: every tree's processes stay up, and short
+rounds alternate.
 
-A round takes a few tenths of a second, so what else the machine does meets every tree alike. Only the workers are a
-tree's own code; what they are asked, and how the clock is read, is the same for all. Processes are started anew every
-`LIFE_TURNS` turns, in another order: a process keeps the cores and the memory that it got (some 15 % of CPU per room by
-chance, 7 % of a local transfer by being the first to start). With two trees, 12 turns start each equally often first.
+A round takes a few tenths of a second, so what else the machine does meets every tree alike. Only
+the workers are a tree's own code; what they are asked, and how the clock is read, is the same for
+all. Processes are started anew every `LIFE_TURNS` turns, in another order: a process keeps the
+cores and the memory that it got (some 15 % of CPU per room by chance, 7 % of a local transfer by
+being the first to start). With two trees, 12 turns start each equally often first.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 from kvflow.bench import rooms, transfer
 from kvflow.bench.pair import WORKER, WorkerPair
 
-ROOMS = {1: 200, 32: 1500, 256: 3000}  # of a round, by how many run at once: a few tenths of a second
+# Of a round, by how many run at once: a few tenths of a second.
+ROOMS = {1: 200, 32: 1500, 256: 3000}
 CASES = transfer.PEER_CASES
 LIFE_TURNS = 2
 
@@ -38,9 +41,16 @@ async def rooms_by_turns(
     """Rooms/s, latency and CPU per room."""
     seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
     for plane in planes:
-        cases = {f"{plane} {at_once}": partial(_rooms, at_once=at_once, count=n) for at_once, n in ROOMS.items()}
+        cases = {
+            f"{plane} {at_once}": partial(_rooms, at_once=at_once, count=n)
+            for at_once, n in ROOMS.items()
+        }
         await _by_turns(
-            partial(_pairs, plane, options or {}, order="page_first", **rooms.SHAPE), trees, cases, seen, say
+            partial(_pairs, plane, options or {}, order="page_first", **rooms.SHAPE),
+            trees,
+            cases,
+            seen,
+            say,
         )
     return seen
 
@@ -53,7 +63,9 @@ async def transfers_by_turns(
     pages = max(case.pages * case.rooms for case in CASES) + transfer.SPARE_PAGES
     for plane in planes:
         cases = {f"{plane} {case}": partial(_goodput, case=case) for case in CASES}
-        open_all = partial(_pairs, plane, options or {}, order="page_first", pages=pages, **transfer.SHAPE)
+        open_all = partial(
+            _pairs, plane, options or {}, order="page_first", pages=pages, **transfer.SHAPE
+        )
         await _by_turns(open_all, trees, cases, seen, say)
     return seen
 
@@ -67,7 +79,9 @@ async def _goodput(pair: WorkerPair, *, case: transfer.Case) -> Figures:
     return {"rooms_gb_s": await transfer.through_rooms(pair, case)}
 
 
-async def _by_turns(open_all: OpenAll, trees: Trees, cases: Mapping[str, Measure], seen: Turns, say: Say) -> None:
+async def _by_turns(
+    open_all: OpenAll, trees: Trees, cases: Mapping[str, Measure], seen: Turns, say: Say
+) -> None:
     """Fill `seen` with the figures of every case; each is measured once more before, to warm up."""
     for life, first in enumerate(range(0, len(seen), LIFE_TURNS)):
         async with open_all({name: trees[name] for name in _order(list(trees), life)}) as opened:
@@ -77,7 +91,9 @@ async def _by_turns(open_all: OpenAll, trees: Trees, cases: Mapping[str, Measure
                 for turn in range(first, min(first + LIFE_TURNS, len(seen))):
                     for name in _order(list(opened), turn):
                         found = await measure(opened[name])
-                        seen[turn][name] |= {f"{title} {figure}": value for figure, value in found.items()}
+                        seen[turn][name] |= {
+                            f"{title} {figure}": value for figure, value in found.items()
+                        }
         say(f"{', '.join(cases)}: {min(first + LIFE_TURNS, len(seen))} of {len(seen)} turns")
 
 
@@ -88,7 +104,9 @@ def _order(names: list[str], turn: int) -> list[str]:
 
 
 @asynccontextmanager
-async def _pairs(plane: str, options: Options, trees: Trees, /, **shape: Any) -> AsyncIterator[dict[str, WorkerPair]]:
+async def _pairs(
+    plane: str, options: Options, trees: Trees, /, **shape: Any
+) -> AsyncIterator[dict[str, WorkerPair]]:
     """A prefill and a decode process of every run."""
     async with AsyncExitStack() as stack:
         opened: dict[str, WorkerPair] = {}

@@ -1,4 +1,6 @@
-"""`kvflow bench transfer --tp P:D`: what slices of each size cost a data plane as they are, and through staging."""
+"""`kvflow bench transfer --tp P:D`: what slices of each size cost a data plane as they are, and
+through staging.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ from kvflow.bench.pair import WorkerPair
 from kvflow.bench.transfer import quartiles
 from kvflow.protocols.errors import MisuseError
 
-SLICE_BYTES = (64, 128, 256, 512, 1024, 4096, 16384, 65536)  # of one rank in one token slot of K, or V
-ROOM_BYTES, ROOM_SLICES = 64 << 20, 1 << 16  # of a room, the smaller of the two: 1.3 s of mooncake's blocks
+# Of one rank in one token slot of K, or V.
+SLICE_BYTES = (64, 128, 256, 512, 1024, 4096, 16384, 65536)
+# Of a room, the smaller of the two: 1.3 s of mooncake's blocks.
+ROOM_BYTES, ROOM_SLICES = 64 << 20, 1 << 16
 WAYS = ("as they are", "through staging")
 _LAYERS, _PAGE_SIZE = 4, 16
 
@@ -23,7 +27,9 @@ def widths_of(text: str) -> tuple[int, int]:
     try:
         prefill, decode = (int(part) for part in text.split(":"))
     except ValueError:
-        raise MisuseError(f"--tp {text}: not two numbers, as in 2:1 (shards of prefill, shards of decode)") from None
+        raise MisuseError(
+            f"--tp {text}: not two numbers, as in 2:1 (shards of prefill, shards of decode)"
+        ) from None
     if min(prefill, decode) < 1 or max(prefill, decode) > 8 or prefill == decode:
         raise MisuseError(f"--tp {text}: not two different widths of 1 to 8")
     return prefill, decode
@@ -32,28 +38,40 @@ def widths_of(text: str) -> tuple[int, int]:
 async def bench_slices(
     planes: tuple[str, ...], widths: tuple[int, int], turns: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Each plane and size, both ways interleaved: {plane: {bytes: {way: GB/s and CPU s/GB of each side, "ratio":
-    staging over none}}}."""
+    """Each plane and size, both ways interleaved: {plane: {bytes: {way: GB/s and CPU s/GB of each
+    side, "ratio": staging over none}}}."""
     report: dict[str, Any] = {"turns": turns, "tp": list(widths)}
     for plane in planes:
         report[plane] = {}
         for size in SLICE_BYTES:
             found = report[plane][str(size)] = await _one_size(plane, widths, size, turns)
-            say(f"{plane}, slices of {size} bytes: " + ", ".join(f"{way} {found[way]}" for way in (*WAYS, "ratio")))
+            say(
+                f"{plane}, slices of {size} bytes: "
+                + ", ".join(f"{way} {found[way]}" for way in (*WAYS, "ratio"))
+            )
     return report
 
 
 async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) -> dict[str, Any]:
     heads = lcm(*widths)
-    dim = size * max(widths) // heads // 2  # of two bytes; the narrower of the two shares is one slice
+    # Of two bytes; the narrower of the two shares is one slice.
+    dim = size * max(widths) // heads // 2
     in_page = size * max(widths) * _PAGE_SIZE * _LAYERS * 2
     pages = max(1, min(ROOM_BYTES, ROOM_SLICES * size) // in_page)
-    shape = {"layers": _LAYERS, "heads": heads, "dim": dim, "page_size": _PAGE_SIZE, "pages": pages + 1}
+    shape = {
+        "layers": _LAYERS,
+        "heads": heads,
+        "dim": dim,
+        "page_size": _PAGE_SIZE,
+        "pages": pages + 1,
+    }
     seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     async with AsyncExitStack() as stack:
         pairs = {}
         for way in WAYS:
-            pair = await WorkerPair.open(plane, order="page_first", widths=widths, staged=way == WAYS[1], **shape)
+            pair = await WorkerPair.open(
+                plane, order="page_first", widths=widths, staged=way == WAYS[1], **shape
+            )
             pairs[way] = await stack.enter_async_context(pair)
         for turn in range(1 + turns):
             for way in WAYS if turn % 2 else WAYS[::-1]:
@@ -70,5 +88,7 @@ async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) 
             "prefill_cpu_s_per_gb": round(statistics.median(sends), 2),
             "decode_cpu_s_per_gb": round(statistics.median(takes), 2),
         }
-    found["ratio"] = quartiles([b[0] / a[0] for a, b in zip(*(seen[way] for way in WAYS), strict=True)])
+    found["ratio"] = quartiles(
+        [b[0] / a[0] for a, b in zip(*(seen[way] for way in WAYS), strict=True)]
+    )
     return found

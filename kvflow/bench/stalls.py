@@ -1,6 +1,8 @@
-"""`kvflow bench stalls`: how long the event loops of both roles stand still under the largest legal requests.
+"""`kvflow bench stalls`: how long the event loops of both roles stand still under the largest legal
+requests.
 
-Beside each case, in the same seconds, an idle process ticks the same way: what the machine itself does to a ticker.
+Beside each case, in the same seconds, an idle process ticks the same way: what the machine itself
+does to a ticker.
 """
 
 from __future__ import annotations
@@ -33,19 +35,35 @@ Case = tuple[str, str, dict[str, Any]]
 
 
 def cases() -> list[Case]:
-    """Name, path and body of each case. The last body is refused: its text has more tokens than fit."""
+    """Name, path and body of each case.
+
+    The last body is refused: its text has more tokens than fit.
+    """
     ids = np.random.default_rng(1).integers(0, 100_000, BOOTSTRAP_PAGES).tolist()
     logprobs = {"return_logprob": True, "top_logprobs_num": 20}
     many = {"sampling_params": {"max_new_tokens": STREAM_TOKENS}, **logprobs}
     few = {"sampling_params": {"max_new_tokens": 2}, "stream": True}
     completion = {"prompt": [1], "logprobs": 20, "max_tokens": STREAM_TOKENS}
     token, stops = _near_misses()
-    matched = {"prompt": [1], "max_tokens": STREAM_TOKENS, "logit_bias": {token: 100}, "stop": stops}
+    matched = {
+        "prompt": [1],
+        "max_tokens": STREAM_TOKENS,
+        "logit_bias": {token: 100},
+        "stop": stops,
+    }
     spare = MAX_BODY_BYTES - 4096
     return [
-        ("4,000 tokens, top-20, /generate stream", "/generate", {"input_ids": [1], "stream": True, **many}),
+        (
+            "4,000 tokens, top-20, /generate stream",
+            "/generate",
+            {"input_ids": [1], "stream": True, **many},
+        ),
         ("4,000 tokens, top-20, /generate", "/generate", {"input_ids": [1], **many}),
-        ("4,000 tokens, top-20, completions stream", "/v1/completions", {**completion, "stream": True}),
+        (
+            "4,000 tokens, top-20, completions stream",
+            "/v1/completions",
+            {**completion, "stream": True},
+        ),
         ("4,000 tokens, top-20, completions", "/v1/completions", completion),
         ("4,000 tokens, 64 stop strings nearly met", "/v1/completions", matched),
         ("prompt of 131,072 tokens", "/generate", {"input_ids": ids[:PROMPT_TOKENS], **few}),
@@ -55,8 +73,8 @@ def cases() -> list[Case]:
 
 
 def _near_misses() -> tuple[int, list[str]]:
-    """The demo model's token of most spaces, and as many stop strings as may be given, each as long as they may be. A
-    text of that token meets every one of them but for its last character."""
+    """The demo model's token of most spaces, and as many stop strings as may be given, each as long
+    as they may be. A text of that token meets every one of them but for its last character."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
     texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
     longest = max(texts, key=lambda token: 0 if texts[token].strip(" ") else len(texts[token]))
@@ -67,21 +85,29 @@ def _near_misses() -> tuple[int, list[str]]:
 async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Every case in each of `rounds`; figures of a case are those of its worst round.
 
-    Returns {"cases": {case: {role: {"ticks", "late_p50_ms", "late_p99_ms", "late_max_ms", "stall_p99_ms",
-    "stall_max_ms"}}}}: `late` is a tick's lateness, `stall` the part of it that is of the loop's own making (see
-    `child.StallTicker`).
+    Returns {"cases": {case: {role: {"ticks", "late_p50_ms", "late_p99_ms", "late_max_ms",
+    "stall_p99_ms", "stall_max_ms"}}}}: `late` is a tick's lateness, `stall` the part of it that is
+    of the loop's own making (see `child.StallTicker`).
     """
     workers = {
-        role: await Process.spawn(sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", role, name=role)
+        role: await Process.spawn(
+            sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", role, name=role
+        )
         for role in ROLES
     }
     found: dict[str, dict[str, dict[str, float]]] = {}
     try:
         tokenizer = str(DEMO_MODEL_DIR / "tokenizer.json")
-        ready = await asyncio.gather(*(workers[role].ask("setup", tokenizer=tokenizer) for role in ROLES))
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), read_bufsize=1 << 20) as session:
+        ready = await asyncio.gather(
+            *(workers[role].ask("setup", tokenizer=tokenizer) for role in ROLES)
+        )
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=120), read_bufsize=1 << 20
+        ) as session:
             client = _Client(session, dict(zip(ROLES, ready, strict=True)))
-            await client.send("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}})
+            await client.send(
+                "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
+            )
             for turn in range(rounds):
                 for name, path, body in cases():
                     await asyncio.gather(*(worker.ask("watch") for worker in workers.values()))
@@ -103,7 +129,9 @@ async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any
 
 
 def _told(seen: dict[str, dict[str, float]]) -> str:
-    return ", ".join(f"{role} p99 {figures['late_p99_ms']:.1f} ms" for role, figures in seen.items())
+    return ", ".join(
+        f"{role} p99 {figures['late_p99_ms']:.1f} ms" for role, figures in seen.items()
+    )
 
 
 def _keep_worst(found: dict[str, dict[str, float]], seen: dict[str, dict[str, float]]) -> None:
@@ -137,7 +165,9 @@ class _Client:
             "bootstrap_room": self._room,
         }
         raw = msgspec.json.encode({**body, **fields})
-        await asyncio.gather(*(self._leg(f"http://127.0.0.1:{port}{path}", raw) for port in self._ports))
+        await asyncio.gather(
+            *(self._leg(f"http://127.0.0.1:{port}{path}", raw) for port in self._ports)
+        )
 
     async def _leg(self, url: str, raw: bytes) -> None:
         headers = {"Content-Type": "application/json"}

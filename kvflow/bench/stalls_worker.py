@@ -2,9 +2,9 @@
 
     python -m kvflow.bench.stalls_worker prefill|decode|idle|crowd
 
-Commands: setup, watch, watched, connections, announce, announced, quit. HTTP, tokenizer, node, registry and data plane
-are the real ones; the engine makes tokens without a model, so that whole prompts of a million tokens are served in a
-second.
+Commands: setup, watch, watched, connections, announce, announced, quit. HTTP, tokenizer, node,
+registry and data plane are the real ones; the engine makes tokens without a model, so that whole
+prompts of a million tokens are served in a second.
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ class ReadyPrefill(_Engine):
     """Every prompt is computed already: its pages are sent at once."""
 
     async def prefill(
-        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, namespace: Namespace = ANY
+        self,
+        room: PrefillRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        namespace: Namespace = ANY,
     ) -> TokenOut:
         self.limits.check_prompt(prompt)
         await room.matched()
@@ -85,7 +90,8 @@ class ReadyPrefill(_Engine):
         sequence.add_pages(self.pool.pages.take(len(prompt), sequence.owner))
         try:
             handoff = HandOff(first_token=7, prompt_tokens=len(prompt)).encode()
-            for start in range(0, len(prompt), CHUNK_PAGES):  # as an engine does that computes in chunks
+            # As an engine does that computes in chunks.
+            for start in range(0, len(prompt), CHUNK_PAGES):
                 end = start + CHUNK_PAGES
                 last = end >= len(prompt)
                 room.send(sequence.pages[start:end], last=last, handoff=handoff if last else b"")
@@ -98,20 +104,29 @@ class ReadyPrefill(_Engine):
 
 
 class PacedDecode(_Engine):
-    """A token whenever the loop has had a turn and `pause_s` have passed: the one with the largest bias, if the request
-    names one, or the next of 512."""
+    """A token whenever the loop has had a turn and `pause_s` have passed: the one with the largest
+    bias, if the request names one, or the next of 512."""
 
     pause_s = 0.001
 
-    async def admit(self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY) -> Admission:
+    async def admit(
+        self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
+    ) -> Admission:
         self.limits.check_prompt(prompt)
         return await self._budget.admit(self.limits.worst_pages(prompt, params.max_new_tokens))
 
-    async def cached(self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None) -> None:
+    async def cached(
+        self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None
+    ) -> None:
         return None
 
     async def generate(
-        self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission, prefix: None = None
+        self,
+        room: DecodeRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        admission: Admission,
+        prefix: None = None,
     ) -> AsyncGenerator[TokenOut, None]:
         admission.took(len(room.pages))
         sequence = Sequence(("sequence", id(room)), prompt, params.max_new_tokens, 1)
@@ -145,7 +160,9 @@ class StallsWorker:
         layout = build_layout([("k", "uint8", (8,))], page_size=1, num_pages=PAGES)
         pool = await asyncio.to_thread(PagedPool.allocate, layout)
         plane = await asyncio.to_thread(open_plane, "local", pool.segment, None)
-        card = ModelCard(path=tokenizer, name="stalls", context_length=CONTEXT, vocab_size=VOCABULARY)
+        card = ModelCard(
+            path=tokenizer, name="stalls", context_length=CONTEXT, vocab_size=VOCABULARY
+        )
         bootstrap_port = rank = None
         allow_many_connections()
         service: Any
@@ -159,7 +176,12 @@ class StallsWorker:
             registry = registry_app(RankTable(), Metrics())
             await self._stack.enter_async_context(listening_on(registry, bootstrap))
             await RegistryClient().register(f"127.0.0.1:{bootstrap_port}", prefill.info)
-            service = PrefillService(card, prefill, ReadyPrefill(pool), 60.0)  # type: ignore[arg-type]
+            service = PrefillService(
+                card,
+                prefill,
+                ReadyPrefill(pool),  # type: ignore[arg-type]
+                60.0,
+            )
         else:
             decode = DecodeNode(pool, plane, resolve=RegistryClient().resolve)
             await decode.start()
@@ -216,7 +238,11 @@ class StallsWorker:
     async def watched(self) -> dict[str, Any]:
         assert self._ticker is not None
         p50 = float(np.percentile(self._ticker.late_s or [0.0], 50)) * 1e3
-        return {"ticks": len(self._ticker.late_s), "late_p50_ms": round(p50, 3), **self._ticker.stalls()}
+        return {
+            "ticks": len(self._ticker.late_s),
+            "late_p50_ms": round(p50, 3),
+            **self._ticker.stalls(),
+        }
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -1,4 +1,6 @@
-"""Stock transformers' `generate` in a process of its own, told by JSON lines what to complete: no engine of kvflow."""
+"""Stock transformers' `generate` in a process of its own, told by JSON lines what to complete: no
+engine of kvflow.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class StockCommands:
             logging.disable_progress_bar()
             torch.set_num_threads(threads)
             found: Any = AutoModelForCausalLM.from_pretrained(model).eval()
-            found.generation_config.eos_token_id = None  # as ignore_eos: only its length ends a completion
+            # As ignore_eos: only its length ends a completion.
+            found.generation_config.eos_token_id = None
             found.generation_config.pad_token_id = 0
             self._model = found
             return {"dtype": str(found.dtype).removeprefix("torch.")}
@@ -50,7 +53,10 @@ class StockCommands:
                     num_beams=1,
                     max_new_tokens=new_tokens,
                 )
-            return {"seconds": time.perf_counter() - begun, "tokens": out[:, ids.shape[1] :].tolist()}
+            return {
+                "seconds": time.perf_counter() - begun,
+                "tokens": out[:, ids.shape[1] :].tolist(),
+            }
 
         return await self._run(run)
 

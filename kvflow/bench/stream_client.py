@@ -1,7 +1,8 @@
-"""Clients that stream completions from one server, in a process of their own; each does as little as it can.
+"""Clients that stream completions from one server, in a process of their own; each does as little
+as it can.
 
-What a client costs is CPU that the server lacks on a machine of few cores, so nothing is decoded while a stream runs:
-events are counted as they come, and read when all streams have ended.
+What a client costs is CPU that the server lacks on a machine of few cores, so nothing is decoded
+while a stream runs: events are counted as they come, and read when all streams have ended.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class StreamFailedError(Exception):
 class StreamCommands:
     """stream."""
 
-    async def stream(self, url: str, api: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    async def stream(
+        self, url: str, api: str, prompts: list[list[int]], new_tokens: int
+    ) -> dict[str, Any]:
         """One stream for each prompt, all at once; times count from the first request."""
         gate = asyncio.Event()
         streams = [Stream(url, api, prompt, new_tokens) for prompt in prompts]
@@ -65,7 +68,8 @@ class Stream:
         try:
             await gate.wait()
             head = (
-                f"POST {PATHS[self._api]} HTTP/1.1\r\nHost: {self._url.netloc}\r\nContent-Type: application/json\r\n"
+                f"POST {PATHS[self._api]} HTTP/1.1\r\nHost: {self._url.netloc}\r\nContent-Type: "
+                "application/json\r\n"
                 f"Connection: close\r\nContent-Length: {len(self._body)}\r\n\r\n"
             )
             writer.write(head.encode() + self._body)
@@ -82,8 +86,15 @@ class Stream:
         head, _, rest = b"".join(self._pieces).partition(b"\r\n\r\n")
         text = unchunked(rest)
         events = [json.loads(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: {")]
-        if b" 200 " not in head[:16] or not events or not text.endswith(b"data: [DONE]\n\n") or "error" in events[-1]:
-            raise StreamFailedError(f"the answer is not a whole stream: {(head + text[-200:])[:600]!r}")
+        if (
+            b" 200 " not in head[:16]
+            or not events
+            or not text.endswith(b"data: [DONE]\n\n")
+            or "error" in events[-1]
+        ):
+            raise StreamFailedError(
+                f"the answer is not a whole stream: {(head + text[-200:])[:600]!r}"
+            )
         if self._api == "generate":
             ids: list[int] = events[-1]["output_ids"]
             return ids
@@ -94,8 +105,16 @@ class Stream:
 def _body(api: str, prompt: list[int], new_tokens: int) -> bytes:
     if api == "generate":
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        return json.dumps({"input_ids": prompt, "stream": True, "sampling_params": sampling}).encode()
-    body = {"prompt": prompt, "stream": True, "temperature": 0, "max_tokens": new_tokens, "ignore_eos": True}
+        return json.dumps(
+            {"input_ids": prompt, "stream": True, "sampling_params": sampling}
+        ).encode()
+    body = {
+        "prompt": prompt,
+        "stream": True,
+        "temperature": 0,
+        "max_tokens": new_tokens,
+        "ignore_eos": True,
+    }
     return json.dumps({**body, "stream_options": {"include_usage": True}}).encode()
 
 
@@ -108,7 +127,9 @@ def unchunked(body: bytes) -> bytes:
         try:
             size = int(body[at:end], 16)
         except ValueError:
-            raise StreamFailedError(f"no chunk size at byte {at} of {len(body)}: {body[at : at + 40]!r}") from None
+            raise StreamFailedError(
+                f"no chunk size at byte {at} of {len(body)}: {body[at : at + 40]!r}"
+            ) from None
         if end < 0 or not size:
             return b"".join(parts)
         parts.append(body[end + 2 : end + 2 + size])

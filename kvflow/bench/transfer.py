@@ -1,4 +1,6 @@
-"""`kvflow bench transfer`: goodput through rooms, as a ratio to the bare data plane on the same page lists."""
+"""`kvflow bench transfer`: goodput through rooms, as a ratio to the bare data plane on the same
+page lists.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from kvflow.bench.peer import POLLS_MS, open_peer
 
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}
 SPARE_PAGES = 64
-SHORT_PAGES = 256  # what moves less is done in some 50 ms, and depends on which cores its threads woke up on
+# What moves less is done in some 50 ms, and depends on which cores its threads woke up on.
+SHORT_PAGES = 256
 
 
 class Case(NamedTuple):
@@ -36,7 +39,11 @@ Say = Callable[[str], None]
 
 def quartiles(values: list[float]) -> dict[str, float]:
     low, middle, high = np.percentile(values, (25, 50, 75))
-    return {"median": round(float(middle), 3), "q1": round(float(low), 3), "q3": round(float(high), 3)}
+    return {
+        "median": round(float(middle), 3),
+        "q1": round(float(low), 3),
+        "q3": round(float(high), 3),
+    }
 
 
 async def through_rooms(pair: WorkerPair, case: Case) -> float:
@@ -51,10 +58,14 @@ async def bare(pair: WorkerPair, case: Case) -> float:
     return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
 
 
-async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say) -> dict[str, Any]:
-    """One data plane: `pairs` interleaved (rooms, bare) measurements of every case, more of a short one.
+async def bench_plane(
+    plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
+) -> dict[str, Any]:
+    """One data plane: `pairs` interleaved (rooms, bare) measurements of every case, more of a short
+    one.
 
-    Returns {case: {"pairs": measurements, "ratio": quartiles, "rooms_gb_s": quartiles, "raw_gb_s": quartiles}}.
+    Returns {case: {"pairs": measurements, "ratio": quartiles, "rooms_gb_s": quartiles, "raw_gb_s":
+    quartiles}}.
     """
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
@@ -81,8 +92,12 @@ async def bench_plane(plane: str, order: str, pairs: int, cases: tuple[Case, ...
     return report
 
 
-async def bench_verified(plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say) -> dict[str, Any]:
-    """What `--verify-transfers` costs: goodput with checksums as a ratio to the same rooms without, interleaved."""
+async def bench_verified(
+    plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
+) -> dict[str, Any]:
+    """What `--verify-transfers` costs: goodput with checksums as a ratio to the same rooms without,
+    interleaved.
+    """
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
     async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
@@ -104,17 +119,28 @@ async def bench_verified(plane: str, order: str, pairs: int, cases: tuple[Case, 
 
 
 async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: float) -> float:
-    """The peer's GB/s by the clock that favours it: from its first send to decode's last success."""
-    seen = await peer.ask("rooms", count=case.rooms, concurrency=case.rooms, pages=case.pages, poll_ms=poll_ms)
+    """The peer's GB/s by the clock that favours it:
+    from its first send to decode's last success.
+    """
+    seen = await peer.ask(
+        "rooms", count=case.rooms, concurrency=case.rooms, pages=case.pages, poll_ms=poll_ms
+    )
     seconds: float = max(seen["done"].values()) - min(seen["sends"].values())
     return case.rooms * case.pages * page_bytes / seconds / 1e9
 
 
 async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, Any]:
-    """kvflow (page-first) and SGLang over Mooncake TCP, interleaved; SGLang at its better polling interval."""
+    """kvflow (page-first) and SGLang over Mooncake TCP, interleaved; SGLang at its better polling
+    interval.
+    """
     pages = max(case.pages * case.rooms for case in PEER_CASES) + SPARE_PAGES
     report: dict[str, Any] = {}
-    peer_shape = {"layers": SHAPE["layers"], "heads": SHAPE["heads"], "dim": SHAPE["dim"], "pages": pages}
+    peer_shape = {
+        "layers": SHAPE["layers"],
+        "heads": SHAPE["heads"],
+        "dim": SHAPE["dim"],
+        "pages": pages,
+    }
     async with await WorkerPair.open("mooncake", order="page_first", pages=pages, **SHAPE) as pair:
         peer = await open_peer(harness, **peer_shape)
         try:
@@ -122,9 +148,12 @@ async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, An
                 await through_rooms(pair, case)
                 await peer_goodput(peer, case, pair.page_bytes, POLLS_MS[0])
                 mine, theirs = [], []
-                for _ in range(pairs):  # after the other's turn the caches are cold: each side has two tries in a row
+                # After the other's turn the caches are cold: each side has two tries in a row.
+                for _ in range(pairs):
                     mine.append(max([await through_rooms(pair, case) for _ in POLLS_MS]))
-                    theirs.append(max([await peer_goodput(peer, case, pair.page_bytes, p) for p in POLLS_MS]))
+                    theirs.append(
+                        max([await peer_goodput(peer, case, pair.page_bytes, p) for p in POLLS_MS])
+                    )
                 ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
                 report[str(case)] = {
                     "ratio": quartiles(ratios),
@@ -138,14 +167,23 @@ async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, An
 
 
 async def bench_transfer(
-    planes: tuple[str, ...], orders: tuple[str, ...], pairs: int, peer_harness: str | None, verify: bool, say: Say
+    planes: tuple[str, ...],
+    orders: tuple[str, ...],
+    pairs: int,
+    peer_harness: str | None,
+    verify: bool,
+    say: Say,
 ) -> dict[str, Any]:
-    """Every data plane and page order in turn, then the peer; with `verify`, what checksums cost instead."""
+    """Every data plane and page order in turn, then the peer; with `verify`, what checksums cost
+    instead.
+    """
     report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
     measure = bench_verified if verify else bench_plane
     for plane in planes:
         for order in orders:
             report[f"{plane} {order}"] = await measure(plane, order, pairs, CASES, say)
     if peer_harness:
-        report["mooncake page_first against sglang"] = await bench_against_peer(peer_harness, pairs, say)
+        report["mooncake page_first against sglang"] = await bench_against_peer(
+            peer_harness, pairs, say
+        )
     return report

@@ -2,8 +2,8 @@
 
     python -m kvflow.bench.worker prefill|decode
 
-Commands: setup, verify, rooms, raw (prefill only), idle, quit. The driver (`pair.py`) sends the same `rooms` to both
-sides.
+Commands: setup, verify, rooms, raw (prefill only), idle, quit. The driver (`pair.py`) sends the
+same `rooms` to both sides.
 """
 
 from __future__ import annotations
@@ -39,9 +39,16 @@ SEND_STAGING_BYTES = 64 << 20
 __all__ = ["Worker", "serve", "source_slice"]
 
 
-def _layout(layers: int, heads: int, dim: int, page_size: int, pages: int, order: str) -> PoolLayout:
+def _layout(
+    layers: int, heads: int, dim: int, page_size: int, pages: int, order: str
+) -> PoolLayout:
     streams = [(f"layer.{i}.{x}", "bfloat16", (heads, dim)) for i in range(layers) for x in "kv"]
-    return build_layout(streams, page_size=page_size, num_pages=pages, order=order)  # type: ignore[arg-type]
+    return build_layout(
+        streams,
+        page_size=page_size,
+        num_pages=pages,
+        order=order,  # type: ignore[arg-type]
+    )
 
 
 class Worker:
@@ -73,8 +80,9 @@ class Worker:
         widths: tuple[int, int] = (1, 1),
         staged: bool = False,
     ) -> dict[str, Any]:
-        """`widths`: in how many parts prefill and decode have their heads, page by page, as that many shards would have
-        them; `staged`: slices of a page pass through staging, where they are gathered at prefill or land at decode.
+        """`widths`: in how many parts prefill and decode have their heads, page by page, as that
+        many shards would have them; `staged`: slices of a page pass through staging, where they are
+        gathered at prefill or land at decode.
         """
         layout = _layout(layers, heads, dim, page_size, pages, order)
         if widths != (1, 1):
@@ -89,7 +97,12 @@ class Worker:
         if self.role == "prefill":
             bind = partial(bind_router, key=key)
             self.node = PrefillNode(
-                self.pool, data_plane, host=host, bind=bind, verify_transfers=verify_transfers, staging=staging
+                self.pool,
+                data_plane,
+                host=host,
+                bind=bind,
+                verify_transfers=verify_transfers,
+                staging=staging,
             )
             await self.node.start()
             pages_of_all = self.node.pages.take(self.node.pages.free_pages, "bench")
@@ -98,7 +111,11 @@ class Worker:
         self.ranks = [rank_from_json(rank) for rank in ranks]
         connect = partial(connect_dealer, key=key)
         self.node = DecodeNode(
-            self.pool, data_plane, connect=connect, verify_transfers=verify_transfers, staging=staging
+            self.pool,
+            data_plane,
+            connect=connect,
+            verify_transfers=verify_transfers,
+            staging=staging,
         )
         await self.node.start()
         self._scatter()
@@ -113,7 +130,10 @@ class Worker:
 
     async def verify(self, *, on: bool) -> dict[str, Any]:
         """Rooms opened from now on carry checksums, or none."""
-        before, self.node.shell.checksums = self.node.shell.checksums, PageChecksums(self.pool) if on else None
+        before, self.node.shell.checksums = (
+            self.node.shell.checksums,
+            PageChecksums(self.pool) if on else None,
+        )
         if isinstance(before, PageChecksums):
             await before.close()
         if isinstance(self.node, DecodeNode):
@@ -128,11 +148,19 @@ class Worker:
             self.node.pages.give_back(pages[order[start : start + 1]], "scatter")
 
     async def rooms(
-        self, *, first: int, count: int, concurrency: int, pages: int, start_at: float, ticking: bool
+        self,
+        *,
+        first: int,
+        count: int,
+        concurrency: int,
+        pages: int,
+        start_at: float,
+        ticking: bool,
     ) -> dict[str, Any]:
         """Run rooms first..first+count-1, `concurrency` at a time, each of `pages` pages.
 
-        `ticking` measures the loop's stall beside it; a thousand wake-ups a second cost a copying thread some GIL.
+        `ticking` measures the loop's stall beside it; a thousand wake-ups a second cost a copying
+        thread some GIL.
         """
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
         numbers = iter(range(first, first + count))
@@ -140,10 +168,17 @@ class Worker:
         one = self._prefill_room if self.role == "prefill" else self._decode_room
         await asyncio.sleep(max(0.0, start_at - time.monotonic()))
         ticker, cpu_before = Ticker() if ticking else None, cpu_s()
-        await asyncio.gather(*(self._lane(one, numbers, prompt, pages, out) for _ in range(concurrency)))
+        await asyncio.gather(
+            *(self._lane(one, numbers, prompt, pages, out) for _ in range(concurrency))
+        )
         cpu = cpu_s() - cpu_before
         late_p99_ms = ticker.stop() if ticker is not None else None
-        return {"cpu_s": cpu, "late_p99_ms": late_p99_ms, "opened": out["opened"], "done": out["done"]}
+        return {
+            "cpu_s": cpu,
+            "late_p99_ms": late_p99_ms,
+            "opened": out["opened"],
+            "done": out["done"],
+        }
 
     async def _lane(
         self,
@@ -156,7 +191,9 @@ class Worker:
         for number in numbers:
             await one(number, prompt, pages, out)
 
-    async def _prefill_room(self, number: int, prompt: Any, pages: int, out: dict[str, dict[int, float]]) -> None:
+    async def _prefill_room(
+        self, number: int, prompt: Any, pages: int, out: dict[str, dict[int, float]]
+    ) -> None:
         assert isinstance(self.node, PrefillNode)
         out["opened"][number] = time.monotonic()
         room = self.node.room(number, prompt)
@@ -165,7 +202,9 @@ class Worker:
         await room.done()
         out["done"][number] = time.monotonic()
 
-    async def _decode_room(self, number: int, prompt: Any, pages: int, out: dict[str, dict[int, float]]) -> None:
+    async def _decode_room(
+        self, number: int, prompt: Any, pages: int, out: dict[str, dict[int, float]]
+    ) -> None:
         assert isinstance(self.node, DecodeNode)
         out["opened"][number] = time.monotonic()
         room = await self.node.room(number, self.ranks, prompt)
@@ -176,13 +215,17 @@ class Worker:
     async def raw_setup(self, *, address: Any, layout: Any) -> dict[str, Any]:
         """Open the raw way into decode's pool and find the best one."""
         peer, theirs = msgspec.convert(address, PlaneAddress), msgspec.convert(layout, PoolLayout)
-        self.raw_writer = await asyncio.to_thread(open_raw, self.node.plane, self.pool.layout, peer, theirs)
+        self.raw_writer = await asyncio.to_thread(
+            open_raw, self.node.plane, self.pool.layout, peer, theirs
+        )
         sample = source_slice(self.source_pages, 0, min(TUNE_PAGES, len(self.source_pages) - 1))
         return (await asyncio.to_thread(self.raw_writer.tune, sample))._asdict()
 
     async def raw(self, *, first: int, count: int, pages: int) -> dict[str, Any]:
         """The bytes of `count` rooms with nothing of ours above the data plane's own calls."""
-        lists = [source_slice(self.source_pages, number, pages) for number in range(first, first + count)]
+        lists = [
+            source_slice(self.source_pages, number, pages) for number in range(first, first + count)
+        ]
         return {"seconds": await asyncio.to_thread(self.raw_writer.write, np.concatenate(lists))}
 
     async def exported(self) -> dict[str, Any]:
@@ -207,7 +250,9 @@ class Worker:
 
 
 def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
-    """`count` source pages for a room out of shuffled `pages`, the same for the same room number."""
+    """`count` source pages for a room out of shuffled `pages`,
+    the same for the same room number.
+    """
     start = number * count % (len(pages) - count + 1)
     return pages[start : start + count]
 

@@ -1,4 +1,6 @@
-"""The host tier: cached pages in host memory, and the copies between it and an engine's pool, in a thread."""
+"""The host tier: cached pages in host memory, and the copies between it and an engine's pool, in a
+thread.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,14 @@ class HostTier:
     def __init__(self, pool: PagedPool, limit_bytes: int) -> None:
         """Allocates the memory, pre-faulted: make it in a thread.
 
-        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's device; MisuseError
-        for a limit that holds no page, or a pool whose pages hold nothing.
+        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
+        device; MisuseError for a limit that holds no page, or a pool whose pages hold nothing.
         """
         layout = _without_rows(pool.layout)
         if not layout.page_bytes:
-            raise MisuseError("the host tier of the prefix cache holds pages, and those of this pool hold nothing")
+            raise MisuseError(
+                "the host tier of the prefix cache holds pages, and those of this pool hold nothing"
+            )
         self._copier = copier_for(pool)
         self.memory = PagedPool.allocate(host_layout(layout, limit_bytes), shared=False)
         self._copier.pin(self.memory)
@@ -39,19 +43,29 @@ class HostTier:
             Tier.DEVICE: Pairing(self.memory.layout, layout, ("host memory", "pool")),
         }
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
-        self._threads = {to: ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-cache-to-{to.name}") for to in PAGED}
+        self._threads = {
+            to: ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-cache-to-{to.name}")
+            for to in PAGED
+        }
 
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
-        """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host. Returns whether all were
-        copied. Nothing of the copy runs on when this has returned or raised, cancelled or not.
+        """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host.
+
+        Returns whether all were copied. Nothing of the copy runs on when this has returned or
+        raised, cancelled or not.
 
         Raises: TransferError.
         """
         stop = threading.Event()
         queued = self._threads[to].submit(
-            copy_slices, self._pairings[to], Places(source, NO_PLACES), Places(target, NO_PLACES),
-            self._slice_bytes, stop.is_set, self._copier,
-        )  # fmt: skip
+            copy_slices,
+            self._pairings[to],
+            Places(source, NO_PLACES),
+            Places(target, NO_PLACES),
+            self._slice_bytes,
+            stop.is_set,
+            self._copier,
+        )
         running = asyncio.wrap_future(queued)
         try:
             return await asyncio.shield(running)

@@ -1,12 +1,15 @@
-"""Prompts that begin alike share pages: the cache of one engine's pool, and of host memory behind it.
+"""Prompts that begin alike share pages: the cache of one engine's pool, and of host memory behind
+it.
 
-Its pages are owned by the cache (I1), and whoever reads them holds a `Prefix`, a lock that eviction respects. They are
-evicted only when a request finds too few free pages, so at rest the pool may be full of them. With a host tier, what is
-kept is copied there too (write-through), and what a prompt finds there alone is copied back before it begins. With a
-storage tier behind it, what has come to the host is stored, and what neither has is read from there.
+Its pages are owned by the cache (I1), and whoever reads them holds a `Prefix`, a lock that eviction
+respects. They are evicted only when a request finds too few free pages, so at rest the pool may be
+full of them. With a host tier, what is kept is copied there too (write-through), and what a prompt
+finds there alone is copied back before it begins. With a storage tier behind it, what has come to
+the host is stored, and what neither has is read from there.
 
-Where requests keep a state beside their pages, a prefill's cache keeps copies of it (`states`), and a prompt begins
-with what ends in one. A decode's keeps none: a row comes whole from prefill, whatever pages are here already.
+Where requests keep a state beside their pages, a prefill's cache keeps copies of it (`states`), and
+a prompt begins with what ends in one. A decode's keeps none: a row comes whole from prefill,
+whatever pages are here already.
 """
 
 from __future__ import annotations
@@ -103,17 +106,31 @@ class Prefix:
 
 
 class PrefixCache:
-    """Cached pages of one pool. Used on the event loop only; a lookup or a hand-over costs some 10 to 50 us."""
+    """Cached pages of one pool.
+
+    Used on the event loop only; a lookup or a hand-over costs some 10 to 50 us.
+    """
 
     def __init__(
-        self, pages: PageAllocator, page_size: int, policy: str = "lru", *, now: Callable[[], float] = time.monotonic,
-        host: HostTier | None = None, write_policy: WritePolicy = "write_through",
-        events: bool = False, storage: StorageTier | None = None, states: StateStore | None = None,
-    ) -> None:  # fmt: skip
-        """`pages` are told to ask here for more when they run short. `host`: closed with the cache; `write_policy` says
-        what is copied there: all that is kept, what a prompt has found since (write_through_selective), or what is
-        about to be evicted (write_back). `events`: it is the `EventSource` of a publisher. `storage`: behind the host
-        tier, and closed with the cache. `states`: prompts begin only with what ends in one of these; closed with it.
+        self,
+        pages: PageAllocator,
+        page_size: int,
+        policy: str = "lru",
+        *,
+        now: Callable[[], float] = time.monotonic,
+        host: HostTier | None = None,
+        write_policy: WritePolicy = "write_through",
+        events: bool = False,
+        storage: StorageTier | None = None,
+        states: StateStore | None = None,
+    ) -> None:
+        """`pages` are told to ask here for more when they run short.
+
+        `host`: closed with the cache; `write_policy` says what is copied there: all that is kept,
+        what a prompt has found since (write_through_selective), or what is about to be evicted
+        (write_back). `events`: it is the `EventSource` of a publisher. `storage`: behind the host
+        tier, and closed with the cache. `states`: prompts begin only with what ends in one of
+        these; closed with it.
 
         Raises: MisuseError."""
         self.page_size = page_size
@@ -124,17 +141,28 @@ class PrefixCache:
         self._asked = self._hits = 0
         self._write_policy = write_policy
         self.on_copied: Callable[[], None] = lambda: None
-        """Called when pages that are evicted by write_back have been copied: who waits for them asks again."""
+        """Called when pages that are evicted by write_back have been copied: who waits for them
+        asks again.
+        """
         self._tiers: Tiers | None = None
         if host is not None:
             self._tiers = Tiers(
-                self._index, host, storage, device_pages=pages.capacity, now=now, free=self._free,
+                self._index,
+                host,
+                storage,
+                device_pages=pages.capacity,
+                now=now,
+                free=self._free,
                 on_copied=lambda: self.on_copied(),  # noqa: PLW0108  # it is set later
-            )  # fmt: skip
+            )
         pages.reclaimables.append(self)
 
-    def match(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> Prefix:
-        """The longest cached prefix of `tokens` in whole pages, of at most `most_tokens`; locked, even if empty."""
+    def match(
+        self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
+    ) -> Prefix:
+        """The longest cached prefix of `tokens` in whole pages, of at most `most_tokens`; locked,
+        even if empty.
+        """
         return self._lock(self._look(self._key(tokens, most_tokens), namespace), namespace)
 
     def _lock(self, found: Match, namespace: Namespace) -> Prefix:
@@ -169,43 +197,67 @@ class PrefixCache:
         """Pages that are being copied to the host so that they can be evicted."""
         return 0 if self._tiers is None else self._tiers.leaving_pages
 
-    async def fetch(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> None:
-        """Read what storage alone has of the first `most_tokens` tokens into host memory. A cancellation stops it, and
-        raises at once; what has come by then is good. What goes wrong is logged."""
+    async def fetch(
+        self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
+    ) -> None:
+        """Read what storage alone has of the first `most_tokens` tokens into host memory.
+
+        A cancellation stops it, and raises at once; what has come by then is good. What goes wrong
+        is logged."""
         if self._tiers is None:
             return
         try:
-            await self._fetch(self._tiers, self._key(tokens, most_tokens), namespace, self._pages.capacity)
+            await self._fetch(
+                self._tiers, self._key(tokens, most_tokens), namespace, self._pages.capacity
+            )
         # An error of the cache must not end a request that can do without.
         except Exception:  # noqa: BLE001
             _log.exception("reading a cached prefix from storage failed")
 
     async def load(
-        self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY, *, most_pages: int = 1 << 30,
-        taking: Callable[[int], None] = lambda count: None, from_storage: bool = True,
+        self,
+        tokens: Tokens,
+        most_tokens: int | None = None,
+        namespace: Namespace = ANY,
+        *,
+        most_pages: int = 1 << 30,
+        taking: Callable[[int], None] = lambda count: None,
+        from_storage: bool = True,
         locked: Callable[[Prefix], None] = lambda prefix: None,
-    ) -> Prefix:  # fmt: skip
-        """`match`, once what the host alone has of the first `most_tokens` tokens has been copied to the device, and
-        what storage alone has unless `from_storage` is false, into at most `most_pages` pages that are free or can be
-        evicted. It is locked from the moment at which it can be read: nothing comes between.
+    ) -> Prefix:
+        """`match`, once what the host alone has of the first `most_tokens` tokens has been copied
+        to the device, and what storage alone has unless `from_storage` is false, into at most
+        `most_pages` pages that are free or can be evicted. It is locked from the moment at which it
+        can be read: nothing comes between.
 
-        `taking` is called with how many pages are neither free nor cached from here on, and with that number below 0
-        when they are; `locked` in the same turn of the loop, with what is locked then. A cancellation stops the copy,
-        and what it has copied is forgotten. What goes wrong is logged: a cache that cannot load has not got it."""
+        `taking` is called with how many pages are neither free nor cached from here on, and with
+        that number below 0 when they are; `locked` in the same turn of the loop, with what is
+        locked then. A cancellation stops the copy, and what it has copied is forgotten. What goes
+        wrong is logged: a cache that cannot load has not got it."""
         key = self._key(tokens, most_tokens)
         if self._tiers is not None:
             try:
                 if from_storage:
-                    await self._fetch(self._tiers, key, namespace, min(most_pages, self._pages.available_pages))
-                if (loaded := await self._load(self._tiers, key, namespace, most_pages, taking, locked)) is not None:
+                    await self._fetch(
+                        self._tiers, key, namespace, min(most_pages, self._pages.available_pages)
+                    )
+                if (
+                    loaded := await self._load(
+                        self._tiers, key, namespace, most_pages, taking, locked
+                    )
+                ) is not None:
                     return loaded
             # An error of the cache must not end a request that can do without.
             except Exception:  # noqa: BLE001
                 _log.exception("loading a cached prefix failed")
         return self._lock(self._look(key, namespace), namespace)
 
-    def lacks(self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY) -> bool:
-        """True where `load` would copy some of it from the host to the device, or waits for a prompt that does."""
+    def lacks(
+        self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
+    ) -> bool:
+        """True where `load` would copy some of it from the host to the device, or waits for a
+        prompt that does.
+        """
         if self._tiers is None:
             return False
         found = self._look(self._key(tokens, most_tokens), namespace)
@@ -213,16 +265,22 @@ class PrefixCache:
 
     async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
         """From storage to the host."""
-        if tiers.storage is None or self.states is not None:  # no state is stored with pages, which are of no use then
+        # No state is stored with pages, which are of no use then.
+        if tiers.storage is None or self.states is not None:
             return
         found = self._look(key, namespace)
         if found.num_pages < len(key) // (self.page_size * TOKEN_BYTES):
             await tiers.fetch(key, found, namespace, most_pages)
 
     async def _load(
-        self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int, taking: Callable[[int], None],
+        self,
+        tiers: Tiers,
+        key: bytes,
+        namespace: Namespace,
+        most_pages: int,
+        taking: Callable[[int], None],
         locked: Callable[[Prefix], None],
-    ) -> Prefix | None:  # fmt: skip
+    ) -> Prefix | None:
         """What is there then, where a copy was needed and has ended."""
         found = self._look(key, namespace)
         while found.end is not None and self._index.arrives(found.end):  # another prompt loads it
@@ -235,7 +293,8 @@ class PrefixCache:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             wanted = min(wanted, self._pages.available_pages)
             free = self._pages.reclaim(wanted)
-            for _ in range(_ROUNDS):  # pages leave once they have been copied; others may be quicker to take them
+            # Pages leave once they have been copied; others may be quicker to take them.
+            for _ in range(_ROUNDS):
                 if free >= wanted or not tiers.leaving_pages:
                     break
                 await tiers.wait_for_copy()
@@ -245,7 +304,9 @@ class PrefixCache:
             wanted = min(wanted, free, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             if wanted <= 0:
                 return None
-            write = self._index.begin_write(found.end, Tier.HOST, Tier.DEVICE, self._pages.take(wanted, OWNER))
+            write = self._index.begin_write(
+                found.end, Tier.HOST, Tier.DEVICE, self._pages.take(wanted, OWNER)
+            )
             taking(wanted)
             loaded: list[Prefix] = []
 
@@ -273,10 +334,13 @@ class PrefixCache:
     def _look(self, key: bytes, namespace: Namespace) -> Match:
         return self._index.match(key, self._now(), namespace, hit=False)
 
-    def keep(self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0) -> int:
-        """Take the whole pages of `tokens`, which are all computed, over from `owner`; `pages` begins with those of
-        `prefix`. Those that others have brought meanwhile become free. Returns how many of `pages` are the owner's no
-        more, those of the prefix included; nothing may write to them from here on.
+    def keep(
+        self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0
+    ) -> int:
+        """Take the whole pages of `tokens`, which are all computed, over from `owner`; `pages`
+        begins with those of `prefix`. Those that others have brought meanwhile become free. Returns
+        how many of `pages` are the owner's no more, those of the prefix included; nothing may write
+        to them from here on.
 
         Raises: OwnershipError when they are not `owner`'s (nothing is taken).
         """
@@ -290,7 +354,7 @@ class PrefixCache:
         self._pages.move(own, owner, OWNER)
         inserted = self._index.insert(
             self._key(tokens), own, self._now(), prefix.namespace, shared=shared, priority=priority
-        )  # fmt: skip
+        )
         self._pages.give_back(inserted.duplicates, OWNER)
         self._save(inserted.end)
         self._tell()
@@ -302,16 +366,22 @@ class PrefixCache:
             self._tiers.save(end)
 
     def take_state(self, owner: Hashable) -> int | None:
-        """A slot for a state that `owner` computes; one that is cached makes way. None where all are in use."""
+        """A slot for a state that `owner` computes; one that is cached makes way.
+
+        None where all are in use.
+        """
         assert self.states is not None
         slots = self.states.slots
         if not slots.free_pages:
             self._free(self._index.evict_states(1))
         return int(slots.take(1, owner)[0]) if slots.free_pages else None
 
-    def keep_states(self, tokens: Tokens, states: Mapping[int, int], owner: Hashable, prefix: Prefix) -> None:
-        """Take over the slots of `states` from `owner`, by the number of tokens before each: whole pages, which `keep`
-        has taken. Those for which others have brought one meanwhile become free."""
+    def keep_states(
+        self, tokens: Tokens, states: Mapping[int, int], owner: Hashable, prefix: Prefix
+    ) -> None:
+        """Take over the slots of `states` from `owner`, by the number of tokens before each: whole
+        pages, which `keep` has taken. Those for which others have brought one meanwhile become
+        free."""
         assert self.states is not None
         for count, state in states.items():
             slot = np.array([state], np.int32)
@@ -331,7 +401,10 @@ class PrefixCache:
             self.publisher.notify()
 
     async def close(self) -> None:
-        """End every copy, and give everything back, when no request reads it any more. Idempotent."""
+        """End every copy, and give everything back, when no request reads it any more.
+
+        Idempotent.
+        """
         try:
             if self._tiers is not None:
                 await self._tiers.end()
@@ -358,9 +431,15 @@ class PrefixCache:
         return self._index.evictable_pages
 
     def evict(self, count: int) -> None:
-        """Give `count` pages back, or all that nobody reads; the allocator calls this. With write_back what the host
-        lacks follows when it is asked for again, and has been copied meanwhile: `leaving_pages`."""
-        if self._tiers is not None and self._write_policy == "write_back" and self._tiers.make_way(count):
+        """Give `count` pages back, or all that nobody reads; the allocator calls this.
+
+        With write_back what the host lacks follows when it is asked for again, and has been copied
+        meanwhile: `leaving_pages`."""
+        if (
+            self._tiers is not None
+            and self._write_policy == "write_back"
+            and self._tiers.make_way(count)
+        ):
             return
         least = self.evictable_pages - count
         self._free(self._index.evict(Tier.DEVICE, count))
@@ -381,7 +460,10 @@ class PrefixCache:
         self._index.unlock_state(end)
 
     def stats(self) -> CacheStats:
-        found, moved = self._index.stats(), TierCounts() if self._tiers is None else self._tiers.counts
+        found, moved = (
+            self._index.stats(),
+            TierCounts() if self._tiers is None else self._tiers.counts,
+        )
         return CacheStats(
             pages=found.num_pages[Tier.DEVICE],
             evictable_pages=self.evictable_pages,
@@ -390,7 +472,9 @@ class PrefixCache:
             evicted_pages=found.num_evicted[Tier.DEVICE],
             host_pages=found.num_pages[Tier.HOST],
             host_limit_pages=0 if self._tiers is None else self._tiers.host.pages.capacity,
-            storage=None if self._tiers is None or self._tiers.storage is None else self._tiers.storage.state(),
+            storage=None
+            if self._tiers is None or self._tiers.storage is None
+            else self._tiers.storage.state(),
             states=found.num_states,
             limit_states=0 if self.states is None else self.states.slots.capacity,
             evicted_states=found.num_states_evicted,
@@ -407,7 +491,9 @@ class PrefixCache:
 
 
 def _bytes_of(tokens: Tokens, count: int) -> bytes:
-    """The first `count` tokens, as `hashes.token_bytes`; they are known to be those of a vocabulary."""
+    """The first `count` tokens, as `hashes.token_bytes`; they are known to be those of a
+    vocabulary.
+    """
     found = tokens[:count].astype("<u4").tobytes()
     assert len(found) == count * TOKEN_BYTES
     return found

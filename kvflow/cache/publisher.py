@@ -1,16 +1,18 @@
 """Cache events over ZMQ: a PUB socket, and a ROUTER that sends again what a subscriber has missed.
 
-PUB sends [topic, seq, payload]. A replay is asked for from a DEALER with [b"", seq], and answered with
-[b"", topic, seq, payload] for each batch from that number on, and [b"", b"", -1, b""] at the end. [b"", seq,
-b"snapshot"] asks for all that is cached, in one batch, rather than for what has happened. Numbers are 64 bits,
-big-endian. What is sent where batches are not kept any more: `protocols.cache.stream`.
+PUB sends [topic, seq, payload]. A replay is asked for from a DEALER with [b"", seq], and answered
+with [b"", topic, seq, payload] for each batch from that number on, and [b"", b"", -1, b""] at the
+end. [b"", seq, b"snapshot"] asks for all that is cached, in one batch, rather than for what has
+happened. Numbers are 64 bits, big-endian. What is sent where batches are not kept any more:
+`protocols.cache.stream`.
 
-**Events are prompts**: the token ids of whatever is cached, and salts. Whoever connects reads them, so the address is
-the loopback's where no other one is asked for, and a key (CURVE, `kvflow keygen`) shuts out who has none.
+**Events are prompts**: the token ids of whatever is cached, and salts. Whoever connects reads them,
+so the address is the loopback's where no other one is asked for, and a key (CURVE, `kvflow keygen`)
+shuts out who has none.
 
-Nothing here waits for a subscriber: PUB drops what a slow one does not take, and its next batch shows that by its
-number; when nothing happens, an empty one comes every `heartbeat_s`. Events that are recorded in one turn of the loop
-share a batch.
+Nothing here waits for a subscriber: PUB drops what a slow one does not take, and its next batch
+shows that by its number; when nothing happens, an empty one comes every `heartbeat_s`. Events that
+are recorded in one turn of the loop share a batch.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from kvflow.transports.control.curve import ControlKey
 
 END = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT = b"snapshot"
-QUEUE_BATCHES = 1_000  # per subscriber that does not read: some 60 KB each with prompts of 10,000 tokens
+# Per subscriber that does not read: some 60 KB each with prompts of 10,000 tokens.
+QUEUE_BATCHES = 1_000
 MAX_REPLAYS = 8  # at a time; others wait
 STALL_S = 5.0  # of a replay that is not read: it is given up, without an end
 RETRY_S = 0.01  # ZMQ tells no one when a certain peer of a ROUTER can take more
@@ -67,13 +70,17 @@ class EventPublisher:
         heartbeat_s: float = 5.0,
         first_seq: int = 0,
     ) -> None:
-        """Bind "tcp://host:port" on port + `rank`, the replay socket likewise; port * or 0 is any free one. `rank`: of
-        the data-parallel group. `positional`: events as arrays, the older form. `media`: the names of the tiers.
-        `key`: subscribers without it get nothing, and what they are sent is encrypted.
+        """Bind "tcp://host:port" on port + `rank`, the replay socket likewise; port * or 0 is any
+        free one. `rank`: of the data-parallel group. `positional`: events as arrays, the older
+        form. `media`: the names of the tiers. `key`: subscribers without it get nothing, and what
+        they are sent is encrypted.
 
         Raises: MisuseError.
         """
-        self._topic, self._heartbeat_s = topic.encode(), check_time("heartbeat_s", heartbeat_s, LEAST_WAIT_S)
+        self._topic, self._heartbeat_s = (
+            topic.encode(),
+            check_time("heartbeat_s", heartbeat_s, LEAST_WAIT_S),
+        )
         self._stream = EventStream(
             source,
             BatchEncoder(page_size, rank, positional=positional, media=media),
@@ -109,13 +116,17 @@ class EventPublisher:
         self.notify()
 
     def notify(self) -> None:
-        """The index has changed, or may have: what it has recorded is sent as this turn of the loop ends."""
+        """The index has changed, or may have: what it has recorded is sent as this turn of the loop
+        ends.
+        """
         if self._turn is None and not self._closing:
             self._turn = self._loop.call_soon(self._end_turn)
 
     def stats(self) -> PublisherStats:
         batches = self._stream.next_seq - self._first_seq
-        return PublisherStats(batches, self._stream.num_resets, self._replays, self._snapshots, self._bad_requests)
+        return PublisherStats(
+            batches, self._stream.num_resets, self._replays, self._snapshots, self._bad_requests
+        )
 
     def describe(self) -> dict[str, Any]:
         """Where it publishes, by the names of --kv-events-config, and what it has sent."""
@@ -190,10 +201,14 @@ class EventPublisher:
                 self._slots.release()
                 continue
             wants_snapshot = len(request) == 4
-            replay = self._replay(router, request[0], int.from_bytes(request[2], "big"), wants_snapshot)
+            replay = self._replay(
+                router, request[0], int.from_bytes(request[2], "big"), wants_snapshot
+            )
             self._spawn(replay).add_done_callback(lambda _: self._slots.release())
 
-    async def _replay(self, router: zmq.asyncio.Socket, client: bytes, start: int, wants_snapshot: bool) -> None:
+    async def _replay(
+        self, router: zmq.asyncio.Socket, client: bytes, start: int, wants_snapshot: bool
+    ) -> None:
         batches = None if wants_snapshot else self._stream.kept_from(start)
         if batches is None:
             batches = await self._snapshot(start)
@@ -205,7 +220,9 @@ class EventPublisher:
             self._replays += 1
 
     async def _snapshot(self, start: int) -> list[Batch]:
-        """All that is cached as batch `start`, then the newest number, from which a subscriber goes on."""
+        """All that is cached as batch `start`, then the newest number, from which a subscriber goes
+        on.
+        """
         await self._settle()
         events, newest = self._stream.snapshot(), self._stream.next_seq - 1
         encoder, parts = self._stream.encoder, list[bytes]()
@@ -213,7 +230,8 @@ class EventPublisher:
             parts.extend(encoder.parts([event]))
         seq = min(start, newest)
         now = time.time()
-        batches = [Batch(seq, await in_thread(lambda: encoder.join(parts, now)))]  # 16 MB for 3 million tokens
+        # 16 MB for 3 million tokens.
+        batches = [Batch(seq, await in_thread(lambda: encoder.join(parts, now)))]
         if seq < newest:
             batches.append(Batch(newest, encoder.join([], now)))
         return batches

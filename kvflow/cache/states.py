@@ -1,7 +1,8 @@
-"""States of prompts at page boundaries: copies of rows in host memory, which later prompts begin with.
+"""States of prompts at page boundaries: copies of rows in host memory, which later prompts begin
+with.
 
-They are copied in the model's thread, as a part of a step: so no other step changes a row meanwhile, and a step that is
-awaited has ended with its copies (I13).
+They are copied in the model's thread, as a part of a step: so no other step changes a row
+meanwhile, and a step that is awaited has ended with its copies (I13).
 """
 
 from __future__ import annotations
@@ -21,20 +22,26 @@ from kvflow.protocols.pages.plan import Pairing
 
 
 class StateStore:
-    """Host memory for states of one pool's rows, in slots: `slots` says whose each is. The caller holds those that a
-    copy uses."""
+    """Host memory for states of one pool's rows, in slots: `slots` says whose each is.
+
+    The caller holds those that a copy uses."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int, most: int = MAX_ROWS) -> None:
-        """Allocates the memory, pre-faulted: make it in a thread. `most`: more states than that are of no use.
+        """Allocates the memory, pre-faulted: make it in a thread.
 
-        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's device; MisuseError
-        for a limit that holds no state, or a pool without rows."""
+        `most`: more states than that are of no use.
+
+        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
+        device; MisuseError for a limit that holds no state, or a pool without rows."""
         row_bytes = pool.layout.row_bytes
         if not row_bytes:
             raise MisuseError("the pool has no rows: its requests keep no states")
         count = min(limit_bytes // row_bytes, most, MAX_ROWS)
         if count < 1:
-            raise MisuseError(f"{limit_bytes} bytes do not hold the state of one request, which is {row_bytes} bytes")
+            raise MisuseError(
+                f"{limit_bytes} bytes do not hold the state of one request, which is {row_bytes} "
+                "bytes"
+            )
         rows = tuple(c for c in pool.layout.components if c.in_rows)
         layout = msgspec.structs.replace(pool.layout, components=rows)
         self._copier = copier_for(pool)
@@ -46,7 +53,10 @@ class StateStore:
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
 
     def save(self, row: PageIndices, slot: int) -> None:
-        """Copy the one `row` of the pool to a slot; nothing may write to it meanwhile. Raises: TransferError."""
+        """Copy the one `row` of the pool to a slot; nothing may write to it meanwhile.
+
+        Raises: TransferError.
+        """
         self._copy(self._out, row, _one(slot))
 
     def restore(self, slot: int, row: PageIndices) -> None:

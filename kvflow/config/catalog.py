@@ -38,7 +38,12 @@ _CACHE = (
     "mooncake_local_buffer_size",
 )
 _POOL = ("page_size", "num_pages", "pool_bytes", "pool_order", *_CACHE)
-_LOAD = ("max_running_requests", "max_queued_requests", "request_timeout_s", "schedule_low_priority_values_first")
+_LOAD = (
+    "max_running_requests",
+    "max_queued_requests",
+    "request_timeout_s",
+    "schedule_low_priority_values_first",
+)
 _PLANE = (
     "disaggregation_transfer_backend",
     "disaggregation_ib_device",
@@ -49,7 +54,16 @@ _PLANE = (
     "verify_transfers",
     "control_key_file",
 )
-_WORKER = (*_HTTP, "sse_keepalive_s", "sse_headers_after_s", "sglang_metrics", *_MODEL, *_POOL, *_LOAD, *_PLANE)
+_WORKER = (
+    *_HTTP,
+    "sse_keepalive_s",
+    "sse_headers_after_s",
+    "sglang_metrics",
+    *_MODEL,
+    *_POOL,
+    *_LOAD,
+    *_PLANE,
+)
 _RETRACT = ("new_token_ratio", "host_memory_bytes", "host_memory_full")
 _RECEIVER = ("max_quarantine_share", "disaggregation_prefill_tp", *_RETRACT)
 _ROUTER = (
@@ -71,12 +85,34 @@ _SENDER = (
     "max_pinned_share",
 )
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
-    "prefill": (*_WORKER, *_SENDER, "disaggregation_mode", "disaggregation_bootstrap_port", "control_port", "join"),
-    "decode": (*_WORKER, *_RECEIVER, "tp", "disaggregation_mode", "disaggregation_bootstrap_port", "join"),
+    "prefill": (
+        *_WORKER,
+        *_SENDER,
+        "disaggregation_mode",
+        "disaggregation_bootstrap_port",
+        "control_port",
+        "join",
+    ),
+    "decode": (
+        *_WORKER,
+        *_RECEIVER,
+        "tp",
+        "disaggregation_mode",
+        "disaggregation_bootstrap_port",
+        "join",
+    ),
     "router": (
         *_HTTP,
         *_ROUTER,
-        *("request_timeout_s", "max_queued_requests", "prefill", "decode", "engine", "legs", "kv_events_key_file"),
+        *(
+            "request_timeout_s",
+            "max_queued_requests",
+            "prefill",
+            "decode",
+            "engine",
+            "legs",
+            "kv_events_key_file",
+        ),
     ),
     "up": (
         *_WORKER,
@@ -125,11 +161,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "optimistic_prefill",
         "kv_events_config",
     ),
-    "security": ("api_key", "admin_api_key", "kv_events_key_file", "allowed_origins", "control_key_file"),
+    "security": (
+        "api_key",
+        "admin_api_key",
+        "kv_events_key_file",
+        "allowed_origins",
+        "control_key_file",
+    ),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 if ungrouped := set(Settings.__struct_fields__) - _GROUP_OF.keys():
-    raise AssertionError(f"settings that stand in no group of config.GROUPS: {', '.join(sorted(ungrouped))}")
+    raise AssertionError(
+        f"settings that stand in no group of config.GROUPS: {', '.join(sorted(ungrouped))}"
+    )
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_path": ("model",),
     "disaggregation_bootstrap_port": ("bootstrap_port",),

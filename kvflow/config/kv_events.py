@@ -17,9 +17,9 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where events of the prefix cache go: to this machine alone, where no other address is given.
 
-    `hwm` and `max_queue_size` are accepted: what a subscriber does not take is dropped, and announced, by limits of
-    kvflow's own. Two fields are kvflow's: `positional`, events as arrays, which is the older form; `dialect`, by whose
-    names events call the media of the tiers.
+    `hwm` and `max_queue_size` are accepted: what a subscriber does not take is dropped, and
+    announced, by limits of kvflow's own. Two fields are kvflow's: `positional`, events as arrays,
+    which is the older form; `dialect`, by whose names events call the media of the tiers.
     """
 
     publisher: Literal["zmq", "null"] | None = "zmq"
@@ -50,16 +50,25 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         self.of_worker(count - 1)
         if self.replay_endpoint is None:
             return
-        first, other = (address.rpartition(":")[2] for address in (self.endpoint, self.replay_endpoint))
-        if first.isdecimal() and other.isdecimal() and abs(int(first) - int(other)) < count and int(first):
+        first, other = (
+            address.rpartition(":")[2] for address in (self.endpoint, self.replay_endpoint)
+        )
+        if (
+            first.isdecimal()
+            and other.isdecimal()
+            and abs(int(first) - int(other)) < count
+            and int(first)
+        ):
             raise MisuseError(
-                f"{count} workers take ports {first} to {int(first) + count - 1} for endpoint, and {other} to "
-                f"{int(other) + count - 1} for replay_endpoint: choose two that are {count} apart"
+                f"{count} workers take ports {first} to {int(first) + count - 1} for endpoint, and "
+                f"{other} to {int(other) + count - 1} for replay_endpoint: choose two that are "
+                f"{count} apart"
             )
 
     def of_worker(self, number: int) -> str:
-        """As text, for worker `number` of one machine: ports after those of the workers before it. Raises: MisuseError
-        where there is none left."""
+        """As text, for worker `number` of one machine: ports after those of the workers before it.
+
+        Raises: MisuseError where there is none left."""
         moved = {
             name: _own_address(name, address, number)
             for name in ("endpoint", "replay_endpoint")

@@ -1,6 +1,9 @@
-"""What can be set: one typed Struct with the settings of all roles. `catalog` says which role has which.
+"""What can be set: one typed Struct with the settings of all roles.
 
-Limits are declared at the fields. Flags, KVFLOW_* variables, keys of the config file and help texts follow from them.
+`catalog` says which role has which.
+
+Limits are declared at the fields. Flags, KVFLOW_* variables, keys of the config file and help texts
+follow from them.
 """
 
 from __future__ import annotations
@@ -26,30 +29,51 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     api_key: Annotated[
         str,
         Meta(
-            description="Bearer key that clients need for all but /livez, /health and /metrics; it opens no route for "
-            "operators."
+            description=(
+                "Bearer key that clients need for all but /livez, /health and /metrics; it opens "
+                "no route for operators."
+            )
         ),
     ] = ""
     admin_api_key: Annotated[
         str,
         Meta(
-            description="Bearer key of the operator, the same at router and workers: for the routes by which workers "
-            "join, roles are switched, caches flushed, requests aborted and listed, and peers declared dead."
+            description=(
+                "Bearer key of the operator, the same at router and workers: for the routes by "
+                "which workers join, roles are switched, caches flushed, requests aborted and "
+                "listed, and peers declared dead."
+            )
         ),
     ] = ""
     allowed_origins: Annotated[
-        tuple[str, ...], Meta(description="Origin whose pages may call this server (repeat for more; * = any).")
+        tuple[str, ...],
+        Meta(description="Origin whose pages may call this server (repeat for more; * = any)."),
     ] = ()
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="Log level.")] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="Log level.")
+    ] = "info"
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Log lines for people, or one JSON object a line.")
+        Literal["text", "json"],
+        Meta(description="Log lines for people, or one JSON object a line."),
     ] = "text"
-    access_log: Annotated[bool, Meta(description="One log line per request; polled routes only at debug level.")] = True
+    access_log: Annotated[
+        bool, Meta(description="One log line per request; polled routes only at debug level.")
+    ] = True
     drain_timeout_s: Annotated[
-        float, Meta(description="Seconds that running requests may take to finish after SIGTERM.", ge=0, le=3600)
+        float,
+        Meta(
+            description="Seconds that running requests may take to finish after SIGTERM.",
+            ge=0,
+            le=3600,
+        ),
     ] = 10.0
     sse_keepalive_s: Annotated[
-        float, Meta(description="Seconds of silence in a stream after which an empty line is sent.", gt=0, le=60)
+        float,
+        Meta(
+            description="Seconds of silence in a stream after which an empty line is sent.",
+            gt=0,
+            le=60,
+        ),
     ] = 0.1
     sse_headers_after_s: Annotated[
         float,
@@ -60,33 +84,49 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             le=3600,
         ),
     ] = 10.0
-    sglang_metrics: Annotated[bool, Meta(description="Also publish the sglang:* metric names.")] = False
+    sglang_metrics: Annotated[bool, Meta(description="Also publish the sglang:* metric names.")] = (
+        False
+    )
     threads: Annotated[
-        int, Meta(description="CPU threads of the model; 0 = OMP_NUM_THREADS, else 1.", ge=0, le=1024)
+        int,
+        Meta(description="CPU threads of the model; 0 = OMP_NUM_THREADS, else 1.", ge=0, le=1024),
     ] = 0
 
-    model_path: Annotated[str, Meta(description="Directory or Hugging Face name of the model.")] = ""
-    served_model_name: Annotated[str, Meta(description="Model name for clients; the model path when empty.")] = ""
+    model_path: Annotated[str, Meta(description="Directory or Hugging Face name of the model.")] = (
+        ""
+    )
+    served_model_name: Annotated[
+        str, Meta(description="Model name for clients; the model path when empty.")
+    ] = ""
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Meta(description="Data type of weights and KV.")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="Data type of weights and KV."),
     ] = "auto"
     device: Annotated[
         str,
         Meta(
-            description="Where model, pool and sampling are: auto (the first CUDA device that torch sees, else the "
-            "CPU), cpu, cuda or cuda:N."
+            description=(
+                "Where model, pool and sampling are: auto (the first CUDA device that torch sees, "
+                "else the CPU), cpu, cuda or cuda:N."
+            )
         ),
     ] = "auto"
     attention: Annotated[
         Literal["auto", "packed", "pad"],
-        Meta(description="Batching of the model's attention; auto picks packed where the model allows it."),
+        Meta(
+            description=(
+                "Batching of the model's attention; auto picks packed where the model allows it."
+            )
+        ),
     ] = "auto"
     sliding_window_rows: Annotated[
         Literal["auto", "always", "never"],
         Meta(
-            description="Layers with a sliding window keep only its tokens, in one row a request; auto does so for "
-            "windows of at most 256 tokens and an eighth of the context. Needs packed attention, and the same choice "
-            "at prefill and decode."
+            description=(
+                "Layers with a sliding window keep only its tokens, in one row a request; auto "
+                "does so for windows of at most 256 tokens and an eighth of the context. Needs "
+                "packed attention, and the same choice at prefill and decode."
+            )
         ),
     ] = "auto"
     sampling_defaults: Annotated[
@@ -98,98 +138,161 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = "model"
     page_size: Annotated[int, Meta(description="Tokens per page.", ge=1, le=65536)] = 16
     num_pages: Annotated[
-        int, Meta(description="Pages of the pool; 0 = 65536 tokens, within --pool-bytes.", ge=0, le=1 << 26)
+        int,
+        Meta(
+            description="Pages of the pool; 0 = 65536 tokens, within --pool-bytes.",
+            ge=0,
+            le=1 << 26,
+        ),
     ] = 0
     pool_bytes: Annotated[
-        int, Meta(description="Upper limit in bytes of a pool whose --num-pages is 0, its rows included.", ge=1 << 16)
+        int,
+        Meta(
+            description="Upper limit in bytes of a pool whose --num-pages is 0, its rows included.",
+            ge=1 << 16,
+        ),
     ] = 1 << 30
-    pool_order: Annotated[Literal["page_first", "layer_first"], Meta(description="Memory order of the pool.")] = (
-        "page_first"
-    )
+    pool_order: Annotated[
+        Literal["page_first", "layer_first"], Meta(description="Memory order of the pool.")
+    ] = "page_first"
     prefix_cache: Annotated[
         Literal["auto", "off", EvictionPolicy],
         Meta(
-            description="Pages that ended requests leave in the pool for prompts that begin alike, and which go first "
-            "where others need them: the longest or the least often used, those of low priority, the deepest; auto is "
-            "lru, or off for a model that cannot take it."
+            description=(
+                "Pages that ended requests leave in the pool for prompts that begin alike, and "
+                "which go first where others need them: the longest or the least often used, "
+                "those of low priority, the deepest; auto is lru, or off for a model that cannot "
+                "take it."
+            )
         ),
     ] = "auto"
     cache_host_bytes: Annotated[
         int,
         Meta(
-            description="Bytes of host memory, taken at the start, that cached pages are copied to, and back from when "
-            "the pool has evicted them; 0 = none.",
+            description=(
+                "Bytes of host memory, taken at the start, that cached pages are copied to, and "
+                "back from when the pool has evicted them; 0 = none."
+            ),
             ge=0,
         ),
     ] = 0
     cache_state_bytes: Annotated[
         int,
         Meta(
-            description="Host memory at most, taken at the start of a prefill that caches prefixes of a model with a "
-            "state for each request: for copies of states at ends of pages, where later prompts go on.",
+            description=(
+                "Host memory at most, taken at the start of a prefill that caches prefixes of a "
+                "model with a state for each request: for copies of states at ends of pages, "
+                "where later prompts go on."
+            ),
             ge=0,
         ),
     ] = 1 << 30
     l3: Annotated[
         Literal["off", "file", "mooncake"],
         Meta(
-            description="Where cached pages are kept that outlive the process: `file` is a directory (--l3-dir), "
-            "`mooncake` a Mooncake Store (--mooncake-master). Needs --cache-host-bytes, which they pass through."
+            description=(
+                "Where cached pages are kept that outlive the process: `file` is a directory "
+                "(--l3-dir), `mooncake` a Mooncake Store (--mooncake-master). Needs "
+                "--cache-host-bytes, which they pass through."
+            )
         ),
     ] = "off"
     l3_dir: Annotated[
-        str, Meta(description="Directory of --l3 file, of this process alone; `kvflow up` makes one for each worker.")
+        str,
+        Meta(
+            description=(
+                "Directory of --l3 file, of this process alone; `kvflow up` makes one for each "
+                "worker."
+            )
+        ),
     ] = ""
     l3_bytes: Annotated[
-        int, Meta(description="Bytes that --l3 file takes at most; the longest unused pages go first.", ge=1 << 12)
+        int,
+        Meta(
+            description="Bytes that --l3 file takes at most; the longest unused pages go first.",
+            ge=1 << 12,
+        ),
     ] = 10 << 30
     mooncake_master: Annotated[
         str,
         Meta(
-            description="host:port of the mooncake_master of --l3 mooncake; `kvflow up` without it starts one of its "
-            "own."
+            description=(
+                "host:port of the mooncake_master of --l3 mooncake; `kvflow up` without it starts "
+                "one of its own."
+            )
         ),
     ] = ""
     mooncake_metadata_server: Annotated[
         str,
         Meta(
-            description="Metadata server of all clients of that store: P2PHANDSHAKE (they ask each other), or its URL.",
+            description=(
+                "Metadata server of all clients of that store: P2PHANDSHAKE (they ask each other), "
+                "or its URL."
+            ),
             min_length=1,
         ),
     ] = "P2PHANDSHAKE"
     mooncake_global_segment_size: Annotated[
         int,
         Meta(
-            description="Bytes of memory that this worker lends to that store, for pages of any worker; 0 = none.",
+            description=(
+                "Bytes of memory that this worker lends to that store, for pages of any worker; 0 "
+                "= none."
+            ),
             ge=0,
         ),
     ] = 1 << 30
     mooncake_local_buffer_size: Annotated[
-        int, Meta(description="Bytes of memory that the client of that store takes for itself.", ge=1 << 20)
+        int,
+        Meta(
+            description="Bytes of memory that the client of that store takes for itself.",
+            ge=1 << 20,
+        ),
     ] = 16 << 20
     cache_write_policy: Annotated[
         WritePolicy,
         Meta(
-            description="What is copied to the host tier: all that is cached, what another prompt has found, or what "
-            "must leave the pool, which waits for it."
+            description=(
+                "What is copied to the host tier: all that is cached, what another prompt has "
+                "found, or what must leave the pool, which waits for it."
+            )
         ),
     ] = "write_through"
     cache_prefetch_policy: Annotated[
         PrefetchPolicy,
         Meta(
-            description="How long a prompt waits for what is copied back for it: 1 s and a quarter of a second for "
-            "each 1,000 tokens, or until all is there; best_effort takes what --l3 has brought by the time its turn "
-            "comes. What host memory has is loaded in its turn, and held until it begins."
+            description=(
+                "How long a prompt waits for what is copied back for it: 1 s and a quarter of a "
+                "second for each 1,000 tokens, or until all is there; best_effort takes what --l3 "
+                "has brought by the time its turn comes. What host memory has is loaded in its "
+                "turn, and held until it begins."
+            )
         ),
     ] = "timeout"
     pp: Annotated[
-        int, Meta(description="Stages of prefill: processes, each with some of the model's layers.", ge=1, le=64)
+        int,
+        Meta(
+            description="Stages of prefill: processes, each with some of the model's layers.",
+            ge=1,
+            le=64,
+        ),
     ] = 1
     tp: Annotated[
-        int, Meta(description="Shards of prefill's stages, or of decode: each has a share of every layer.", ge=1, le=64)
+        int,
+        Meta(
+            description=(
+                "Shards of prefill's stages, or of decode: each has a share of every layer."
+            ),
+            ge=1,
+            le=64,
+        ),
     ] = 1
-    decode_tp: Annotated[int, Meta(description="Shards of decode, as --tp of `kvflow decode`.", ge=1, le=64)] = 1
-    chunked_prefill_size: Annotated[int, Meta(description="Tokens per prefill chunk.", ge=1, le=1 << 20)] = 512
+    decode_tp: Annotated[
+        int, Meta(description="Shards of decode, as --tp of `kvflow decode`.", ge=1, le=64)
+    ] = 1
+    chunked_prefill_size: Annotated[
+        int, Meta(description="Tokens per prefill chunk.", ge=1, le=1 << 20)
+    ] = 512
     max_batch_tokens: Annotated[
         int, Meta(description="Tokens per model step, all rooms together.", ge=1, le=1 << 20)
     ] = 2048
@@ -199,15 +302,26 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_queued_requests: Annotated[
         int,
         Meta(
-            description="Completions (prompts times n) that may wait besides those being served, at a router requests "
-            "that may wait for a worker that is up; further ones are answered 503.",
+            description=(
+                "Completions (prompts times n) that may wait besides those being served, at a "
+                "router requests that may wait for a worker that is up; further ones are answered "
+                "503."
+            ),
             ge=0,
             le=1 << 20,
         ),
     ] = 1024
-    request_timeout_s: Annotated[float, Meta(description="Seconds that a request may take.", gt=0, le=86400)] = 600.0
+    request_timeout_s: Annotated[
+        float, Meta(description="Seconds that a request may take.", gt=0, le=86400)
+    ] = 600.0
     schedule_low_priority_values_first: Annotated[
-        bool, Meta(description="Of waiting requests, the smallest priority starts first, as in vLLM; else the largest.")
+        bool,
+        Meta(
+            description=(
+                "Of waiting requests, the smallest priority starts first, as in vLLM; else the "
+                "largest."
+            )
+        ),
     ] = False
 
     disaggregation_mode: Annotated[
@@ -215,7 +329,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Meta(description="Accepted for compatibility with SGLang; must match the command."),
     ] = ""
     disaggregation_bootstrap_port: Annotated[
-        int, Meta(description="Port of prefill's bootstrap registry; 0 picks a free one at prefill.", ge=0, le=65535)
+        int,
+        Meta(
+            description="Port of prefill's bootstrap registry; 0 picks a free one at prefill.",
+            ge=0,
+            le=65535,
+        ),
     ] = 8998
     disaggregation_transfer_backend: Annotated[
         Literal["local", "mooncake", "nixl", "ascend", "mori"], Meta(description="Data plane.")
@@ -223,20 +342,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     staging: Annotated[
         Literal["auto", "always"],
         Meta(
-            description="Transfers through host memory beside the pool: auto where the pool is on a device, or slices "
-            "of pages would be tiny; always everywhere."
+            description=(
+                "Transfers through host memory beside the pool: auto where the pool is on a "
+                "device, or slices of pages would be tiny; always everywhere."
+            )
         ),
     ] = "auto"
     staging_bytes: Annotated[
         int,
         Meta(
-            description="Host memory of a staging; 0 = as much as the pool at decode, where requests wait for it and "
-            "a prompt must fit, 256 MiB at prefill.",
+            description=(
+                "Host memory of a staging; 0 = as much as the pool at decode, where requests wait "
+                "for it and a prompt must fit, 256 MiB at prefill."
+            ),
             ge=0,
         ),
     ] = 0
     disaggregation_prefill_tp: Annotated[
-        int, Meta(description="--tp of decode's prefills, whose slices may be tiny; 0 = not known.", ge=0, le=64)
+        int,
+        Meta(
+            description="--tp of decode's prefills, whose slices may be tiny; 0 = not known.",
+            ge=0,
+            le=64,
+        ),
     ] = 0
     disaggregation_ib_device: Annotated[
         str, Meta(description="RDMA device of the data plane; the number of an NPU for ascend.")
@@ -244,30 +372,42 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_events_config: Annotated[
         str,
         Meta(
-            description="Publish events of the prefix cache, as vLLM and SGLang do: a JSON object with publisher "
-            "(zmq), endpoint (tcp://127.0.0.1:5557), replay_endpoint, topic, buffer_steps, dialect (vllm, or sglang, "
-            "which dynamo reads, too): by whose names events call the media, and positional (false): events as arrays, "
-            "for subscribers of older releases, in place of maps."
+            description=(
+                "Publish events of the prefix cache, as vLLM and SGLang do: a JSON object with "
+                "publisher (zmq), endpoint (tcp://127.0.0.1:5557), replay_endpoint, topic, "
+                "buffer_steps, dialect (vllm, or sglang, which dynamo reads, too): by whose names "
+                "events call the media, and positional (false): events as arrays, for subscribers "
+                "of older releases, in place of maps."
+            )
         ),
     ] = ""
     kv_events_key_file: Annotated[
         str,
         Meta(
-            description="File of `kvflow keygen`, the same at workers and router: cache events are sent to subscribers "
-            "that have it (CURVE), and to no others."
+            description=(
+                "File of `kvflow keygen`, the same at workers and router: cache events are sent to "
+                "subscribers that have it (CURVE), and to no others."
+            )
         ),
     ] = ""
     transfer_rate_limit: Annotated[
         int, Meta(description="Bytes per second that prefill sends at most; 0 = no limit.", ge=0)
     ] = 0
     verify_transfers: Annotated[
-        bool, Meta(description="Compare every chunk's checksum after landing; set it at prefill and decode.")
+        bool,
+        Meta(
+            description=(
+                "Compare every chunk's checksum after landing; set it at prefill and decode."
+            )
+        ),
     ] = False
     rendezvous_s: Annotated[
         float,
         Meta(
-            description="Seconds that prefill's half of a room waits for a decode that has not announced itself; raise "
-            "it, up to minutes, behind proxies that call decode late.",
+            description=(
+                "Seconds that prefill's half of a room waits for a decode that has not announced "
+                "itself; raise it, up to minutes, behind proxies that call decode late."
+            ),
             gt=0,
             le=3600,
         ),
@@ -275,8 +415,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimistic_prefill: Annotated[
         int,
         Meta(
-            description="How often prefill may begin a prompt before decode has lent its pages, in pages that nothing "
-            "else needs; a request that needs them takes them, and the work is lost. 0 = never.",
+            description=(
+                "How often prefill may begin a prompt before decode has lent its pages, in pages "
+                "that nothing else needs; a request that needs them takes them, and the work is "
+                "lost. 0 = never."
+            ),
             ge=0,
             le=1000,
         ),
@@ -284,8 +427,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     control_port: Annotated[
         int,
         Meta(
-            description="Port of prefill's control endpoint, and the ports after it those of its other ranks; 0 picks "
-            "free ones.",
+            description=(
+                "Port of prefill's control endpoint, and the ports after it those of its other "
+                "ranks; 0 picks free ones."
+            ),
             ge=0,
             le=65535,
         ),
@@ -293,12 +438,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     control_key_file: Annotated[
         str,
-        Meta(description="File of `kvflow keygen`, the same at prefill and decode; peers without it are refused."),
+        Meta(
+            description=(
+                "File of `kvflow keygen`, the same at prefill and decode; peers without it are "
+                "refused."
+            )
+        ),
     ] = ""
     max_quarantine_share: Annotated[
         float,
         Meta(
-            description="Share of decode's pages, overdue in quarantine, above which new requests are refused.",
+            description=(
+                "Share of decode's pages, overdue in quarantine, above which new requests are "
+                "refused."
+            ),
             ge=0,
             le=1,
         ),
@@ -307,8 +460,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     new_token_ratio: Annotated[
         float,
         Meta(
-            description="Share of a request's new tokens for which decode promises it pages; it decays while requests "
-            "run. 1.0 = all of them: nothing is ever retracted.",
+            description=(
+                "Share of a request's new tokens for which decode promises it pages; it decays "
+                "while requests run. 1.0 = all of them: nothing is ever retracted."
+            ),
             ge=0,
             le=1,
         ),
@@ -316,47 +471,74 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host_memory_bytes: Annotated[
         int,
         Meta(
-            description="Bytes of host memory for the state of requests that decode has retracted, taken when it "
-            "starts; 0 = none.",
+            description=(
+                "Bytes of host memory for the state of requests that decode has retracted, taken "
+                "when it starts; 0 = none."
+            ),
             ge=0,
         ),
     ] = 1 << 28
     host_memory_full: Annotated[
         Literal["recompute", "refuse"],
         Meta(
-            description="Requests that decode retracts while host memory is full, or where there is none: compute "
-            "their state again later, or answer 503."
+            description=(
+                "Requests that decode retracts while host memory is full, or where there is none: "
+                "compute their state again later, or answer 503."
+            )
         ),
     ] = "recompute"
 
     max_pinned_share: Annotated[
         float,
-        Meta(description="Share of prefill's pages above which a decode that takes no writes is refused.", ge=0, le=1),
+        Meta(
+            description=(
+                "Share of prefill's pages above which a decode that takes no writes is refused."
+            ),
+            ge=0,
+            le=1,
+        ),
     ] = 0.5
 
-    prefill: Annotated[tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")] = ()
-    decode: Annotated[tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")] = ()
+    prefill: Annotated[
+        tuple[str, ...], Meta(description="URL of a prefill worker (repeat for more).")
+    ] = ()
+    decode: Annotated[
+        tuple[str, ...], Meta(description="URL of a decode worker (repeat for more).")
+    ] = ()
     engine: Annotated[
         Literal["kvflow", "vllm"],
-        Meta(description="What the router's workers are: kvflow's own, or vLLM servers with a KV connector."),
+        Meta(
+            description=(
+                "What the router's workers are: kvflow's own, or vLLM servers with a KV connector."
+            )
+        ),
     ] = "kvflow"
     legs: Annotated[
         Literal["sequential", "together"],
         Meta(
-            description="With --engine vllm, in which order both are asked: decode when prefill has answered, as any "
-            "connector needs it; or both at once, where prefill has kvflow's connector."
+            description=(
+                "With --engine vllm, in which order both are asked: decode when prefill has "
+                "answered, as any connector needs it; or both at once, where prefill has kvflow's "
+                "connector."
+            )
         ),
     ] = "sequential"
     join: Annotated[
         tuple[str, ...],
-        Meta(description="URL of a router to join, and to leave before the drain (repeat for more)."),
+        Meta(
+            description="URL of a router to join, and to leave before the drain (repeat for more)."
+        ),
     ] = ()
-    poll_s: Annotated[float, Meta(description="Seconds between two health checks of a worker.", gt=0, le=3600)] = 1.0
+    poll_s: Annotated[
+        float, Meta(description="Seconds between two health checks of a worker.", gt=0, le=3600)
+    ] = 1.0
     retry_timeout_s: Annotated[
         float,
         Meta(
-            description="Seconds that a request without a token may wait, in all, for workers that are back; other "
-            "workers are tried at once.",
+            description=(
+                "Seconds that a request without a token may wait, in all, for workers that are "
+                "back; other workers are tried at once."
+            ),
             ge=0,
             le=3600,
         ),
@@ -365,15 +547,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     policy: Annotated[
         Literal["cache_aware", "least_loaded", "round_robin"],
         Meta(
-            description="Which prefill and which decode get a request: those that have most of its prompt in their "
-            "prefix caches, and are not overloaded; the least loaded; or one after another."
+            description=(
+                "Which prefill and which decode get a request: those that have most of its prompt "
+                "in their prefix caches, and are not overloaded; the least loaded; or one after "
+                "another."
+            )
         ),
     ] = "cache_aware"
     balance_abs_threshold: Annotated[
         int,
         Meta(
-            description="With --policy cache_aware, a worker is overloaded that has more than so many requests more "
-            "than the least loaded one, and more than --balance-rel-threshold times its requests.",
+            description=(
+                "With --policy cache_aware, a worker is overloaded that has more than so many "
+                "requests more than the least loaded one, and more than --balance-rel-threshold "
+                "times its requests."
+            ),
             ge=0,
             le=1 << 20,
         ),
@@ -381,16 +569,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tokenizer_path: Annotated[
         str,
         Meta(
-            description="Directory or Hugging Face name of the workers' tokenizer, with which --policy cache_aware "
-            "finds a text in what workers publish with --kv-events-config. Without it their events count for prompts "
-            "of token ids alone, and a text is matched with those that a worker was sent before."
+            description=(
+                "Directory or Hugging Face name of the workers' tokenizer, with which --policy "
+                "cache_aware finds a text in what workers publish with --kv-events-config. "
+                "Without it their events count for prompts of token ids alone, and a text is "
+                "matched with those that a worker was sent before."
+            )
         ),
     ] = ""
     balance_rel_threshold: Annotated[
         float, Meta(description="As a factor: see --balance-abs-threshold.", ge=1, le=1e6)
     ] = 1.5
 
-    prefill_workers: Annotated[int, Meta(description="Prefill processes to start.", ge=1, le=64)] = 1
+    prefill_workers: Annotated[
+        int, Meta(description="Prefill processes to start.", ge=1, le=64)
+    ] = 1
     decode_workers: Annotated[int, Meta(description="Decode processes to start.", ge=1, le=64)] = 1
     start_timeout_s: Annotated[
         float, Meta(description="Seconds that a role may take to become healthy.", gt=0, le=86400)

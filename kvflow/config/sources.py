@@ -1,7 +1,8 @@
 """Where settings come from: flags of the command line, KVFLOW_* variables, a TOML file, defaults.
 
-Precedence: flag > environment > the role's table in the file > the file's top level > default. A value outside its
-limit is refused with one line that names the setting, its source, the value, the limit.
+Precedence: flag > environment > the role's table in the file > the file's top level > default. A
+value outside its limit is refused with one line that names the setting, its source, the value, the
+limit.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from kvflow.config.kv_events import KvEvents
 from kvflow.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 from kvflow.protocols.errors import MisuseError
 
-# Variables that are no settings of a role: the config file, what `up` and a prefill tell their children, what the
-# client of examples/chat.py and `declare-dead` call, the seed of the tests.
+# Variables that are no settings of a role: the config file, what `up` and a prefill tell their
+# children, what the client of examples/chat.py and `declare-dead` call, the seed of the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
 _SECRETS = ("api_key", "admin_api_key")
@@ -47,7 +48,11 @@ class ConfigError(MisuseError):
 
 
 def resolve(
-    role: Role, flags: Mapping[str, Any], *, env: Mapping[str, str] | None = None, config: str | None = None
+    role: Role,
+    flags: Mapping[str, Any],
+    *,
+    env: Mapping[str, str] | None = None,
+    config: str | None = None,
 ) -> Settings:
     """The settings of one role. `flags` maps field names to values, None meaning "not given".
 
@@ -79,16 +84,29 @@ def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = No
     Raises: ConfigError.
     """
     mode = "disaggregation_mode"
-    flags = {name: value for name, value in flags.items() if name in FIELDS_OF_ROLE[other] and name != mode}
+    flags = {
+        name: value
+        for name, value in flags.items()
+        if name in FIELDS_OF_ROLE[other] and name != mode
+    }
     env = {name: value for name, value in os.environ.items() if name != env_of(mode)}
-    return msgspec.structs.replace(resolve(other, flags, config=config, env=env), disaggregation_mode="")
+    return msgspec.structs.replace(
+        resolve(other, flags, config=config, env=env), disaggregation_mode=""
+    )
 
 
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
     """The KVFLOW_* variables that nothing reads, each with the closest name that is read."""
     known = {env_of(name): name.upper() for name in (*FIELDS, *CANONICAL, *_OTHER_VARIABLES)}
-    unknown = [key.removeprefix(ENV_PREFIX) for key in sorted(env) if key.startswith(ENV_PREFIX) and key not in known]
-    return [f"{ENV_PREFIX}{key}: unknown variable{_closest(key, known.values(), ENV_PREFIX)}" for key in unknown]
+    unknown = [
+        key.removeprefix(ENV_PREFIX)
+        for key in sorted(env)
+        if key.startswith(ENV_PREFIX) and key not in known
+    ]
+    return [
+        f"{ENV_PREFIX}{key}: unknown variable{_closest(key, known.values(), ENV_PREFIX)}"
+        for key in unknown
+    ]
 
 
 def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -107,11 +125,17 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     found: dict[str, tuple[Any, str]] = {}
-    # prefill and decode name tables as well as settings of the router: a table is a dict, the setting a list.
-    tables = {key: value for key, value in document.items() if key in DEFAULT_PORTS and isinstance(value, dict)}
+    # prefill and decode name tables as well as settings of the router: a table is a dict, the
+    # setting a list.
+    tables = {
+        key: value
+        for key, value in document.items()
+        if key in DEFAULT_PORTS and isinstance(value, dict)
+    }
     common = {key: value for key, value in document.items() if key not in tables}
     own = tables.pop(role, {})
-    for table_role, table in (*tables.items(), ("", common), (role, own)):  # other roles' tables: names only
+    # Other roles' tables: names only.
+    for table_role, table in (*tables.items(), ("", common), (role, own)):
         where = f"config file {path}: {f'[{table_role}] ' if table_role else ''}"
         for key, value in table.items():
             name = _name_in_file(key, table_role, where)
@@ -121,7 +145,10 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
 
 
 def _name_in_file(key: str, table_role: str, where: str) -> str:
-    """The setting that `key` means in the table of a role, or at the top level. Raises: ConfigError."""
+    """The setting that `key` means in the table of a role, or at the top level.
+
+    Raises: ConfigError.
+    """
     spelt = key.replace("-", "_")
     name = CANONICAL.get(spelt, spelt)
     allowed = FIELDS_OF_ROLE[table_role] if table_role else tuple(FIELDS)
@@ -165,7 +192,9 @@ def _check_events(role: Role, settings: Settings) -> None:
     except MisuseError as error:
         raise ConfigError(f"--kv-events-config: {error}") from None
     if settings.prefix_cache == "off":
-        raise ConfigError("--kv-events-config with --prefix-cache off: nothing is cached, and there are no events")
+        raise ConfigError(
+            "--kv-events-config with --prefix-cache off: nothing is cached, and there are no events"
+        )
 
 
 def _check_storage(role: Role, settings: Settings) -> None:
@@ -183,18 +212,32 @@ def _check_effect(role: Role, settings: Settings) -> None:
     store = tuple(name for name in FIELDS if name.startswith("mooncake_"))
     for needed, is_there, names in (
         ("a prefix cache", settings.prefix_cache != "off", ("cache_state_bytes",)),
-        ("--cache-host-bytes", settings.cache_host_bytes > 0, ("cache_write_policy", "cache_prefetch_policy")),
+        (
+            "--cache-host-bytes",
+            settings.cache_host_bytes > 0,
+            ("cache_write_policy", "cache_prefetch_policy"),
+        ),
         ("--l3 file", settings.l3 == "file", ("l3_dir", "l3_bytes")),
         ("--l3 mooncake", settings.l3 == "mooncake", store),
         ("--policy cache_aware", settings.policy == "cache_aware", ("tokenizer_path", *_BALANCE)),
         ("--engine vllm", settings.engine == "vllm", ("legs",)),
         ("--engine kvflow", settings.engine == "kvflow", ("tokenizer_path",)),
-        ("--kv-events-config", role != "up" or bool(settings.kv_events_config), ("tokenizer_path",)),
-        ("--kv-events-config", role == "router" or bool(settings.kv_events_config), ("kv_events_key_file",)),
+        (
+            "--kv-events-config",
+            role != "up" or bool(settings.kv_events_config),
+            ("tokenizer_path",),
+        ),
+        (
+            "--kv-events-config",
+            role == "router" or bool(settings.kv_events_config),
+            ("kv_events_key_file",),
+        ),
     ):
         for name in names:
             if not is_there and (value := getattr(settings, name)) != FIELDS[name].default:
-                raise ConfigError(f"{flag_of(name)} {value} without {needed}: it has no effect; leave it out")
+                raise ConfigError(
+                    f"{flag_of(name)} {value} without {needed}: it has no effect; leave it out"
+                )
 
 
 def _is_missing(path: str) -> bool:
@@ -208,24 +251,36 @@ def _check(role: Role, settings: Settings) -> None:
     if role != "router" and _is_missing(model):
         raise ConfigError(f"model path {model!r} does not exist or is not a directory")
     if _is_missing(settings.tokenizer_path):
-        raise ConfigError(f"--tokenizer-path {settings.tokenizer_path!r} does not exist or is not a directory")
+        raise ConfigError(
+            f"--tokenizer-path {settings.tokenizer_path!r} does not exist or is not a directory"
+        )
     if settings.disaggregation_mode and settings.disaggregation_mode != role:
-        text = f"--disaggregation-mode {settings.disaggregation_mode} does not match `kvflow {role}`; leave it out"
+        text = (
+            f"--disaggregation-mode {settings.disaggregation_mode} does not match `kvflow {role}`; "
+            "leave it out"
+        )
         raise ConfigError(text)
     if not _DEVICE.fullmatch(settings.device):
         raise ConfigError(f"--device: {settings.device!r} is not auto, cpu, cuda or cuda:N")
-    if settings.control_port and (last := settings.control_port + settings.pp * settings.tp - 1) > _LAST_PORT:
+    if (
+        settings.control_port
+        and (last := settings.control_port + settings.pp * settings.tp - 1) > _LAST_PORT
+    ):
         raise ConfigError(
-            f"--control-port: the ranks of this prefill take {settings.control_port} to {last}, the last port is "
-            f"{_LAST_PORT}; choose a lower one"
+            f"--control-port: the ranks of this prefill take {settings.control_port} to {last}, "
+            f"the last port is {_LAST_PORT}; choose a lower one"
         )
     for name in ("tp", "decode_tp"):
         if (shards := getattr(settings, name)) > 1 and settings.device.startswith("cuda"):
             raise ConfigError(
-                f"{flag_of(name)} {shards} with --device {settings.device}: shards run on the CPU only; leave one out"
+                f"{flag_of(name)} {shards} with --device {settings.device}: shards run on the CPU "
+                "only; leave one out"
             )
     if settings.cache_host_bytes and settings.prefix_cache == "off":
-        raise ConfigError(f"--cache-host-bytes {settings.cache_host_bytes} with --prefix-cache off: nothing is cached")
+        raise ConfigError(
+            f"--cache-host-bytes {settings.cache_host_bytes} with --prefix-cache off: nothing is "
+            "cached"
+        )
     if settings.l3 != "off":
         _check_storage(role, settings)
     if settings.kv_events_config:
@@ -233,13 +288,18 @@ def _check(role: Role, settings: Settings) -> None:
     _check_effect(role, settings)
     if role == "router" and not ((settings.prefill and settings.decode) or settings.admin_api_key):
         raise ConfigError(
-            "router needs at least one --prefill URL and one --decode URL, or an --admin-api-key, with which workers "
-            "join it"
+            "router needs at least one --prefill URL and one --decode URL, or an --admin-api-key, "
+            "with which workers join it"
         )
     if settings.api_key and settings.api_key == settings.admin_api_key:
-        raise ConfigError("--admin-api-key is the --api-key: every client would be an operator; give them two keys")
+        raise ConfigError(
+            "--admin-api-key is the --api-key: every client would be an operator; give them two "
+            "keys"
+        )
     if settings.engine == "vllm" and (both := set(settings.prefill) & set(settings.decode)):
-        raise ConfigError(f"{min(both)!r} is given as --prefill and as --decode: a vLLM server is one of them")
+        raise ConfigError(
+            f"{min(both)!r} is given as --prefill and as --decode: a vLLM server is one of them"
+        )
     for name in ("prefill", "decode", "join"):
         for url in getattr(settings, name):
             if not url.startswith(("http://", "https://")):

@@ -1,1 +1,3 @@
-"""`kvflow demo`: all roles on this machine, checked against stock transformers, with one abort in mid-transfer."""
+"""`kvflow demo`: all roles on this machine, checked against stock transformers, with one abort in
+mid-transfer.
+"""

@@ -1,4 +1,6 @@
-"""The demo's client of a fleet: streamed completions, one abort in mid-transfer, and what the roles report."""
+"""The demo's client of a fleet: streamed completions, one abort in mid-transfer, and what the roles
+report.
+"""
 
 from __future__ import annotations
 
@@ -50,14 +52,18 @@ class Aborted(msgspec.Struct, frozen=True, kw_only=True):
 class FleetClient:
     """Requests to the roles of one fleet, by their URLs."""
 
-    def __init__(self, session: aiohttp.ClientSession, router: str, prefill: str, decode: str) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, router: str, prefill: str, decode: str
+    ) -> None:
         self.session, self.router, self.prefill, self.decode = session, router, prefill, decode
 
     async def get(self, url: str) -> Any:
         async with self.session.get(url) as answer:
             return msgspec.json.decode(await answer.read())
 
-    async def complete(self, prompt: str, new_tokens: int, show: Callable[[str], None] | None = None) -> Streamed:
+    async def complete(
+        self, prompt: str, new_tokens: int, show: Callable[[str], None] | None = None
+    ) -> Streamed:
         """One greedy completion of exactly `new_tokens` tokens. Raises: DemoError."""
         done = Streamed(prompt=prompt)
         started = time.perf_counter()
@@ -94,7 +100,9 @@ class FleetClient:
         return sides
 
     async def moved(self) -> tuple[int, float]:
-        """Bytes of all finished rooms, and the seconds that their writes took, as prefill reports them."""
+        """Bytes of all finished rooms, and the seconds that their writes took, as prefill reports
+        them.
+        """
         total, seconds = 0, 0.0
         for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
             story = await self.get(f"{self.prefill}/rooms/{line['room']}")
@@ -103,7 +111,10 @@ class FleetClient:
         return total, seconds
 
     async def abort_in_mid_transfer(self, input_ids: list[int]) -> Aborted:
-        """Request a completion, and disconnect when some of its bytes have landed but not all. Raises: DemoError."""
+        """Request a completion, and disconnect when some of its bytes have landed but not all.
+
+        Raises: DemoError.
+        """
         body = {"input_ids": input_ids, "stream": True, "sampling_params": _greedy(8)}
         request = asyncio.create_task(self._read(body))
         try:
@@ -117,13 +128,21 @@ class FleetClient:
                 await asyncio.sleep(POLL_S)
                 line = await self.get(f"{self.prefill}/rooms/{room}")
         sides = await self.get(f"{self.router}/rooms/{room}")
-        return Aborted(room=room, bytes_at_abort=line["bytes_landed"], bytes_total=line["bytes_total"], sides=sides)
+        return Aborted(
+            room=room,
+            bytes_at_abort=line["bytes_landed"],
+            bytes_total=line["bytes_total"],
+            sides=sides,
+        )
 
     async def _moving_room(self, request: asyncio.Task[None]) -> int:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             while not request.done():
                 for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
-                    if not line["ended"] and line["bytes_landed"] > line["bytes_total"] * ABORT_SHARE:
+                    if (
+                        not line["ended"]
+                        and line["bytes_landed"] > line["bytes_total"] * ABORT_SHARE
+                    ):
                         return int(line["room"])
                 await asyncio.sleep(POLL_S)
         request.result()
@@ -155,7 +174,10 @@ def _greedy(new_tokens: int) -> dict[str, Any]:
 async def events(answer: aiohttp.ClientResponse) -> AsyncGenerator[Any, None]:
     """The JSON events of a stream. Raises: DemoError for an error status or an error event."""
     if answer.status != 200:
-        raise DemoError(f"the router answered {answer.status}: {(await answer.read())[:300].decode(errors='replace')}")
+        raise DemoError(
+            f"the router answered {answer.status}: "
+            f"{(await answer.read())[:300].decode(errors='replace')}"
+        )
     async for line in answer.content:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue

@@ -1,4 +1,6 @@
-"""The steps of the demo: reference, completions, comparison, abort, pages; exit status 0 only if all checks pass."""
+"""The steps of the demo: reference, completions, comparison, abort, pages; exit status 0 only if
+all checks pass.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def good(self) -> bool:
         matched = self.identical == self.requests
-        return matched and self.aborted >= 1 and 0 < self.bytes_at_abort < self.bytes_total and self.pages_home
+        return (
+            matched
+            and self.aborted >= 1
+            and 0 < self.bytes_at_abort < self.bytes_total
+            and self.pages_home
+        )
 
 
 SHOWN_PLANES = ("local", "mooncake")  # where none is named
@@ -74,10 +81,15 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
     if backend and reason:
         raise MisuseError(reason)
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
-        del os.environ[name]  # the demo's roles are as it says, whatever a user has set for real ones
-    plan = Plan(model=model or str(DEMO_MODEL_DIR), prompts=_prompts(requests), new_tokens=new_tokens)
+        # The demo's roles are as it says, whatever a user has set for real ones.
+        del os.environ[name]
+    plan = Plan(
+        model=model or str(DEMO_MODEL_DIR), prompts=_prompts(requests), new_tokens=new_tokens
+    )
     output: DemoOutput = ProgressOutput() if as_json else TerminalOutput()
-    backends = [backend] if backend else [name for name in SHOWN_PLANES if name == "local" or not reason]
+    backends = (
+        [backend] if backend else [name for name in SHOWN_PLANES if name == "local" or not reason]
+    )
     outcomes = asyncio.run(_all(plan, backends, output))
     if as_json:
         for outcome in outcomes:
@@ -88,7 +100,9 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
             sys.stderr.write(f"mooncake was not run: {reason}\n")
     good = all(outcome.good for outcome in outcomes)
     output.line(
-        "[bold green]All outputs match, and every page is free again.[/]" if good else "[bold red]The demo failed.[/]"
+        "[bold green]All outputs match, and every page is free again.[/]"
+        if good
+        else "[bold red]The demo failed.[/]"
     )
     return 0 if good else 1
 
@@ -115,12 +129,22 @@ async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outc
 
 async def _stock(plan: Plan) -> list[list[int]]:
     """What stock transformers generates, from a process of its own. Raises: DemoError."""
-    request = {"model": plan.model, "dtype": DTYPE, "prompts": plan.prompts, "new_tokens": plan.new_tokens}
+    request = {
+        "model": plan.model,
+        "dtype": DTYPE,
+        "prompts": plan.prompts,
+        "new_tokens": plan.new_tokens,
+    }
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", "kvflow.demo.stock",
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        sys.executable,
+        "-P",
+        "-m",
+        "kvflow.demo.stock",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-    )  # fmt: skip
+    )
     try:
         out, err = await process.communicate(msgspec.json.encode(request))
     finally:
@@ -129,13 +153,22 @@ async def _stock(plan: Plan) -> list[list[int]]:
             await process.wait()
     if process.returncode:
         lines = err.decode(errors="replace").strip().splitlines()
-        raise DemoError(f"stock transformers ended with status {process.returncode}: {lines[-1] if lines else ''}")
+        raise DemoError(
+            f"stock transformers ended with status {process.returncode}: "
+            f"{lines[-1] if lines else ''}"
+        )
     return msgspec.json.decode(out, type=list[list[int]])
 
 
-async def _one(plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]], output: DemoOutput) -> Outcome:
-    """One data plane: a fleet at full speed, then one whose transfers are slow enough to be aborted."""
-    output.line(f"\n[bold]{backend}[/]: starting router, prefill and decode with {plan.shown_model}")
+async def _one(
+    plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]], output: DemoOutput
+) -> Outcome:
+    """One data plane: a fleet at full speed, then one whose transfers are slow enough to be
+    aborted.
+    """
+    output.line(
+        f"\n[bold]{backend}[/]: starting router, prefill and decode with {plan.shown_model}"
+    )
     async with _session() as session, _started(plan, backend, 0, output) as fleet:
         client = _client(session, fleet)
         done, together = await _completions(client, plan, output)
@@ -151,12 +184,17 @@ async def _one(plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]]
     same = [d.output_ids == ids for d, ids in zip(done, wanted, strict=True)]
     output.table(done, same, backend)
     output.line(f"{sum(same)} of {len(same)} identical to stock transformers")
-    output.line(f"tokens/s: {done[-1 if len(done) <= SHOWN else SHOWN - 1].tokens_per_s:,.0f} alone, {together}")
+    output.line(
+        f"tokens/s: {done[-1 if len(done) <= SHOWN else SHOWN - 1].tokens_per_s:,.0f} alone, "
+        f"{together}"
+    )
     rate = f", {moved / seconds / 1e9:.3f} GB/s while writing" if seconds else ""
     output.line(f"{moved:,} bytes moved through [bold]{backend}[/]{rate}")
     output.room(f"a prompt of {len(long_prompt)} tokens, from both sides:", good_room)
     if len({tuple(d.output_ids) for d in done}) != len(done):
-        raise DemoError("two prompts have the same output, so the comparison proves nothing; use another model")
+        raise DemoError(
+            "two prompts have the same output, so the comparison proves nothing; use another model"
+        )
     total = -(-len(long_prompt) // PAGE_SIZE) * info["pool"]["page_bytes"]
     aborted, at_rest_after = await _aborted(plan, backend, long_prompt, total, output)
     return Outcome(
@@ -171,7 +209,9 @@ async def _one(plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]]
     )
 
 
-async def _completions(client: FleetClient, plan: Plan, output: DemoOutput) -> tuple[list[Streamed], str]:
+async def _completions(
+    client: FleetClient, plan: Plan, output: DemoOutput
+) -> tuple[list[Streamed], str]:
     """Complete all prompts: the first ones alone, with their text shown, the others together.
 
     Returns them, and how fast those together were.
@@ -192,7 +232,9 @@ async def _completions(client: FleetClient, plan: Plan, output: DemoOutput) -> t
     started = time.perf_counter()
     rest = await asyncio.gather(*(one(prompt) for prompt in others))
     tokens, took_s = sum(len(done.output_ids) for done in rest), time.perf_counter() - started
-    together = f"{tokens / took_s:,.0f} with {min(len(rest), CONCURRENT)} at once" if rest else "no others"
+    together = (
+        f"{tokens / took_s:,.0f} with {min(len(rest), CONCURRENT)} at once" if rest else "no others"
+    )
     return [*shown, *rest], together
 
 
@@ -208,13 +250,18 @@ async def _aborted(
 ) -> tuple[Aborted, bool]:
     """One long prompt on a rate-limited fleet, whose client disconnects while its pages move."""
     rate = max(1, int(total_bytes / ABORT_TRANSFER_S))
-    output.line(f"aborting a {len(prompt)}-token prompt in mid-transfer (rate limit {rate:,} bytes/s) ...")
+    output.line(
+        f"aborting a {len(prompt)}-token prompt in mid-transfer (rate limit {rate:,} bytes/s) ..."
+    )
     async with _session() as session, _started(plan, backend, rate, output) as fleet:
         client = _client(session, fleet)
         aborted = await client.abort_in_mid_transfer(prompt)
         at_rest = await client.pages_at_rest()
     output.room(f"the aborted room {aborted.room}, from both sides:", aborted.sides)
-    output.line(f"{aborted.bytes_at_abort:,} of {aborted.bytes_total:,} bytes had landed when the room ended")
+    output.line(
+        f"{aborted.bytes_at_abort:,} of {aborted.bytes_total:,} bytes had landed when the room "
+        "ended"
+    )
     output.line(f"every page of both pools is free again: {'yes' if at_rest else '[red]no[/]'}")
     return aborted, at_rest
 
@@ -224,7 +271,9 @@ def _session() -> aiohttp.ClientSession:
 
 
 @asynccontextmanager
-async def _started(plan: Plan, backend: str, rate: int, output: DemoOutput) -> AsyncGenerator[Fleet]:
+async def _started(
+    plan: Plan, backend: str, rate: int, output: DemoOutput
+) -> AsyncGenerator[Fleet]:
     async with AsyncExitStack() as stack:
         async with _ticking(output, "starting"):
             fleet = await stack.enter_async_context(_fleet(plan, backend, rate))

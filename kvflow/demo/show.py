@@ -18,7 +18,10 @@ PROMPT_WIDTH = 32  # longer prompts are cut, so that no number is, at 80 columns
 
 
 class DemoOutput(Protocol):
-    """Where the demo writes its progress and results. Every call is flushed, so that a pipe sees it at once."""
+    """Where the demo writes its progress and results.
+
+    Every call is flushed, so that a pipe sees it at once.
+    """
 
     def line(self, text: str) -> None: ...
 
@@ -70,7 +73,11 @@ class TerminalOutput(DemoOutput):
         for heading in ("tokens", "TTFT\nms", "total\nms", "tokens\n/s", "as\nstock"):
             table.add_column(heading, justify="right", no_wrap=True)
         for streamed, matched in zip(done, same, strict=True):
-            times = (f"{streamed.ttft_s * 1e3:.0f}", f"{streamed.total_s * 1e3:.0f}", f"{streamed.tokens_per_s:.0f}")
+            times = (
+                f"{streamed.ttft_s * 1e3:.0f}",
+                f"{streamed.total_s * 1e3:.0f}",
+                f"{streamed.tokens_per_s:.0f}",
+            )
             verdict = "[green]yes[/]" if matched else "[red]NO[/]"
             table.add_row(escape(streamed.prompt), str(len(streamed.output_ids)), *times, verdict)
         self._console.print(table)

@@ -1,4 +1,5 @@
-"""The reference: stock transformers `generate`, greedy, one prompt at a time, in a process without kvflow's engine.
+"""The reference: stock transformers `generate`, greedy, one prompt at a time, in a process without
+kvflow's engine.
 
 Reads one `ReferenceRequest` as JSON from stdin, writes the lists of new token ids to stdout.
 """
@@ -29,7 +30,9 @@ def main() -> None:
     logging.set_verbosity_error()
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=ReferenceRequest)
     tokenizer: Any = AutoTokenizer.from_pretrained(request.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(request.model, dtype=getattr(torch, request.dtype)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        request.model, dtype=getattr(torch, request.dtype)
+    ).eval()
     model.generation_config.eos_token_id = None  # as ignore_eos: only its length ends a completion
     model.generation_config.pad_token_id = 0
     completions: list[list[int]] = []

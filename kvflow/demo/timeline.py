@@ -1,4 +1,6 @@
-"""One room as both sides tell it, merged by time and drawn: decode left, prefill right, what moves as arrows."""
+"""One room as both sides tell it, merged by time and drawn: decode left, prefill right, what moves
+as arrows.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,15 @@ def _event(time: str, role: str, event: dict[str, Any]) -> Iterator[str]:
     for n, line in enumerate(textwrap.wrap(told, _SIDE - 1, break_long_words=True)):
         left, right = (line, "") if role == "decode" else ("", line)
         lane = "" if n else _arrow(role, what, text)
-        yield f"{time if not n else '':{_TIME}}{left:<{_SIDE}}│{lane:^{_LANE - 2}}│ {right}".rstrip()
+        yield (
+            f"{time if not n else '':{_TIME}}{left:<{_SIDE}}│{lane:^{_LANE - 2}}│ {right}"
+        ).rstrip()
 
 
 def _arrow(role: str, what: str, text: str) -> str:
-    """A message points to the side that received it; bytes are double lines, from prefill to decode."""
+    """A message points to the side that received it; bytes are double lines, from prefill to
+    decode.
+    """
     width = _LANE - 2
     if role == "prefill" and what == "chunk_queued":
         return "◁" + " chunk queued ".center(width - 1, "╌")

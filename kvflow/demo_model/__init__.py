@@ -1,10 +1,13 @@
-"""The small model that `kvflow demo` serves: a Hugging Face model directory, its training script and its provenance."""
+"""The small model that `kvflow demo` serves: a Hugging Face model directory, its training script
+and its provenance.
+"""
 
 from pathlib import Path
 
 DEMO_MODEL_DIR = Path(__file__).parent
 
-# Openings whose greedy continuations are known to be readable and to differ from each other (tests/demo_model).
+# Openings whose greedy continuations are known to be readable and to differ from each other
+# (tests/demo_model).
 DEMO_PROMPTS = (
     "The assert statement",
     "A class definition",

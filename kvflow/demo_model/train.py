@@ -1,4 +1,5 @@
-"""Train the demo model: a byte-level BPE tokenizer and a small Llama on the interpreter's documentation topics.
+"""Train the demo model: a byte-level BPE tokenizer and a small Llama on the interpreter's
+documentation topics.
 
 Run once, by hand: `python -m kvflow.demo_model.train --out DIR`. About eight minutes on one thread.
 """
@@ -20,14 +21,16 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 SPECIAL_TOKENS = [PAD, BOS, EOS, "<|user|>", "<|assistant|>", "<|system|>"]
 VOCABULARY_SIZE = 4096
 CONTEXT_TOKENS = 4096
-# Windows as (sequences, tokens each), taken in turn: mostly short ones, and enough long ones that late positions work.
+# Windows as (sequences, tokens each), taken in turn: mostly short ones, and enough long ones that
+# late positions work.
 WINDOWS = [*[(8, 256)] * 3, (1, 2048), *[(8, 256)] * 3, (1, CONTEXT_TOKENS)]
 STEPS = 880
-# The text is small and soon known by heart. Reading it with errors keeps the model calm when it meets its own.
+# The text is small and soon known by heart. Reading it with errors keeps the model calm when it
+# meets its own.
 NOISE = 0.1
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% "
+    "endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
 
@@ -57,7 +60,9 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Make the untrained network; three query heads share a key head, so that grouped heads are always exercised."""
+    """Make the untrained network; three query heads share a key head, so that grouped heads are
+    always exercised.
+    """
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=192,
@@ -83,7 +88,9 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor
 
 
 def optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the layers and AdamW for the rest, both at the same update size."""
+    """Return Muon for the matrices inside the layers and AdamW for the rest, both at the same
+    update size.
+    """
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     inside = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in inside]
@@ -107,7 +114,9 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, rate: float) -
         for group in (group for stepper in steppers for group in stepper.param_groups):
             group["lr"] = rate * scale
         wanted = draw(ids, step)
-        given = torch.where(torch.rand(wanted.shape) < NOISE, torch.randint_like(wanted, VOCABULARY_SIZE), wanted)
+        given = torch.where(
+            torch.rand(wanted.shape) < NOISE, torch.randint_like(wanted, VOCABULARY_SIZE), wanted
+        )
         loss = model(given, labels=wanted).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -117,11 +126,16 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int, rate: float) -
         losses.append(loss.item())
         if (step + 1) % 80 == 0:
             elapsed_s = time.monotonic() - started
-            print(f"step {step + 1} loss {sum(losses[-80:]) / 80:.3f} elapsed {elapsed_s:.0f} s", flush=True)
+            print(
+                f"step {step + 1} loss {sum(losses[-80:]) / 80:.3f} elapsed {elapsed_s:.0f} s",
+                flush=True,
+            )
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the model directory; weights as bfloat16 (half the size), declared float32 so that a plain load widens."""
+    """Write the model directory; weights as bfloat16 (half the size), declared float32 so that a
+    plain load widens.
+    """
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -151,7 +165,11 @@ def main() -> None:
     ids = encode(texts, tokenizer)
     model = build_model(tokenizer)
     size = sum(p.numel() for p in model.parameters())
-    print(f"python {sys.version.split()[0]}, seed {options.seed}, {len(ids)} tokens, {size} parameters", flush=True)
+    print(
+        f"python {sys.version.split()[0]}, seed {options.seed}, {len(ids)} tokens, {size} "
+        "parameters",
+        flush=True,
+    )
     train(model, ids, options.steps, options.rate)
     save(model, tokenizer, options.out)
 

@@ -1,4 +1,6 @@
-"""What a decode holds towards each prefill rank: a socket, the task that reads it, and the watch over its process."""
+"""What a decode holds towards each prefill rank: a socket, the task that reads it, and the watch
+over its process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from kvflow.protocols.ports import ControlSocket, DataPlane
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str, int], ControlSocket]
-"""(control endpoint, our incarnation) -> DEALER. Raises: MisuseError for an address it cannot connect to."""
+"""(control endpoint, our incarnation) -> DEALER.
+
+Raises: MisuseError for an address it cannot connect to.
+"""
 POLL_S = 0.1  # how often a socket is asked why it is not let in
 
 
@@ -30,7 +35,9 @@ class _Connection(NamedTuple):
 class Connections:
     """Runs the endpoint's commands about links."""
 
-    def __init__(self, shell: Shell, endpoint: DecodeEndpoint, plane: DataPlane, connect: Connect) -> None:
+    def __init__(
+        self, shell: Shell, endpoint: DecodeEndpoint, plane: DataPlane, connect: Connect
+    ) -> None:
         self._shell, self._endpoint, self._plane, self._connect = shell, endpoint, plane, connect
         self._open: dict[PeerKey, _Connection] = {}
         self._watches: dict[PeerKey, asyncio.Task[None]] = {}
@@ -61,7 +68,9 @@ class Connections:
             connection.socket.close()
 
     async def _read(self, key: PeerKey, socket: ControlSocket) -> None:
-        """Consume one link's messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        """Consume one link's messages until cancelled; what goes wrong with one is counted, the
+        loop goes on (I7).
+        """
         endpoint, shell = self._endpoint, self._shell
         async for burst in shell.bursts(socket):
             for _, frame in burst:
@@ -75,14 +84,18 @@ class Connections:
                 break
 
     def poll(self, now: float) -> None:
-        """Ask every socket, now and then, why it is not let in: in every phase, or what it has to tell piles up."""
+        """Ask every socket, now and then, why it is not let in: in every phase, or what it has to
+        tell piles up.
+        """
         if now - self._polled_at_s >= POLL_S:
             self._polled_at_s = now
             for key, connection in list(self._open.items()):
                 try:
                     reason = connection.socket.lockout_reason
                 except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
-                    reason = str(self._shell.explained(problem, f"asking the socket to {key.control}"))
+                    reason = str(
+                        self._shell.explained(problem, f"asking the socket to {key.control}")
+                    )
                 if reason:
                     self._endpoint.locked_out(key, reason, now)
 
@@ -90,7 +103,9 @@ class Connections:
 
     def watch_writer(self, command: c.WatchWriter) -> None:
         key = command.peer
-        task = self._watches[key] = self._shell.spawn(self._watch(command), f"kvflow-fence-{key.control}")
+        task = self._watches[key] = self._shell.spawn(
+            self._watch(command), f"kvflow-fence-{key.control}"
+        )
         task.add_done_callback(functools.partial(self._watch_ended, key))
 
     async def _watch(self, command: c.WatchWriter) -> None:

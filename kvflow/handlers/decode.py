@@ -24,7 +24,14 @@ from kvflow.protocols.decode_rooms import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.pages.layout import NO_PLACES, PoolLayout
-from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, Quarantine, UnprovenLoan
+from kvflow.protocols.ports import (
+    Arrivals,
+    Checksums,
+    DataPlane,
+    PageStore,
+    Quarantine,
+    UnprovenLoan,
+)
 from kvflow.protocols.waiting import Waiting
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
@@ -48,7 +55,9 @@ class Quarantined:
 
 
 class DecodeShell(Shell):
-    """One decode endpoint on the event loop: sockets, pages, fences, and the rooms its users hold."""
+    """One decode endpoint on the event loop: sockets, pages, fences,
+    and the rooms its users hold.
+    """
 
     def __init__(
         self,
@@ -63,9 +72,11 @@ class DecodeShell(Shell):
         checksums: Checksums | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """With `arrivals`, prefill writes into pages of staging, and `pages` are out of any peer's reach.
+        """With `arrivals`, prefill writes into pages of staging, and `pages` are out of any peer's
+        reach.
 
-        `stores`: `pages` and the quarantine of their pool, and the same of the staging, where there is one.
+        `stores`: `pages` and the quarantine of their pool, and the same of the staging, where there
+        is one.
         """
         super().__init__(endpoint, endpoint.core.timing, counts, now)
         self.endpoint, self.pages, self.plane = endpoint, pages, plane
@@ -75,7 +86,8 @@ class DecodeShell(Shell):
         self.waiting: Waiting[GrantId] = Waiting()  # for pages of staging
         self._lends_later = False
         self._opening: set[DecodeRoom] = set()  # the ranks of their prefill are being asked for
-        self.rooms: dict[GrantId, DecodeRoom] = {}  # open ones, and ended ones whose pages are not free
+        # Open ones, and ended ones whose pages are not free.
+        self.rooms: dict[GrantId, DecodeRoom] = {}
         self.connections = Connections(self, endpoint, plane, connect)
         self.runners = {
             c.SendToPrefill: self.connections.send,
@@ -113,7 +125,8 @@ class DecodeShell(Shell):
     ) -> None:
         """Open a room at `ranks`.
 
-        Raises: MisuseError. Every other refusal is the room's: it is raised where the room is awaited.
+        Raises: MisuseError. Every other refusal is the room's: it is raised where the room is
+        awaited.
         """
         endpoint, now = self.endpoint, self.now()
         try:
@@ -163,7 +176,10 @@ class DecodeShell(Shell):
         except TimeoutError:
             if not patience.expired():
                 raise
-            text = f"room {room.room}: its deadline passed while the ranks of its prefill were asked for"
+            text = (
+                f"room {room.room}: its deadline passed while the ranks of its prefill were asked "
+                "for"
+            )
             raise room_error(Cause(Code.DEADLINE, text)) from None
         if room.refused is not None:  # closed meanwhile: the prefill legs are told
             self.refuse(room.room, ranks, room.refused)
@@ -176,7 +192,10 @@ class DecodeShell(Shell):
         self._opening.discard(room)
         if room.record is None and room.refused is None:
             error = error or RuntimeError("it ended without a word")
-            self._refused(room, self.explained(error, f"room {room.room}: asking for the ranks of its prefill"))
+            self._refused(
+                room,
+                self.explained(error, f"room {room.room}: asking for the ranks of its prefill"),
+            )
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
         """It ended before the endpoint knew of it, and has no pages."""
@@ -190,7 +209,9 @@ class DecodeShell(Shell):
             self.call_back_later(room.callbacks)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
-        """Tell the prefill legs of a request that is refused here; where none can be reached there is nothing to do."""
+        """Tell the prefill legs of a request that is refused here; where none can be reached there
+        is nothing to do.
+        """
         try:
             self.endpoint.refuse_room(room, ranks, cause, self.now())
         except MisuseError:
@@ -211,12 +232,17 @@ class DecodeShell(Shell):
     # --- links
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """See `DecodeEndpoint.declare_dead`. Raises: also MisuseError for a process that is seen to run."""
+        """See `DecodeEndpoint.declare_dead`.
+
+        Raises: also MisuseError for a process that is seen to run.
+        """
         for peer in self.endpoint.peers:
             if peer.key.incarnation == incarnation and peer.address is not None:
                 check_unseen(self.plane, incarnation, peer.address)
         self.earlier.check_unseen(incarnation)
-        log_declared(incarnation, why, self.endpoint.declare_dead(Incarnation(incarnation), why, self.now()))
+        log_declared(
+            incarnation, why, self.endpoint.declare_dead(Incarnation(incarnation), why, self.now())
+        )
         self.run()
 
     def tick(self, now: float) -> None:
@@ -239,15 +265,22 @@ class DecodeShell(Shell):
         self.run()
 
     async def close(self) -> list[UnprovenLoan]:
-        """Wait for the answers of prefills about their loans, say goodbye, then hang up. Call `leave` first.
+        """Wait for the answers of prefills about their loans, say goodbye, then hang up.
 
-        Returns what could not be proven: its pages must not be used until every writer named is known to have ended.
+        Call `leave` first.
+
+        Returns what could not be proven: its pages must not be used until every writer named is
+        known to have ended.
         """
         core = self.endpoint.core
-        await self.wait_while(lambda: core.proof_may_come or bool(core.tasks), self.timing.lost_after_s)
+        await self.wait_while(
+            lambda: core.proof_may_come or bool(core.tasks), self.timing.lost_after_s
+        )
         self.endpoint.part(self.now())
         self.run()
-        await self.wait_while(lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s)
+        await self.wait_while(
+            lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s
+        )
         self.endpoint.close(self.now())
         self.run()
         await self.stop()
@@ -275,7 +308,9 @@ class DecodeShell(Shell):
             )
 
     def _abandon(self, room: DecodeRoom) -> None:
-        """The node has closed: what was lent is the quarantine's now, and what was not goes back."""
+        """The node has closed: what was lent is the quarantine's now,
+        and what was not goes back.
+        """
         if self.arrivals is not None:  # what may still be written is not what the room's user has
             self.lent.give_back(room.lent, room.owner)
             self._give_back(room)
@@ -300,7 +335,9 @@ class DecodeShell(Shell):
             self.run()
 
     def _lend(self, room: DecodeRoom) -> None:
-        """At once; or, where too little of the staging is free, when others' pages come back: see `Waiting`."""
+        """At once; or, where too little of the staging is free, when others' pages come back: see
+        `Waiting`.
+        """
         if room.record is None or room.ended:
             return
         has_rows = self.endpoint.core.identity.layout.num_rows
@@ -313,8 +350,11 @@ class DecodeShell(Shell):
             if room.own_pages is None:
                 take = self.pages.take_room if has_rows else self.pages.take
                 taken: Any = take(wanted, room.owner)
-                if type(taken) is not np.ndarray or taken.dtype is not _INT32:  # of a store of the user's own
-                    taken = page_indices(taken, self.layout.num_places, f"room {room.room}: what {self.pages!r} gave")
+                # Of a store of the user's own.
+                if type(taken) is not np.ndarray or taken.dtype is not _INT32:
+                    taken = page_indices(
+                        taken, self.layout.num_places, f"room {room.room}: what {self.pages!r} gave"
+                    )
                 room.pages = taken
             if self.quarantine.leases:  # a store of somebody's own may know nothing of it
                 self.quarantine.check(room.pages)
@@ -329,14 +369,18 @@ class DecodeShell(Shell):
             room.when_opened.give(None)
 
     def _stage(self, room: DecodeRoom, wanted: int) -> bool:
-        """Take pages of staging for it; False when it waits for them. Raises: CapacityError when there will never be as
-        many."""
+        """Take pages of staging for it; False when it waits for them.
+
+        Raises: CapacityError when there will never be as many."""
         layout = self.endpoint.core.identity.layout
         has_row = bool(layout.num_rows)
         if wanted > layout.num_pages + has_row:
             what = f"tokens of room {room.room} in staging, in whole pages (--staging-bytes)"
-            never = CapacityError(what, (wanted - has_row) * layout.page_size, layout.num_pages * layout.page_size)
-            never.code = Code.BAD_REQUEST  # as a prompt that is larger than the pool: no other try helps
+            never = CapacityError(
+                what, (wanted - has_row) * layout.page_size, layout.num_pages * layout.page_size
+            )
+            # As a prompt that is larger than the pool: no other try helps.
+            never.code = Code.BAD_REQUEST
             raise never
         if self.waiting:
             self.waiting.add(room.grant, wanted, self.now())
@@ -352,9 +396,13 @@ class DecodeShell(Shell):
 
     @property
     def staging_can_come_back(self) -> int:
-        """The places that a room can have of the staging once all has come back that no quarantine keeps: every such
-        page, and where there are rows one of them."""
-        layout, ledger, earlier = self.endpoint.core.identity.layout, self.endpoint.core.ledger, self.earlier
+        """The places that a room can have of the staging once all has come back that no quarantine
+        keeps: every such page, and where there are rows one of them."""
+        layout, ledger, earlier = (
+            self.endpoint.core.identity.layout,
+            self.endpoint.core.ledger,
+            self.earlier,
+        )
         places = ledger.quarantined_pages - earlier.pages_beside
         if not layout.num_rows:
             return layout.num_pages - places
@@ -366,7 +414,10 @@ class DecodeShell(Shell):
         return self.waiting.next(free, self.staging_can_come_back, self.now())
 
     def _lend_waiting(self) -> None:
-        """Pages of staging have come back, or a room waits no more. What has much to lend goes on in the next turn."""
+        """Pages of staging have come back, or a room waits no more.
+
+        What has much to lend goes on in the next turn.
+        """
         for _ in range(LEND_WORK):
             if not self.waiting or (grant := self._next_waiting()) is None:
                 break
@@ -392,12 +443,16 @@ class DecodeShell(Shell):
         room.verifier.begin(room.lent[chunk], room.pages[chunk], command.served, ended)
 
     def _verified(self, room: DecodeRoom) -> None:
-        """One of its chunks is under way no more; where it has ended, places of staging may have become free."""
+        """One of its chunks is under way no more; where it has ended, places of staging may have
+        become free.
+        """
         room.idle()
         self._lend_waiting()
 
     def _summed(self, command: c.VerifyChunk, checksum: bytes, error: str) -> None:
-        self.endpoint.chunk_summed(command.grant, command.rank, command.seq, checksum, self.now(), error=error)
+        self.endpoint.chunk_summed(
+            command.grant, command.rank, command.seq, checksum, self.now(), error=error
+        )
         self.run()
 
     def _stop_verifying(self, command: c.StopVerifying) -> None:
@@ -431,7 +486,8 @@ class DecodeShell(Shell):
     def _quarantine(self, command: c.QuarantinePages) -> None:
         room, owner = self.rooms[command.grant], Quarantined(command.grant)
         if room.own_pages is None:
-            self.pages.move(room.pages, room.owner, owner)  # first: a store that refuses leaves all as it was
+            # First: a store that refuses leaves all as it was.
+            self.pages.move(room.pages, room.owner, owner)
         if self.arrivals is not None:
             self.lent.move(room.lent, room.owner, owner)
         if room.own_pages is None or self.arrivals is not None:
@@ -455,10 +511,15 @@ class DecodeShell(Shell):
     def _give_back(self, room: DecodeRoom) -> None:
         """The pages it has taken; a store that refuses them keeps no room from its end."""
         if room.own_pages is None and len(room.pages):
-            self.guard(lambda: self.pages.give_back(room.pages, room.owner), f"giving back pages of {room!r}")
+            self.guard(
+                lambda: self.pages.give_back(room.pages, room.owner),
+                f"giving back pages of {room!r}",
+            )
 
     def _return_lent(self, room: DecodeRoom) -> None:
-        """Nothing of a peer's can reach its pages of staging any more; a copy may still read them."""
+        """Nothing of a peer's can reach its pages of staging any more;
+        a copy may still read them.
+        """
         if room.lent.size:
             self.lent.give_back(room.lent, room.owner)
             room.lent = NO_PLACES

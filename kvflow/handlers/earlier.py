@@ -1,4 +1,6 @@
-"""A shell's part for loans of earlier nodes over the same pool: watches of their writers, and pages that come back."""
+"""A shell's part for loans of earlier nodes over the same pool: watches of their writers, and pages
+that come back.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from kvflow.handlers.shell import Shell, fenced
 from kvflow.protocols import commands as c
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.ports import DataPlane, LeaseId, PageStore, PlaneAddress, Quarantine, UnprovenLoan
+from kvflow.protocols.ports import (
+    DataPlane,
+    LeaseId,
+    PageStore,
+    PlaneAddress,
+    Quarantine,
+    UnprovenLoan,
+)
 from kvflow.protocols.wire.messages import GrantId
 
 log = logging.getLogger(__name__)
@@ -24,18 +33,28 @@ class EarlierShell:
     """The part of a shell that belongs to `endpoint.earlier`. Implements `protocols.ports.Heir`."""
 
     def __init__(
-        self, shell: Shell, loans: EarlierLoans, plane: DataPlane, stores: Sequence[tuple[Quarantine, PageStore]]
+        self,
+        shell: Shell,
+        loans: EarlierLoans,
+        plane: DataPlane,
+        stores: Sequence[tuple[Quarantine, PageStore]],
     ) -> None:
-        """`stores`: what the node hands out, and the quarantine of the pool that it belongs to; two with staging."""
+        """`stores`: what the node hands out, and the quarantine of the pool that it belongs to; two
+        with staging.
+        """
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}  # with the number of its pages
+        # With the number of its pages.
+        self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}
         # In the pool beside the staging, where they keep nothing of what is lent here.
         self.leases_beside = self.pages_beside = 0
         self._watches: dict[int, asyncio.Task[None]] = {}  # by number of the writer
         self._left = False
-        shell.runners |= {c.WatchEarlierWriter: self._watch_writer, c.StopEarlierWatch: self._stop_watch}
+        shell.runners |= {
+            c.WatchEarlierWriter: self._watch_writer,
+            c.StopEarlierWatch: self._stop_watch,
+        }
         for quarantine, store in stores:
             self._take_over(quarantine, quarantine.join(self, store))
 
@@ -54,7 +73,9 @@ class EarlierShell:
         quarantine.free(lease)
 
     def check_unseen(self, incarnation: int) -> None:
-        """Raises: MisuseError for a writer that is to be declared dead, and is seen to run on this host."""
+        """Raises: MisuseError for a writer that is to be declared dead, and is seen to run on this
+        host.
+        """
         for writer in self._loans.of(incarnation):
             if writer.address is not None:
                 check_unseen(self._plane, incarnation, writer.address)
@@ -80,8 +101,9 @@ class EarlierShell:
     # --- on the loop
 
     def _inherit(self, quarantine: Quarantine, leases: Sequence[Sequence[UnprovenLoan]]) -> None:
-        """Some leases; the others in the next turn, for the rooms of this node must go on. Its stores withhold the
-        pages of all of them already."""
+        """Some leases; the others in the next turn, for the rooms of this node must go on.
+
+        Its stores withhold the pages of all of them already."""
         self._take_over(quarantine, [loan for lease in leases[:INHERIT_WORK] for loan in lease])
         if (later := leases[INHERIT_WORK:]) and not self._left:
             self._loop.call_soon(self._inherit, quarantine, later)
@@ -105,7 +127,9 @@ class EarlierShell:
 
     def _watch_writer(self, command: c.WatchEarlierWriter) -> None:
         writer = self._loans.writers[command.writer]
-        self._watches[command.writer] = self._shell.spawn(self._watch(command), f"kvflow-fence-{writer.control}")
+        self._watches[command.writer] = self._shell.spawn(
+            self._watch(command), f"kvflow-fence-{writer.control}"
+        )
 
     async def _watch(self, command: c.WatchEarlierWriter) -> None:
         shell = self._shell
@@ -124,19 +148,22 @@ class EarlierShell:
 
 
 def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> None:
-    """Raises: MisuseError for a writer that is to be declared dead, and is seen to run on this host."""
+    """Raises: MisuseError for a writer that is to be declared dead, and is seen to run on this
+    host.
+    """
     if plane.sees_alive(address):
         pid = address.process.pid
         raise MisuseError(
-            f"prefill {incarnation:016x} runs: it is process {pid} of this host, and may still write; end that "
-            f"process (kill -9 {pid}), and its loans end by proof"
+            f"prefill {incarnation:016x} runs: it is process {pid} of this host, and may still "
+            f"write; end that process (kill -9 {pid}), and its loans end by proof"
         )
 
 
 def log_declared(incarnation: int, why: str, ended: tuple[int, int]) -> None:
     """`ended`: how many loans, and how many pages they kept in quarantine."""
     log.warning(
-        "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave quarantine",
+        "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave "
+        "quarantine",
         incarnation,
         why,
         *ended,

@@ -1,7 +1,8 @@
-"""The shells of a group of prefill ranks: one for its leader, and one at each rank, the leader's own included.
+"""The shells of a group of prefill ranks: one for its leader, and one at each rank, the leader's
+own included.
 
-Each awaits frames from its socket, feeds its endpoint, and runs what comes out. What becomes of a rank's room is told
-to the group as it happens; what the group decides is carried out on the room.
+Each awaits frames from its socket, feeds its endpoint, and runs what comes out. What becomes of a
+rank's room is told to the group as it happens; what the group decides is carried out on the room.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from kvflow.telemetry.counters import Counts
 log = logging.getLogger(__name__)
 
 WaitDead = Callable[[ProcessIdentity], Awaitable[None]]
-"""Returns once that process has ended. Raises: TransferError where that can never be seen from here, OSError where it
-cannot be just now."""
+"""Returns once that process has ended.
+
+Raises: TransferError where that can never be seen from here, OSError where it cannot be just
+now."""
 OpenRoom = Callable[[TicketKey, RoomId, bytes], PrefillRoom]
-"""Opens this rank's half of a room, from what the leader was given as the request, in the order in which the leader has
-opened them. Raises: KvflowError; the shell then refuses decode's half."""
+"""Opens this rank's half of a room, from what the leader was given as the request, in the order in
+which the leader has opened them. Raises: KvflowError; the shell then refuses decode's half."""
 RefuseRoom = Callable[[RoomId, Cause], None]
 """This rank's `PrefillNode.refuse`: its half of a room will never come, and decode is told why."""
 
 IsReady = Callable[[PrefillRoom, bytes], Awaitable[None]]
-"""Returns once this rank can begin: decode's half is there, and whatever else the request waits for here. It is given
-what the leader was. Raises: KvflowError by what ended the room."""
+"""Returns once this rank can begin: decode's half is there, and whatever else the request waits for
+here. It is given what the leader was. Raises: KvflowError by what ended the room."""
 
 _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group is shutting down")
 
@@ -49,7 +52,10 @@ class GroupRequest:
         self.when_decided: Answer[None] = Answer()
 
     async def decided(self) -> None:
-        """Wait until it has succeeded on every rank. Raises: KvflowError by what failed it, once for the group."""
+        """Wait until it has succeeded on every rank.
+
+        Raises: KvflowError by what failed it, once for the group.
+        """
         await self.when_decided.get()
 
     def close(self, cause: Cause | None = None) -> None:
@@ -61,12 +67,23 @@ class LeaderShell(Shell):
     """One leader on the event loop."""
 
     def __init__(
-        self, leader: GroupLeader, *, socket: ControlSocket, refuse_room: RefuseRoom, wait_dead: WaitDead,
-        counts: Counts, now: Callable[[], float],
-    ) -> None:  # fmt: skip
+        self,
+        leader: GroupLeader,
+        *,
+        socket: ControlSocket,
+        refuse_room: RefuseRoom,
+        wait_dead: WaitDead,
+        counts: Counts,
+        now: Callable[[], float],
+    ) -> None:
         """`refuse_room` is that of rank 0, which is in this process."""
         super().__init__(leader, leader.timing, counts, now)
-        self.leader, self.socket, self._refuse_room, self._wait_dead = leader, socket, refuse_room, wait_dead
+        self.leader, self.socket, self._refuse_room, self._wait_dead = (
+            leader,
+            socket,
+            refuse_room,
+            wait_dead,
+        )
         self.requests: dict[Ticket, GroupRequest] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
         self.runners = {
@@ -80,26 +97,32 @@ class LeaderShell(Shell):
         self.run()
 
     def open(self, room: int, request: bytes) -> GroupRequest:
-        """Open a room on every rank; synchronous, so that a refusal is known before any work. `request` is what
-        `open_room` of every rank is given.
+        """Open a room on every rank; synchronous, so that a refusal is known before any work.
 
-        Raises: as `GroupLeader.open` (room in use, capacity, a rank is missing), AbortedError while shutting down. Then
-        decode's half has been refused on every rank with that cause: do not call `refuse` as well.
+        `request` is what `open_room` of every rank is given.
+
+        Raises: as `GroupLeader.open` (room in use, capacity, a rank is missing), AbortedError while
+        shutting down. Then decode's half has been refused on every rank with that cause: do not
+        call `refuse` as well.
         """
         try:
             if self.leaving:
                 self.leader.refuse(room, _LEAVING)
                 raise room_error(_LEAVING)
             ticket = self.leader.open(room, request)
-            found = self.requests[ticket] = GroupRequest(self, ticket, self.leader.requests[ticket].room)
+            found = self.requests[ticket] = GroupRequest(
+                self, ticket, self.leader.requests[ticket].room
+            )
         finally:
             self.run()
         return found
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """No request for this room will come to `open`: decode is told why on every rank, now or when its half comes.
+        """No request for this room will come to `open`: decode is told why on every rank, now or
+        when its half comes.
 
-        It is to a group what `PrefillNode.refuse` is to one rank. Raises: MisuseError for what is no room id.
+        It is to a group what `PrefillNode.refuse` is to one rank. Raises: MisuseError for what is
+        no room id.
         """
         self.leader.refuse(room, check_cause(cause))
         self.run()
@@ -128,7 +151,9 @@ class LeaderShell(Shell):
             request.when_decided.give(None, room_error(_LEAVING))
 
     async def _read(self) -> None:
-        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
+        (I7).
+        """
         async for burst in self.bursts(self.socket):
             for peer_id, frame in burst:
                 try:
@@ -140,7 +165,9 @@ class LeaderShell(Shell):
 
     async def _until_dead(self, command: group_leader.WatchMember) -> None:
         rank = f"rank {command.member:016x}"
-        if await seen_ended(lambda: self._wait_dead(command.process), rank, self.timing, self.counts):
+        if await seen_ended(
+            lambda: self._wait_dead(command.process), rank, self.timing, self.counts
+        ):
             self.leader.member_died(command.member)
             self.run()
 
@@ -162,7 +189,9 @@ class LeaderShell(Shell):
             request.when_decided.give(None, room_error(command.cause))
 
     def _watch(self, command: group_leader.WatchMember) -> None:
-        self._watches[command.member] = self.spawn(self._until_dead(command), f"kvflow-rank-{command.member:016x}")
+        self._watches[command.member] = self.spawn(
+            self._until_dead(command), f"kvflow-rank-{command.member:016x}"
+        )
 
     def _unwatch(self, command: group_leader.UnwatchMember) -> None:
         task = self._watches.pop(command.member, None)
@@ -186,9 +215,17 @@ class MemberShell(Shell):
     """One rank's membership on the event loop."""
 
     def __init__(
-        self, member: GroupMember, *, socket: ControlSocket, open_room: OpenRoom, refuse_room: RefuseRoom,
-        wait_dead: WaitDead, counts: Counts, now: Callable[[], float], ready: IsReady | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        member: GroupMember,
+        *,
+        socket: ControlSocket,
+        open_room: OpenRoom,
+        refuse_room: RefuseRoom,
+        wait_dead: WaitDead,
+        counts: Counts,
+        now: Callable[[], float],
+        ready: IsReady | None = None,
+    ) -> None:
         """`ready`: without it, a rank is ready once the room is matched."""
         super().__init__(member, member.timing, counts, now)
         self.member, self.socket, self._wait_dead = member, socket, wait_dead
@@ -212,12 +249,15 @@ class MemberShell(Shell):
         self.run()
 
     async def started(self) -> RankRequest:
-        """Wait for the next request that every rank is ready for: in one order on all ranks. It may have failed since,
-        which its room tells."""
+        """Wait for the next request that every rank is ready for: in one order on all ranks.
+
+        It may have failed since, which its room tells."""
         return await self._started.get()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait until nothing is left of any request, or patience has ended; the rooms must have been closed."""
+        """Wait until nothing is left of any request, or patience has ended; the rooms must have
+        been closed.
+        """
         self.leaving = True
         await self.wait_while(lambda: bool(self.member.tickets), patience_s)
 
@@ -260,8 +300,10 @@ class MemberShell(Shell):
         await room.done()
 
     def _followed(self, request: RankRequest, error: BaseException | None) -> None:
-        """Tell the group what has become of this rank's room. What the engine's `ready` raises ends the room as well:
-        its writes, if any, are drained before the group hears that it is released."""
+        """Tell the group what has become of this rank's room.
+
+        What the engine's `ready` raises ends the room as well: its writes, if any, are drained
+        before the group hears that it is released."""
         if self.stopped:
             return  # the leader sees the end of this membership, and `stop` tells who waits here
         member, key, room = self.member, request.key, request.room
@@ -279,7 +321,9 @@ class MemberShell(Shell):
         self.spawn(wait_released(), f"kvflow-group-release-{room.room}", ended=released)
 
     async def _until_dead(self, process: ProcessIdentity) -> None:
-        if await seen_ended(lambda: self._wait_dead(process), "the leader", self.timing, self.counts):
+        if await seen_ended(
+            lambda: self._wait_dead(process), "the leader", self.timing, self.counts
+        ):
             self.member.leader_gone(self.now())
             self.run()
 
@@ -296,9 +340,12 @@ class MemberShell(Shell):
                 raise MisuseError(f"open_room() returned {room!r}, which is no PrefillRoom")
         except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
             cause = self.explained(problem, f"opening room {command.room}").cause()
-            # A room in use: decode's half is that of another room, or the node has refused it already.
+            # A room in use: decode's half is that of another room, or the node has refused it
+            # already.
             if not isinstance(problem, RoomInUseError):
-                self.guard(lambda: self._refuse_room(command.room, cause), f"refusing room {command.room}")
+                self.guard(
+                    lambda: self._refuse_room(command.room, cause), f"refusing room {command.room}"
+                )
             self.member.failed(command.key, cause)
             self.member.released(command.key)
             return
@@ -324,7 +371,9 @@ class MemberShell(Shell):
         self.requests.pop(command.key, None)
 
     def _watch(self, command: group_member.WatchLeader) -> None:
-        self._watch_task = self.spawn(self._until_dead(command.process), "kvflow-group-leader-watch")
+        self._watch_task = self.spawn(
+            self._until_dead(command.process), "kvflow-group-leader-watch"
+        )
 
     def _unwatch(self, command: group_member.UnwatchLeader) -> None:
         task, self._watch_task = self._watch_task, None

@@ -47,8 +47,8 @@ class _OpenWrite(NamedTuple):
 
 
 class _EndedWrite:
-    """Implements `protocols.ports.Write`: one that moves no byte, because its chunk has no pages or the plane refused
-    it."""
+    """Implements `protocols.ports.Write`: one that moves no byte, because its chunk has no pages or
+    the plane refused it."""
 
     landed_bytes = total_bytes = 0
 
@@ -64,14 +64,18 @@ class _EndedWrite:
 def _is_short(error: BaseException | None) -> bool:
     """Another decode's route holds what there is too little of."""
     while error is not None:
-        if isinstance(error, CapacityError) or (isinstance(error, OSError) and error.errno in _SHORT):
+        if isinstance(error, CapacityError) or (
+            isinstance(error, OSError) and error.errno in _SHORT
+        ):
             return True
         error = error.__cause__
     return False
 
 
 class PrefillShell(Shell):
-    """One prefill endpoint on the event loop: its socket, routes, writes, and the rooms its engine holds."""
+    """One prefill endpoint on the event loop: its socket, routes, writes, and the rooms its engine
+    holds.
+    """
 
     def __init__(
         self,
@@ -87,12 +91,16 @@ class PrefillShell(Shell):
     ) -> None:
         """With `checksums` every chunk tells decode the checksum of its source pages.
 
-        `stores`: `pages` and the quarantine of their pool, and the same of the staging, where there is one.
+        `stores`: `pages` and the quarantine of their pool, and the same of the staging, where there
+        is one.
         """
         core = endpoint.core
         super().__init__(endpoint, core.timing, counts, now)
         self.endpoint, self.pages, self.plane, self.socket = endpoint, pages, plane, socket
-        self.num_pages, self.room_bytes = core.identity.layout.num_places, core.identity.layout.room_bytes
+        self.num_pages, self.room_bytes = (
+            core.identity.layout.num_places,
+            core.identity.layout.room_bytes,
+        )
         self.checksums = checksums
         self.rooms: dict[int, PrefillRoom] = {}  # by serial
         self.routes: dict[Incarnation, Route] = {}
@@ -119,11 +127,25 @@ class PrefillShell(Shell):
     # --- rooms
 
     def open(
-        self, room: int, prompt_tokens: int, digest: bytes, *, rendezvous_s: float | None, deadline_at_s: float
+        self,
+        room: int,
+        prompt_tokens: int,
+        digest: bytes,
+        *,
+        rendezvous_s: float | None,
+        deadline_at_s: float,
     ) -> PrefillRoom:
-        """The engine's half of a room. Raises: MisuseError when the id is in use, AbortedError while shutting down."""
+        """The engine's half of a room.
+
+        Raises: MisuseError when the id is in use, AbortedError while shutting down.
+        """
         record = self.endpoint.open_room(
-            room, prompt_tokens, digest, now=self.now(), rendezvous_s=rendezvous_s, deadline_at_s=deadline_at_s
+            room,
+            prompt_tokens,
+            digest,
+            now=self.now(),
+            rendezvous_s=rendezvous_s,
+            deadline_at_s=deadline_at_s,
         )
         handle = self.rooms[record.serial] = PrefillRoom(self, record)
         if room_log.isEnabledFor(logging.DEBUG):
@@ -136,12 +158,16 @@ class PrefillShell(Shell):
         self.run()
 
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
-        """Held before the endpoint is told: pages that are not the engine's must not be waited for."""
+        """Held before the endpoint is told: pages that
+        are not the engine's must not be waited for.
+        """
         self.endpoint.check_chunk(room.record, pages, last, len(handoff))
         self.quarantine.check(pages)
         self.pages.hold(pages)
         try:
-            self.endpoint.queue_chunk(room.record, pages, last=last, handoff=handoff, now=self.now(), checked=True)
+            self.endpoint.queue_chunk(
+                room.record, pages, last=last, handoff=handoff, now=self.now(), checked=True
+            )
         except BaseException:
             self.pages.unhold(pages)
             raise
@@ -158,13 +184,18 @@ class PrefillShell(Shell):
     # --- peers
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """See `PrefillEndpoint.declare_dead`. Raises: also MisuseError for a process that is seen to run."""
+        """See `PrefillEndpoint.declare_dead`.
+
+        Raises: also MisuseError for a process that is seen to run.
+        """
         self.earlier.check_unseen(incarnation)
         log_declared(incarnation, why, self.endpoint.declare_dead(Incarnation(incarnation)))
         self.run()
 
     async def _read(self) -> None:
-        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
+        (I7).
+        """
         endpoint = self.endpoint
         async for burst in self.bursts(self.socket):
             self._note_stall()
@@ -191,7 +222,9 @@ class PrefillShell(Shell):
         """Open the way into a decode's pool."""
         route = await self.plane.connect(command.address, command.layout)
         if not callable(getattr(route, "write", None)):
-            raise TransferError(f"connect() of {self.plane!r} returned {route!r}, which is no route")
+            raise TransferError(
+                f"connect() of {self.plane!r} returned {route!r}, which is no route"
+            )
         self.routes[command.peer] = route
 
     def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
@@ -218,14 +251,17 @@ class PrefillShell(Shell):
     def leave(self) -> None:
         """No new room from here on, and every room is ended; `drain` waits for its writes."""
         if not self.leaving:
-            self._last_grants = [(peer, grant) for peer in self.endpoint.peers for grant in peer.grants.rooms]
+            self._last_grants = [
+                (peer, grant) for peer in self.endpoint.peers for grant in peer.grants.rooms
+            ]
         self.leaving = True
         self.endpoint.leave(self.now())
         self.run()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait until the writes of every room have ended, or patience has; then until decodes have confirmed what they
-        were told of those rooms, which comes with a heartbeat, or two are overdue."""
+        """Wait until the writes of every room have ended, or patience has; then until decodes have
+        confirmed what they were told of those rooms, which comes with a heartbeat, or two are
+        overdue."""
         self.leave()
         core = self.endpoint.core
         await self.wait_while(lambda: bool(core.rooms or core.tasks), patience_s)
@@ -235,23 +271,40 @@ class PrefillShell(Shell):
             log.warning("the ends of %d rooms are not confirmed by decode %s", len(left), names)
 
     def _unconfirmed(self) -> list[DecodePeer]:
-        """Once per room that was open at `leave`, and whose decode is there and has not confirmed its end."""
-        return [peer for peer, grant in self._last_grants if peer.is_up and peer.grants.last_messages(grant)]
+        """Once per room that was open at `leave`, and whose decode is there and has not confirmed
+        its end.
+        """
+        return [
+            peer
+            for peer, grant in self._last_grants
+            if peer.is_up and peer.grants.last_messages(grant)
+        ]
 
     async def part(self) -> None:
-        """Say goodbye to decodes, and wait until they have acknowledged it, or two heartbeats are overdue.
+        """Say goodbye to decodes, and wait until they have acknowledged it, or two heartbeats are
+        overdue.
 
-        Call it once: after `drain`, or where that has left writes, when the data plane is closed and has ended them."""
+        Call it once: after `drain`, or where that has left writes, when the data plane is closed
+        and has ended them."""
         await self.wait_while(lambda: bool(self.endpoint.rooms), 2 * self.timing.heartbeat_s)
         self.endpoint.part(self.now())
         self.run()
-        await self.wait_while(lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s)
+        await self.wait_while(
+            lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s
+        )
         if left := self.endpoint.unparted(self.now()):
             names = ", ".join(f"{peer.incarnation:016x}" for peer in left)
-            log.warning("the goodbye is not acknowledged by decode %s: what it has lent here may stay on loan", names)
+            log.warning(
+                "the goodbye is not acknowledged by decode %s: what it has lent here may stay on "
+                "loan",
+                names,
+            )
 
     async def close(self) -> None:
-        """Stop the tasks; the data plane must be closed, so that no write runs. The socket stays the caller's."""
+        """Stop the tasks; the data plane must be closed, so that no write runs.
+
+        The socket stays the caller's.
+        """
         await self.stop()
         self.earlier.leave()
         for route in self.routes.values():
@@ -269,13 +322,17 @@ class PrefillShell(Shell):
         self.spawn(self._connect(command), f"kvflow-route-{command.peer:016x}", ended=ended)
 
     def _close_route(self, command: c.CloseRoute) -> None:
-        if (task := self._watches.pop(command.peer, None)) is not None and task is not asyncio.current_task():
+        if (
+            task := self._watches.pop(command.peer, None)
+        ) is not None and task is not asyncio.current_task():
             task.cancel()
         if (route := self.routes.pop(command.peer, None)) is not None:
             route.close()
 
     def _watch_process(self, command: c.WatchProcess) -> None:
-        self._watches[command.peer] = self.spawn(self._watch(command), f"kvflow-watch-{command.peer:016x}")
+        self._watches[command.peer] = self.spawn(
+            self._watch(command), f"kvflow-watch-{command.peer:016x}"
+        )
 
     def _start_write(self, command: c.StartWrite) -> None:
         """The pages are held already."""
@@ -283,20 +340,27 @@ class PrefillShell(Shell):
         write = self._begin_write(command, room)
         self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
         room.writes[command.write] = write
-        # A future calls back in a later turn, also when it is done already. So a room never ends inside of the engine's
-        # own `send`, while the engine still acts on what it has sent.
+        # A future calls back in a later turn, also when it is done already. So a room never ends
+        # inside of the engine's own `send`, while the engine still acts on what it has sent.
         write.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
     def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:
         if not command.source_pages.size:
             return _EndedWrite(WriteOutcome.LANDED)
         try:
-            write: Write = self.routes[command.peer].write(command.source_pages, command.target_pages)
+            write: Write = self.routes[command.peer].write(
+                command.source_pages, command.target_pages
+            )
         except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
-            return _EndedWrite(WriteOutcome.CANCELLED, str(self.explained(problem, f"room {room.room}: its write")))
-        if not asyncio.isfuture(getattr(write, "done", None)):  # whatever it is, something may be on its way
+            return _EndedWrite(
+                WriteOutcome.CANCELLED, str(self.explained(problem, f"room {room.room}: its write"))
+            )
+        # Whatever it is, something may be on its way.
+        if not asyncio.isfuture(getattr(write, "done", None)):
             route = self.routes[command.peer]
-            return _EndedWrite(WriteOutcome.UNPROVEN, f"write() of {route!r} returned {write!r}, which is no write")
+            return _EndedWrite(
+                WriteOutcome.UNPROVEN, f"write() of {route!r} returned {write!r}, which is no write"
+            )
         if self.checksums is None:
             return write
         return ChecksummedWrite(write, begun(self.checksums.begin, command.source_pages))
@@ -309,12 +373,14 @@ class PrefillShell(Shell):
         checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
         self.endpoint.write_ended(number, outcome, self.now(), error=error, checksum=checksum)
         self.counts.bytes_moved += landed_bytes
-        if isinstance(write, ChecksummedWrite) and not write.released.done():  # a thread hangs that reads them
+        # A thread hangs that reads them.
+        if isinstance(write, ChecksummedWrite) and not write.released.done():
             room.readers += 1
             write.released.add_done_callback(lambda _: self._read_no_more(room, source_pages))
             self.run()
             return
-        # Some 100 us for 256 pages: after the answer that decode's pages wait for, and before any user is told.
+        # Some 100 us for 256 pages: after the answer that decode's pages wait for, and before any
+        # user is told.
         self.run(then=functools.partial(self.pages.unhold, source_pages))
 
     def _unhold(self, source_pages: PageIndices) -> None:

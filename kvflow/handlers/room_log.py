@@ -1,4 +1,6 @@
-"""A room's story as debug lines, while it happens: for reading a log, where /rooms tells it afterwards."""
+"""A room's story as debug lines, while it happens: for reading a log, where /rooms tells it
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,26 @@ def about(room: DecodeRoom | PrefillRoom) -> dict[str, Any]:
 
 
 def follow(room: DecodeRoom | PrefillRoom) -> None:
-    """Log what has happened in the room, and all that will; call it where `log` is enabled for debugging."""
+    """Log what has happened in the room, and all that will; call it where `log` is enabled for
+    debugging.
+    """
     assert room.record is not None
     story, opened_at_s, extra = room.record.story, room.opened_at_s, about(room)
 
     def write(line: Line) -> None:
         text = f": {line.text}" if line.text else ""
-        log.debug("%.3f s %s, %s%s", line.at_s - opened_at_s, line.what, line.phase.lower(), text, extra=extra)
+        log.debug(
+            "%.3f s %s, %s%s",
+            line.at_s - opened_at_s,
+            line.what,
+            line.phase.lower(),
+            text,
+            extra=extra,
+        )
 
-    peers = f" at prefill {room.record.peers[0].info.control}" if isinstance(room, DecodeRoom) else ""
+    peers = (
+        f" at prefill {room.record.peers[0].info.control}" if isinstance(room, DecodeRoom) else ""
+    )
     log.debug("opened%s", peers, extra=extra)
     for line in story.lines():
         write(line)

@@ -1,4 +1,7 @@
-"""The rooms as their users hold them: futures, pages and the two context managers. What happens, endpoints decide."""
+"""The rooms as their users hold them: futures, pages and the two context managers.
+
+What happens, endpoints decide.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,14 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from kvflow.handlers.verify import ChunkVerifier
-from kvflow.protocols.arguments import NO_PAGES, check_cause, check_handoff, own_pages, page_indices, pages_wanted
+from kvflow.protocols.arguments import (
+    NO_PAGES,
+    check_cause,
+    check_handoff,
+    own_pages,
+    page_indices,
+    pages_wanted,
+)
 from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
@@ -24,9 +34,12 @@ _CLIENT_GONE = Cause(Code.CLIENT_GONE)
 
 
 class Answer(Generic[T]):
-    """What a room's users wait for: a result or an error, given once. A user that is cancelled cancels no other's wait.
+    """What a room's users wait for: a result or an error, given once.
 
-    Not a future of its own: most answers are there before they are asked for, or are never asked for.
+    A user that is cancelled cancels no other's wait.
+
+    Not a future of its own: most answers are there before they are asked for, or are never asked
+    for.
     """
 
     __slots__ = ("_error", "_result", "_waiting", "given")
@@ -78,12 +91,15 @@ class DecodeSide(Protocol):
 
 
 class DecodeRoom:
-    """One room at decode. Await it, or use it as an async context manager: then it is open, and at the end nothing of
-    it is left behind."""
+    """One room at decode.
+
+    Await it, or use it as an async context manager: then it is open, and at the end nothing of it
+    is left behind."""
 
     def __init__(self, shell: DecodeSide, room: RoomId, tokens: int, num_pages: int) -> None:
-        """`num_pages`: what it will need for a prompt of `tokens`. They are taken from the node's store unless `give`
-        brings them."""
+        """`num_pages`: what it will need for a prompt of `tokens`.
+
+        They are taken from the node's store unless `give` brings them."""
         self._shell = shell
         self.room, self.tokens, self.num_pages = room, tokens, num_pages
         self.own_pages: PageIndices | None = None
@@ -91,7 +107,8 @@ class DecodeRoom:
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
         self.pages: PageIndices = NO_PAGES
-        self.lent: PageIndices = NO_PAGES  # what prefill writes: its pages, or as many of the staging's
+        # What prefill writes: its pages, or as many of the staging's.
+        self.lent: PageIndices = NO_PAGES
         self.owner: Hashable = ("room", room)
         self.verifier: ChunkVerifier | None = None
         self.opening: asyncio.Task[None] | None = None
@@ -101,7 +118,8 @@ class DecodeRoom:
         self.when_landed: Answer[bytes] = Answer()
         self.when_released: Answer[None] = Answer()
         self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
-        self.request_id = CURRENT.get().request_id  # for log lines that other tasks write about this room
+        # For log lines that other tasks write about this room.
+        self.request_id = CURRENT.get().request_id
         self._kept = False
         self.held_back = True  # until its pages may be taken
         self.linked = self.over = self.free = False  # set by the shell
@@ -137,8 +155,9 @@ class DecodeRoom:
         return () if self.record is None else self.record.story.lines()
 
     async def begun(self) -> bool:
-        """Of a room that was announced: wait until prefill has a place for the whole prompt, so that pages offered from
-        here on wait for no other room. False when they are offered sooner. Raises: as `opened`."""
+        """Of a room that was announced: wait until prefill has a place for the whole prompt, so
+        that pages offered from here on wait for no other room. False when they are offered sooner.
+        Raises: as `opened`."""
         return await self.when_begun.get() if self.held_back or self.when_begun.given else False
 
     async def opened(self) -> Self:
@@ -150,10 +169,11 @@ class DecodeRoom:
         return self
 
     def give(self, pages: Sequence[int] | PageIndices) -> None:
-        """Pages of the caller's own, held in the node's store from here on until nothing can touch them.
+        """Pages of the caller's own, held in the node's store from here on until nothing can touch
+        them.
 
-        Raises: MisuseError (another number of pages, or a second time), OwnershipError (pages the store cannot hold, or
-        that a writer of an earlier node over the pool may still write into).
+        Raises: MisuseError (another number of pages, or a second time), OwnershipError (pages the
+        store cannot hold, or that a writer of an earlier node over the pool may still write into).
         """
         if self.own_pages is not None or not self.held_back:
             raise MisuseError(f"room {self.room}: its pages have been given already")
@@ -162,14 +182,20 @@ class DecodeRoom:
         try:
             self._shell.pages.hold(mine)
         except OwnershipError as error:
-            text = f"room {self.room}: {error}; take them from node.pages, or make the node with pages=ExternalPages"
+            text = (
+                f"room {self.room}: {error}; take them from node.pages, or make the node with "
+                "pages=ExternalPages"
+            )
             raise OwnershipError(text) from None
         self.own_pages = self.pages = mine
 
-    def offer(self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None) -> Self:
-        """Of a room that was only announced: its pages are there now, `pages` of the caller's own or those of the
-        node's store. `prefix_tokens`: what decode has of the prompt, if that is more than when it was announced. No
-        effect on a room that has ended. Await the room next. Raises: as `DecodeNode.room`."""
+    def offer(
+        self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None
+    ) -> Self:
+        """Of a room that was only announced: its pages are there now, `pages` of the caller's own
+        or those of the node's store. `prefix_tokens`: what decode has of the prompt, if that is
+        more than when it was announced. No effect on a room that has ended. Await the room next.
+        Raises: as `DecodeNode.room`."""
         if not self.ended:
             if not self.held_back:
                 raise MisuseError(f"room {self.room}: its pages have been offered already")
@@ -191,14 +217,17 @@ class DecodeRoom:
         return await self.when_landed.get()
 
     async def released(self) -> None:
-        """Wait until nothing touches the room's pages any more: every loan has ended, and no checksum runs."""
+        """Wait until nothing touches the room's pages any more: every loan has ended, and no
+        checksum runs.
+        """
         await self.when_released.get()
 
     def keep(self, owner: Hashable) -> PageIndices:
-        """Take the landed pages over: they are `owner`'s now, and closing the room leaves them alone.
+        """Take the landed pages over: they are `owner`'s now, and closing the room leaves them
+        alone.
 
-        Of a pool with rows the last is the room's row: `pool.layout.split` tells pages and rows apart.
-        Raises: MisuseError before they have landed, or a second time.
+        Of a pool with rows the last is the room's row: `pool.layout.split` tells pages and rows
+        apart. Raises: MisuseError before they have landed, or a second time.
         """
         if self.phase is not DecodePhase.SUCCESS or self._kept:
             raise MisuseError(f"room {self.room}: pages can be kept once, after landed()")
@@ -208,8 +237,10 @@ class DecodeRoom:
         return self.pages
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room, in any state, any number of times. Before it landed this is an abort: the caller is told at
-        once, and pages that are still lent come home when their loans end. Raises: MisuseError for what is no Cause."""
+        """End the room, in any state, any number of times.
+
+        Before it landed this is an abort: the caller is told at once, and pages that are still lent
+        come home when their loans end. Raises: MisuseError for what is no Cause."""
         self._shell.close_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
         if not self._kept and self.phase is DecodePhase.SUCCESS:
             self._kept = True
@@ -224,7 +255,9 @@ class DecodeRoom:
             self.callbacks.append(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """As entering it: a caller that is cancelled here has no handle to close, so the room is closed."""
+        """As entering it: a caller that is cancelled here has no handle to close, so the room is
+        closed.
+        """
         return self.__aenter__().__await__()
 
     async def __aenter__(self) -> Self:
@@ -255,7 +288,11 @@ class DecodeRoom:
         self.idle()
 
     def idle(self) -> None:
-        if self.free and not self.when_released.given and (self.verifier is None or not self.verifier.running):
+        if (
+            self.free
+            and not self.when_released.given
+            and (self.verifier is None or not self.verifier.running)
+        ):
             try:
                 if self.own_pages is not None:
                     self._shell.pages.unhold(self.own_pages)
@@ -268,7 +305,9 @@ class PrefillSide(Protocol):
 
     def begin_room(self, room: PrefillRoom) -> None: ...
 
-    def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None: ...
+    def send_chunk(
+        self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes
+    ) -> None: ...
 
     def close_prefill_room(self, room: PrefillRoom, cause: Cause) -> None: ...
 
@@ -279,21 +318,29 @@ class PrefillSide(Protocol):
 
 
 class PrefillRoom:
-    """One room at prefill: its writes and their fate. Close it, or use it as an async context manager."""
+    """One room at prefill: its writes and their fate.
+
+    Close it, or use it as an async context manager.
+    """
 
     def __init__(self, shell: PrefillSide, record: PrefillRoomRecord) -> None:
         self._shell, self.record = shell, record
-        self.request_id = CURRENT.get().request_id  # for log lines that other tasks write about this room
+        # For log lines that other tasks write about this room.
+        self.request_id = CURRENT.get().request_id
         self.writes: dict[int, Write] = {}
         self.landed_before = 0  # bytes of writes that have ended
-        self.over, self.readers = False, 0  # checksums that were given up, and whose threads may read its pages yet
+        # Checksums that were given up, and whose threads may read its pages yet.
+        self.over, self.readers = False, 0
         self.when_matched: Answer[int] = Answer()
         self.when_done: Answer[None] = Answer()
         self.when_released: Answer[None] = Answer()
         self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
 
     def __repr__(self) -> str:
-        return f"<PrefillRoom {self.room}: {self.phase.name.lower()}, {self.bytes_landed} of {self.bytes_total} bytes>"
+        return (
+            f"<PrefillRoom {self.room}: {self.phase.name.lower()}, {self.bytes_landed} of "
+            f"{self.bytes_total} bytes>"
+        )
 
     @property
     def room(self) -> RoomId:
@@ -339,8 +386,8 @@ class PrefillRoom:
         return self.record.story.lines()
 
     def begin(self) -> None:
-        """The engine has a place for the whole prompt, or is sure to get it whatever other rooms do: a decode that
-        waits for that is told. Any number of times."""
+        """The engine has a place for the whole prompt, or is sure to get it whatever other rooms
+        do: a decode that waits for that is told. Any number of times."""
         self._shell.begin_room(self)
 
     async def matched(self) -> int:
@@ -350,15 +397,19 @@ class PrefillRoom:
         """
         return await self.when_matched.get()
 
-    def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
-        """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are held until the
-        write has ended. The room never ends inside of this call, also where n is 0 or the data plane refuses the write.
+    def send(
+        self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b""
+    ) -> None:
+        """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are
+        held until the write has ended. The room never ends inside of this call, also where n is 0
+        or the data plane refuses the write.
 
-        The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages before the last chunk.
-        Of a pool with rows its last entry is the request's row: row r is `num_pages + r` (`pool.layout.numbered`).
-        Raises: MisuseError (before matched, after the last chunk, more pages than decode lent, a page outside the pool,
-        that has no owner or is in quarantine, a hand-over before the last chunk): nothing was queued; the room's own
-        error once it has ended.
+        The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages
+        before the last chunk. Of a pool with rows its last entry is the request's row: row r is
+        `num_pages + r` (`pool.layout.numbered`). Raises: MisuseError (before matched, after the
+        last chunk, more pages than decode lent, a page outside the pool, that has no owner or is in
+        quarantine, a hand-over before the last chunk): nothing was queued; the room's own error
+        once it has ended.
         """
         shell = self._shell
         indices = page_indices(pages, shell.num_pages, f"room {self.record.room}")
@@ -371,13 +422,13 @@ class PrefillRoom:
         await self.when_done.get()
 
     async def released(self) -> None:
-        """Wait until the room is over and nothing reads its pages any more: no write of it runs, in success or not, and
-        no checksum."""
+        """Wait until the room is over and nothing reads its pages any more: no write of it runs, in
+        success or not, and no checksum."""
         await self.when_released.get()
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room, in any state, any number of times: decode is told at once, running writes are drained. Raises:
-        MisuseError for what is no Cause."""
+        """End the room, in any state, any number of times: decode is told at once, running writes
+        are drained. Raises: MisuseError for what is no Cause."""
         self._shell.close_prefill_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
 
     def on_end(self, callback: Callable[[], None]) -> None:

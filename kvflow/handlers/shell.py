@@ -1,6 +1,8 @@
-"""What both shells are made of: run an endpoint's commands, tick it in time, and keep track of tasks.
+"""What both shells are made of: run an endpoint's commands, tick it in time, and keep track of
+tasks.
 
-A shell decides nothing about the protocol. It awaits what arrives, feeds the endpoint, and runs what comes out.
+A shell decides nothing about the protocol. It awaits what arrives, feeds the endpoint, and runs
+what comes out.
 """
 
 from __future__ import annotations
@@ -58,13 +60,16 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._running = self.stopped = False
-        self.changed, self.leaving = asyncio.Event(), False  # set when something was fed to a leaving endpoint
+        # set when something was fed to a leaving endpoint.
+        self.changed, self.leaving = asyncio.Event(), False
 
     def run(self, then: Callable[[], object] | None = None) -> None:
-        """Run what the endpoint asks for until it asks for nothing more, `then`, and what users want to be called with.
+        """Run what the endpoint asks for until it asks for nothing more, `then`, and what users
+        want to be called with.
 
-        A command that feeds the endpoint may come here again: the loop below runs what follows. What a command calls
-        may be the user's, and may raise anything; only what ends the process passes, and the next call goes on.
+        A command that feeds the endpoint may come here again: the loop below runs what follows.
+        What a command calls may be the user's, and may raise anything; only what ends the process
+        passes, and the next call goes on.
         """
         if self._running:
             assert then is None
@@ -107,17 +112,23 @@ class Shell:
             log.exception("%s failed", what)
 
     def explained(self, error: BaseException, doing: str) -> KvflowError:
-        """Turn whatever has ended a piece of work into the error of its room. What kvflow does not raise on purpose is
-        a fault of user code or of ours: it is logged and counted. Raises: what ends the process."""
+        """Turn whatever has ended a piece of work into the error of its room.
+
+        What kvflow does not raise on purpose is a fault of user code or of ours: it is logged and
+        counted. Raises: what ends the process."""
         if isinstance(error, KvflowError):
             return error
         if isinstance(error, ENDS_PROCESS):
             raise error
         if isinstance(error, asyncio.CancelledError) and (self.leaving or self.stopped):
-            return room_error(Cause(Code.SHUTDOWN, f"{doing} was cancelled: this node is shutting down"))
+            return room_error(
+                Cause(Code.SHUTDOWN, f"{doing} was cancelled: this node is shutting down")
+            )
         self.counts.handler_errors += 1
         log.error("%s failed", doing, exc_info=error)
-        return room_error(Cause(Code.ENGINE_ERROR, f"{doing} failed: {type(error).__name__}: {error}"))
+        return room_error(
+            Cause(Code.ENGINE_ERROR, f"{doing} failed: {type(error).__name__}: {error}")
+        )
 
     def call_back_later(self, callbacks: list[Callable[[], None]]) -> None:
         """Call each once, after the commands that are being run."""
@@ -130,13 +141,16 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
-        wait_s = min(wait_s, self.timing.heartbeat_s)  # how late a tick comes shows a stall only where it comes often
+        # How late a tick comes shows a stall only where it comes often.
+        wait_s = min(wait_s, self.timing.heartbeat_s)
         self._due_at_s = at_s
         self._fires_at_s = self._loop.time() + wait_s
         self._timer = self._loop.call_later(wait_s, self._tick, context=self._context)
 
     def _tick(self) -> None:
-        """Called when something is due, by the loop's clock: how late it is tells whether the loop stood still."""
+        """Called when something is due, by the loop's clock: how late it is tells whether the loop
+        stood still.
+        """
         self._timer, self._due_at_s = None, float("inf")
         now = self.now()
         if (late_s := self._loop.time() - self._fires_at_s) > self.timing.heartbeat_s:
@@ -153,13 +167,13 @@ class Shell:
             self._tick()
 
     async def wait_while(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Wait until `condition` is false, which is looked at whenever something was fed to the endpoint, or until
-        patience has ended, by the node's clock."""
+        """Wait until `condition` is false, which is looked at whenever something was fed to the
+        endpoint, or until patience has ended, by the node's clock."""
         until_s = self.now() + patience_s
         while condition() and (left_s := until_s - self.now()) > 0:
             self.changed.clear()
-            # Each time anew: a loop's timer may fire a moment before its time, and where nothing is fed any more there
-            # is no other.
+            # Each time anew: a loop's timer may fire a moment before its time, and where nothing is
+            # fed any more there is no other.
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self.changed.wait()
@@ -177,9 +191,10 @@ class Shell:
         of_caller: bool = False,
         ended: Callable[[BaseException | None], None] | None = None,
     ) -> asyncio.Task[None]:
-        """Start `work`, which does nothing once this shell has stopped. Its end is reported to `ended` with what it
-        raised, whatever that is, a cancellation before its first step included; without `ended`, what it raises is
-        logged and counted.
+        """Start `work`, which does nothing once this shell has stopped.
+
+        Its end is reported to `ended` with what it raised, whatever that is, a cancellation before
+        its first step included; without `ended`, what it raises is logged and counted.
 
         `of_caller`: its log lines are about the request of the caller.
         """
@@ -203,7 +218,10 @@ class Shell:
         return task
 
     async def bursts(self, socket: ControlSocket) -> AsyncIterator[list[tuple[bytes, bytes]]]:
-        """What a socket receives, until this is cancelled. A failure is counted, and it is tried again (I7)."""
+        """What a socket receives, until this is cancelled.
+
+        A failure is counted, and it is tried again (I7).
+        """
         while True:
             try:
                 if not (burst := await socket.receive()):
@@ -231,12 +249,17 @@ class Shell:
 
 
 async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts: Counts) -> bool:
-    """True once no write of `writer` can reach our pool any more, False when that can never be proven from here."""
+    """True once no write of `writer` can reach our pool any more, False when that can never be
+    proven from here.
+    """
     return await seen_ended(lambda: plane.fence(writer), writer.locator, timing, counts)
 
 
-async def seen_ended(wait: Callable[[], Awaitable[None]], whose: str, timing: Timing, counts: Counts) -> bool:
-    """True once `wait` has returned, False when it raises TransferError: from here that can never be seen.
+async def seen_ended(
+    wait: Callable[[], Awaitable[None]], whose: str, timing: Timing, counts: Counts
+) -> bool:
+    """True once `wait` has returned, False when it raises TransferError: from here that can never
+    be seen.
 
     Anything but an answer (no descriptor left to watch with, say) is counted, and asked again.
     """

@@ -1,7 +1,8 @@
-"""Verified transfers: prefill sums the pages it sends, decode those that landed; what they mean, the endpoint decides.
+"""Verified transfers: prefill sums the pages it sends, decode those that landed; what they mean,
+the endpoint decides.
 
-Sums run in threads, beside the write and beside each other; pages are held while they are read (I13), also by a sum
-whose time is up.
+Sums run in threads, beside the write and beside each other; pages are held while they are read
+(I13), also by a sum whose time is up.
 """
 
 from __future__ import annotations
@@ -14,13 +15,22 @@ from typing import Any
 from kvflow.aio import ENDS_PROCESS
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices
-from kvflow.protocols.ports import Arrivals, Checksums, ChecksumTask, PageStore, Pending, Write, WriteOutcome
+from kvflow.protocols.ports import (
+    Arrivals,
+    Checksums,
+    ChecksumTask,
+    PageStore,
+    Pending,
+    Write,
+    WriteOutcome,
+)
 
 log = logging.getLogger(__name__)
 
 
 def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
-    """How a write whose `done` has resolved ended, its error, and the bytes that are proven to have landed.
+    """How a write whose `done` has resolved ended, its error, and the bytes that are proven to have
+    landed.
 
     Nothing is known of one that broke the contract of `ports.Write`: it is unproven.
     """
@@ -29,9 +39,15 @@ def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
     landed_bytes: Any
     try:
         outcome, error, landed_bytes = write.done.result(), write.error, write.landed_bytes
-        if isinstance(outcome, WriteOutcome) and isinstance(error, str) and isinstance(landed_bytes, int):
+        if (
+            isinstance(outcome, WriteOutcome)
+            and isinstance(error, str)
+            and isinstance(landed_bytes, int)
+        ):
             return outcome, error, landed_bytes
-        text = f"the data plane reported {outcome!r}, {error!r} and {landed_bytes!r} bytes of a write"
+        text = (
+            f"the data plane reported {outcome!r}, {error!r} and {landed_bytes!r} bytes of a write"
+        )
     except ENDS_PROCESS:
         raise
     except BaseException as problem:
@@ -56,7 +72,10 @@ class NoSum:
 
 
 def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
-    """What `begin` has begun. Where it raises, a task that says so: the room that waits for it must hear of it."""
+    """What `begin` has begun.
+
+    Where it raises, a task that says so: the room that waits for it must hear of it.
+    """
     try:
         return begin(*of)
     except ENDS_PROCESS:
@@ -67,9 +86,11 @@ def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
 
 
 class ChecksummedWrite:
-    """Implements `protocols.ports.Write`: a write and the sum of its source pages, over when both are.
+    """Implements `protocols.ports.Write`: a write and the sum of its source pages, over when both
+    are.
 
-    Where there is no sum the write counts as stopped: its bytes have landed, and nothing vouches for them.
+    Where there is no sum the write counts as stopped: its bytes have landed, and nothing vouches
+    for them.
     """
 
     def __init__(self, write: Write, task: ChecksumTask) -> None:
@@ -114,14 +135,27 @@ class ChecksummedWrite:
 
 
 class ChunkVerifier:
-    """The chunks of one room at decode that are being summed, or brought from where they have landed."""
+    """The chunks of one room at decode that are being summed, or brought from where they have
+    landed.
+    """
 
     def __init__(
-        self, store: PageStore, checksums: Checksums | None, arrivals: Arrivals | None, released: Callable[[], None]
+        self,
+        store: PageStore,
+        checksums: Checksums | None,
+        arrivals: Arrivals | None,
+        released: Callable[[], None],
     ) -> None:
-        """One of `checksums` and `arrivals` does it. `released` is called whenever a chunk has ended, and what it has
-        read or written is held no more."""
-        self._store, self._checksums, self._arrivals, self._released = store, checksums, arrivals, released
+        """One of `checksums` and `arrivals` does it.
+
+        `released` is called whenever a chunk has ended, and what it has read or written is held no
+        more."""
+        self._store, self._checksums, self._arrivals, self._released = (
+            store,
+            checksums,
+            arrivals,
+            released,
+        )
         self._running: set[ChecksumTask] = set()
 
     @property
@@ -135,8 +169,8 @@ class ChunkVerifier:
         served: tuple[Served, ...],
         ended: Callable[[bytes, str], None],
     ) -> None:
-        """Sum what was `served` of `pages`, or bring it there from what was `lent`; `ended` gets the answer, or, where
-        there is none, an empty one and why."""
+        """Sum what was `served` of `pages`, or bring it there from what was `lent`; `ended` gets
+        the answer, or, where there is none, an empty one and why."""
         arrivals = self._arrivals
         self._store.hold(pages)
         if arrivals is not None:

@@ -1,4 +1,6 @@
-"""The prefix cache of a worker, from its settings: tiers behind the pool, and a publisher of what is in them."""
+"""The prefix cache of a worker, from its settings: tiers behind the pool, and a publisher of what
+is in them.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ T = TypeVar("T")
 
 
 def check_cache(settings: Settings) -> None:
-    """What can be known before a model is loaded. Raises: MisuseError for host memory that is not there, a port in use,
-    or a key file that holds no key."""
+    """What can be known before a model is loaded.
+
+    Raises: MisuseError for host memory that is not there, a port in use, or a key file that holds
+    no key."""
     available = available_memory()
     if available is not None and settings.cache_host_bytes > available.size_bytes:
         raise MisuseError(f"--cache-host-bytes {settings.cache_host_bytes}: {available}")
@@ -49,7 +53,9 @@ def check_cache(settings: Settings) -> None:
     config = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
     for address in () if config is None else (config.endpoint, config.replay_endpoint or ""):
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        if port.isdecimal() and _is_taken("0.0.0.0" if host == "*" else host.strip("[]"), int(port)):
+        if port.isdecimal() and _is_taken(
+            "0.0.0.0" if host == "*" else host.strip("[]"), int(port)
+        ):
             raise MisuseError(f"--kv-events-config: {address} is in use")
 
 
@@ -58,7 +64,8 @@ def _is_taken(host: str, port: int) -> bool:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:  # the name of an interface, which ZeroMQ takes, too, is none that can be bound to here
+        except OSError as error:
+            # The name of an interface, which ZeroMQ takes, too, is none that can be bound to here.
             return error.errno == errno.EADDRINUSE
     return False
 
@@ -66,20 +73,32 @@ def _is_taken(host: str, port: int) -> bool:
 @asynccontextmanager
 async def prefix_cache(
     settings: Settings, parts: Parts, *, computes: bool = False, ranks: int = 1
-) -> AsyncGenerator[PrefixCache | None, None]:  # fmt: skip
-    """Of a worker's pool, which has all of its pages again at the end; None where prefixes are not cached, by choice or
-    because nothing asked for it and the model cannot take it, which is logged. `computes`: prompts, which may have to
-    go on from a state. `ranks`: of this worker, each with a cache of its own.
+) -> AsyncGenerator[PrefixCache | None, None]:
+    """Of a worker's pool, which has all of its pages again at the end; None where prefixes are not
+    cached, by choice or because nothing asked for it and the model cannot take it, which is logged.
+    `computes`: prompts, which may have to go on from a state. `ranks`: of this worker, each with a
+    cache of its own.
 
-    Raises: MisuseError for a model that cannot take what was asked for, host memory that is not there, a port in use.
+    Raises: MisuseError for a model that cannot take what was asked for, host memory that is not
+    there, a port in use.
     """
     has_states = computes and parts.pool.layout.num_rows > 0
-    if settings.prefix_cache == "off" or not _can_cache(settings, parts, of_states=has_states and ranks > 1):
+    if settings.prefix_cache == "off" or not _can_cache(
+        settings, parts, of_states=has_states and ranks > 1
+    ):
         yield None
         return
-    if computes and not has_states and settings.cache_state_bytes != FIELDS["cache_state_bytes"].default:
+    if (
+        computes
+        and not has_states
+        and settings.cache_state_bytes != FIELDS["cache_state_bytes"].default
+    ):
         given = settings.cache_state_bytes
-        _log.warning("--cache-state-bytes %d: %s keeps no states, it has no effect", given, settings.model_name)
+        _log.warning(
+            "--cache-state-bytes %d: %s keeps no states, it has no effect",
+            given,
+            settings.model_name,
+        )
     config = KvEvents.parse(settings.kv_events_config) if settings.kv_events_config else None
     host, states, storage = await _tiers(settings, parts, has_states=has_states)
     if has_states and states is None:
@@ -87,9 +106,15 @@ async def prefix_cache(
         return
     policy = "lru" if settings.prefix_cache == "auto" else settings.prefix_cache
     cache = PrefixCache(
-        parts.pool.pages, parts.pool.layout.page_size, policy, host=host,
-        write_policy=settings.cache_write_policy, events=config is not None, storage=storage, states=states,
-    )  # fmt: skip
+        parts.pool.pages,
+        parts.pool.layout.page_size,
+        policy,
+        host=host,
+        write_policy=settings.cache_write_policy,
+        events=config is not None,
+        storage=storage,
+        states=states,
+    )
     try:
         if config is not None:
             cache.publisher = _publisher(config, settings, cache)
@@ -122,8 +147,8 @@ async def _tiers(
 
 
 def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
-    """False, with a line in the log, where the model cannot take a prefix cache that is only the default. `of_states`:
-    each of several ranks would have to cache states.
+    """False, with a line in the log, where the model cannot take a prefix cache that is only the
+    default. `of_states`: each of several ranks would have to cache states.
 
     Raises: MisuseError where a setting asks for one by name.
     """
@@ -131,7 +156,9 @@ def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
     if parts.model.whole_prompts:
         obstacle = "computes every prompt as a whole"
     elif of_states:
-        obstacle = "keeps a state for each request, which the ranks of a prefill (--pp, --tp) do not cache"
+        obstacle = (
+            "keeps a state for each request, which the ranks of a prefill (--pp, --tp) do not cache"
+        )
     if not obstacle:
         return True
     model = f"{settings.model_name} ({parts.model.model_type}) {obstacle}"
@@ -162,12 +189,16 @@ async def _allocated(parts: Parts, allocate: Callable[[], T], setting: str) -> T
 async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
     if not (size := settings.cache_host_bytes):
         return None
-    return await _allocated(parts, functools.partial(HostTier, parts.pool, size), f"--cache-host-bytes {size}")
+    return await _allocated(
+        parts, functools.partial(HostTier, parts.pool, size), f"--cache-host-bytes {size}"
+    )
 
 
 async def _states(settings: Settings, parts: Parts, most: int) -> StateStore | None:
-    """`most`: pages, at whose ends they are. None, with a line in the log, where there is no memory for a prefix cache
-    that is only the default.
+    """`most`: pages, at whose ends they are.
+
+    None, with a line in the log, where there is no memory for a prefix cache that is only the
+    default.
 
     Raises: MisuseError where a setting asks for one by name.
     """
@@ -182,16 +213,24 @@ async def _states(settings: Settings, parts: Parts, most: int) -> StateStore | N
         return None
 
 
-async def _storage_tier(settings: Settings, host: HostTier | None, *, has_states: bool) -> StorageTier | None:
+async def _storage_tier(
+    settings: Settings, host: HostTier | None, *, has_states: bool
+) -> StorageTier | None:
     if settings.l3 == "off" or host is None:
         return None
     if has_states:
         _log.warning(
-            "--l3 %s: this prefill leaves it out: prompts of %s go on from states, and states are not stored",
-            settings.l3, settings.model_name
-        )  # fmt: skip
+            "--l3 %s: this prefill leaves it out: prompts of %s go on from states, and states are "
+            "not stored",
+            settings.l3,
+            settings.model_name,
+        )
         return None
-    where = f"--l3-dir {settings.l3_dir}" if settings.l3 == "file" else f"--mooncake-master {settings.mooncake_master}"
+    where = (
+        f"--l3-dir {settings.l3_dir}"
+        if settings.l3 == "file"
+        else f"--mooncake-master {settings.mooncake_master}"
+    )
     try:
         return StorageTier(await GuardedStorage.open(_backend(settings, host.memory.layout)), host)
     except (MisuseError, OSError) as error:
@@ -203,10 +242,14 @@ def _backend(settings: Settings, layout: PoolLayout) -> Backend:
     if settings.l3 == "file":
         return FileBackend(settings.l3_dir, identity, layout.page_bytes, settings.l3_bytes)
     return MooncakeBackend(
-        settings.mooncake_master, identity, layout.page_bytes, host=reachable(settings.host),
-        lent_bytes=settings.mooncake_global_segment_size, metadata_server=settings.mooncake_metadata_server,
+        settings.mooncake_master,
+        identity,
+        layout.page_bytes,
+        host=reachable(settings.host),
+        lent_bytes=settings.mooncake_global_segment_size,
+        metadata_server=settings.mooncake_metadata_server,
         local_bytes=settings.mooncake_local_buffer_size,
-    )  # fmt: skip
+    )
 
 
 def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> EventPublisher:
@@ -215,18 +258,28 @@ def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> Even
     media = media_of(config.dialect, shared_storage=settings.l3 == "mooncake")
     try:
         publisher = EventPublisher(
-            cache, cache.page_size, address=config.endpoint, replay_address=config.replay_endpoint, topic=config.topic,
-            positional=config.positional, media=media, key=key,
+            cache,
+            cache.page_size,
+            address=config.endpoint,
+            replay_address=config.replay_endpoint,
+            topic=config.topic,
+            positional=config.positional,
+            media=media,
+            key=key,
             limits=StreamLimits(kept_batches=config.buffer_steps),
-            first_seq=time.time_ns() // 1_000_000 << 16,  # after a restart subscribers see a gap, and ask for a replay
-        )  # fmt: skip
+            # After a restart subscribers see a gap, and ask for a replay.
+            first_seq=time.time_ns() // 1_000_000 << 16,
+        )
     except MisuseError as error:
         raise MisuseError(f"--kv-events-config: {error}") from None
     _log.info("events of the prefix cache at %s", publisher.address)
-    bound = [address for address in (publisher.address, publisher.replay_address) if address is not None]
+    bound = [
+        address for address in (publisher.address, publisher.replay_address) if address is not None
+    ]
     if key is None and not all(map(is_loopback, bound)):
         _log.warning(
             "cache events hold prompts, and other machines can read them without a key at %s; give "
-            "--kv-events-key-file, or bind them to the loopback", " and ".join(bound)
-        )  # fmt: skip
+            "--kv-events-key-file, or bind them to the loopback",
+            " and ".join(bound),
+        )
     return publisher

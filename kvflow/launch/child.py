@@ -77,7 +77,12 @@ class Child:
         reading, writing = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "kvflow.cli", self.role, *self._arguments,
+                sys.executable,
+                "-P",
+                "-m",
+                "kvflow.cli",
+                self.role,
+                *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
                 stderr=asyncio.subprocess.PIPE,
@@ -87,8 +92,9 @@ class Child:
                     READY_FD: str(writing),
                     PARENT_PID: str(os.getpid()),
                 },
-                start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends the roles in order
-            )  # fmt: skip
+                # Ctrl-C reaches the supervisor alone, which ends the roles in order.
+                start_new_session=True,
+            )
         except BaseException:
             os.close(reading)
             raise
@@ -108,7 +114,10 @@ class Child:
         return await self._ended()
 
     async def stop(self, timeout_s: float) -> int:
-        """Send SIGTERM, and SIGKILL when it has not ended within `timeout_s`. Returns the exit status."""
+        """Send SIGTERM, and SIGKILL when it has not ended within `timeout_s`.
+
+        Returns the exit status.
+        """
         if self._process is None:
             return 0
         if self.process.returncode is None:
@@ -146,14 +155,20 @@ class Child:
             if not self._quiet and not text.startswith(
                 f"kvflow {self.role}{_ERROR_MARK}"
             ):  # the supervisor prints that line itself
-                shown = relayed(text, self.role, self.name) if self._log_format == "json" else f"[{self.name}] {text}"
+                shown = (
+                    relayed(text, self.role, self.name)
+                    if self._log_format == "json"
+                    else f"[{self.name}] {text}"
+                )
                 sys.stderr.write(f"{shown}\n")
                 sys.stderr.flush()
 
 
 async def all_read(reading: asyncio.Task[None] | None) -> None:
-    """Return when the task that reads a process's stderr has its last line. A cancellation ends this wait alone, since
-    others may wait for the same task, `stop` after it among them."""
+    """Return when the task that reads a process's stderr has its last line.
+
+    A cancellation ends this wait alone, since others may wait for the same task, `stop` after it
+    among them."""
     if reading is not None:
         await asyncio.wait([reading])
 
@@ -181,12 +196,17 @@ async def _line_from(descriptor: int) -> bytes:
         transport.close()
 
 
-async def start_together(children: Iterable[tuple[Child, Mapping[str, str]]], timeout_s: float) -> None:
-    """Start children, each with its environment; when one cannot start, the others are not waited for.
+async def start_together(
+    children: Iterable[tuple[Child, Mapping[str, str]]], timeout_s: float
+) -> None:
+    """Start children, each with its environment; when one cannot start, the others are not waited
+    for.
 
     Raises: ChildEndedError, TimeoutError.
     """
-    starts = [asyncio.create_task(child.start(environment, timeout_s)) for child, environment in children]
+    starts = [
+        asyncio.create_task(child.start(environment, timeout_s)) for child, environment in children
+    ]
     try:
         await asyncio.gather(*starts)
     finally:

@@ -50,9 +50,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings() -> Iterator[Finding]:
-    """All checks, one after the other; together they take as long as importing mooncake twice and nixl."""
+    """All checks, one after the other; together they take as long as importing mooncake twice and
+    nixl.
+    """
     yield _python()
-    distributions = importlib.metadata.packages_distributions()  # reads the metadata of all that is installed
+    # Reads the metadata of all that is installed.
+    distributions = importlib.metadata.packages_distributions()
     for names, needed, advice in (
         (CORE, True, "pip install kvflow"),
         (EXTRAS["server"], True, "pip install 'kvflow[server]'"),
@@ -76,8 +79,8 @@ def findings() -> Iterator[Finding]:
 
 
 def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
-    """Why the mooncake data plane, or another `module` of the package, cannot be used here, in one line; None when it
-    can."""
+    """Why the mooncake data plane, or another `module` of the package, cannot be used here, in one
+    line; None when it can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed: pip install 'kvflow[mooncake]'"
     wheels = _mooncake_wheels()
@@ -92,7 +95,10 @@ def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
 
 def nixl_unavailable_reason() -> str | None:
     """Why the nixl data plane cannot be used here, in one line; None when it can."""
-    module = next((module for module in NIXL_WHEELS.values() if importlib.util.find_spec(module) is not None), None)
+    module = next(
+        (module for module in NIXL_WHEELS.values() if importlib.util.find_spec(module) is not None),
+        None,
+    )
     if module is None:
         return "nixl is not installed: pip install 'kvflow[nixl]'"
     if why := _import_error(f"{module}._api"):
@@ -101,7 +107,9 @@ def nixl_unavailable_reason() -> str | None:
 
 
 def ascend_unavailable_reason() -> str | None:
-    """Why the ascend data plane cannot be used here, in one line; None when nothing that can be seen is missing."""
+    """Why the ascend data plane cannot be used here, in one line; None when nothing that can be
+    seen is missing.
+    """
     missing = missing_for_ascend()
     if not missing and (why := _import_error("mooncake.engine")):
         missing.append(f"mooncake cannot be loaded ({why})")
@@ -123,7 +131,9 @@ def mori_unavailable_reason() -> str | None:
 
 
 def plane_unavailable_reason(plane: str) -> str | None:
-    """Why a data plane that ships cannot be used here, in one line; None when it can, as far as can be seen."""
+    """Why a data plane that ships cannot be used here, in one line; None when it can, as far as can
+    be seen.
+    """
     reasons = {
         "mooncake": mooncake_unavailable_reason,
         "nixl": nixl_unavailable_reason,
@@ -134,13 +144,17 @@ def plane_unavailable_reason(plane: str) -> str | None:
 
 
 def _import_error(module: str) -> str:
-    """Why a module cannot be imported; empty when it can. In a process of its own: a broken library may end the one
-    that loads it."""
+    """Why a module cannot be imported; empty when it can.
+
+    In a process of its own: a broken library may end the one that loads it."""
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", f"import {module}"],
-            capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return f"importing it takes longer than {IMPORT_TIMEOUT_S:g} s"
     if probe.returncode == 0:
@@ -151,11 +165,17 @@ def _import_error(module: str) -> str:
 def _python() -> Finding:
     ok = sys.version_info >= (3, 11) and sys.platform == "linux"
     return Finding(
-        "python", ok, f"{platform.python_version()} on {sys.platform}", True, "kvflow needs Linux, Python 3.11"
+        "python",
+        ok,
+        f"{platform.python_version()} on {sys.platform}",
+        True,
+        "kvflow needs Linux, Python 3.11",
     )
 
 
-def _package(module: str, distributions: Mapping[str, Sequence[str]], *, needed: bool, advice: str) -> Finding:
+def _package(
+    module: str, distributions: Mapping[str, Sequence[str]], *, needed: bool, advice: str
+) -> Finding:
     if importlib.util.find_spec(module) is None:
         return Finding(module, False, "not installed", needed, advice)
     names = distributions.get(module, [module])
@@ -164,13 +184,19 @@ def _package(module: str, distributions: Mapping[str, Sequence[str]], *, needed:
 
 def _device() -> Finding:
     """Where `--device auto` runs a model."""
-    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+    if (
+        importlib.util.find_spec("torch") is None
+        or importlib.util.find_spec("transformers") is None
+    ):
         return Finding("device", False, "no model can run", False, "pip install 'kvflow[engine]'")
     from kvflow.engine.model.device import describe_devices, find_device
 
     found = find_device("auto")
     unused = found.type == "cpu" and any(Path("/dev").glob("nvidia[0-9]*"))
-    advice = "install a build of torch for CUDA, and a driver that it knows: this machine has an NVIDIA device"
+    advice = (
+        "install a build of torch for CUDA, and a driver that it knows: this machine has an NVIDIA "
+        "device"
+    )
     return Finding("device", not unused, f"{found}: {describe_devices()}", False, advice)
 
 
@@ -182,14 +208,22 @@ def _mooncake_wheels() -> Finding:
         except importlib.metadata.PackageNotFoundError:
             continue
     if not found:
-        return Finding("mooncake wheel", False, "not installed", False, "pip install 'kvflow[mooncake]'")
+        return Finding(
+            "mooncake wheel", False, "not installed", False, "pip install 'kvflow[mooncake]'"
+        )
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
-    if len(found) > 1:  # they install the same files: the last one wins, and uninstalling one removes both
+    # They install the same files: the last one wins, and uninstalling one removes both.
+    if len(found) > 1:
         advice = f"pip uninstall -y {' '.join(found)}, then install one of them"
-        return Finding("mooncake wheel", False, f"two wheels of one package: {detail}", True, advice)
+        return Finding(
+            "mooncake wheel", False, f"two wheels of one package: {detail}", True, advice
+        )
     version = next(iter(found.values()))
     if _numbers(version) < OLDEST_MOONCAKE:
-        advice = "upgrade to 0.3.12.post1 or newer: older versions report a write done before its bytes have arrived"
+        advice = (
+            "upgrade to 0.3.12.post1 or newer: older versions report a write done before its bytes "
+            "have arrived"
+        )
         return Finding("mooncake wheel", False, detail, True, advice)
     return Finding("mooncake wheel", True, detail, False)
 
@@ -200,27 +234,43 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _library(name: str, package: str) -> Finding:
     found = ctypes.util.find_library(name)
-    return Finding(f"lib{name}", bool(found), found or "not found", False, f"apt-get install -y {package}")
+    return Finding(
+        f"lib{name}", bool(found), found or "not found", False, f"apt-get install -y {package}"
+    )
 
 
 def _mooncake() -> Finding:
     reason = mooncake_unavailable_reason()
-    return Finding("mooncake data plane", reason is None, reason or "can be loaded", False, reason or "")
+    return Finding(
+        "mooncake data plane", reason is None, reason or "can be loaded", False, reason or ""
+    )
 
 
 def _mooncake_store() -> Finding:
     """Of `--l3 mooncake`."""
     reason, program = mooncake_unavailable_reason("mooncake.store"), find_program()
-    detail = reason or (f"can be loaded; {program}" if program else f"can be loaded; no {MASTER} to start")
-    advice = "pip install 'kvflow[mooncake]', whose mooncake_master `kvflow up --l3 mooncake` starts"
-    return Finding("mooncake store", reason is None and program is not None, detail, False, reason or advice)
+    detail = reason or (
+        f"can be loaded; {program}" if program else f"can be loaded; no {MASTER} to start"
+    )
+    advice = (
+        "pip install 'kvflow[mooncake]', whose mooncake_master `kvflow up --l3 mooncake` starts"
+    )
+    return Finding(
+        "mooncake store", reason is None and program is not None, detail, False, reason or advice
+    )
 
 
 def _nixl() -> Finding:
     reason = nixl_unavailable_reason()
-    found = [f"{name} {importlib.metadata.version(name)}" for name in NIXL_WHEELS if _is_installed(name)]
+    found = [
+        f"{name} {importlib.metadata.version(name)}" for name in NIXL_WHEELS if _is_installed(name)
+    ]
     return Finding(
-        "nixl data plane", reason is None, reason or f"can be loaded ({', '.join(found)})", False, reason or ""
+        "nixl data plane",
+        reason is None,
+        reason or f"can be loaded ({', '.join(found)})",
+        False,
+        reason or "",
     )
 
 
@@ -228,7 +278,9 @@ def _plane(name: str) -> Finding:
     """Of a plane that has never run on its hardware."""
     reason = plane_unavailable_reason(name)
     detail = reason or "nothing is missing; it has never run on its hardware"
-    return Finding(f"{name} data plane", reason is None, detail, False, f"{name} is for its vendor's machines")
+    return Finding(
+        f"{name} data plane", reason is None, detail, False, f"{name} is for its vendor's machines"
+    )
 
 
 def _is_installed(distribution: str) -> bool:
@@ -246,7 +298,11 @@ def _shared_memory() -> Finding:
         os.close(descriptor)
     except OSError as error:
         return Finding(
-            "shared memory", False, f"memfd_create: {error.strerror}", True, "the local data plane needs memfd"
+            "shared memory",
+            False,
+            f"memfd_create: {error.strerror}",
+            True,
+            "the local data plane needs memfd",
         )
     return Finding("shared memory", True, "memfd works", True)
 
@@ -256,7 +312,11 @@ def _pidfd() -> Finding:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
         return Finding(
-            "pidfd", False, f"pidfd_open: {error.strerror}", False, "a peer's death cannot be observed; needs Linux 5.3"
+            "pidfd",
+            False,
+            f"pidfd_open: {error.strerror}",
+            False,
+            "a peer's death cannot be observed; needs Linux 5.3",
         )
     return Finding("pidfd", True, "a peer's death can be observed", False)
 
@@ -265,7 +325,8 @@ def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Finding(
         "open files",
-        hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES,  # roles raise the soft limit by themselves
+        # Roles raise the soft limit by themselves.
+        hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES,
         f"soft {soft}, hard {hard}",
         False,
         f"ulimit -Hn {MIN_OPEN_FILES}, as root",
@@ -274,7 +335,13 @@ def _open_files() -> Finding:
 
 def _variables() -> Finding:
     unknown = unknown_variables(os.environ)
-    return Finding("environment", not unknown, "; ".join(unknown) or "every KVFLOW_* is known", True, "unset it")
+    return Finding(
+        "environment",
+        not unknown,
+        "; ".join(unknown) or "every KVFLOW_* is known",
+        True,
+        "unset it",
+    )
 
 
 def run_doctor(*, as_json: bool) -> int:
@@ -287,7 +354,13 @@ def run_doctor(*, as_json: bool) -> int:
         return 1 if bad else 0
     console = Console(highlight=False)
     for finding in found:
-        mark = "[green]ok  [/]" if finding.ok else "[red]bad [/]" if finding.needed else "[yellow]none[/]"
+        mark = (
+            "[green]ok  [/]"
+            if finding.ok
+            else "[red]bad [/]"
+            if finding.needed
+            else "[yellow]none[/]"
+        )
         advice = f"  -> {escape(finding.advice)}" if finding.advice and not finding.ok else ""
         console.print(f"{mark} {finding.name:<20} {escape(finding.detail)}{advice}", soft_wrap=True)
     return 1 if bad else 0

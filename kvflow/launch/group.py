@@ -1,6 +1,8 @@
-"""A prefill over several ranks: the first one, which has the HTTP server and starts the others, and each other one.
+"""A prefill over several ranks: the first one, which has the HTTP server and starts the others, and
+each other one.
 
-All are processes of one machine. They share a new key, which no file holds, for the sockets of their group.
+All are processes of one machine. They share a new key, which no file holds, for the sockets of
+their group.
 """
 
 from __future__ import annotations
@@ -68,8 +70,8 @@ class _Rank(NamedTuple):
 async def group_over(
     settings: Settings, control: Control, table: RankTable
 ) -> AsyncGenerator[tuple[GroupPrefillService, Parts], None]:
-    """A running prefill over `settings.pp * settings.tp` ranks without its HTTP server, once all of them are there.
-    `table` is told of each of the others. Raises: MisuseError."""
+    """A running prefill over `settings.pp * settings.tp` ranks without its HTTP server, once all of
+    them are there. `table` is told of each of the others. Raises: MisuseError."""
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
         descriptor = open_new_key()
@@ -91,7 +93,11 @@ async def group_over(
         )
         first = _FirstRank(spec, table)
         processes = RankProcesses(
-            spec, "prefill-rank", descriptors=(descriptor,), on_lost=first.lost, on_fatal=first.end_at_once
+            spec,
+            "prefill-rank",
+            descriptors=(descriptor,),
+            on_lost=first.lost,
+            on_fatal=first.end_at_once,
         )
         stack.push_async_callback(processes.close)
         processes.start()
@@ -100,7 +106,9 @@ async def group_over(
 
 
 class _FirstRank:
-    """What rank 0 has beside its part of the model: the leader of the group, the steps, the service."""
+    """What rank 0 has beside its part of the model: the leader of the group, the steps, the
+    service.
+    """
 
     def __init__(self, spec: PrefillRankSpec, table: RankTable) -> None:
         self._spec, self._table = spec, table
@@ -111,16 +119,22 @@ class _FirstRank:
         self._group: PrefillGroup | None = None
 
     async def start(
-        self, rank: _Rank, group_socket: ControlSocket, steps_socket: ControlSocket, key: ControlKey | None,
+        self,
+        rank: _Rank,
+        group_socket: ControlSocket,
+        steps_socket: ControlSocket,
+        key: ControlKey | None,
         stack: AsyncExitStack,
-    ) -> GroupPrefillService:  # fmt: skip
+    ) -> GroupPrefillService:
         """Returns once all ranks are there."""
         settings, node, model = rank.settings, rank.node, rank.parts.model
         steps = self._steps = self._step_leader(rank.parts, steps_socket)
         engine = self._engine = self._engine_of(rank, steps)
         life = _life()
         leader = LeaderShell(
-            GroupLeader(_life(), self._world_size, now=monotonic(), process=own_identity(), first=life),
+            GroupLeader(
+                _life(), self._world_size, now=monotonic(), process=own_identity(), first=life
+            ),
             socket=group_socket,
             refuse_room=node.refuse,
             wait_dead=wait_dead,
@@ -143,12 +157,15 @@ class _FirstRank:
             engine,
             settings.request_timeout_s,
             group=group,
-            own_status=lambda: _status(rank, 0, group.running, member, engine.failed_steps, steps.dropped),
+            own_status=lambda: _status(
+                rank, 0, group.running, member, engine.failed_steps, steps.dropped
+            ),
             others=steps.statuses,
             world=(self._spec.stages, self._spec.shards),
         )
         stack.push_async_callback(engine.close)
-        stack.push_async_callback(steps.close)  # first: a step of the engine may wait for another rank
+        # First: a step of the engine may wait for another rank.
+        stack.push_async_callback(steps.close)
         stack.push_async_callback(group.close)
         stack.push_async_callback(member.drain, _DRAIN_S)
         stack.callback(leader.leave)
@@ -204,9 +221,15 @@ class _FirstRank:
         info, model = hello.info, self._spec.settings.model_name
         self._table.put(
             RankInfo(
-                hello.rank, self._world_size, info.incarnation, info.control, info.backend, model, info.pool
+                hello.rank,
+                self._world_size,
+                info.incarnation,
+                info.control,
+                info.backend,
+                model,
+                info.pool,
             )
-        )  # fmt: skip
+        )
 
     def _opened(self, rank: int, ticket: int) -> None:
         if self._group is not None:
@@ -238,7 +261,10 @@ def _hello(spec: PrefillRankSpec, life: Incarnation, rank: _Rank) -> wire.Hello:
         pages=pool.pages.capacity,
         rows=pool.layout.num_rows,
         info=wire.RankLife(
-            incarnation=rank.node.incarnation, control=info.control, backend=info.backend, pool=info.pool
+            incarnation=rank.node.incarnation,
+            control=info.control,
+            backend=info.backend,
+            pool=info.pool,
         ),
     )
 
@@ -249,17 +275,26 @@ async def run_rank(spec: PrefillRankSpec) -> None:
         key = read_key(spec.key)
         settings = spec.settings
         port = settings.control_port and settings.control_port + spec.rank
-        rank = await _rank(spec, stack, bind_control(msgspec.structs.replace(settings, control_port=port)))
+        rank = await _rank(
+            spec, stack, bind_control(msgspec.structs.replace(settings, control_port=port))
+        )
         node, (model, pool, executor) = rank.node, rank.parts
         life = _life()
         socket = connect_dealer(spec.steps, life, key)
         stack.callback(socket.close)
         follower = StepFollower(
-            PrefillSteps(model, pool, pool.pages, executor, samples=_samples(spec), cache=rank.cache),
+            PrefillSteps(
+                model, pool, pool.pages, executor, samples=_samples(spec), cache=rank.cache
+            ),
             socket,
             hello=_hello(spec, life, rank),
             status=lambda: _status(
-                rank, spec.rank, len(follower.requests), member, follower.failed_steps, follower.dropped
+                rank,
+                spec.rank,
+                len(follower.requests),
+                member,
+                follower.failed_steps,
+                follower.dropped,
             ),
             neighbours=model.neighbours,
             shards=spec.shards,
@@ -300,7 +335,9 @@ async def _end_when_unusable(follower: StepFollower) -> None:
 
 def _end_if_failed(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        end_at_once("prefill", LostError(f"{task.get_name()} has ended: {type(error).__name__}: {error}"))
+        end_at_once(
+            "prefill", LostError(f"{task.get_name()} has ended: {type(error).__name__}: {error}")
+        )
 
 
 async def _pass_started(member: MemberShell, follower: StepFollower) -> None:
@@ -316,14 +353,16 @@ async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) 
     meeting = Meeting(Path(spec.meeting), spec.attempt)
     parts = await stack.enter_async_context(loaded(settings, part, meeting))
     node = await prefill_node(parts, settings, control, stack, rank=rank, world_size=part.ranks)
-    cache = await stack.enter_async_context(prefix_cache(settings, parts, computes=True, ranks=part.ranks))
+    cache = await stack.enter_async_context(
+        prefix_cache(settings, parts, computes=True, ranks=part.ranks)
+    )
     await node.start()
     return _Rank(node, parts, cache, settings)
 
 
 def _settings_of_rank(spec: PrefillRankSpec) -> Settings:
-    """Its own directory for what it stores, since each has its own part of every page; the first one tells what is
-    cached."""
+    """Its own directory for what it stores, since each has its own part of every page; the first
+    one tells what is cached."""
     settings = spec.settings
     return msgspec.structs.replace(
         settings,
@@ -333,9 +372,13 @@ def _settings_of_rank(spec: PrefillRankSpec) -> Settings:
 
 
 def _member(
-    spec: PrefillRankSpec, life: Incarnation, key: ControlKey | None, rank: _Rank, open_room: OpenRoom,
+    spec: PrefillRankSpec,
+    life: Incarnation,
+    key: ControlKey | None,
+    rank: _Rank,
+    open_room: OpenRoom,
     stack: AsyncExitStack,
-) -> MemberShell:  # fmt: skip
+) -> MemberShell:
     socket = connect_dealer(spec.group, life, key)
     stack.callback(socket.close)
     world_size = spec.stages * spec.shards
@@ -353,13 +396,17 @@ def _member(
     return shell
 
 
-def _open_room(node: PrefillNode, room: RoomId, request: bytes) -> tuple[PrefillRoom, wire.GroupPrompt]:
+def _open_room(
+    node: PrefillNode, room: RoomId, request: bytes
+) -> tuple[PrefillRoom, wire.GroupPrompt]:
     """Raises: WireError, MisuseError."""
     asked = wire.parse_prompt(request)
     return node.room(room, asked.checked, deadline_s=asked.deadline_s), asked
 
 
-def _status(of: _Rank, rank: int, requests: int, member: MemberShell, failed_steps: int, dropped: int) -> wire.Status:
+def _status(
+    of: _Rank, rank: int, requests: int, member: MemberShell, failed_steps: int, dropped: int
+) -> wire.Status:
     node, pool = of.node, of.parts.pool
     rows_home = not pool.layout.num_rows or pool.rows.at_rest()
     return wire.Status(

@@ -33,16 +33,26 @@ class _RouterLink:
     """One router, as the worker at `url` sees it."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, router: str, url: str, identity: Callable[[], WorkerIdentity]
+        self,
+        session: aiohttp.ClientSession,
+        router: str,
+        url: str,
+        identity: Callable[[], WorkerIdentity],
     ) -> None:
-        self._session, self._router, self._url, self._identity = session, router.rstrip("/"), url, identity
+        self._session, self._router, self._url, self._identity = (
+            session,
+            router.rstrip("/"),
+            url,
+            identity,
+        )
         self._worker_id = ""
         self._joined: WorkerIdentity | None = None  # as whom
         self._last_problem = ""
 
     async def keep_joined(self, leaving: asyncio.Event) -> None:
-        """Join, and again and again, until it is to leave. A join that is under way is answered first: the router may
-        have taken it."""
+        """Join, and again and again, until it is to leave.
+
+        A join that is under way is answered first: the router may have taken it."""
         while not leaving.is_set():
             await self._join()
             with suppress(TimeoutError):
@@ -52,9 +62,14 @@ class _RouterLink:
 
     async def _join(self) -> None:
         who = self._identity()
-        if self._joined is not None and who.role != self._joined.role:  # sglang_router keeps the role it was told
+        # sglang_router keeps the role it was told.
+        if self._joined is not None and who.role != self._joined.role:
             await self._leave()
-        body: dict[str, Any] = {"url": self._url, "worker_type": who.role, "incarnation": who.incarnation}
+        body: dict[str, Any] = {
+            "url": self._url,
+            "worker_type": who.role,
+            "incarnation": who.incarnation,
+        }
         if who.bootstrap_port is not None:
             body["bootstrap_port"] = who.bootstrap_port
         problem, answer = await self._call("POST", PATH, TIMEOUT_S, body)
@@ -77,11 +92,15 @@ class _RouterLink:
         if problem:
             _log.warning("cannot leave the router %s: %s", self._router, problem)
 
-    async def _call(self, method: str, path: str, timeout_s: float, body: Any = None) -> tuple[str, dict[str, Any]]:
+    async def _call(
+        self, method: str, path: str, timeout_s: float, body: Any = None
+    ) -> tuple[str, dict[str, Any]]:
         """What went wrong, empty when nothing did, and the answer."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.request(method, f"{self._router}{path}", json=body, timeout=timeout) as answer:
+            async with self._session.request(
+                method, f"{self._router}{path}", json=body, timeout=timeout
+            ) as answer:
                 raw = await answer.read()
                 if answer.status >= 300:
                     return f"{answer.status}: {Failure.read(answer.status, raw).message}", {}
@@ -96,8 +115,8 @@ class _RouterLink:
 async def member_of(
     routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], key: str
 ) -> AsyncGenerator[None, None]:
-    """Within the block the worker at `url` is a member of these routers, as soon as each of them answers. `key` is
-    that of the routers' operator."""
+    """Within the block the worker at `url` is a member of these routers, as soon as each of them
+    answers. `key` is that of the routers' operator."""
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(key)))
         links = [_RouterLink(session, router, url, identity) for router in routers]

@@ -1,6 +1,8 @@
-"""Log lines of a role, as text or as JSON: every line of a request names it, and no line can be forged by a peer.
+"""Log lines of a role, as text or as JSON: every line of a request names it, and no line can be
+forged by a peer.
 
-Messages and tracebacks are cut to a size that no request decides: both may repeat what a client has sent.
+Messages and tracebacks are cut to a size that no request decides: both may repeat what a client has
+sent.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import msgspec
 from kvflow.telemetry.requests import CURRENT
 
 LogFormat = Literal["text", "json"]
-# What could end a line, or move a terminal's cursor: C0, DEL, C1, the Unicode line ends, lone surrogates.
+# What could end a line, or move a terminal's cursor: C0, DEL, C1, the Unicode line ends, lone
+# surrogates.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SHOWN_ROOMS = 8
 MAX_MESSAGE = 4096  # characters
@@ -34,7 +37,9 @@ def printable(text: str) -> str:
 
 
 class RequestFields(logging.Filter):
-    """Gives every record the request and the rooms it is about: its own (`extra`), or those of the current task."""
+    """Gives every record the request and the rooms it is about: its own (`extra`), or those of the
+    current task.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         trace = CURRENT.get()
@@ -49,21 +54,30 @@ def _cut(text: str, most: int) -> str:
     """`text`, or its two ends around the number of characters that are left out."""
     if len(text) <= most:
         return text
-    return f"{text[: most // 2]} ... {len(text) - most} characters left out ... {text[-(most // 2) :]}"
+    return (
+        f"{text[: most // 2]} ... {len(text) - most} characters left out ... {text[-(most // 2) :]}"
+    )
 
 
 def _formatted(exc_info: tuple[type[BaseException], BaseException, TracebackType | None]) -> str:
-    """A traceback of bounded size. Its innermost calls are shown: an endless recursion has thousands of them."""
+    """A traceback of bounded size.
+
+    Its innermost calls are shown: an endless recursion has thousands of them.
+    """
     found = traceback.TracebackException(*exc_info, limit=-_MAX_FRAMES, compact=True)
     return _cut("".join(found.format()).removesuffix("\n"), MAX_TRACEBACK)
 
 
 class TextFormatter(logging.Formatter):
-    """`time level logger: message (request ID, room N)`; what follows in a traceback is indented."""
+    """`time level logger: message (request ID, room N)`;
+    what follows in a traceback is indented.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         rooms: tuple[int, ...] = getattr(record, "rooms", ())
-        about = [f"request {request_id}"] if (request_id := getattr(record, "request_id", "")) else []
+        about = (
+            [f"request {request_id}"] if (request_id := getattr(record, "request_id", "")) else []
+        )
         if rooms:
             more = f" and {len(rooms) - _SHOWN_ROOMS} more" if len(rooms) > _SHOWN_ROOMS else ""
             about.append(f"room {', '.join(map(str, rooms[:_SHOWN_ROOMS]))}{more}")
@@ -106,15 +120,24 @@ def encoded(document: dict[str, Any]) -> str:
     try:
         return msgspec.json.encode(document).decode()
     except UnicodeEncodeError:
-        safe = {name: printable(value) if isinstance(value, str) else value for name, value in document.items()}
+        safe = {
+            name: printable(value) if isinstance(value, str) else value
+            for name, value in document.items()
+        }
         return msgspec.json.encode(safe).decode()
 
 
 def relayed(text: str, role: str, process: str) -> str:
-    """A line that the child `process` wrote: its own JSON object, or any other text as the message of one."""
+    """A line that the child `process` wrote: its own JSON object, or any other text as the message
+    of one.
+    """
     document: dict[str, Any] = {
-        "time": _iso(time.time()), "level": "info", "logger": "stderr", "role": role, "message": text
-    }  # fmt: skip
+        "time": _iso(time.time()),
+        "level": "info",
+        "logger": "stderr",
+        "role": role,
+        "message": text,
+    }
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
         document = msgspec.json.decode(text, type=dict[str, Any])
     return encoded({**document, "process": process})
@@ -124,8 +147,12 @@ def _iso(at_s: float) -> str:
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
 
 
-def set_up_logging(level: str, *, log_format: LogFormat = "text", access_log: bool = True, role: str = "") -> None:
-    """One line per event on stderr, warnings of Python included; from libraries only warnings and above."""
+def set_up_logging(
+    level: str, *, log_format: LogFormat = "text", access_log: bool = True, role: str = ""
+) -> None:
+    """One line per event on stderr, warnings of Python included; from libraries only warnings and
+    above.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestFields())
     handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter())
@@ -137,6 +164,10 @@ def set_up_logging(level: str, *, log_format: LogFormat = "text", access_log: bo
         sys.excepthook = _log_exception
 
 
-def _log_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _log_exception(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """The last words of a process that ends by an exception, as a line like any other."""
-    logging.getLogger("kvflow").critical("the process ends by an exception", exc_info=(kind, error, trace))
+    logging.getLogger("kvflow").critical(
+        "the process ends by an exception", exc_info=(kind, error, trace)
+    )

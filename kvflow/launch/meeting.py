@@ -1,4 +1,6 @@
-"""The directory where the parts of a model meet, which does not outlive the process that made it."""
+"""The directory where the parts of a model meet,
+which does not outlive the process that made it.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,28 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 
-# The kernel kills the other ranks with the first one, so none of them could remove it. A shell waits for the end of its
-# input, which this process alone holds open.
+# The kernel kills the other ranks with the first one, so none of them could remove it. A shell
+# waits for the end of its input, which this process alone holds open.
 _REMOVE = 'cat; exec rm -rf -- "$1"'
 
 
 @contextlib.contextmanager
 def meeting_directory() -> Iterator[str]:
-    """Only its owner can enter it. It is removed at the end of the block, or of this process: kill -9 included, where
-    there is a shell."""
+    """Only its owner can enter it.
+
+    It is removed at the end of the block, or of this process: kill -9 included, where there is a
+    shell."""
     found = tempfile.mkdtemp(prefix="kvflow-")
     remover: subprocess.Popen[bytes] | None = None
     try:
         with contextlib.suppress(OSError):  # no shell
             remover = subprocess.Popen(
                 ["/bin/sh", "-c", _REMOVE, "kvflow-meeting", found],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         yield found
     finally:
         shutil.rmtree(found, ignore_errors=True)

@@ -1,7 +1,8 @@
-"""The `mooncake_master` of `kvflow up --l3 mooncake`: one process at a free port of the loopback, for this fleet alone.
+"""The `mooncake_master` of `kvflow up --l3 mooncake`: one process at a free port of the loopback,
+for this fleet alone.
 
-It ends with the fleet, kill -9 of the supervisor included. One that ends by itself is started again at its port, where
-the workers find it: what was stored is gone, and serving goes on meanwhile.
+It ends with the fleet, kill -9 of the supervisor included. One that ends by itself is started again
+at its port, where the workers find it: what was stored is gone, and serving goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from kvflow.protocols.errors import MisuseError
 NAME = "mooncake_master"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
 TRIES = 3  # at the start: somebody else may take a port that was free
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # before it is started again; doubled unless it has lived for a while
+# Before it is started again; doubled unless it has lived for a while.
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 LIVED_S = 60.0
-# The death of the parent, here, is that of the supervisor's main thread, which is its last one. It outlives an exec.
+# The death of the parent, here, is that of the supervisor's main thread, which is its last one. It
+# outlives an exec.
 _EXEC = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -37,7 +40,9 @@ _log = logging.getLogger("kvflow.up")
 
 
 def find_program() -> str | None:
-    """The path of `mooncake_master`, beside this Python or on the PATH; None where there is none."""
+    """The path of `mooncake_master`, beside this Python or on the PATH;
+    None where there is none.
+    """
     beside = Path(sys.executable).with_name(NAME)
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(NAME)
 
@@ -60,8 +65,9 @@ class MooncakeMaster:
         return self._process.pid
 
     async def start(self) -> None:
-        """Return when it takes connections. Raises: MisuseError where it is not installed; ChildEndedError,
-        TimeoutError."""
+        """Return when it takes connections.
+
+        Raises: MisuseError where it is not installed; ChildEndedError, TimeoutError."""
         if (program := find_program()) is None:
             raise MisuseError(f"--l3 mooncake: there is no {NAME}: pip install 'kvflow[mooncake]'")
         self._program = program
@@ -109,7 +115,9 @@ class MooncakeMaster:
             error: Exception = await self._ended(await self._process.wait())
             if time.monotonic() - began_s > LIVED_S:
                 pause_s = FIRST_PAUSE_S
-            _log.warning("%s; what was stored is gone, and it is started again in %g s", error, pause_s)
+            _log.warning(
+                "%s; what was stored is gone, and it is started again in %g s", error, pause_s
+            )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
             try:
@@ -120,16 +128,27 @@ class MooncakeMaster:
 
     async def _launch(self, ports: tuple[int, int]) -> None:
         options = [
-            f"--rpc_port={ports[0]}", "--rpc_address=127.0.0.1", f"--metrics_port={ports[1]}",
-            "--metrics_host=127.0.0.1", "--enable_metric_reporting=false", "--logtostderr", "--minloglevel=1",
-        ]  # fmt: skip
+            f"--rpc_port={ports[0]}",
+            "--rpc_address=127.0.0.1",
+            f"--metrics_port={ports[1]}",
+            "--metrics_host=127.0.0.1",
+            "--enable_metric_reporting=false",
+            "--logtostderr",
+            "--minloglevel=1",
+        ]
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-c", _EXEC, str(os.getpid()), self._program, *options,
+            sys.executable,
+            "-P",
+            "-c",
+            _EXEC,
+            str(os.getpid()),
+            self._program,
+            *options,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends it last
-        )  # fmt: skip
+        )
         assert process.stderr is not None
         self._reading = asyncio.create_task(self._read(process.stderr))
         try:
@@ -152,7 +171,9 @@ class MooncakeMaster:
     async def _read(self, stream: asyncio.StreamReader) -> None:
         self._lines.clear()
         while data := await stream.read(1 << 16):
-            self._lines.extend(line for line in data.decode(errors="replace").splitlines() if line.strip())
+            self._lines.extend(
+                line for line in data.decode(errors="replace").splitlines() if line.strip()
+            )
 
 
 def _free_port() -> int:

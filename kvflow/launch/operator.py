@@ -27,7 +27,10 @@ def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
 
     Raises: MisuseError (refused), LostError (no answer).
     """
-    path = f"/peers/{urllib.parse.quote(incarnation, safe='')}/declare_dead?{urllib.parse.urlencode({'why': why})}"
+    path = (
+        f"/peers/{urllib.parse.quote(incarnation, safe='')}/"
+        f"declare_dead?{urllib.parse.urlencode({'why': why})}"
+    )
     if not url.startswith(("http://", "https://")):
         raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
     request = urllib.request.Request(url.rstrip("/") + path, method="POST", headers=bearer(key))
@@ -38,7 +41,9 @@ def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             document = msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as error:
-        raise MisuseError(f"{url} refused ({error.code}): {Failure.read(error.code, error.read()).message}") from None
+        raise MisuseError(
+            f"{url} refused ({error.code}): {Failure.read(error.code, error.read()).message}"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise LostError(f"{url}: {error}") from None
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")

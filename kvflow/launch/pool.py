@@ -1,4 +1,6 @@
-"""The pool of a role: its size from the settings, checked against memory before any of it is allocated."""
+"""The pool of a role: its size from the settings, checked against memory before any of it is
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvflow.serve")
 DEFAULT_POOL_TOKENS = 65_536
-_MORE_ROWS = 16  # one for so many running requests: of those that have ended while something is still copied
+# One for so many running requests: of those that have ended while something is still copied.
+_MORE_ROWS = 16
 _MOST_EMPTY_PAGES = 1 << 20
 
 
 def make_pool(
-    settings: Settings, streams: Sequence[StateKind], fingerprint: str, device: torch.device, *, ring_bytes: int = 0
+    settings: Settings,
+    streams: Sequence[StateKind],
+    fingerprint: str,
+    device: torch.device,
+    *,
+    ring_bytes: int = 0,
 ) -> PagedPool:
-    """Allocate the pool for a model's `streams`, where the model is; blocks. `ring_bytes`: of a row, those that hold
-    sliding windows. Raises: ConfigError, LayoutError."""
+    """Allocate the pool for a model's `streams`, where the model is; blocks.
+
+    `ring_bytes`: of a row, those that hold sliding windows. Raises: ConfigError, LayoutError."""
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
     num_rows = _num_rows(settings, one, ring_bytes) if has_rows else 0
@@ -56,8 +65,9 @@ def make_pool(
 
 
 def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Staging | None:
-    """Allocate the host memory that transfers pass through, where they do; blocks. `default_bytes`: 0 is as much as the
-    pool has. Raises: ConfigError."""
+    """Allocate the host memory that transfers pass through, where they do; blocks.
+
+    `default_bytes`: 0 is as much as the pool has. Raises: ConfigError."""
     shards = _shards_told_apart(settings, pool)
     if pool.on_host and settings.staging == "auto" and shards == 1:
         return None
@@ -72,20 +82,28 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
 
 
 def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
-    """Of the prefills that a decode serves, where their slices of its pages would be tiny; else 1."""
+    """Of the prefills that a decode serves,
+    where their slices of its pages would be tiny; else 1.
+    """
     plane, shards = settings.disaggregation_transfer_backend, settings.disaggregation_prefill_tp
     if shards < 2 or not are_tiny(plane, blocks := from_shards(pool.layout, shards)):
         return 1
     _log.info(
-        "prefills of %d shards would write slices of %d bytes on average over %s, which is fast from %d on: they are "
-        "brought together in staging", shards, blocks.mean_bytes, plane, TINY_BELOW_BYTES[plane]
-    )  # fmt: skip
+        "prefills of %d shards would write slices of %d bytes on average over %s, which is fast "
+        "from %d on: they are brought together in staging",
+        shards,
+        blocks.mean_bytes,
+        plane,
+        TINY_BELOW_BYTES[plane],
+    )
     return shards
 
 
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
-    """Allocate the host memory of retracted requests; blocks. None where none are retracted to it, also where the
-    default of it does not do for the state of one request. Raises: ConfigError."""
+    """Allocate the host memory of retracted requests; blocks.
+
+    None where none are retracted to it, also where the default of it does not do for the state of
+    one request. Raises: ConfigError."""
     if not _uses_host_memory(settings):
         return None
     try:
@@ -100,7 +118,10 @@ def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
 
 
 def check_host_memory(settings: Settings) -> None:
-    """Whether the host memory of retracted requests is there, before a model is loaded. Raises: ConfigError."""
+    """Whether the host memory of retracted requests is there, before a model is loaded.
+
+    Raises: ConfigError.
+    """
     if _uses_host_memory(settings) and _needs_host_memory(settings):
         with _naming("host_memory_bytes", settings):
             _check_host_memory(settings)
@@ -111,7 +132,9 @@ def _uses_host_memory(settings: Settings) -> bool:
 
 
 def _needs_host_memory(settings: Settings) -> bool:
-    """Whether a role starts with it or not at all: it is asked for, or nothing else is done with retracted requests."""
+    """Whether a role starts with it or not at all: it is asked for, or nothing else is done with
+    retracted requests.
+    """
     asked_for = settings.host_memory_bytes != FIELDS["host_memory_bytes"].default
     return asked_for or settings.host_memory_full == "refuse"
 
@@ -132,26 +155,34 @@ def _naming(name: str, settings: Settings) -> Generator[None]:
 
 
 def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
-    """A row for every running request and some more; where `--pool-bytes` is the limit, at most half of it, unless the
-    model keeps nothing else."""
+    """A row for every running request and some more; where `--pool-bytes` is the limit, at most
+    half of it, unless the model keeps nothing else."""
     wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
     if settings.num_pages:
         return wanted
     share = settings.pool_bytes // 2 if one.page_bytes else settings.pool_bytes
     fitting = share // one.row_bytes
-    windows = f"; {ring_bytes} of them are sliding windows: --sliding-window-rows never keeps these in pages"
+    windows = (
+        f"; {ring_bytes} of them are sliding windows: --sliding-window-rows never keeps these in "
+        "pages"
+    )
     instead = windows if ring_bytes else ""
     if fitting < 1:
         least = one.row_bytes * (2 if one.page_bytes else 1)
         raise ConfigError(
-            f"--pool-bytes {settings.pool_bytes}: the state of one request takes {one.row_bytes} bytes of {share} for "
-            f"rows; at least {least} are needed{instead}"
+            f"--pool-bytes {settings.pool_bytes}: the state of one request takes {one.row_bytes} "
+            f"bytes of {share} for rows; at least {least} are needed{instead}"
         )
     if fitting < settings.max_running_requests:
         _log.info(
-            "the pool has %d rows of %d bytes, for as many requests at once: --max-running-requests is %d, and "
-            "--pool-bytes %d%s", fitting, one.row_bytes, settings.max_running_requests, settings.pool_bytes, instead
-        )  # fmt: skip
+            "the pool has %d rows of %d bytes, for as many requests at once: "
+            "--max-running-requests is %d, and --pool-bytes %d%s",
+            fitting,
+            one.row_bytes,
+            settings.max_running_requests,
+            settings.pool_bytes,
+            instead,
+        )
     return min(wanted, fitting)
 
 
@@ -159,7 +190,8 @@ def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
     if settings.num_pages:
         return settings.num_pages
     wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
-    if not one.page_bytes:  # all is in rows, and pages only count tokens: each row may have the default
+    # All is in rows, and pages only count tokens: each row may have the default.
+    if not one.page_bytes:
         return min(wanted * num_rows, _MOST_EMPTY_PAGES)
     return max(1, min(wanted, (settings.pool_bytes - num_rows * one.row_bytes) // one.page_bytes))
 
@@ -172,20 +204,32 @@ def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -
     rows_bytes = sized.num_rows * sized.row_bytes
     rows = f" and {sized.num_rows} rows of {sized.row_bytes}" if sized.num_rows else ""
     if sized.num_rows and (rows_bytes > available.size_bytes or not sized.page_bytes):
-        flag, most = f"--max-running-requests {settings.max_running_requests}", available.size_bytes // sized.row_bytes
-        fits = f"at most {most} rows fit, one for each running request and 1 more for {_MORE_ROWS} of them"
+        flag, most = (
+            f"--max-running-requests {settings.max_running_requests}",
+            available.size_bytes // sized.row_bytes,
+        )
+        fits = (
+            f"at most {most} rows fit, one for each running request and 1 more for {_MORE_ROWS} of "
+            "them"
+        )
     else:
-        flag = f"--num-pages {settings.num_pages}" if settings.num_pages else f"--pool-bytes {settings.pool_bytes}"
+        flag = (
+            f"--num-pages {settings.num_pages}"
+            if settings.num_pages
+            else f"--pool-bytes {settings.pool_bytes}"
+        )
         fits = f"at most {(available.size_bytes - rows_bytes) // sized.page_bytes} pages fit"
     raise ConfigError(
-        f"{flag}: the pool needs {needed} bytes of memory ({sized.num_pages} pages of {sized.page_bytes}{rows}), but "
-        f"{available}; {fits}"
+        f"{flag}: the pool needs {needed} bytes of memory ({sized.num_pages} pages of "
+        f"{sized.page_bytes}{rows}), but {available}; {fits}"
     )
 
 
 @contextmanager
 def _one_at_a_time() -> Generator[None]:
-    """Roles that start together must not count the same free memory twice: a pool is pre-faulted when it is made."""
+    """Roles that start together must not count the same free memory twice: a pool is pre-faulted
+    when it is made.
+    """
     descriptor = os.open(os.path.dirname(kvflow.__file__), os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

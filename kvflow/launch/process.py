@@ -32,8 +32,10 @@ PARENT_PID = "KVFLOW_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 LAST_WORDS_S = 1.0  # for the errors of requests that did not finish in time
 MAX_OPEN_FILES = 1 << 16
-SWITCH_INTERVAL_S = 0.001  # for which the event loop waits for a thread that computes in Python; the default is 5 ms
-FULL_COLLECTION_THRESHOLD = 1000  # younger collections between two full ones; Python's default is 10
+# For which the event loop waits for a thread that computes in Python; the default is 5 ms.
+SWITCH_INTERVAL_S = 0.001
+# Younger collections between two full ones; Python's default is 10.
+FULL_COLLECTION_THRESHOLD = 1000
 _log = logging.getLogger("kvflow.serve")
 
 
@@ -47,7 +49,9 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the supervisor that started it ends, kill -9 included."""
+    """Make the kernel kill this process when the supervisor that started it ends,
+    kill -9 included.
+    """
     parent = os.environ.pop(PARENT_PID, "")
     if not parent:
         return
@@ -67,7 +71,9 @@ def leave_at_once_on_signals() -> None:
 
 
 def allow_many_connections() -> None:
-    """As many open files as the system lets this process have: each request is a connection, at a router three."""
+    """As many open files as the system lets this process have: each request is a connection, at a
+    router three.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else MAX_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -85,7 +91,9 @@ def announce(ready: Ready) -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first one drains the role (`requested`), a second one ends it at once (`forced`)."""
+    """SIGTERM and SIGINT: the first one drains the role (`requested`), a second one ends it at once
+    (`forced`).
+    """
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -101,7 +109,8 @@ class StopSignals:
 
 
 async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float) -> None:
-    """Refuse new requests, and return when the running ones have ended, after `timeout_s`, or on a second signal.
+    """Refuse new requests, and return when the running ones have ended, after `timeout_s`, or on a
+    second signal.
 
     /health answers 503 from here on.
     """
@@ -122,8 +131,8 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
 
 
 def _settle() -> None:
-    """What start-up has made stays: a full collection need not look at it, and comes a hundred times more rarely.
-    Threads (of the tokenizer, of the model) hand the interpreter over sooner."""
+    """What start-up has made stays: a full collection need not look at it, and comes a hundred
+    times more rarely. Threads (of the tokenizer, of the model) hand the interpreter over sooner."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_THRESHOLD)
@@ -139,10 +148,12 @@ async def serve_until_stopped(
     member: AbstractAsyncContextManager[None] | None = None,
     lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
-    """Announce a role whose parts are running, serve, drain; handlers that are left after the drain are cancelled.
+    """Announce a role whose parts are running, serve, drain; handlers that are left after the drain
+    are cancelled.
 
-    `member`: entered when it can be reached, left before it drains. `lost` gets an error when what is served cannot go
-    on: its requests have ended, and have a moment to say so. Raises: that error.
+    `member`: entered when it can be reached, left before it drains. `lost` gets an error when what
+    is served cannot go on: its requests have ended, and have a moment to say so. Raises: that
+    error.
     """
     stop = StopSignals()
     async with listening_on(app, made):
@@ -165,12 +176,20 @@ async def _stopped(stop: StopSignals, lost: asyncio.Future[KvflowError] | None) 
 
 
 def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> None:
-    """Run a role's coroutine on uvloop, logging to stderr. Raises: MisuseError when the role cannot start."""
+    """Run a role's coroutine on uvloop, logging to stderr.
+
+    Raises: MisuseError when the role cannot start.
+    """
     import uvloop
     from prometheus_client import disable_created_metrics
 
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    set_up_logging(settings.log_level, log_format=settings.log_format, access_log=settings.access_log, role=role)
+    set_up_logging(
+        settings.log_level,
+        log_format=settings.log_format,
+        access_log=settings.access_log,
+        role=role,
+    )
     die_with_parent()
     allow_many_connections()
     leave_at_once_on_signals()
@@ -179,10 +198,14 @@ def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> 
 
 
 def leave_past_hung_threads(patience_s: float = 1.0) -> None:
-    """End the process here when a thread of ours still runs: one that comes back from foreign code while Python takes
-    itself apart can abort it (status 134)."""
+    """End the process here when a thread of ours still runs: one that comes back from foreign code
+    while Python takes itself apart can abort it (status 134)."""
     until_s = time.monotonic() + patience_s
-    ours = [thread for thread in threading.enumerate() if thread.daemon and thread.name.startswith("kvflow-")]
+    ours = [
+        thread
+        for thread in threading.enumerate()
+        if thread.daemon and thread.name.startswith("kvflow-")
+    ]
     for thread in ours:
         thread.join(max(0.0, until_s - time.monotonic()))
     hung = sorted(thread.name for thread in ours if thread.is_alive())

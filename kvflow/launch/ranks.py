@@ -1,4 +1,6 @@
-"""The other ranks of a worker, as child processes of the first one: started, watched, and started again."""
+"""The other ranks of a worker, as child processes of the first one: started, watched, and started
+again.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ log = logging.getLogger("kvflow.serve")
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is told by the first one. `meeting` is the directory where the parts of the model meet; `attempt`
-    counts the starts of its stage's shards."""
+    """What a rank is told by the first one.
+
+    `meeting` is the directory where the parts of the model meet; `attempt` counts the starts of its
+    stage's shards."""
 
     rank: int
     stages: int
@@ -44,7 +48,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.DecodeError as error:
             found = f"cannot be read: {error}" if text else "is not set"
             raise MisuseError(
-                f"{RANK} {found}; the first rank of a worker starts this command, start that one (--pp, --tp)"
+                f"{RANK} {found}; the first rank of a worker starts this command, start that one "
+                "(--pp, --tp)"
             ) from None
 
 
@@ -63,17 +68,31 @@ class DecodeRankSpec(RankSpec, frozen=True, kw_only=True):
 
 
 class RankProcesses:
-    """Ranks 1 and up. The shards of one stage cannot work without each other: they are started again together."""
+    """Ranks 1 and up.
+
+    The shards of one stage cannot work without each other: they are started again together.
+    """
 
     def __init__(
-        self, first: RankSpec, command: str, *, on_lost: Callable[[int, str], None],
-        on_fatal: Callable[[ChildEndedError], None], descriptors: tuple[int, ...] = (),
+        self,
+        first: RankSpec,
+        command: str,
+        *,
+        on_lost: Callable[[int, str], None],
+        on_fatal: Callable[[ChildEndedError], None],
+        descriptors: tuple[int, ...] = (),
         own: Mapping[int, int] | None = None,
-    ) -> None:  # fmt: skip
-        """`first` is the spec of the first rank, `command` what the others are. `on_fatal`: a rank could not be
-        started, or one has ended that the first one cannot do without. Every rank is given `descriptors`, and the one
-        that `own` has for it."""
-        self._first, self._command, self._on_lost, self._on_fatal = first, command, on_lost, on_fatal
+    ) -> None:
+        """`first` is the spec of the first rank, `command` what the others are.
+
+        `on_fatal`: a rank could not be started, or one has ended that the first one cannot do
+        without. Every rank is given `descriptors`, and the one that `own` has for it."""
+        self._first, self._command, self._on_lost, self._on_fatal = (
+            first,
+            command,
+            on_lost,
+            on_fatal,
+        )
         self._descriptors = (*descriptors, *_inherited(first.settings.control_key_file))
         self._own = own or {}
         self.children: dict[int, Child] = {}
@@ -116,7 +135,11 @@ class RankProcesses:
             for rank in ranks:
                 self.children[rank].kill()
             await asyncio.gather(*(self.children[rank].stop(STOP_S) for rank in ranks))
-            pause_s = FIRST_PAUSE_S if loop.time() - began_s > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = (
+                FIRST_PAUSE_S
+                if loop.time() - began_s > STEADY_S
+                else min(2 * pause_s, LONGEST_PAUSE_S)
+            )
             log.error("%s; starting %s again in %g s", error, _names(ranks), pause_s)
             await asyncio.sleep(pause_s)
             attempt += 1
@@ -124,20 +147,30 @@ class RankProcesses:
     def _child(self, rank: int) -> Child:
         log_format = self._first.settings.log_format
         descriptors = (*self._descriptors, *([self._own[rank]] if rank in self._own else []))
-        return Child(f"rank-{rank}", self._command, [], quiet=False, log_format=log_format, descriptors=descriptors)
+        return Child(
+            f"rank-{rank}",
+            self._command,
+            [],
+            quiet=False,
+            log_format=log_format,
+            descriptors=descriptors,
+        )
 
     async def _all_started(self, ranks: list[int], attempt: int) -> None:
         """Raises: ChildEndedError."""
         starts = []
         for rank in ranks:
             spec = msgspec.structs.replace(self._first, rank=rank, attempt=attempt)
-            starts.append((self.children[rank], {**os.environ, RANK: msgspec.json.encode(spec).decode()}))
+            starts.append(
+                (self.children[rank], {**os.environ, RANK: msgspec.json.encode(spec).decode()})
+            )
         await start_together(starts, START_S)
 
 
 def end_at_once(role: str, error: BaseException) -> None:
-    """A rank that cannot go on: a step of its model may wait for ever, so nothing is drained. The kernel ends its
-    children with it."""
+    """A rank that cannot go on: a step of its model may wait for ever, so nothing is drained.
+
+    The kernel ends its children with it."""
     sys.stderr.write(f"kvflow {role}: error: {' '.join(str(error).split())}\n")
     sys.stderr.flush()
     os._exit(error.status if isinstance(error, ChildEndedError) and error.status == 2 else 1)

@@ -49,7 +49,8 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
     """`kvflow prefill`, until a signal stops it. Raises: MisuseError."""
     with (
         closing(bound_socket(settings.host, settings.port, "--port")) as http,
-        closing(_PrefillPorts.bind(settings)) as ports,  # a port in use is refused before a model is loaded
+        # A port in use is refused before a model is loaded.
+        closing(_PrefillPorts.bind(settings)) as ports,
     ):
         check_cache(settings)
         if settings.pp * settings.tp > 1:
@@ -108,7 +109,9 @@ async def run_router(settings: Settings) -> None:
         retry_timeout_s=settings.retry_timeout_s,
         max_waiting=settings.max_queued_requests,
         poll_s=settings.poll_s,
-        policy=Policy(settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold),
+        policy=Policy(
+            settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold
+        ),
         encoder=tokenizer,
         engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(events_key),
     )
@@ -132,7 +135,11 @@ def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
     except MisuseError as error:
         raise MisuseError(f"--tokenizer-path: {error}") from None
     if found is None:
-        _log.warning("--tokenizer-path %r: no tokenizer is there; events count for prompts of token ids alone", path)
+        _log.warning(
+            "--tokenizer-path %r: no tokenizer is there; events count for prompts of token ids "
+            "alone",
+            path,
+        )
     return None if found is None else ThreadedTokenizer(found)
 
 
@@ -166,7 +173,9 @@ class _PrefillPorts(NamedTuple):
 class _RunningRole:
     """Implements `role_switch.RunningRole`."""
 
-    def __init__(self, service: CompletionService, bootstrap_port: int | None, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, service: CompletionService, bootstrap_port: int | None, stack: AsyncExitStack
+    ) -> None:
         self.service, self.bootstrap_port, self._stack = service, bootstrap_port, stack
 
     async def close(self) -> None:
@@ -176,10 +185,18 @@ class _RunningRole:
 class _Roles:
     """Both roles over the same parts; one of them runs."""
 
-    def __init__(self, own: Role, settings: Settings, parts: Parts, settings_of: SettingsOf | None) -> None:
+    def __init__(
+        self, own: Role, settings: Settings, parts: Parts, settings_of: SettingsOf | None
+    ) -> None:
         """`settings` are those of the role `own`."""
-        self._own, self._settings, self._parts, self._settings_of = own, settings, parts, settings_of
-        self._bootstrap_port: int | None = None  # of the prefill that this was last: routers know it by that one
+        self._own, self._settings, self._parts, self._settings_of = (
+            own,
+            settings,
+            parts,
+            settings_of,
+        )
+        # Of the prefill that this was last: routers know it by that one.
+        self._bootstrap_port: int | None = None
         self.metrics = Metrics(model=settings.model_name, sglang=settings.sglang_metrics)
 
     @property
@@ -190,9 +207,14 @@ class _Roles:
         """Start a role beside the one that runs. Raises: MisuseError."""
         settings = self._settings if role == self._own else self._settings_of_other(role)
         if settings.pp * settings.tp > 1:
-            raise MisuseError("a worker over several ranks (--pp, --tp) neither takes nor leaves its role by a switch")
+            raise MisuseError(
+                "a worker over several ranks (--pp, --tp) neither takes nor leaves its role by a "
+                "switch"
+            )
         if role == "prefill":
-            return await self.start_prefill(settings, _PrefillPorts.bind(settings, self._bootstrap_port))
+            return await self.start_prefill(
+                settings, _PrefillPorts.bind(settings, self._bootstrap_port)
+            )
         check_decode(settings)
         return await self.start_decode(settings)
 
@@ -200,7 +222,9 @@ class _Roles:
         """Raises: MisuseError."""
         async with AsyncExitStack() as stack:
             stack.callback(ports.close)
-            service = await stack.enter_async_context(prefill_over(self._parts, settings, ports.control))
+            service = await stack.enter_async_context(
+                prefill_over(self._parts, settings, ports.control)
+            )
             return await self.announced(service, RankTable(), ports, stack.pop_all())
 
     async def announced(
@@ -229,15 +253,21 @@ class _Roles:
         if self._settings_of is None:
             return self._settings
         other, shared = self._settings_of(role), set(FIELDS_OF_ROLE[self._own])
-        changes = {name: getattr(other, name) for name in FIELDS_OF_ROLE[role] if name not in shared}
+        changes = {
+            name: getattr(other, name) for name in FIELDS_OF_ROLE[role] if name not in shared
+        }
         return msgspec.structs.replace(self._settings, **changes)
 
 
 async def _serve(
-    settings: Settings, running: _RunningRole, roles: _Roles, http: socket.socket,
+    settings: Settings,
+    running: _RunningRole,
+    roles: _Roles,
+    http: socket.socket,
     lost: asyncio.Future[KvflowError] | None = None,
-) -> None:  # fmt: skip
-    """Serve the worker, in whichever role, until a signal stops it, or something is `lost`; `running` is closed then.
+) -> None:
+    """Serve the worker, in whichever role, until a signal stops it, or something is `lost`;
+    `running` is closed then.
 
     Raises: what is lost."""
     model = roles.parts.model
@@ -268,11 +298,17 @@ async def _serve(
     ready = Ready(switch.role, url_of(http, settings.host), os.getpid(), switch.bootstrap_port)
 
     def identity() -> WorkerIdentity:
-        return WorkerIdentity(switch.role, f"{pipeline.service.report().incarnation:016x}", switch.bootstrap_port)
+        return WorkerIdentity(
+            switch.role, f"{pipeline.service.report().incarnation:016x}", switch.bootstrap_port
+        )
 
-    member = member_of(settings.join, url_of(http, reachable(settings.host)), identity, keys.of_operator)
+    member = member_of(
+        settings.join, url_of(http, reachable(settings.host)), identity, keys.of_operator
+    )
     try:
-        await serve_until_stopped(app, http, pipeline, ready, settings.drain_timeout_s, member, lost)
+        await serve_until_stopped(
+            app, http, pipeline, ready, settings.drain_timeout_s, member, lost
+        )
     finally:
         await switch.close()
         tokenizer.close()

@@ -1,4 +1,6 @@
-"""A role over a worker's parts, without its HTTP server: node, engine, and the memory they alone need."""
+"""A role over a worker's parts, without its HTTP server: node, engine, and the memory they alone
+need.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,16 @@ def bind_control(settings: Settings) -> Control:
 
 
 async def prefill_node(
-    parts: Parts, settings: Settings, control: Control, stack: AsyncExitStack, *, rank: int = 0, world_size: int = 1
+    parts: Parts,
+    settings: Settings,
+    control: Control,
+    stack: AsyncExitStack,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> PrefillNode:
-    """A prefill's node over its pool, with staging where that is needed; not started yet, and closed with `stack`.
+    """A prefill's node over its pool, with staging where that is needed; not started yet, and
+    closed with `stack`.
 
     Raises: MisuseError.
     """
@@ -64,7 +73,9 @@ async def prefill_node(
 
 
 @asynccontextmanager
-async def prefill_over(parts: Parts, settings: Settings, control: Control) -> AsyncGenerator[PrefillService, None]:
+async def prefill_over(
+    parts: Parts, settings: Settings, control: Control
+) -> AsyncGenerator[PrefillService, None]:
     """A running prefill. Raises: MisuseError."""
     from kvflow.engine.scheduler.prefill import PrefillEngine
 
@@ -74,10 +85,16 @@ async def prefill_over(parts: Parts, settings: Settings, control: Control) -> As
         node = await prefill_node(parts, settings, control, stack)
         cache = await stack.enter_async_context(prefix_cache(settings, parts, computes=True))
         engine = PrefillEngine(
-            model, pool, pool.pages, executor,
-            chunk_tokens=settings.chunked_prefill_size, max_batch_tokens=settings.max_batch_tokens,
-            optimistic_tries=settings.optimistic_prefill, cache=cache, prefetch=settings.cache_prefetch_policy,
-        )  # fmt: skip
+            model,
+            pool,
+            pool.pages,
+            executor,
+            chunk_tokens=settings.chunked_prefill_size,
+            max_batch_tokens=settings.max_batch_tokens,
+            optimistic_tries=settings.optimistic_prefill,
+            cache=cache,
+            prefetch=settings.cache_prefetch_policy,
+        )
         await node.start()
         stack.push_async_callback(engine.close)
         await engine.start()
@@ -109,7 +126,9 @@ async def sharded_decode_over(
 
 
 @asynccontextmanager
-async def _decode_engine(parts: Parts, settings: Settings) -> AsyncGenerator[tuple[DecodeNode, DecodeEngine], None]:
+async def _decode_engine(
+    parts: Parts, settings: Settings
+) -> AsyncGenerator[tuple[DecodeNode, DecodeEngine], None]:
     from kvflow.engine.scheduler.decode import DecodeEngine
 
     model, pool, executor = parts
@@ -132,10 +151,17 @@ async def _decode_engine(parts: Parts, settings: Settings) -> AsyncGenerator[tup
         stack.push_async_callback(node.close)
         cache = await stack.enter_async_context(prefix_cache(settings, parts))
         engine = DecodeEngine(
-            model, pool, pool.pages, executor, max_batch=settings.max_running_requests,
-            new_token_ratio=settings.new_token_ratio, snapshots=snapshots,
-            recompute=settings.host_memory_full == "recompute", cache=cache, prefetch=settings.cache_prefetch_policy,
-        )  # fmt: skip
+            model,
+            pool,
+            pool.pages,
+            executor,
+            max_batch=settings.max_running_requests,
+            new_token_ratio=settings.new_token_ratio,
+            snapshots=snapshots,
+            recompute=settings.host_memory_full == "recompute",
+            cache=cache,
+            prefetch=settings.cache_prefetch_policy,
+        )
         await node.start()
         stack.push_async_callback(engine.close)
         await engine.start()

@@ -1,7 +1,9 @@
-"""A decode over several shards: the first one, which has everything that a decode has, and each other one.
+"""A decode over several shards: the first one, which has everything that a decode has, and each
+other one.
 
-All are processes of one machine, and have one pool: what the others are told of with each step are pages of it. So who
-owns which page, what travels and what is retracted is the first shard's affair alone.
+All are processes of one machine, and have one pool: what the others are told of with each step are
+pages of it. So who owns which page, what travels and what is retracted is the first shard's affair
+alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from kvflow.transports.host.identity import own_identity
 
 
 class ShardedDecode(NamedTuple):
-    """A running decode. `lost` gets what has happened to another shard, after which no step can follow: the requests
+    """A running decode.
+
+    `lost` gets what has happened to another shard, after which no step can follow: the requests
     have been told, and the process is to end."""
 
     service: ShardedDecodeService
@@ -42,7 +46,8 @@ class ShardedDecode(NamedTuple):
 
 @asynccontextmanager
 async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode, None]:
-    """A running decode over `settings.tp` shards without its HTTP server, once all of them are there.
+    """A running decode over `settings.tp` shards without its HTTP server, once all of them are
+    there.
 
     Raises: MisuseError, LostError.
     """
@@ -62,15 +67,21 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
         )
         first = _FirstShard(spec.meeting)
         processes = RankProcesses(
-            spec, "decode-rank", own=spec.links, on_lost=first.process_ended, on_fatal=first.cannot_go_on
+            spec,
+            "decode-rank",
+            own=spec.links,
+            on_lost=first.process_ended,
+            on_fatal=first.cannot_go_on,
         )
         stack.push_async_callback(processes.close)
         processes.start()
         parts = await stack.enter_async_context(
             loaded(settings, _part(spec), Meeting(Path(spec.meeting)), for_stage=True)
-        )  # fmt: skip
+        )
         neighbours = parts.model.neighbours
-        leader = first.leader = ShardLeader([ShardLink(end) for end, _ in pairs], neighbours, first.on_lost)
+        leader = first.leader = ShardLeader(
+            [ShardLink(end) for end, _ in pairs], neighbours, first.on_lost
+        )
         loop = asyncio.get_running_loop()
         leader.start()
         stack.push_async_callback(loop.run_in_executor, None, leader.close)
@@ -85,7 +96,10 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
 
 
 async def run_shard(spec: DecodeRankSpec) -> None:
-    """One of the other shards, until a signal stops it, or the first one ends. Raises: KvflowError."""
+    """One of the other shards, until a signal stops it, or the first one ends.
+
+    Raises: KvflowError.
+    """
     async with AsyncExitStack() as stack:
         link = ShardLink(socket.socket(fileno=spec.links[spec.rank]))
         stack.callback(link.close)
@@ -134,7 +148,9 @@ class _FirstShard:
             self.leader.lost(shard, why)
 
     def cannot_go_on(self, error: ChildEndedError) -> None:
-        """A process has ended: until there is a service, this one may wait for it in the middle of loading."""
+        """A process has ended: until there is a service, this one may wait for it in the middle of
+        loading.
+        """
         if self._service is None and not self._stopping:
             shutil.rmtree(self._meeting, ignore_errors=True)
             end_at_once("decode", error)

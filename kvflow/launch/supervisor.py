@@ -1,8 +1,9 @@
 """`kvflow up`: router, prefills and decodes as processes of this machine, which end together.
 
-Children announce themselves through a pipe, so the kernel can pick their ports. The kernel kills them when this process
-ends, kill -9 included (`process.die_with_parent`); they have no named shared memory, so nothing is left behind.
-Unless a control key is given they share a new one, which no file holds.
+Children announce themselves through a pipe, so the kernel can pick their ports. The kernel kills
+them when this process ends, kill -9 included (`process.die_with_parent`); they have no named shared
+memory, so nothing is left behind. Unless a control key is given they share a new one, which no file
+holds.
 """
 
 from __future__ import annotations
@@ -48,10 +49,19 @@ class Fleet:
     """The roles of one machine. Use as an async context manager; leaving stops all of them."""
 
     def __init__(
-        self, settings: Settings, given: Mapping[str, Any], config: str | None = None, *, quiet: bool = False
+        self,
+        settings: Settings,
+        given: Mapping[str, Any],
+        config: str | None = None,
+        *,
+        quiet: bool = False,
     ) -> None:
         self._settings, self._config, self._quiet = settings, config, quiet
-        self._given = {name: value for name, value in given.items() if value is not None and name not in _OWN_FIELDS}
+        self._given = {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in _OWN_FIELDS
+        }
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
         self.router: Child | None = None
@@ -68,8 +78,10 @@ class Fleet:
         return self.router.url if self.router else ""
 
     async def start(self) -> None:
-        """Return when all roles are up and healthy. Raises: ChildEndedError, TimeoutError; MisuseError for a program
-        that is not there, or a port."""
+        """Return when all roles are up and healthy.
+
+        Raises: ChildEndedError, TimeoutError; MisuseError for a program that is not there, or a
+        port."""
         settings = self._settings
         if not settings.control_key_file:
             self._key = open_new_key()
@@ -79,9 +91,15 @@ class Fleet:
         self.prefills = [self._worker("prefill", i) for i in range(settings.prefill_workers)]
         self.decodes = [self._worker("decode", i) for i in range(settings.decode_workers)]
         await self._start_together([*self.prefills, *self.decodes])
-        urls = [f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)]
+        urls = [
+            f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)
+        ]
         arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
-        if settings.kv_events_config and settings.policy == "cache_aware" and not settings.tokenizer_path:
+        if (
+            settings.kv_events_config
+            and settings.policy == "cache_aware"
+            and not settings.tokenizer_path
+        ):
             arguments += ["--tokenizer-path", settings.model_path]
         self.router = self._child("router", "router", arguments)
         await self._start_together([self.router])
@@ -92,14 +110,16 @@ class Fleet:
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
-        """Stop the router first, so that no new request arrives, then all workers, then their store; once `forced` is
-        set, kill all roles."""
+        """Stop the router first, so that no new request arrives, then all workers, then their
+        store; once `forced` is set, kill all roles."""
         timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
         killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
         try:
             if self.router is not None:
                 await self.router.stop(timeout_s)
-            await asyncio.gather(*(child.stop(timeout_s) for child in (*self.prefills, *self.decodes)))
+            await asyncio.gather(
+                *(child.stop(timeout_s) for child in (*self.prefills, *self.decodes))
+            )
         finally:
             killing.cancel()
             if self.store is not None:
@@ -125,7 +145,9 @@ class Fleet:
         await self.stop()
 
     def _worker(self, role: str, index: int) -> Child:
-        several = self._settings.prefill_workers if role == "prefill" else self._settings.decode_workers
+        several = (
+            self._settings.prefill_workers if role == "prefill" else self._settings.decode_workers
+        )
         name = f"{role}-{index}" if several > 1 else role
         # A decode needs a registry's port, too: a switch may make it a prefill.
         arguments = [*self._arguments(role), "--port", "0", "--disaggregation-bootstrap-port", "0"]
@@ -137,7 +159,9 @@ class Fleet:
             arguments += ["--l3-dir", os.path.join(self._settings.l3_dir, f"{role}-{index}")]
         if self.store is not None:
             arguments += ["--mooncake-master", self.store.address]
-        if (events := self._settings.kv_events_config) and (config := KvEvents.parse(events)) is not None:
+        if (events := self._settings.kv_events_config) and (
+            config := KvEvents.parse(events)
+        ) is not None:
             number = index + (0 if role == "prefill" else self._settings.prefill_workers)
             arguments += ["--kv-events-config", config.of_worker(number)]
         if self._key is not None:
@@ -155,7 +179,9 @@ class Fleet:
         )
 
     def _arguments(self, role: str) -> list[str]:
-        """The given flags that this role has too; it reads the environment and the file by itself."""
+        """The given flags that this role has too;
+        it reads the environment and the file by itself.
+        """
         arguments = ["--config", self._config] if self._config else []
         if (
             role == "decode" and self._settings.decode_tp * self._settings.tp > 1
@@ -177,10 +203,15 @@ class Fleet:
         for name in ("api_key", "admin_api_key"):
             if key := getattr(self._settings, name):
                 environment[env_of(name)] = key
-        await start_together([(child, environment) for child in children], self._settings.start_timeout_s)
+        await start_together(
+            [(child, environment) for child in children], self._settings.start_timeout_s
+        )
 
     async def _healthy(self) -> None:
-        async with asyncio.timeout(self._settings.start_timeout_s), aiohttp.ClientSession() as session:
+        async with (
+            asyncio.timeout(self._settings.start_timeout_s),
+            aiohttp.ClientSession() as session,
+        ):
             while True:
                 async with session.get(f"{self.url}/health") as answer:
                     if answer.status == 200:
@@ -189,12 +220,19 @@ class Fleet:
 
 
 async def run_up(settings: Settings, given: Mapping[str, Any], config: str | None) -> int:
-    """`kvflow up`. Returns the exit status: 0 after a signal, otherwise that of the role that ended first, or 1."""
+    """`kvflow up`.
+
+    Returns the exit status: 0 after a signal, otherwise that of the role that ended first, or 1.
+    """
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
-    bound_socket(settings.host, settings.port, "--port").close()  # refuses a port in use before a model is loaded
-    _announce(settings, given.get("served_model_name") or settings.served_model_name or settings.model_path)
+    # Refuses a port in use before a model is loaded.
+    bound_socket(settings.host, settings.port, "--port").close()
+    _announce(
+        settings,
+        given.get("served_model_name") or settings.served_model_name or settings.model_path,
+    )
     fleet = Fleet(settings, given, config)
     stop = StopSignals()
     stop.listen()
@@ -207,7 +245,9 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
         error = running.exception() or running.result()
         if not isinstance(error, ChildEndedError | TimeoutError):
             raise error
-        text = str(error) or f"not healthy within {settings.start_timeout_s:g} s (--start-timeout-s)"
+        text = (
+            str(error) or f"not healthy within {settings.start_timeout_s:g} s (--start-timeout-s)"
+        )
         is_usage_error = isinstance(error, ChildEndedError) and error.status == 2
         text += "" if is_usage_error else "; ending the others"
         if settings.log_format == "json":

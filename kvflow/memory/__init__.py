@@ -1,1 +1,3 @@
-"""Memory that holds KV pages: paged pools, the allocator that knows every page's owner, shared segments."""
+"""Memory that holds KV pages: paged pools, the allocator that knows every page's owner, shared
+segments.
+"""

@@ -1,10 +1,12 @@
-"""The owners of every page of one pool (I1), and the deferred return of pages that are still in use (I13).
+"""The owners of every page of one pool (I1), and the deferred return of pages that are still in use
+(I13).
 
-Every page is in exactly one place: reserved, free, owned, or returning (given back while held, or withheld). One page
-costs a few microseconds, 2,048 pages well under a millisecond.
+Every page is in exactly one place: reserved, free, owned, or returning (given back while held, or
+withheld). One page costs a few microseconds, 2,048 pages well under a millisecond.
 
-An allocator belongs to one event loop. What changes it locks all the same, for a few tens of nanoseconds: a node that
-closes in another thread may leave pages here that are to be withheld, and have the proof that frees them.
+An allocator belongs to one event loop. What changes it locks all the same, for a few tens of
+nanoseconds: a node that closes in another thread may leave pages here that are to be withheld, and
+have the proof that frees them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Index = NDArray[np.integer[Any]] | slice
 
 
 class Kept(Enum):
-    """The key under which `owned()` counts pages that were given back while they were held, or are withheld."""
+    """The key under which `owned()` counts pages that were given back while they were held, or are
+    withheld.
+    """
 
     RETURNING = "returning"
 
@@ -53,21 +57,28 @@ class _Account:
 
 
 class PageAllocator:
-    """Implements `protocols.ports.PageStore`. Pages come out in ascending runs where it can, so writes coalesce."""
+    """Implements `protocols.ports.PageStore`.
+
+    Pages come out in ascending runs where it can, so writes coalesce.
+    """
 
     def __init__(self, num_pages: int, reserved: int = 0, unit: str = "page") -> None:
-        """The first `reserved` pages are never handed out (engines keep a null page there). `unit` is what errors call
-        what is owned: the rows of a pool are owned in the same way.
+        """The first `reserved` pages are never handed out (engines keep a null page there).
+
+        `unit` is what errors call what is owned: the rows of a pool are owned in the same way.
 
         Raises: MisuseError.
         """
         if num_pages < 1:
             raise MisuseError(f"num_{unit}s {num_pages} is below 1")
         if not 0 <= reserved <= num_pages:
-            raise MisuseError(f"reserved {reserved} is outside 0..{num_pages}, the {unit}s of the pool")
+            raise MisuseError(
+                f"reserved {reserved} is outside 0..{num_pages}, the {unit}s of the pool"
+            )
         self._unit = unit
         self._num_pages, self._reserved = num_pages, reserved
-        self._stack: PageIndices = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # free pages, the next one on top
+        # Free pages, the next one on top.
+        self._stack: PageIndices = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._free = num_pages - reserved
         self._marks: NDArray[np.int32] = np.full(num_pages, _FREE, dtype=np.int32)
         self._marks[:reserved] = _RESERVED
@@ -78,7 +89,8 @@ class PageAllocator:
         self._returning = 0
         self.reclaimables: list[Reclaimable] = []  # two while a worker exchanges its role
         self._lock = threading.Lock()
-        self._held_calls = 0  # hold() page uses not yet ended: 0 lets give_back skip the look at `_holds`
+        # hold() page uses not yet ended: 0 lets give_back skip the look at `_holds`.
+        self._held_calls = 0
 
     def __repr__(self) -> str:
         more = f", {self._reserved} reserved" if self._reserved else ""
@@ -102,12 +114,20 @@ class PageAllocator:
 
     @property
     def available_pages(self) -> int:
-        """Free pages, and those that `reclaim` could make free; it may find some that a step or a write still reads."""
-        return self._free + sum(r.evictable_pages for r in self.reclaimables) if self.reclaimables else self._free
+        """Free pages, and those that `reclaim` could make free; it may find some that a step or a
+        write still reads.
+        """
+        return (
+            self._free + sum(r.evictable_pages for r in self.reclaimables)
+            if self.reclaimables
+            else self._free
+        )
 
     def reclaim(self, count: int) -> int:
-        """See that `count` pages are free, if `reclaimables` have as many as are missing. Returns how many are free.
-        Of pages that a step or a write still reads, others are asked for beside."""
+        """See that `count` pages are free, if `reclaimables` have as many as are missing.
+
+        Returns how many are free. Of pages that a step or a write still reads, others are asked for
+        beside."""
         for owner in self.reclaimables:
             while self._free < count <= self.available_pages:
                 before = owner.evictable_pages
@@ -123,7 +143,9 @@ class PageAllocator:
 
     @property
     def returning_pages(self) -> int:
-        """Pages without an owner that wait for their last hold to end: given back while they were held, or withheld."""
+        """Pages without an owner that wait for their last hold to end: given back while they were
+        held, or withheld.
+        """
         return self._returning
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
@@ -147,12 +169,16 @@ class PageAllocator:
         return self.take(count, owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Change the owner. Raises: OwnershipError when a page is not `owner`'s (nothing is moved)."""
+        """Change the owner.
+
+        Raises: OwnershipError when a page is not `owner`'s (nothing is moved).
+        """
         with self._lock:
             pages, where = self._owned_by(pages, owner)
             if not pages.size:
                 return
-            if pages.size == self._accounts[owner].count and new_owner not in self._accounts:  # all that it has
+            # All that it has.
+            if pages.size == self._accounts[owner].count and new_owner not in self._accounts:
                 self._accounts[new_owner] = self._accounts.pop(owner)
                 return
             account = self._account(new_owner)
@@ -161,9 +187,11 @@ class PageAllocator:
             self._debit(owner, pages.size)
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Return pages to the free list; those that are held follow when their last hold ends (I13).
+        """Return pages to the free list; those that are held follow when their last hold ends
+        (I13).
 
-        Raises: OwnershipError for pages that are free already, named twice, or somebody else's (nothing is given back).
+        Raises: OwnershipError for pages that are free already, named twice, or somebody else's
+        (nothing is given back).
         """
         with self._lock:
             pages, where = self._owned_by(pages, owner)
@@ -180,13 +208,16 @@ class PageAllocator:
             self._debit(owner, count)
 
     def hold(self, pages: PageIndices) -> None:
-        """A reader or writer that cannot be stopped uses these pages. Counted; a page may be named more than once.
+        """A reader or writer that cannot be stopped uses these pages.
+
+        Counted; a page may be named more than once.
 
         Raises: OwnershipError for pages without an owner (nothing is held).
         """
         with self._lock:
             pages = self._checked(pages)
-            if pages.size == 1:  # the common case of tiny rooms: scalars are several times cheaper than arrays of one
+            # The common case of tiny rooms: scalars are several times cheaper than arrays of one.
+            if pages.size == 1:
                 page = int(pages[0])
                 if self._marks[page] in (_FREE, _RETURNING):
                     raise OwnershipError(f"hold: {self._unit} {page} has no owner")
@@ -196,7 +227,9 @@ class PageAllocator:
             where, once = _where(pages) if pages.size >= MANY_PAGES else (pages, False)
             marks = self._marks[where]
             if (ownerless := (marks == _FREE) | (marks == _RETURNING)).any():
-                raise OwnershipError(f"hold: {self._unit} {self._named(where, ownerless)} has no owner")
+                raise OwnershipError(
+                    f"hold: {self._unit} {self._named(where, ownerless)} has no owner"
+                )
             if once:
                 self._holds[where] += 1
             else:
@@ -204,7 +237,10 @@ class PageAllocator:
             self._held_calls += pages.size
 
     def unhold(self, pages: PageIndices) -> None:
-        """That use has ended; pages given back meanwhile become free. Raises: OwnershipError when it was not held."""
+        """That use has ended; pages given back meanwhile become free.
+
+        Raises: OwnershipError when it was not held.
+        """
         with self._lock:
             pages = self._checked(pages)
             if pages.size == 1 and not self._returning:
@@ -223,20 +259,24 @@ class PageAllocator:
             if (left < 0).any():
                 if not once:
                     np.add.at(self._holds, pages, 1)
-                raise OwnershipError(f"unhold: {self._unit} {self._named(where, left < 0)} is not held that often")
+                raise OwnershipError(
+                    f"unhold: {self._unit} {self._named(where, left < 0)} is not held that often"
+                )
             if once:
                 self._holds[where] = left
             self._held_calls -= pages.size
             if self._returning:
                 found = np.arange(where.start, where.stop) if isinstance(where, slice) else where
-                ended = np.sort(found[(left == 0) & (self._marks[where] == _RETURNING)]).astype(np.int32)
+                ended = np.sort(found[(left == 0) & (self._marks[where] == _RETURNING)]).astype(
+                    np.int32
+                )
                 ready = ended[np.diff(ended, prepend=-1) != 0]
                 self._returning -= ready.size
                 self._free_now(ready, ready if ready.size < MANY_PAGES else _where(ready)[0])
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep pages from every new owner until they are unheld: free ones leave the free list, and those of an owner
-        do not come back to it. Counted, as `hold`. May be called from any thread.
+        """Keep pages from every new owner until they are unheld: free ones leave the free list, and
+        those of an owner do not come back to it. Counted, as `hold`. May be called from any thread.
 
         Raises: OwnershipError for a page outside the pool (nothing is withheld).
         """
@@ -254,8 +294,13 @@ class PageAllocator:
             self._held_calls += pages.size
 
     def owned(self) -> dict[Hashable, int]:
-        """Pages per owner; those on their way back stand under `Kept.RETURNING`. With the free ones: the pool."""
-        found: dict[Hashable, int] = {owner: account.count for owner, account in self._accounts.items()}
+        """Pages per owner; those on their way back stand under `Kept.RETURNING`.
+
+        With the free ones: the pool.
+        """
+        found: dict[Hashable, int] = {
+            owner: account.count for owner, account in self._accounts.items()
+        }
         if self._returning:
             found[Kept.RETURNING] = self._returning
         return found
@@ -272,7 +317,9 @@ class PageAllocator:
     def pages_of(self, owner: Hashable) -> PageIndices:
         """Every page of `owner`, ascending. Walks the pool: for audits and tests."""
         account = self._accounts.get(owner)
-        return np.flatnonzero(self._marks == (account.mark if account else _NOBODYS)).astype(np.int32)
+        return np.flatnonzero(self._marks == (account.mark if account else _NOBODYS)).astype(
+            np.int32
+        )
 
     def at_rest(self) -> bool:
         """Every page that can be handed out is free, or cached and unread, and nothing is held."""
@@ -304,21 +351,28 @@ class PageAllocator:
         self._free = top + pages.size
 
     def _checked(self, pages: PageIndices) -> PageIndices:
-        """Raises: OwnershipError for an index outside the pool (a negative one would silently mean another page)."""
+        """Raises: OwnershipError for an index outside the pool (a negative one would silently mean
+        another page).
+        """
         found: PageIndices = np.asarray(pages, dtype=np.int32)
         if found.ndim != 1:
             raise OwnershipError(f"{self._unit}s have shape {found.shape}, not [n]")
         if found.size:
-            most = int(found[0]) if found.size == 1 else int(found.view(np.uint32).max())  # a negative one is large so
+            # A negative one is large so.
+            most = int(found[0]) if found.size == 1 else int(found.view(np.uint32).max())
             if not 0 <= most < self._num_pages:
                 low = int(found.min())
                 raise OwnershipError(
-                    f"{self._unit} {low if low < 0 else int(found.max())} is outside 0..{self._num_pages - 1}"
+                    f"{self._unit} {low if low < 0 else int(found.max())} is outside "
+                    f"0..{self._num_pages - 1}"
                 )
         return found
 
     def _owned_by(self, pages: PageIndices, owner: Hashable) -> tuple[PageIndices, Index]:
-        """`pages`, each in the pool, named once, and `owner`'s, and the index of them. Raises: OwnershipError."""
+        """`pages`, each in the pool, named once, and `owner`'s, and the index of them.
+
+        Raises: OwnershipError.
+        """
         pages = self._checked(pages)
         count = pages.size
         if not count:
@@ -337,7 +391,10 @@ class PageAllocator:
             raise OwnershipError(f"{self._unit} {page} is {self._whose(page)}, not {owner!r}'s")
         if not once and names_twice(pages, int(pages.min()), int(pages.max())):
             ascending = np.sort(pages)
-            raise OwnershipError(f"{self._unit} {ascending[np.argmax(ascending[1:] == ascending[:-1])]} is named twice")
+            raise OwnershipError(
+                f"{self._unit} {ascending[np.argmax(ascending[1:] == ascending[:-1])]} is named "
+                "twice"
+            )
         return pages, where
 
     @staticmethod
@@ -351,12 +408,14 @@ class PageAllocator:
         fixed = {_FREE: "free", _RESERVED: "reserved", _RETURNING: "on its way back already"}
         if mark in fixed:
             return fixed[mark]
-        return next(f"{owner!r}'s" for owner, account in self._accounts.items() if account.mark == mark)
+        return next(
+            f"{owner!r}'s" for owner, account in self._accounts.items() if account.mark == mark
+        )
 
 
 def _where(pages: PageIndices) -> tuple[Index, bool]:
-    """The index of many pages, and whether it names each once: a slice, or in ascending order, and of the type that
-    numpy would make of it at every use."""
+    """The index of many pages, and whether it names each once: a slice, or in ascending order, and
+    of the type that numpy would make of it at every use."""
     if not ascends(pages):
         index = np.sort(pages).astype(np.intp)
         return index, ascends(index)

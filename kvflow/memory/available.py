@@ -1,4 +1,6 @@
-"""How much memory this process can still get: what the machine has free, within the limits of its control groups."""
+"""How much memory this process can still get: what the machine has free, within the limits of its
+control groups.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Available(msgspec.Struct, frozen=True, order=True):
 
 
 def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Available | None:
-    """The least of what the machine and each enclosing control group (v1 or v2) have left; None where neither says."""
+    """The least of what the machine and each enclosing control group (v1 or v2) have left; None
+    where neither says.
+    """
     return min((*_of_machine(proc), *_of_groups(proc, cgroups)), default=None)
 
 
@@ -44,7 +48,8 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[Available]:
             root, files = cgroups / "memory", _V1
         else:
             continue
-        # In a container the path may be the host's: then only the root of the mount, its own group, is there.
+        # In a container the path may be the host's: then only the root of the mount, its own group,
+        # is there.
         group = root / path.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             yield from _of_group(folder, files)
@@ -55,7 +60,11 @@ def _of_group(folder: Path, files: _Files) -> Iterator[Available]:
     if not limit or not used or not limit[0].isdigit():  # "max" is no limit
         return
     # File pages that were not used lately are given back before anything is refused.
-    cached = sum(int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith(files[2] + " "))
+    cached = sum(
+        int(line.split()[1])
+        for line in _lines(folder / "memory.stat")
+        if line.startswith(files[2] + " ")
+    )
     left = max(0, int(limit[0]) - int(used[0]) + cached)
     yield Available(left, f"control group {folder}, limit {limit[0]}")
 

@@ -1,8 +1,10 @@
-"""Many small blocks between a CUDA device and pinned host memory: copied by one kernel, in place of a call for each.
+"""Many small blocks between a CUDA device and pinned host memory: copied by one kernel, in place of
+a call for each.
 
-Imports Triton. A call of cudaMemcpyAsync costs some 2 us, and holds up what other threads queue: 512 pages of 2 MiB of
-a layer-first pool (65,536 blocks of 32 KiB) left an H100 with 8 GB/s, while steps of a small model took 65 times as
-long; with this kernel it is 36 GB/s, of 53 that one large copy has, and 1.8 times.
+Imports Triton. A call of cudaMemcpyAsync costs some 2 us, and holds up what other threads queue:
+512 pages of 2 MiB of a layer-first pool (65,536 blocks of 32 KiB) left an H100 with 8 GB/s, while
+steps of a small model took 65 times as long; with this kernel it is 36 GB/s, of 53 that one large
+copy has, and 1.8 times.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from triton import language as tl
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.pages.plan import Blocks
 
-LARGE_BYTES = 256 << 10  # blocks of this size on average move as fast with calls, which leave the model all processors
+# Blocks of this size on average move as fast with calls, which leave the model all processors.
+LARGE_BYTES = 256 << 10
 _MIN_BLOCKS = 16
 _WORD_BYTES = 8
 _WORDS = 2048  # that a program has under way at once
@@ -30,7 +33,10 @@ class BlockKernel:
         self._device = device
         words = torch.zeros(2, device=device, dtype=torch.int64)
         address = np.array([words.data_ptr()], dtype=np.int64)
-        self.queue(Blocks(address, address + _WORD_BYTES, np.array([_WORD_BYTES])), torch.cuda.current_stream(device))
+        self.queue(
+            Blocks(address, address + _WORD_BYTES, np.array([_WORD_BYTES])),
+            torch.cuda.current_stream(device),
+        )
         torch.cuda.current_stream(device).synchronize()
 
     def suits(self, blocks: Blocks) -> bool:
@@ -48,12 +54,17 @@ class BlockKernel:
                 on_device = torch.from_numpy(table).to(self._device)
                 _copy_blocks[(_PROGRAMS,)](on_device, blocks.sizes.size, _WORDS)
         except RuntimeError as error:
-            raise TransferError(f"a copy of {blocks.sizes.size} blocks was refused: {error}") from error
+            raise TransferError(
+                f"a copy of {blocks.sizes.size} blocks was refused: {error}"
+            ) from error
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_blocks(table, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """`table` int64 [3, count]: sources, targets, words. Program p copies blocks p, p + programs, ..."""
+    """`table` int64 [3, count]: sources, targets, words.
+
+    Program p copies blocks p, p + programs, ...
+    """
     for block in range(tl.program_id(0), count, tl.num_programs(0)):
         source = tl.load(table + block).to(tl.pointer_type(tl.int64))
         target = tl.load(table + count + block).to(tl.pointer_type(tl.int64))

@@ -1,4 +1,5 @@
-"""Checksums of pages (XXH3, 64 bits) in threads of their own, equal for equal content however a pool is laid out.
+"""Checksums of pages (XXH3, 64 bits) in threads of their own, equal for equal content however a
+pool is laid out.
 
 A checksum that does not come back in time is none.
 """
@@ -21,12 +22,17 @@ from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
-SHARES = 128  # plans for what one rank serves that are kept: twice as many as a room has ranks, however peers cut it
-_BREATH_BYTES = 1 << 20  # small blocks are summed with the GIL held: let others have it after so many bytes
+# Plans for what one rank serves that are kept: twice as many as a room has ranks, however peers cut
+# it.
+SHARES = 128
+# Small blocks are summed with the GIL held: let others have it after so many bytes.
+_BREATH_BYTES = 1 << 20
 
 
 class _Stretch(NamedTuple):
-    """Bytes that lie together in every page, or row: `size_bytes` at `offset` of it, pages `page_bytes` apart."""
+    """Bytes that lie together in every page, or row: `size_bytes` at `offset` of it, pages
+    `page_bytes` apart.
+    """
 
     memory: memoryview
     page_bytes: int
@@ -42,10 +48,16 @@ class Stores(NamedTuple):
 
 
 class PageChecksums(PageTasks):
-    """Implements `protocols.ports.Checksums`; the pool must stay open until `close` has returned."""
+    """Implements `protocols.ports.Checksums`;
+    the pool must stay open until `close` has returned.
+    """
 
-    def __init__(self, pool: PagedPool, layout: PoolLayout | None = None, *, within_s: float = WITHIN_S) -> None:
-        """`layout`: of what is summed of the pool, by default all. A checksum takes `within_s` at most.
+    def __init__(
+        self, pool: PagedPool, layout: PoolLayout | None = None, *, within_s: float = WITHIN_S
+    ) -> None:
+        """`layout`: of what is summed of the pool, by default all.
+
+        A checksum takes `within_s` at most.
 
         Raises: LayoutError for a pool that is not in host memory.
         """
@@ -57,7 +69,9 @@ class PageChecksums(PageTasks):
 
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
         places = self._layout.split(pages)
-        return self.start(functools.partial(self._sums.sum, places, served), len(places.pages), self._mapped_by)
+        return self.start(
+            functools.partial(self._sums.sum, places, served), len(places.pages), self._mapped_by
+        )
 
     async def close(self) -> None:
         try:
@@ -68,14 +82,20 @@ class PageChecksums(PageTasks):
 
 
 class PoolSums:
-    """Checksums of a pool in host memory, which must stay open: of all that it holds, or of what one rank has sent."""
+    """Checksums of a pool in host memory, which must stay open: of all that it holds, or of what
+    one rank has sent.
+    """
 
     def __init__(self, layout: PoolLayout) -> None:
         self._stores = stores_of(layout)
         self._gathered = functools.lru_cache(SHARES)(functools.partial(_gathered, layout))
 
-    def sum(self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]) -> bytes:
-        """In a thread: the checksum that the rank which has `served` has of them; empty when it was cancelled."""
+    def sum(
+        self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]
+    ) -> bytes:
+        """In a thread: the checksum that the rank which has `served` has of them; empty when it was
+        cancelled.
+        """
         if served is not None and (gathered := self._gathered(served)) is not None:
             return gathered.sum(places, cancelled)
         found = xxh3_64()
@@ -92,10 +112,15 @@ def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | N
     return None if is_as_it_lies(layout, served) else GatheredSum(layout, served)
 
 
-def sum_places(found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]) -> bool:
+def sum_places(
+    found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]
+) -> bool:
     """Add pages and rows, in their order, to `found`; in a thread. False when it was cancelled."""
     summed_bytes = 0
-    for stretches, indices in ((stores.pages, places.pages.tolist()), (stores.rows, places.rows.tolist())):
+    for stretches, indices in (
+        (stores.pages, places.pages.tolist()),
+        (stores.rows, places.rows.tolist()),
+    ):
         for page in indices:
             for s in stretches:
                 start = page * s.page_bytes + s.offset
@@ -111,20 +136,30 @@ def sum_places(found: xxh3_64, stores: Stores, places: Places, cancelled: Callab
 
 def stores_of(layout: PoolLayout) -> Stores:
     """Of a pool in host memory, which must stay mapped."""
-    memories = [memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers]
-    return Stores(_stretches(layout, memories, in_rows=False), _stretches(layout, memories, in_rows=True))
+    memories = [
+        memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers
+    ]
+    return Stores(
+        _stretches(layout, memories, in_rows=False), _stretches(layout, memories, in_rows=True)
+    )
 
 
 def _stretches(layout: PoolLayout, memories: list[memoryview], *, in_rows: bool) -> list[_Stretch]:
-    """Components in an order that depends on names and entries only (in an opaque pool, that of the bytes of its page);
-    neighbours in memory are summed as one."""
+    """Components in an order that depends on names and entries only (in an opaque pool, that of the
+    bytes of its page); neighbours in memory are summed as one."""
     found: list[_Stretch] = []
     for c in layout.components if layout.tag else in_order(layout.components):
         if c.in_rows != in_rows:
             continue
-        new = _Stretch(memories[c.buffer], layout.buffers[c.buffer].page_bytes, c.offset, c.size_bytes)
+        new = _Stretch(
+            memories[c.buffer], layout.buffers[c.buffer].page_bytes, c.offset, c.size_bytes
+        )
         last = found[-1] if found else None
-        if last is not None and last.memory is new.memory and last.offset + last.size_bytes == new.offset:
+        if (
+            last is not None
+            and last.memory is new.memory
+            and last.offset + last.size_bytes == new.offset
+        ):
             found[-1] = last._replace(size_bytes=last.size_bytes + new.size_bytes)
         else:
             found.append(new)

@@ -1,4 +1,5 @@
-"""Copying planned blocks between memories: with memmove on the host, with CUDA's copies where one side is a device.
+"""Copying planned blocks between memories: with memmove on the host, with CUDA's copies where one
+side is a device.
 
 A copy returns when all of it has been copied. One that fails has ended too: nothing of it runs on.
 """
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 
     from kvflow.memory.block_kernel import BlockKernel
 
-_HELD_BYTES = 1 << 20  # copied with the GIL held, some 150 us: handing it over costs more than copying a small block
+# Copied with the GIL held, some 150 us: handing it over costs more than copying a small block.
+_HELD_BYTES = 1 << 20
 SMALL_BYTES = 512  # blocks of no more, on average, are copied by numpy
 _FEW_BLOCKS = 64  # so few are not worth a call of numpy
 _HELD_CALLS = 64  # queued with the GIL held
-_PORTABLE, _MAPPED, _ANY_TO_ANY = 1, 2, 4  # cudaHostRegisterPortable, cudaHostRegisterMapped, cudaMemcpyDefault
+# cudaHostRegisterPortable, cudaHostRegisterMapped, cudaMemcpyDefault.
+_PORTABLE, _MAPPED, _ANY_TO_ANY = 1, 2, 4
 _SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 _copy_holding_gil = ctypes.PyDLL(None).memmove
@@ -44,28 +47,42 @@ class Copier(Protocol):
         """Raises: TransferError when some block was not copied."""
 
     def pin(self, pool: PagedPool) -> None:
-        """Keep this pool of host memory in place until `close`, so that a device can copy to and from it by itself.
+        """Keep this pool of host memory in place until `close`, so that a device can copy to and
+        from it by itself.
 
         Raises: LayoutError when that is not to be had.
         """
 
     def close(self) -> None:
-        """Let go of what was pinned; before those pools are closed, and when no copy runs. Idempotent."""
+        """Let go of what was pinned; before those pools are closed, and when no copy runs.
+
+        Idempotent.
+        """
 
 
 def copier_for(pool: PagedPool) -> Copier:
-    """Copies between `pool` and host memory. Raises: LayoutError for a device whose memory cannot be copied."""
+    """Copies between `pool` and host memory.
+
+    Raises: LayoutError for a device whose memory cannot be copied.
+    """
     return HostCopier() if pool.device == HOST else CudaCopier(pool.device)
 
 
 def copy_slices(
-    pairing: Pairing, source: Places, target: Places, slice_bytes: int, stopped: Callable[[], bool], copier: Copier
+    pairing: Pairing,
+    source: Places,
+    target: Places,
+    slice_bytes: int,
+    stopped: Callable[[], bool],
+    copier: Copier,
 ) -> bool:
     """In a thread. Returns whether all was copied; `stopped` is asked before every slice.
 
     Raises: TransferError.
     """
-    blocks = pairing.blocks(source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes)
+    blocks = pairing.blocks(
+        source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes
+    )
     ends = np.cumsum(blocks.sizes)
     start, done_bytes = 0, 0
     while start < ends.size:
@@ -78,8 +95,9 @@ def copy_slices(
 
 
 def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = None) -> PoolLayout:
-    """The components of `layout`, with as many pages and rows as `limit_bytes` of host memory hold: `num_rows`, or as
-    many as the pool has within half of it. Raises: MisuseError when that is no page, or no row."""
+    """The components of `layout`, with as many pages and rows as `limit_bytes` of host memory hold:
+    `num_rows`, or as many as the pool has within half of it. Raises: MisuseError when that is no
+    page, or no row."""
     page_bytes, row_bytes = layout.page_bytes, layout.row_bytes
     enough = page_bytes + (num_rows or 1) * row_bytes
     if num_rows is None:
@@ -91,27 +109,38 @@ def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = Non
     if pages < 1 or (row_bytes and num_rows < 1) or left < 0:
         rows = f" and {num_rows or 1} x {row_bytes} bytes of rows" if row_bytes else ""
         raise MisuseError(
-            f"{limit_bytes} bytes of host memory do not hold a page of {page_bytes} bytes{rows}; {enough} are enough"
+            f"{limit_bytes} bytes of host memory do not hold a page of {page_bytes} bytes{rows}; "
+            f"{enough} are enough"
         )
     return resized(layout, num_pages=pages, num_rows=num_rows)
 
 
 def are_small(blocks: Blocks) -> bool:
-    """Whether `copy_small` is the faster way: heads of single slots, where the widths of two pools differ."""
+    """Whether `copy_small` is the faster way: heads of single slots, where the widths of two pools
+    differ.
+    """
     count = blocks.sizes.size
     return count >= _FEW_BLOCKS and int(blocks.sizes.sum()) <= SMALL_BYTES * count
 
 
 def copy_small(blocks: Blocks) -> None:
-    """Copy many small blocks, all of one size in one call of numpy, which gathers them and scatters them again.
+    """Copy many small blocks, all of one size in one call of numpy, which gathers them and scatters
+    them again.
 
-    Blocks of 64, 128, 256, 512 bytes of scattered pages: 0.8, 1.4, 1.9, 2.4 GB/s; a memmove each: 0.1, 0.3, 0.5, 0.9
-    (two busy cores). To a plane that takes a block at a time these are tiny: they pass through staging, in another
-    order (`transports.data.slices`).
+    Blocks of 64, 128, 256, 512 bytes of scattered pages: 0.8, 1.4, 1.9, 2.4 GB/s; a memmove each:
+    0.1, 0.3, 0.5, 0.9 (two busy cores). To a plane that takes a block at a time these are tiny:
+    they pass through staging, in another order (`transports.data.slices`).
     """
     for size in np.unique(blocks.sizes).tolist():
-        alike = blocks if blocks.sizes.size * size == int(blocks.sizes.sum()) else _of_size(blocks, size)
-        (here, from_here), (there, onto) = _elements(alike.sources, size), _elements(alike.targets, size)
+        alike = (
+            blocks
+            if blocks.sizes.size * size == int(blocks.sizes.sum())
+            else _of_size(blocks, size)
+        )
+        (here, from_here), (there, onto) = (
+            _elements(alike.sources, size),
+            _elements(alike.targets, size),
+        )
         there[onto] = here[from_here]
 
 
@@ -124,8 +153,12 @@ class _Memory:
 
     def __init__(self, address: int, count: int, size: int) -> None:
         self.__array_interface__ = {
-            "data": (address, False), "shape": (count,), "strides": (1,), "typestr": f"|V{size}", "version": 3,
-        }  # fmt: skip
+            "data": (address, False),
+            "shape": (count,),
+            "strides": (1,),
+            "typestr": f"|V{size}",
+            "version": 3,
+        }
 
 
 def _elements(addresses: Addresses, size: int) -> tuple[NDArray[np.void], Addresses]:
@@ -142,11 +175,17 @@ class HostCopier:
         """Hands the GIL over after so many bytes, and with the last block."""
         if are_small(blocks):
             for start in range(0, blocks.sizes.size, _HELD_BYTES // SMALL_BYTES):
-                copy_small(Blocks(*(column[start : start + _HELD_BYTES // SMALL_BYTES] for column in blocks)))
+                copy_small(
+                    Blocks(
+                        *(column[start : start + _HELD_BYTES // SMALL_BYTES] for column in blocks)
+                    )
+                )
             return
         sources, targets, sizes = (column.tolist() for column in blocks)
         held = 0
-        for left, source, target, size in zip(range(len(sizes) - 1, -1, -1), sources, targets, sizes, strict=True):
+        for left, source, target, size in zip(
+            range(len(sizes) - 1, -1, -1), sources, targets, sizes, strict=True
+        ):
             held += size
             if left and held < _HELD_BYTES:
                 _copy_holding_gil(target, source, size)
@@ -162,15 +201,17 @@ class HostCopier:
 
 
 class CudaCopier:
-    """Implements `Copier` on a stream of its own, beside the model's: with cudaMemcpyAsync, and where there is Triton
-    many small blocks with a kernel."""
+    """Implements `Copier` on a stream of its own, beside the model's: with cudaMemcpyAsync, and
+    where there is Triton many small blocks with a kernel."""
 
     def __init__(self, device: str) -> None:
         """Raises: LayoutError."""
         import torch
 
         if torch.device(device).type != "cuda" or torch.version.cuda is None:
-            raise LayoutError(f"memory of {device} cannot be copied: only that of CUDA devices and the host can")
+            raise LayoutError(
+                f"memory of {device} cannot be copied: only that of CUDA devices and the host can"
+            )
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device)
         self._runtime = Runtime(_loaded_library("libcudart.so"))
@@ -189,7 +230,9 @@ class CudaCopier:
                 self._synchronize()
 
     def takes_kernel(self, blocks: Blocks) -> bool:
-        """Whether a kernel copies these: it can read and write no memory of the host but what was pinned here."""
+        """Whether a kernel copies these: it can read and write no memory of the host but what was
+        pinned here.
+        """
         if self._kernel is None or not self._kernel.suits(blocks):
             return False
         sources, targets, sizes = blocks
@@ -207,12 +250,15 @@ class CudaCopier:
             raise TransferError(f"copies on {self._device} failed: {error}") from error
 
     def pin(self, pool: PagedPool) -> None:
-        first, last = pool.layout.buffers[0], pool.layout.buffers[-1]  # of the one region that it is allocated in
+        # Of the one region that it is allocated in.
+        first, last = pool.layout.buffers[0], pool.layout.buffers[-1]
         address, size_bytes = first.address, last.address + last.size_bytes - first.address
         with _on(self._device):
             if status := self._runtime.register(address, size_bytes, _PORTABLE | _MAPPED):
                 text = self._runtime.explain(status)
-                raise LayoutError(f"{size_bytes} bytes of host memory cannot be pinned for {self._device}: {text}")
+                raise LayoutError(
+                    f"{size_bytes} bytes of host memory cannot be pinned for {self._device}: {text}"
+                )
         self._pinned.append((address, size_bytes))
 
     def close(self) -> None:
@@ -222,12 +268,17 @@ class CudaCopier:
 
 
 class Runtime:
-    """The calls of the CUDA runtime that torch does not publish; of the library that torch itself has loaded."""
+    """The calls of the CUDA runtime that torch does not publish; of the library that torch itself
+    has loaded.
+    """
 
     def __init__(self, path: str | None) -> None:
         """Raises: LayoutError when there is none."""
         if path is None:
-            raise LayoutError("torch has loaded no CUDA runtime (libcudart.so): memory of a device cannot be copied")
+            raise LayoutError(
+                "torch has loaded no CUDA runtime (libcudart.so): memory of a device cannot be "
+                "copied"
+            )
         self._queue_holding_gil = _typed(ctypes.PyDLL(path).cudaMemcpyAsync)
         self._queue_releasing_gil = _typed(ctypes.CDLL(path).cudaMemcpyAsync)
         library: Any = ctypes.CDLL(path)
@@ -240,8 +291,9 @@ class Runtime:
         self._explain.argtypes, self._explain.restype = [ctypes.c_int], ctypes.c_char_p
 
     def queue(self, blocks: Blocks, stream: int) -> None:
-        """Queue every block in order; handing the GIL over now and then. Raises: TransferError at the first that is
-        refused."""
+        """Queue every block in order; handing the GIL over now and then.
+
+        Raises: TransferError at the first that is refused."""
         sources, targets, sizes = (column.tolist() for column in blocks)
         for n, (source, target, size) in enumerate(zip(sources, targets, sizes, strict=True), 1):
             queue = self._queue_holding_gil if n % _HELD_CALLS else self._queue_releasing_gil
@@ -264,7 +316,13 @@ class Runtime:
 
 
 def _typed(function: Any) -> Any:
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    function.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
     function.restype = ctypes.c_int
     return function
 

@@ -1,4 +1,6 @@
-"""Memory of a device, as torch has it: where a pool's buffers lie when the CPU is not to read them."""
+"""Memory of a device, as torch has it: where a pool's buffers lie when the CPU is not
+to read them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ HOST = "cpu"
 
 
 def memory_on(device: torch.device | str, size_bytes: int) -> torch.Tensor:
-    """Zeroed bytes [size_bytes] on `device`. Raises: LayoutError when there is not enough memory, MisuseError without
-    torch."""
+    """Zeroed bytes [size_bytes] on `device`.
+
+    Raises: LayoutError when there is not enough memory, MisuseError without torch."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -29,7 +32,9 @@ def memory_on(device: torch.device | str, size_bytes: int) -> torch.Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         line = str(error).partition("\n")[0]
-        raise LayoutError(f"no memory for a pool of {size_bytes} bytes on {device}: {line}") from error
+        raise LayoutError(
+            f"no memory for a pool of {size_bytes} bytes on {device}: {line}"
+        ) from error
 
 
 def memory_of(device: torch.device) -> Available:
@@ -62,4 +67,6 @@ def stream_in(memory: torch.Tensor, layout: PoolLayout, c: Component) -> torch.T
 
 def misplaced(c: Component, page_bytes: int) -> LayoutError:
     """A component whose dtype cannot be read from where it lies."""
-    return LayoutError(f"component {c.name!r}: {c.dtype} cannot lie at {c.offset} in pages of {page_bytes} bytes")
+    return LayoutError(
+        f"component {c.name!r}: {c.dtype} cannot lie at {c.offset} in pages of {page_bytes} bytes"
+    )

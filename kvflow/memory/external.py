@@ -1,4 +1,6 @@
-"""Pages that an engine's own allocator owns: kvflow counts who still uses them, and never hands one out."""
+"""Pages that an engine's own allocator owns: kvflow counts who still uses them, and never hands one
+out.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends
 class ExternalPages:
     """Implements `protocols.ports.PageStore` for a pool whose pages the engine hands out by itself.
 
-    `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`: every room is opened over pages of the
-    engine's (`room(..., pages=mine)`). A page is busy while a peer may write into it, a write reads it, or a checksum
-    does; the engine gives a page to somebody else when it is busy no more. Pages that an earlier node over the pool has
-    lent, and whose writer may still write, are busy from the start. Every method may be called from any thread.
+    `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`: every room is
+    opened over pages of the engine's (`room(..., pages=mine)`). A page is busy while a peer may
+    write into it, a write reads it, or a checksum does; the engine gives a page to somebody else
+    when it is busy no more. Pages that an earlier node over the pool has lent, and whose writer may
+    still write, are busy from the start. Every method may be called from any thread.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -52,15 +55,18 @@ class ExternalPages:
     # --- what the engine asks
 
     def busy(self, pages: Sequence[int] | PageIndices) -> PageIndices:
-        """Those of `pages` that are still in use, in their order. Raises: OwnershipError (a page outside the pool)."""
+        """Those of `pages` that are still in use, in their order.
+
+        Raises: OwnershipError (a page outside the pool).
+        """
         found = self._checked(pages)
         return found[self._uses[found] > 0]
 
     def wait_idle(self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None) -> bool:
         """Block until none of `pages` is in use; False when that took longer than `timeout_s`.
 
-        Never call it on an event loop: what it waits for runs there. Raises: OwnershipError (a page outside the pool),
-        MisuseError (what is not a time).
+        Never call it on an event loop: what it waits for runs there. Raises: OwnershipError (a page
+        outside the pool), MisuseError (what is not a time).
         """
         found = self._checked(pages)
         if timeout_s is not None:
@@ -71,7 +77,10 @@ class ExternalPages:
     # --- what a node asks
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """Nothing, for a room that needs nothing. Raises: CapacityError for a room that was opened without pages."""
+        """Nothing, for a room that needs nothing.
+
+        Raises: CapacityError for a room that was opened without pages.
+        """
         if count:
             raise ExternalPagesError(count, owner)
         return np.empty(0, dtype=np.int32)
@@ -89,13 +98,19 @@ class ExternalPages:
         self._refuse(pages, "give back")
 
     def hold(self, pages: PageIndices) -> None:
-        """These pages are in use, once more each. Raises: OwnershipError (a page outside the pool; nothing is held)."""
+        """These pages are in use, once more each.
+
+        Raises: OwnershipError (a page outside the pool; nothing is held).
+        """
         found = self._checked(pages)
         with self._changed:
             self._count(found, 1)
 
     def unhold(self, pages: PageIndices) -> None:
-        """One use of each has ended. Raises: OwnershipError for a page that is not in use (nothing is changed)."""
+        """One use of each has ended.
+
+        Raises: OwnershipError for a page that is not in use (nothing is changed).
+        """
         found = self._checked(pages)
         with self._changed:
             counted = self._count(found, -1)
@@ -105,11 +120,16 @@ class ExternalPages:
             self._changed.notify_all()
 
     def withhold(self, pages: PageIndices) -> None:
-        """These pages are in use, once more each, by a writer of an earlier node. Raises: as `hold`."""
+        """These pages are in use, once more each, by a writer of an earlier node.
+
+        Raises: as `hold`.
+        """
         self.hold(pages)
 
     def _count(self, pages: PageIndices, more: int) -> PageIndices:
-        """Add to the uses of `pages`; returns them, many in ascending order: `np.add.at` takes 150 ms for a million."""
+        """Add to the uses of `pages`; returns them, many in ascending order: `np.add.at` takes 150
+        ms for a million.
+        """
         if pages.size >= MANY_PAGES and ascends(ascending := np.sort(pages)):
             self._uses[ascending] += np.int32(more)
             return ascending
@@ -126,7 +146,9 @@ class ExternalPages:
 
     def _refuse(self, pages: PageIndices, what: str) -> None:
         if len(pages):
-            raise OwnershipError(f"cannot {what} {len(pages)} pages: they belong to the engine's own allocator")
+            raise OwnershipError(
+                f"cannot {what} {len(pages)} pages: they belong to the engine's own allocator"
+            )
 
 
 class ExternalPagesError(CapacityError):
@@ -135,6 +157,6 @@ class ExternalPagesError(CapacityError):
     def __init__(self, count: int, owner: Hashable) -> None:
         super().__init__("pages", count, 0)
         self.args = (
-            f"{owner!r} needs {count} pages and the node has none to give: the engine's allocator owns them; open the "
-            f"room with pages=, {count} of them",
+            f"{owner!r} needs {count} pages and the node has none to give: the engine's allocator "
+            f"owns them; open the room with pages=, {count} of them",
         )

@@ -1,4 +1,6 @@
-"""The checksum of what one rank has sent, over a pool that holds it in another order, or in several copies."""
+"""The checksum of what one rank has sent, over a pool that holds it in another order, or in several
+copies.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,15 @@ _BATCH_BYTES = 1 << 20  # brought together, and summed, at a time
 
 
 class GatheredSum:
-    """Brings what a rank has served into the order in which the rank sums it, a few pages at a time, and sums that."""
+    """Brings what a rank has served into the order in which the rank sums it, a few pages at a
+    time, and sums that.
+    """
 
     def __init__(self, layout: PoolLayout, served: tuple[Served, ...]) -> None:
-        """`layout` is of a pool in host memory, which must stay open. Raises: LayoutError for what is not in it."""
+        """`layout` is of a pool in host memory, which must stay open.
+
+        Raises: LayoutError for what is not in it.
+        """
         kinds, rows = _kinds(layout, served), int(bool(layout.row_bytes))
         self._pairings: list[Pairing] = []
         if not kinds:
@@ -38,11 +45,15 @@ class GatheredSum:
                 num_rows=rows,
                 fingerprint=layout.fingerprint,
             )
-            self._pairings.append(Pairing(layout, there, ("pool", "rank"), only=spans_served(served)))
+            self._pairings.append(
+                Pairing(layout, there, ("pool", "rank"), only=spans_served(served))
+            )
 
     def sum(self, places: Places, cancelled: Callable[[], bool]) -> bytes:
         """In a thread; empty when it was cancelled."""
-        digests = [self._sum(pairing, places, cancelled) for pairing in self._pairings] or [xxh3_64().digest()]
+        digests = [self._sum(pairing, places, cancelled) for pairing in self._pairings] or [
+            xxh3_64().digest()
+        ]
         if not all(digests):
             return b""
         # Copies that differ are not all what was sent, so the answer must be what no sender has.
@@ -57,7 +68,9 @@ class GatheredSum:
                 return b""
             onto = [np.arange(indices.size, dtype=np.int32) for indices in part]
             lists = (part.pages, onto[0], part.rows, onto[1])
-            HostCopier.copy(pairing.blocks(*lists, max_block_bytes=_BATCH_BYTES, target_bases=bases))
+            HostCopier.copy(
+                pairing.blocks(*lists, max_block_bytes=_BATCH_BYTES, target_bases=bases)
+            )
             for memory, b in zip(memories, there.buffers, strict=True):
                 found.update(memory[: part[b.in_rows].size * b.page_bytes].data)
         return found.digest()
@@ -72,7 +85,9 @@ class GatheredSum:
 
 def is_as_it_lies(layout: PoolLayout, served: tuple[Served, ...]) -> bool:
     """What was served is the whole pool, and the pool can be summed as it is."""
-    return sends_all(layout, served) and all(len(copies) == 1 for copies in copies_of(layout.components))
+    return sends_all(layout, served) and all(
+        len(copies) == 1 for copies in copies_of(layout.components)
+    )
 
 
 def _kinds(layout: PoolLayout, served: tuple[Served, ...]) -> list[StateKind]:
@@ -82,5 +97,7 @@ def _kinds(layout: PoolLayout, served: tuple[Served, ...]) -> list[StateKind]:
         c = known[each.name][0]
         shape = (*c.shape[: c.axis], each.end - each.start, *c.shape[c.axis + 1 :])
         whole = c.whole or c.shape[c.axis]
-        found.append(StateKind(each.name, c.dtype, shape, c.unit, c.format, each.start, whole, axis=c.axis))
+        found.append(
+            StateKind(each.name, c.dtype, shape, c.unit, c.format, each.start, whole, axis=c.axis)
+        )
     return found

@@ -1,7 +1,8 @@
-"""Work on pages in threads of its own, each piece with an end that can be awaited, cancelled, and given up.
+"""Work on pages in threads of its own, each piece with an end that can be awaited, cancelled, and
+given up.
 
-What does not come back in time is given up. Its thread may hang in a read: it is left alone, and until it returns its
-pages are held and the memory stays mapped.
+What does not come back in time is given up. Its thread may hang in a read: it is left alone, and
+until it returns its pages are held and the memory stays mapped.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ CLOSE_S = 10.0
 log = logging.getLogger("kvflow.memory")
 
 Work = Callable[[Callable[[], bool]], bytes]
-"""What a thread does; it asks between two slices whether it was cancelled, and then returns nothing."""
+"""What a thread does; it asks between two slices whether it was cancelled, and then returns
+nothing.
+"""
 
 
 class PageTasks:
-    """Tasks of one kind over the pages of pools, which must stay open until `close` has returned."""
+    """Tasks of one kind over the pages of pools,
+    which must stay open until `close` has returned.
+    """
 
     def __init__(self, what: str, within_s: float = WITHIN_S) -> None:
         """`what` one of them is, for people ("checksum"). It takes `within_s` at most."""
@@ -56,7 +61,9 @@ class PageTasks:
             await run_to_end(asyncio.gather(*(task.released for task in self._running)), CLOSE_S)
         except TimeoutError:
             count = len(self._running)
-            log.warning("%d %ss have not ended within %g s, and are left alone", count, self._what, CLOSE_S)
+            log.warning(
+                "%d %ss have not ended within %g s, and are left alone", count, self._what, CLOSE_S
+            )
         finally:
             self._threads.shutdown(wait=False)
 
@@ -64,9 +71,12 @@ class PageTasks:
 class PageTask:
     """Implements `protocols.ports.ChecksumTask`."""
 
-    def __init__(self, what: str, work: Work, num_pages: int, mapped_by: tuple[object, ...], within_s: float) -> None:
+    def __init__(
+        self, what: str, work: Work, num_pages: int, mapped_by: tuple[object, ...], within_s: float
+    ) -> None:
         self._what, self._work, self._mapped_by, self._num_pages = what, work, mapped_by, num_pages
-        self._begun = threading.Lock()  # taken once, by who is first: the thread that reads, or the end
+        # Taken once, by who is first: the thread that reads, or the end.
+        self._begun = threading.Lock()
         self._cancelled = False
         loop = asyncio.get_running_loop()
         self._within_s, self._timer = within_s, loop.call_later(within_s, self._expire)
@@ -96,7 +106,9 @@ class PageTask:
         self.cancel()
 
     def _expire(self) -> None:
-        log.warning("a %s of %d pages took longer than %g s", self._what, self._num_pages, self._within_s)
+        log.warning(
+            "a %s of %d pages took longer than %g s", self._what, self._num_pages, self._within_s
+        )
         self.fail(f"the {self._what} took longer than {self._within_s:g} s")
 
     def _returned(self, running: asyncio.Future[bytes | None]) -> None:
@@ -119,8 +131,9 @@ class PageTask:
 
 
 class DaemonThreads(Executor):
-    """A ThreadPoolExecutor for whose threads the end of the process does not wait. (`aio.Threads` starts one a call: to
-    the event loop that costs more than most chunks take.)"""
+    """A ThreadPoolExecutor for whose threads the end of the process does not wait.
+
+    (`aio.Threads` starts one a call: to the event loop that costs more than most chunks take.)"""
 
     def __init__(self, limit: int, name: str) -> None:
         self._limit, self._name, self._threads, self._closed = limit, name, 0, False

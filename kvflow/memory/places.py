@@ -1,4 +1,6 @@
-"""The owners of a pool's pages and rows as one store: what a room holds is one list (see `layout.Places`)."""
+"""The owners of a pool's pages and rows as one store: what a room holds is one list (see
+`layout.Places`).
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 
 
 class PlaceAllocator:
-    """Implements `protocols.ports.PageStore` over the two allocators of a pool with rows, which go on to be used by
-    themselves. What names both kinds is done for both, or for neither."""
+    """Implements `protocols.ports.PageStore` over the two allocators of a pool with rows, which go
+    on to be used by themselves. What names both kinds is done for both, or for neither."""
 
     def __init__(self, layout: PoolLayout, pages: PageAllocator, rows: PageAllocator) -> None:
         self._layout, self.pages, self.rows = layout, pages, rows
@@ -46,13 +48,15 @@ class PlaceAllocator:
         both = self._split(pages)
         self.pages.move(both.pages, owner, new_owner)
         self._or_undo(
-            lambda: self.rows.move(both.rows, owner, new_owner), lambda: self.pages.move(both.pages, new_owner, owner)
+            lambda: self.rows.move(both.rows, owner, new_owner),
+            lambda: self.pages.move(both.pages, new_owner, owner),
         )
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
         """Raises: OwnershipError (nothing is given back)."""
         both = self._split(pages)
-        self.rows.move(both.rows, owner, owner)  # raises for what is not the owner's, and changes nothing
+        # Raises for what is not the owner's, and changes nothing.
+        self.rows.move(both.rows, owner, owner)
         self.pages.give_back(both.pages, owner)
         self.rows.give_back(both.rows, owner)
 
@@ -86,8 +90,13 @@ class PlaceAllocator:
         return self.pages.count_by(kind) + self.rows.count_by(kind)
 
     def _split(self, indices: PageIndices) -> Places:
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < self._layout.num_places:
-            raise OwnershipError(f"place {indices.max()} is outside 0..{self._layout.num_places - 1}")
+        if (
+            indices.size
+            and not 0 <= int(indices.min()) <= int(indices.max()) < self._layout.num_places
+        ):
+            raise OwnershipError(
+                f"place {indices.max()} is outside 0..{self._layout.num_places - 1}"
+            )
         return self._layout.split(indices) if indices.size else Places(NO_PLACES, NO_PLACES)
 
     @staticmethod

@@ -39,10 +39,13 @@ _BITS = {
 
 
 class PagedPool:
-    """Owns (`allocate`) or borrows (`wrap`) the bytes of one pool. `layout.buffers` carry this process's addresses.
+    """Owns (`allocate`) or borrows (`wrap`) the bytes of one pool.
 
-    `quarantine`: a decode node that is closed leaves here the loans whose end it could not prove, and every node over
-    this pool watches their writers. Until then no store that a node over this pool uses hands out one of their pages.
+    `layout.buffers` carry this process's addresses.
+
+    `quarantine`: a decode node that is closed leaves here the loans whose end it could not prove,
+    and every node over this pool watches their writers. Until then no store that a node over this
+    pool uses hands out one of their pages.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class PagedPool:
         arrays: Mapping[Component, Array] | None = None,
         device: str = HOST,
     ) -> None:
-        """`allocate` and `wrap` call this: `memory` belongs to the pool and is closed with it, `segment` does not."""
+        """`allocate` and `wrap` call this: `memory` belongs to the pool and is closed with it,
+        `segment` does not.
+        """
         self.layout = layout
         self.quarantine = PoolQuarantine(layout)
         self.device = device
@@ -72,11 +77,12 @@ class PagedPool:
     def allocate(
         cls, layout: PoolLayout, shared: bool = True, *, device: torch.device | str | None = None
     ) -> PagedPool:
-        """Zeroed memory for every buffer, in one piece: without a `device` a pre-faulted segment, which peers of this
-        machine can open when it is `shared`; with one, memory of torch's on it, whatever `shared` says.
+        """Zeroed memory for every buffer, in one piece: without a `device` a pre-faulted segment,
+        which peers of this machine can open when it is `shared`; with one, memory of torch's on it,
+        whatever `shared` says.
 
-        Raises: LayoutError when the layout does not hold or there is not enough memory; MisuseError when a device is
-        named and torch is not installed.
+        Raises: LayoutError when the layout does not hold or there is not enough memory; MisuseError
+        when a device is named and torch is not installed.
         """
         layout.check()
         offsets: list[int] = []
@@ -94,12 +100,14 @@ class PagedPool:
 
     @classmethod
     def mapped(cls, layout: PoolLayout, segment: SharedSegment) -> PagedPool:
-        """A pool that another process has allocated, over this process's mapping of it, which is the pool's from here
-        on. The addresses in `layout` are that process's. Raises: LayoutError when it is larger than the segment."""
+        """A pool that another process has allocated, over this process's mapping of it, which is
+        the pool's from here on. The addresses in `layout` are that process's. Raises: LayoutError
+        when it is larger than the segment."""
         first = layout.buffers[0].address  # where its segment begins
         layout = _placed(layout, [b.address - first for b in layout.buffers], segment.address)
         if any(
-            b.address < segment.address or b.address + b.size_bytes > segment.address + segment.size_bytes
+            b.address < segment.address
+            or b.address + b.size_bytes > segment.address + segment.size_bytes
             for b in layout.buffers
         ):
             raise LayoutError(f"the buffers of the layout do not lie in {segment!r}")
@@ -120,24 +128,34 @@ class PagedPool:
         fingerprint: str = "",
         parts: Mapping[str, Fields] | None = None,
     ) -> PagedPool:
-        """A pool over an engine's own numpy arrays or torch tensors, each [num_pages, page_size, *shape], not copied:
-        one contiguous array per stream (layer-first), or views into one page-first array. The pool keeps them alive.
+        """A pool over an engine's own numpy arrays or torch tensors, each [num_pages, page_size,
+        *shape], not copied: one contiguous array per stream (layer-first), or views into one
+        page-first array. The pool keeps them alive.
 
-        `per_page`: what is kept once per page, [num_pages, *shape]; `rows`: once per request, [num_rows, *shape].
-        `formats`: of streams whose bytes mean more than their dtype says; peers compare them as they are.
-        `num_pages`: of a pool of nothing but rows, whose pages only count tokens; others have it from their arrays.
-        `segment`: the shared segment in which they lie, so that prefills of this machine can write into them (see
-        `SharedSegment.memory`). It stays the caller's. Without one this pool can send, and receive over other planes.
-        `tag`: the pages are opaque, [num_pages, *any inner layout]; see `protocols.pages.layout`.
+        `per_page`: what is kept once per page, [num_pages, *shape]; `rows`: once per request,
+        [num_rows, *shape]. `formats`: of streams whose bytes mean more than their dtype says; peers
+        compare them as they are. `num_pages`: of a pool of nothing but rows, whose pages only count
+        tokens; others have it from their arrays. `segment`: the shared segment in which they lie,
+        so that prefills of this machine can write into them (see `SharedSegment.memory`). It stays
+        the caller's. Without one this pool can send, and receive over other planes. `tag`: the
+        pages are opaque, [num_pages, *any inner layout]; see `protocols.pages.layout`.
         `fingerprint`: what model's KV this is; peers whose fingerprint differs are refused.
-        `parts`: which part, or copy, an array is of what several ranks have together, by name and with the fields of
-        `protocols.pages.components.Part`: `{"k": {"start": 4, "whole": 8}}`. All of it, where none is named.
+        `parts`: which part, or copy, an array is of what several ranks have together, by name and
+        with the fields of `protocols.pages.components.Part`: `{"k": {"start": 4, "whole": 8}}`. All
+        of it, where none is named.
 
-        Raises: LayoutError when a page of a stream is not contiguous, shapes disagree, or memory is not the segment's.
+        Raises: LayoutError when a page of a stream is not contiguous, shapes disagree, or memory is
+        not the segment's.
         """
         streams = streams_of({SLOT: tensors, PAGE: per_page or {}, ROW: rows or {}})
         layout = describe(
-            streams, page_size, tag=tag, fingerprint=fingerprint, formats=formats, num_pages=num_pages, parts=parts
+            streams,
+            page_size,
+            tag=tag,
+            fingerprint=fingerprint,
+            formats=formats,
+            num_pages=num_pages,
+            parts=parts,
         )
         if segment is not None:
             _check_inside(layout, segment)
@@ -147,13 +165,20 @@ class PagedPool:
 
     def __repr__(self) -> str:
         layout = self.layout
-        memory = "shared" if self.segment is not None else "private" if self.on_host else f"on {self.device}"
+        memory = (
+            "shared"
+            if self.segment is not None
+            else "private"
+            if self.on_host
+            else f"on {self.device}"
+        )
         memory = "closed" if self._closed else memory
         tag = f", tag {layout.tag!r}" if layout.tag else ""
         rows = f" and {layout.num_rows} rows of {layout.row_bytes} bytes" if layout.num_rows else ""
         return (
-            f"<PagedPool of {layout.num_pages} pages, {layout.page_size} tokens and {layout.page_bytes} bytes each"
-            f"{rows}, in {len(layout.components)} streams{tag}, {memory}>"
+            f"<PagedPool of {layout.num_pages} pages, {layout.page_size} tokens and "
+            f"{layout.page_bytes} bytes each{rows}, in {len(layout.components)} streams{tag}, "
+            f"{memory}>"
         )
 
     @property
@@ -163,7 +188,9 @@ class PagedPool:
 
     @property
     def pages(self) -> PageAllocator:
-        """Who owns which page, made when first asked for: nodes made one after the other over one pool share it."""
+        """Who owns which page, made when first asked for: nodes made one after the other over one
+        pool share it.
+        """
         places = self.places
         return places if isinstance(places, PageAllocator) else places.pages
 
@@ -177,7 +204,9 @@ class PagedPool:
 
     @property
     def places(self) -> PageAllocator | PlaceAllocator:
-        """Who owns what a room holds: `pages`, and where the pool has rows, `pages` and `rows` as one store."""
+        """Who owns what a room holds: `pages`, and where the pool has rows, `pages` and `rows` as
+        one store.
+        """
         if self._places is None:
             self._pages = self._pages or PageAllocator(self.layout.num_pages)
             if self.layout.num_rows:
@@ -194,7 +223,9 @@ class PagedPool:
 
     @property
     def segment(self) -> SharedSegment | None:
-        """What a peer of this machine can open; None for private memory and for arrays outside any segment."""
+        """What a peer of this machine can open; None for private memory and for arrays outside any
+        segment.
+        """
         found = self._memory or self._segment
         return found if found is not None and found.fd >= 0 else None
 
@@ -205,18 +236,25 @@ class PagedPool:
 
     @property
     def mapped_by(self) -> tuple[object, ...]:
-        """What keeps the memory of an open pool where it is for as long as it is referred to, also past `close`."""
-        return (*self._arrays.values(), *([self._memory.memory] if self._memory is not None else []))
+        """What keeps the memory of an open pool where it is for as long as it is referred to, also
+        past `close`.
+        """
+        return (
+            *self._arrays.values(),
+            *([self._memory.memory] if self._memory is not None else []),
+        )
 
-    def array(self, component_name: str, *, start: int | None = None, replica: int | None = None) -> NDArray[Any]:
-        """Numpy view of one component; strided for page-first pools: [num_pages, page_size, *shape], or
-        [num_pages, *shape] where it has one unit per page, [num_rows, *shape] per row.
+    def array(
+        self, component_name: str, *, start: int | None = None, replica: int | None = None
+    ) -> NDArray[Any]:
+        """Numpy view of one component; strided for page-first pools: [num_pages, page_size,
+        *shape], or [num_pages, *shape] where it has one unit per page, [num_rows, *shape] per row.
 
-        What numpy has no dtype for is seen as bits: bfloat16 as uint16, float8 as uint8. A component of an opaque pool
-        that was allocated here is [num_pages, size_bytes] of uint8; a wrapped one has the shape it was given in.
-        `start`, `replica`: which of several parts or copies of that name; the only one needs neither.
-        Raises: LayoutError for an unknown name, one that more than one component has, a closed pool, or memory that the
-        CPU cannot read.
+        What numpy has no dtype for is seen as bits: bfloat16 as uint16, float8 as uint8. A
+        component of an opaque pool that was allocated here is [num_pages, size_bytes] of uint8; a
+        wrapped one has the shape it was given in. `start`, `replica`: which of several parts or
+        copies of that name; the only one needs neither. Raises: LayoutError for an unknown name,
+        one that more than one component has, a closed pool, or memory that the CPU cannot read.
         """
         component = self._component(component_name, start, replica)
         given = self._arrays.get(component)
@@ -225,18 +263,26 @@ class PagedPool:
         if isinstance(given, np.ndarray):
             return given
         if given.device.type != "cpu":
-            raise LayoutError(f"stream {component_name!r} is on {given.device}: numpy reads host memory only")
+            raise LayoutError(
+                f"stream {component_name!r} is on {given.device}: numpy reads host memory only"
+            )
         import torch
 
         bits = _BITS.get(str(given.dtype).removeprefix("torch."))
-        found: NDArray[Any] = (given if bits is None else given.view(getattr(torch, bits))).detach().numpy()
+        found: NDArray[Any] = (
+            (given if bits is None else given.view(getattr(torch, bits))).detach().numpy()
+        )
         return found
 
-    def tensor(self, component_name: str, *, start: int | None = None, replica: int | None = None) -> torch.Tensor:
-        """Torch view of one component, chosen and shaped as `array` does; strided for page-first pools.
+    def tensor(
+        self, component_name: str, *, start: int | None = None, replica: int | None = None
+    ) -> torch.Tensor:
+        """Torch view of one component, chosen and shaped as `array` does; strided for page-first
+        pools.
 
-        Raises: LayoutError for an unknown name, one that more than one component has, a closed pool, or a place in
-        memory its dtype cannot be read from; MisuseError when torch is not installed.
+        Raises: LayoutError for an unknown name, one that more than one component has, a closed
+        pool, or a place in memory its dtype cannot be read from; MisuseError when torch is not
+        installed.
         """
         which = (component_name, start, replica)
         found = self._tensors.get(which)
@@ -245,7 +291,9 @@ class PagedPool:
         return found
 
     def pages_bytes(self, pages: PageIndices) -> NDArray[np.uint8]:
-        """A copy [n, page_bytes] of whole pages, component after component (CPU memory only; for tests)."""
+        """A copy [n, page_bytes] of whole pages, component after component (CPU memory only; for
+        tests).
+        """
         return self._bytes(pages, in_rows=False)
 
     def rows_bytes(self, rows: PageIndices) -> NDArray[np.uint8]:
@@ -264,16 +312,18 @@ class PagedPool:
             whole = (count - 1) * b.page_bytes + c.offset + c.size_bytes
             flat = np.ctypeslib.as_array((ctypes.c_uint8 * whole).from_address(b.address))
             shape, strides = (count, c.size_bytes), (b.page_bytes, 1)
-            found = np.lib.stride_tricks.as_strided(flat[c.offset :], shape=shape, strides=strides, writeable=False)
+            found = np.lib.stride_tricks.as_strided(
+                flat[c.offset :], shape=shape, strides=strides, writeable=False
+            )
             columns.append(found[indices])
         return np.concatenate(columns, axis=1)
 
     def close(self) -> None:
-        """Give the memory of every buffer back (as soon as the last view of it is gone); a wrapped segment stays open.
-        Idempotent.
+        """Give the memory of every buffer back (as soon as the last view of it is gone); a wrapped
+        segment stays open. Idempotent.
 
-        While `unproven` is not empty, close a pool only at the end of the process: a writer that addresses plain memory
-        (mooncake) would reach what is mapped at the same addresses later.
+        While `unproven` is not empty, close a pool only at the end of the process: a writer that
+        addresses plain memory (mooncake) would reach what is mapped at the same addresses later.
         """
         self._closed = True
         self._tensors.clear()
@@ -287,34 +337,44 @@ class PagedPool:
         group = self._components.get(name)
         if group is None:
             names = ", ".join(list(self._components)[:5])
-            raise LayoutError(f"the pool has no component {name!r}; it has {len(self._components)}: {names} ...")
+            raise LayoutError(
+                f"the pool has no component {name!r}; it has {len(self._components)}: {names} ..."
+            )
         found = [c for c in group if start in (None, c.start) and replica in (None, c.replica)]
         if len(found) != 1:
             labels = ", ".join(c.label for c in group[:5]) + (" ..." if len(group) > 5 else "")
             raise LayoutError(
-                f"component {name!r}: start {start} and replica {replica} are those of {len(found)} components, not of "
-                f"one; the pool has {labels}"
+                f"component {name!r}: start {start} and replica {replica} are those of "
+                f"{len(found)} components, not of one; the pool has {labels}"
             )
         return found[0]
 
     def _view(self, c: Component) -> NDArray[Any]:
-        assert self._memory is not None  # without memory of its own a pool has an array for every component
+        # Without memory of its own a pool has an array for every component.
+        assert self._memory is not None
         b = self.layout.buffers[c.buffer]
         dtype = np.dtype(_BITS.get(c.dtype, c.dtype))
-        shape = (self.layout.page_size, *c.shape) if c.unit == SLOT and c.dtype != OPAQUE else c.shape
+        shape = (
+            (self.layout.page_size, *c.shape) if c.unit == SLOT and c.dtype != OPAQUE else c.shape
+        )
         inner: list[int] = [dtype.itemsize]
         for length in reversed(shape[1:]):
             inner.append(inner[-1] * length)
-        start, strides = b.address - self._memory.address + c.offset, (b.page_bytes, *reversed(inner))
-        return np.ndarray((self.layout.count_of(c), *shape), dtype, self._memory.memory, start, strides)
+        start, strides = (
+            b.address - self._memory.address + c.offset,
+            (b.page_bytes, *reversed(inner)),
+        )
+        return np.ndarray(
+            (self.layout.count_of(c), *shape), dtype, self._memory.memory, start, strides
+        )
 
     def _tensor(self, c: Component) -> torch.Tensor:
         try:
             import torch
         except ModuleNotFoundError:
             raise MisuseError(
-                "PagedPool.tensor needs torch, which is not installed: use PagedPool.array, or pip install "
-                "'kvflow[engine]'"
+                "PagedPool.tensor needs torch, which is not installed: use PagedPool.array, or pip "
+                "install 'kvflow[engine]'"
             ) from None
         given = self._arrays.get(c)
         if isinstance(given, torch.Tensor):
@@ -337,7 +397,9 @@ def _placed(layout: PoolLayout, offsets: Sequence[int], address: int) -> PoolLay
 
 def _check_inside(layout: PoolLayout, segment: SharedSegment) -> None:
     if segment.fd < 0:
-        raise LayoutError(f"{segment!r} cannot be opened by a peer: make it with SharedSegment.create")
+        raise LayoutError(
+            f"{segment!r} cannot be opened by a peer: make it with SharedSegment.create"
+        )
     for b in layout.buffers:
         offset = b.address - segment.address
         if offset < 0 or offset + b.size_bytes > segment.size_bytes:

@@ -1,6 +1,8 @@
-"""Loans without proof that outlived the nodes over one pool, and the stores that must not hand out their pages.
+"""Loans without proof that outlived the nodes over one pool, and the stores that must not hand out
+their pages.
 
-It belongs to the pool, not to a store of pages: the next node over the pool may well have another store.
+It belongs to the pool, not to a store of pages: the next node over the pool may well have another
+store.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class _Lease:
-    """The pages of one room, the loans of them that have not ended, and the stores that withhold them."""
+    """The pages of one room, the loans of them that have not ended, and the stores that withhold
+    them.
+    """
 
     __slots__ = ("loans", "pages", "stores")
 
@@ -34,13 +38,17 @@ class _Lease:
 
 
 class PoolQuarantine:
-    """Implements `protocols.ports.Quarantine`. One lock guards it: nodes over one pool may run in several threads."""
+    """Implements `protocols.ports.Quarantine`.
+
+    One lock guards it: nodes over one pool may run in several threads.
+    """
 
     def __init__(self, layout: PoolLayout) -> None:
         self._layout = layout
         self._lock = threading.RLock()
         self.leases: dict[LeaseId, _Lease] = {}
-        self._named: NDArray[np.int32] | None = None  # how many leases name each place; made with the first of them
+        # How many leases name each place; made with the first of them.
+        self._named: NDArray[np.int32] | None = None
         self._own: list[PageStore] = []  # of the pool itself
         self._heirs: list[tuple[Heir, PageStore]] = []  # the nodes that run, and what they hand out
 
@@ -55,7 +63,11 @@ class PoolQuarantine:
 
     def standing(self, loans: Sequence[UnprovenLoan]) -> list[UnprovenLoan]:
         with self._lock:
-            return [loan for loan in loans if (lease := self.leases.get(loan.lease)) and loan in lease.loans]
+            return [
+                loan
+                for loan in loans
+                if (lease := self.leases.get(loan.lease)) and loan in lease.loans
+            ]
 
     def check(self, pages: PageIndices) -> None:
         """Raises: OwnershipError, which names the page, the writer and what to do."""
@@ -65,19 +77,27 @@ class PoolQuarantine:
             if self._named is None or not (kept := self._named[pages] > 0).any():
                 return
             place = int(np.asarray(pages)[kept][0])
-            loan = next(lease.loans[0] for lease in self.leases.values() if place in lease.pages.tolist())
-        text = f"page {place}" if place < self._layout.num_pages else f"row {place - self._layout.num_pages}"
+            loan = next(
+                lease.loans[0] for lease in self.leases.values() if place in lease.pages.tolist()
+            )
+        text = (
+            f"page {place}"
+            if place < self._layout.num_pages
+            else f"row {place - self._layout.num_pages}"
+        )
         raise OwnershipError(
-            f"{text} is in quarantine: an earlier node over this pool lent it to prefill {loan.incarnation:016x} at "
-            f"{loan.control}, which may still write into it; use another one until that process is proven to have "
-            f"ended, or end its loans with declare_dead({loan.incarnation:#x}, why)"
+            f"{text} is in quarantine: an earlier node over this pool lent it to prefill "
+            f"{loan.incarnation:016x} at {loan.control}, which may still write into it; use "
+            "another one until that process is proven to have ended, or end its loans with "
+            f"declare_dead({loan.incarnation:#x}, why)"
         )
 
     # --- stores
 
     def keep_out_of(self, store: PageStore, *, always: bool = False) -> None:
-        """A node is about to hand out pages of `store`: it withholds those in quarantine. With `always` it is the
-        pool's own, which may be used without a node."""
+        """A node is about to hand out pages of `store`: it withholds those in quarantine.
+
+        With `always` it is the pool's own, which may be used without a node."""
         with self._lock:
             if always:
                 self._own.append(store)
@@ -89,15 +109,21 @@ class PoolQuarantine:
             return
         try:
             store.withhold(np.concatenate([lease.pages for lease in fresh]))
-        except Exception as error:  # noqa: BLE001 - logged; no other store and no other room pays for it
-            # It knows fewer pages than the pool has, or it is somebody's own and fails: it keeps those of each room
-            # that it can, and `check` refuses the others by name.
+        except Exception as error:  # noqa: BLE001
+            # Logged; no other store and no other room pays for it.
+            # It knows fewer pages than the pool has, or it is somebody's own and fails: it keeps
+            # those of each room that it can, and `check` refuses the others by name.
             if len(fresh) > 1:
                 for lease in fresh:
                     self._withhold(store, (lease,))
             else:
                 room = fresh[0].loans[0].room
-                log.warning("%r cannot withhold the pages of room %d of an earlier node: %s", store, room, error)
+                log.warning(
+                    "%r cannot withhold the pages of room %d of an earlier node: %s",
+                    store,
+                    room,
+                    error,
+                )
             return
         for lease in fresh:
             lease.stores.append(store)
@@ -149,7 +175,9 @@ class PoolQuarantine:
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
         with self._lock:
             for name, lease in list(self.leases.items()):
-                lease.loans = [o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)]
+                lease.loans = [
+                    o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)
+                ]
                 if not lease.loans:  # no node has taken it over yet, and none will
                     self.free(name)
             heirs = [heir for heir, _ in self._heirs]

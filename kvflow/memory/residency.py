@@ -1,4 +1,6 @@
-"""A request's state, which can leave the device and come back: the shell of `protocols.machines.residency`."""
+"""A request's state, which can leave the device and come back: the shell of
+`protocols.machines.residency`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import numpy as np
 from kvflow.aio import wait_or_cancel
 from kvflow.memory.snapshot import Snapshot, SnapshotStore
 from kvflow.protocols.errors import CapacityError, MisuseError
-from kvflow.protocols.machines.residency import TABLE, ResidencyCommand, ResidencyKind, ResidencyPhase
+from kvflow.protocols.machines.residency import (
+    TABLE,
+    ResidencyCommand,
+    ResidencyKind,
+    ResidencyPhase,
+)
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places
 from kvflow.protocols.ports import PageStore
 
@@ -26,16 +33,25 @@ class _StoppedError(Exception):
 
 
 class Resident:
-    """Pages and rows of a pool, all of which belong to `owner`, or a snapshot of them. Used on one event loop.
+    """Pages and rows of a pool, all of which belong to `owner`, or a snapshot of them.
+
+    Used on one event loop.
 
     `phase` is RESIDENT, LEAVING (`retract`), AWAY, RETURNING (`resume`), or ENDED (`close`).
     """
 
     def __init__(
-        self, owner: Hashable, places: Places, *, pages: PageStore, rows: PageStore | None = None,
+        self,
+        owner: Hashable,
+        places: Places,
+        *,
+        pages: PageStore,
+        rows: PageStore | None = None,
         store: SnapshotStore | None = None,
-    ) -> None:  # fmt: skip
-        """`pages` and `rows` say who owns what of the pool; without a `store` it can be dropped, and not retracted."""
+    ) -> None:
+        """`pages` and `rows` say who owns what of the pool; without a `store` it can be dropped,
+        and not retracted.
+        """
         self.owner = owner
         self.phase = P.RESIDENT
         self._places, self._sizes = places, (int(places.pages.size), int(places.rows.size))
@@ -44,7 +60,10 @@ class Resident:
         self._copy: asyncio.Task[Any] | None = None
 
     def __repr__(self) -> str:
-        return f"<Resident {self.owner!r}: {self.phase.name.lower()}, {self._sizes[0]} pages and {self._sizes[1]} rows>"
+        return (
+            f"<Resident {self.owner!r}: {self.phase.name.lower()}, {self._sizes[0]} pages and "
+            f"{self._sizes[1]} rows>"
+        )
 
     @property
     def places(self) -> Places:
@@ -64,14 +83,18 @@ class Resident:
         self._sizes = (int(self._places.pages.size), self._sizes[1])
 
     def hand_over(self, count: int) -> None:
-        """The first `count` pages have another owner now, and stay. Raises: MisuseError unless it is RESIDENT."""
+        """The first `count` pages have another owner now, and stay.
+
+        Raises: MisuseError unless it is RESIDENT.
+        """
         self._expect(P.RESIDENT)
         self._places = Places(self._places.pages[count:], self._places.rows)
         self._sizes = (int(self._places.pages.size), self._sizes[1])
 
     def needs(self, pages: int) -> None:
-        """It is to be computed again, in so many pages: what was copied out is of no use any more. Raises: MisuseError
-        unless it is AWAY."""
+        """It is to be computed again, in so many pages: what was copied out is of no use any more.
+
+        Raises: MisuseError unless it is AWAY."""
         self._expect(P.AWAY)
         self._free_snapshot()
         self._sizes = (pages, self._sizes[1])
@@ -82,10 +105,12 @@ class Resident:
         return self._snapshot is not None
 
     async def retract(self) -> None:
-        """Copy everything out, then give pages and rows back. It is AWAY afterwards, or ENDED if it was closed.
+        """Copy everything out, then give pages and rows back.
 
-        Nothing may write to the pages meanwhile. After an error, or a cancellation, it is RESIDENT as before.
-        Raises: HostMemoryError, MisuseError without a store or unless it is RESIDENT.
+        It is AWAY afterwards, or ENDED if it was closed.
+
+        Nothing may write to the pages meanwhile. After an error, or a cancellation, it is RESIDENT
+        as before. Raises: HostMemoryError, MisuseError without a store or unless it is RESIDENT.
         """
         if self._store is None:
             raise MisuseError("there is no host memory to retract to")
@@ -103,9 +128,11 @@ class Resident:
     async def resume(self) -> bool:
         """Take as many pages and rows as it had, and copy into them what was copied out.
 
-        It is RESIDENT afterwards, or ENDED if it was closed; after an error, or a cancellation, AWAY as before. Returns
-        whether its state came back: what was dropped, its owner computes again.
-        Raises: CapacityError when there are too few pages or rows (none is taken), MisuseError unless it is AWAY.
+        It is RESIDENT afterwards, or ENDED if it was closed; after an error, or a cancellation,
+        AWAY as before. Returns whether its state came back: what was dropped, its owner computes
+        again.
+        Raises: CapacityError when there are too few pages or rows (none is taken), MisuseError
+        unless it is AWAY.
         """
         self._expect(P.AWAY)
         self._places = self._taken()
@@ -120,7 +147,10 @@ class Resident:
         return True
 
     def close(self) -> None:
-        """Free whatever it has, pages and host memory, as soon as no copy or step uses it. Idempotent, in any phase."""
+        """Free whatever it has, pages and host memory, as soon as no copy or step uses it.
+
+        Idempotent, in any phase.
+        """
         self._feed(K.CLOSE)
 
     def _taken(self) -> Places:
@@ -144,7 +174,10 @@ class Resident:
                 raise
 
     async def _ended(self, copying: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
-        """What `copying` returns; it has ended when this returns or raises. Raises: _StoppedError."""
+        """What `copying` returns; it has ended when this returns or raises.
+
+        Raises: _StoppedError.
+        """
         self._copy = copy = asyncio.ensure_future(copying)
         try:
             await wait_or_cancel(copy, undo)

@@ -1,11 +1,13 @@
-"""A segment of memory that a process of the same user can open through /proc, and that has no name to leak.
+"""A segment of memory that a process of the same user can open through /proc, and that has no name
+to leak.
 
-The segment is a sealed memfd: it can neither shrink nor grow, so a process that maps it is never hit by SIGBUS.
-Mappings are not inherited by children (MADV_DONTFORK) and the descriptor is closed on exec, so only the process that
-opened a segment can write through its mapping: that process's death is the fence of the local data plane.
+The segment is a sealed memfd: it can neither shrink nor grow, so a process that maps it is never
+hit by SIGBUS. Mappings are not inherited by children (MADV_DONTFORK) and the descriptor is closed
+on exec, so only the process that opened a segment can write through its mapping: that process's
+death is the fence of the local data plane.
 
-Behind the pool is one page that is not mapped, where the owner of the memory writes which nodes' pool it is: a stranger
-can name the descriptor as his own, but cannot write there.
+Behind the pool is one page that is not mapped, where the owner of the memory writes which nodes'
+pool it is: a stranger can name the descriptor as his own, but cannot write there.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def prefault(address: int, size_bytes: int) -> bool:
-    """Back `size_bytes` at `address` with pages, piece by piece and without the GIL; False where the kernel cannot."""
+    """Back `size_bytes` at `address` with pages, piece by piece and without the GIL; False where
+    the kernel cannot.
+    """
     for offset in range(0, size_bytes, _PREFAULT_BYTES):
-        if _libc.madvise(address + offset, min(_PREFAULT_BYTES, size_bytes - offset), _MADV_POPULATE_WRITE):
+        if _libc.madvise(
+            address + offset, min(_PREFAULT_BYTES, size_bytes - offset), _MADV_POPULATE_WRITE
+        ):
             return False
     return True
 
@@ -42,8 +48,8 @@ def prefault(address: int, size_bytes: int) -> bool:
 class SharedSegment:
     """One mapping of memory: our own (`create`, `private`), or a peer's (`open_peer`).
 
-    `close` gives the descriptor back at once, and the mapping as soon as no view of it is left. One that nobody holds
-    any more is closed.
+    `close` gives the descriptor back at once, and the mapping as soon as no view of it is left. One
+    that nobody holds any more is closed.
     """
 
     def __init__(self, mapping: mmap.mmap, fd: int) -> None:
@@ -58,7 +64,10 @@ class SharedSegment:
 
     @classmethod
     def create(cls, size_bytes: int) -> SharedSegment:
-        """New zeroed memory that peers can open, pre-faulted. Raises: LayoutError when there is not enough."""
+        """New zeroed memory that peers can open, pre-faulted.
+
+        Raises: LayoutError when there is not enough.
+        """
         size_bytes = _affordable(_whole_pages(size_bytes))
         fd = os.memfd_create("kvflow-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -72,7 +81,10 @@ class SharedSegment:
 
     @classmethod
     def private(cls, size_bytes: int) -> SharedSegment:
-        """New zeroed memory that no other process can open (`fd` is -1), pre-faulted. Raises: LayoutError."""
+        """New zeroed memory that no other process can open (`fd` is -1), pre-faulted.
+
+        Raises: LayoutError.
+        """
         size_bytes = _affordable(_whole_pages(size_bytes))
         try:
             return _own(cls(_map(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), -1))
@@ -83,14 +95,16 @@ class SharedSegment:
     def open_peer(cls, pid: int, fd: int, owner: int = 0) -> SharedSegment:
         """Map descriptor `fd` of process `pid`; slow (pre-faults), so call it in a thread.
 
-        The caller checks before and after that `pid` is still the process it means. `owner`: the incarnation that must
-        have claimed it; 0 where the caller knows whose it is.
+        The caller checks before and after that `pid` is still the process it means. `owner`: the
+        incarnation that must have claimed it; 0 where the caller knows whose it is.
         Raises: TransferError when it cannot be opened, is not a sealed segment, or is another's.
         """
         try:
             ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise TransferError(f"cannot open the pool of process {pid}: {error.strerror}") from error
+            raise TransferError(
+                f"cannot open the pool of process {pid}: {error.strerror}"
+            ) from error
         try:
             if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
                 raise TransferError(f"descriptor {fd} of process {pid} is not a sealed segment")
@@ -98,31 +112,46 @@ class SharedSegment:
             if size_bytes < 1:
                 raise TransferError(f"descriptor {fd} of process {pid} has no bytes of a pool")
             if owner and owner not in _read_claims(ours, size_bytes):
-                raise TransferError(f"descriptor {fd} of process {pid} is not the pool of {owner:016x}, which named it")
+                raise TransferError(
+                    f"descriptor {fd} of process {pid} is not the pool of {owner:016x}, which "
+                    "named it"
+                )
             segment = cls(_map(ours, size_bytes, mmap.MAP_SHARED), -1)
         except OSError as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
             os.close(ours)
-        prefault(segment.address, segment.size_bytes)  # where the kernel cannot, the first writes fault pages in
+        # Where the kernel cannot, the first writes fault pages in.
+        prefault(segment.address, segment.size_bytes)
         return segment
 
     def __repr__(self) -> str:
-        kind = "closed" if self._mapping is None else "private" if self.fd < 0 else f"descriptor {self.fd}"
+        kind = (
+            "closed"
+            if self._mapping is None
+            else "private"
+            if self.fd < 0
+            else f"descriptor {self.fd}"
+        )
         return f"<SharedSegment of {self.size_bytes} bytes at {self.address:#x}, {kind}>"
 
     @property
     def memory(self) -> mmap.mmap:
-        """The mapping, as a buffer: `np.frombuffer` and `torch.frombuffer` make arrays in it that share its bytes, for
-        `PagedPool.wrap(..., segment=)`. Raises: LayoutError after `close`."""
+        """The mapping, as a buffer: `np.frombuffer` and `torch.frombuffer` make arrays in it that
+        share its bytes, for `PagedPool.wrap(..., segment=)`. Raises: LayoutError after `close`."""
         if self._mapping is None:
             raise LayoutError(f"the segment of {self.size_bytes} bytes is closed")
         return self._mapping
 
     def claim(self, owner: int) -> None:
-        """Let peers know that this is the pool of the node `owner`, an incarnation. Raises: LayoutError."""
+        """Let peers know that this is the pool of the node `owner`, an incarnation.
+
+        Raises: LayoutError.
+        """
         if len(self._claims) == _CLAIMS_BYTES // _CLAIM.size:
-            raise LayoutError(f"{len(self._claims)} nodes have claimed this segment, and no more can")
+            raise LayoutError(
+                f"{len(self._claims)} nodes have claimed this segment, and no more can"
+            )
         self._claims.append(owner)
         self._write_claims()
 
@@ -139,7 +168,8 @@ class SharedSegment:
 
     def close(self) -> None:
         """Idempotent."""
-        # Not mmap.close: a torch tensor keeps the mmap object alive, but does not count as a user of its buffer.
+        # Not mmap.close: a torch tensor keeps the mmap object alive, but does not count as a user
+        # of its buffer.
         self._mapping = None
         self.fd = -1
         if self._close_fd is not None:
@@ -158,7 +188,9 @@ def _whole_pages(size_bytes: int) -> int:
 
 
 def _affordable(size_bytes: int) -> int:
-    """Memory is pre-faulted, so that one who asks for more than there is would be killed, not refused."""
+    """Memory is pre-faulted, so that one who asks for more than there is would be killed, not
+    refused.
+    """
     available = available_memory()
     if available is not None and size_bytes > available.size_bytes:
         raise LayoutError(f"no memory for a pool of {size_bytes} bytes: {available}")
@@ -173,5 +205,6 @@ def _map(fd: int, size_bytes: int, flags: int) -> mmap.mmap:
 
 def _own(segment: SharedSegment) -> SharedSegment:
     if not prefault(segment.address, segment.size_bytes):
-        ctypes.memset(segment.address, 0, segment.size_bytes)  # older kernels: touch what is ours, and zero anyway
+        # Older kernels: touch what is ours, and zero anyway.
+        ctypes.memset(segment.address, 0, segment.size_bytes)
     return segment

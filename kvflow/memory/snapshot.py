@@ -1,13 +1,15 @@
-"""Snapshots: what a request holds in a pool, copied out to host memory, and restored into any pages and rows later.
+"""Snapshots: what a request holds in a pool, copied out to host memory, and restored into any pages
+and rows later.
 
-A snapshot is pages and rows of a second pool, in host memory, that has the components of the first (page-first): what
-is copied comes from the same plan as a transfer (`protocols.pages.plan`), so no stream, scale or row can be left out,
-and host memory is bounded, counted and freed as pages of any pool are.
+A snapshot is pages and rows of a second pool, in host memory, that has the components of the first
+(page-first): what is copied comes from the same plan as a transfer (`protocols.pages.plan`), so no
+stream, scale or row can be left out, and host memory is bounded, counted and freed as pages of any
+pool are.
 
-Copies run slice by slice in one thread. Pages and rows are held while a copy reads or writes them (I13), so their owner
-may give them back meanwhile: they become free when the copy has ended. A copy that fails or is cancelled is drained
-first; then a snapshot that was being made has freed its host memory, and one that was being restored is whole, to be
-restored again.
+Copies run slice by slice in one thread. Pages and rows are held while a copy reads or writes them
+(I13), so their owner may give them back meanwhile: they become free when the copy has ended. A copy
+that fails or is cancelled is drained first; then a snapshot that was being made has freed its host
+memory, and one that was being restored is whole, to be restored again.
 """
 
 from __future__ import annotations
@@ -24,14 +26,21 @@ import numpy as np
 from kvflow.aio import run_to_end
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.errors import CapacityError, HostMemoryError, LayoutError, MisuseError, OwnershipError
+from kvflow.protocols.errors import (
+    CapacityError,
+    HostMemoryError,
+    LayoutError,
+    MisuseError,
+    OwnershipError,
+)
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout, names_twice
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
 VERSION = 1
 SLICE_BYTES = 8 << 20  # some 2 ms: after a cancel no more than this is still copied
-DEVICE_SLICE_BYTES = 32 << 20  # some 0.6 ms over PCIe 5; after each slice the device waits for the next
+# Some 0.6 ms over PCIe 5; after each slice the device waits for the next.
+DEVICE_SLICE_BYTES = 32 << 20
 
 
 class Snapshot:
@@ -39,17 +48,24 @@ class Snapshot:
 
     version = VERSION
 
-    def __init__(self, store: SnapshotStore, places: Places, num_pages: int, owner: Hashable) -> None:
+    def __init__(
+        self, store: SnapshotStore, places: Places, num_pages: int, owner: Hashable
+    ) -> None:
         self.places, self.owner = places, owner
         """In the store's host pool, not in the pool they were copied from."""
         self.num_pages, self.num_rows = num_pages, int(places.rows.size)
         layout = store.host.layout
-        self.size_bytes = int(places.pages.size) * layout.page_bytes + self.num_rows * layout.row_bytes
+        self.size_bytes = (
+            int(places.pages.size) * layout.page_bytes + self.num_rows * layout.row_bytes
+        )
         self._store: SnapshotStore | None = store
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
-        return f"<Snapshot of {self.num_pages} pages and {self.num_rows} rows, {self.size_bytes} bytes{state}>"
+        return (
+            f"<Snapshot of {self.num_pages} pages and {self.num_rows} rows, {self.size_bytes} "
+            f"bytes{state}>"
+        )
 
     @property
     def closed(self) -> bool:
@@ -82,16 +98,19 @@ class SnapshotStore:
         rows: PageStore | None = None,
         slice_bytes: int | None = None,
     ) -> None:
-        """Allocates the host memory, pre-faulted: make it in a thread. `limit_bytes` is for pages and `num_rows` rows;
-        as many rows as the pool has, by default, or what half of it holds. `pages`, `rows`: who counts the pool's,
-        where that is not the pool.
+        """Allocates the host memory, pre-faulted: make it in a thread.
 
-        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's device; MisuseError
-        for a limit that holds no page, or no row.
+        `limit_bytes` is for pages and `num_rows` rows; as many rows as the pool has, by default, or
+        what half of it holds. `pages`, `rows`: who counts the pool's, where that is not the pool.
+
+        Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
+        device; MisuseError for a limit that holds no page, or no row.
         """
         self.pool, self.limit_bytes = pool, limit_bytes
         self._copier = copier_for(pool)
-        self.host = PagedPool.allocate(host_layout(pool.layout, limit_bytes, num_rows), shared=False)
+        self.host = PagedPool.allocate(
+            host_layout(pool.layout, limit_bytes, num_rows), shared=False
+        )
         self._copier.pin(self.host)
         self.host_rows = self.host.rows if pool.layout.num_rows else None
         self._pages: PageStore = pages or pool.pages
@@ -105,14 +124,21 @@ class SnapshotStore:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<SnapshotStore of {self.limit_bytes} bytes: {self.used_bytes} used by {len(self._open)} snapshots>"
+        return (
+            f"<SnapshotStore of {self.limit_bytes} bytes: {self.used_bytes} used by "
+            f"{len(self._open)} snapshots>"
+        )
 
     @property
     def used_bytes(self) -> int:
-        """Of host memory: of open snapshots, those being made included, and of closed ones that a copy still reads."""
+        """Of host memory: of open snapshots, those being made included, and of closed ones that a
+        copy still reads.
+        """
         layout, pages, rows = self.host.layout, self.host.pages, self.host_rows
         used = (pages.num_pages - pages.free_pages) * layout.page_bytes
-        return used if rows is None else used + (rows.num_pages - rows.free_pages) * layout.row_bytes
+        return (
+            used if rows is None else used + (rows.num_pages - rows.free_pages) * layout.row_bytes
+        )
 
     @property
     def count(self) -> int:
@@ -121,8 +147,8 @@ class SnapshotStore:
     async def take(self, places: Places) -> Snapshot:
         """Copy pages and rows of the pool out. They may be given back as soon as this has begun.
 
-        Raises: HostMemoryError (nothing was copied), OwnershipError for pages without an owner, LayoutError for an
-        index outside the pool, MisuseError for what is no `Places`.
+        Raises: HostMemoryError (nothing was copied), OwnershipError for pages without an owner,
+        LayoutError for an index outside the pool, MisuseError for what is no `Places`.
         """
         self._check_open()
         _check_given(places)
@@ -138,23 +164,26 @@ class SnapshotStore:
         return snapshot
 
     async def restore(self, snapshot: Snapshot, places: Places) -> None:
-        """Copy a snapshot, of this pool or of one that fits it, into pages and rows of this pool, in their order. Who
-        owns them sees their content when this has returned; after an error it is undefined. The snapshot stays open.
+        """Copy a snapshot, of this pool or of one that fits it, into pages and rows of this pool,
+        in their order. Who owns them sees their content when this has returned; after an error it
+        is undefined. The snapshot stays open.
 
-        Raises: LayoutError that says what differs, OwnershipError for pages without an owner or named twice,
-        MisuseError for a closed snapshot.
+        Raises: LayoutError that says what differs, OwnershipError for pages without an owner or
+        named twice, MisuseError for a closed snapshot.
         """
         self._check_open()
         _check_given(places)
         if snapshot.version != VERSION:
             raise LayoutError(
-                f"the snapshot has version {snapshot.version}, and only version {VERSION} can be restored"
+                f"the snapshot has version {snapshot.version}, and only version {VERSION} can be "
+                "restored"
             )
         theirs = snapshot.store
         pairing = Pairing(theirs.host.layout, self.pool.layout, ("snapshot", "pool"))
         if (len(places.pages), len(places.rows)) != (snapshot.num_pages, snapshot.num_rows):
             raise LayoutError(
-                f"{snapshot!r} cannot be restored into {len(places.pages)} pages and {len(places.rows)} rows"
+                f"{snapshot!r} cannot be restored into {len(places.pages)} pages and "
+                f"{len(places.rows)} rows"
             )
         target = _with_bytes(places, self.pool.layout)
         pairing.check(snapshot.places.pages, target.pages, snapshot.places.rows, target.rows)
@@ -210,15 +239,26 @@ class SnapshotStore:
         except CapacityError:
             raise HostMemoryError(unit, count, store.free_pages, self.limit_bytes) from None
 
-    async def _copy(self, pairing: Pairing, source: Places, target: Places, other: SnapshotStore) -> None:
+    async def _copy(
+        self, pairing: Pairing, source: Places, target: Places, other: SnapshotStore
+    ) -> None:
         """`other`: the store whose host memory is copied from."""
         stop = threading.Event()
         running = asyncio.get_running_loop().run_in_executor(
-            self._thread, copy_slices, pairing, source, target, self._slice_bytes, stop.is_set, self._copier
+            self._thread,
+            copy_slices,
+            pairing,
+            source,
+            target,
+            self._slice_bytes,
+            stop.is_set,
+            self._copier,
         )
         for store in (self, other):
             store._copies[running] = stop
-            running.add_done_callback(lambda done, copies=store._copies: copies.pop(done, None))  # type: ignore[misc]
+            running.add_done_callback(
+                lambda done, copies=store._copies: copies.pop(done, None),  # type: ignore[misc]
+            )
         try:
             whole = await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -237,8 +277,8 @@ class SnapshotStore:
 def _check_given(places: Places) -> None:
     if not isinstance(places, Places):
         raise MisuseError(
-            f"pages and rows are given as kvflow.Places(pages, rows), not as a {type(places).__name__}; "
-            f"pool.layout.split makes it of a room's"
+            "pages and rows are given as kvflow.Places(pages, rows), not as a "
+            f"{type(places).__name__}; pool.layout.split makes it of a room's"
         )
 
 

@@ -1,12 +1,16 @@
-"""Host memory beside a pool: what a data plane reads and writes where it cannot reach the pool itself.
+"""Host memory beside a pool: what a data plane reads and writes where it cannot reach the pool
+itself.
 
-A second pool with the components of the first, page-first, in memory that peers of this machine can open, and pinned
-where the pool is on a device. What is copied between the two comes from the same plan as a transfer.
+A second pool with the components of the first, page-first, in memory that peers of this machine can
+open, and pinned where the pool is on a device. What is copied between the two comes from the same
+plan as a transfer.
 
-Where two pools differ in width its bytes have another order, in which slices lie together (`pages.arrange`).
+Where two pools differ in width its bytes have another order, in which slices lie together
+(`pages.arrange`).
 
-At decode it is what rooms lend: a writer, late or lost, reaches nothing else. A chunk has landed when it has been
-brought to the room's own pages (`StagedArrivals`). At prefill each slice passes through it (`transports.data.staged`).
+At decode it is what rooms lend: a writer, late or lost, reaches nothing else. A chunk has landed
+when it has been brought to the room's own pages (`StagedArrivals`). At prefill each slice passes
+through it (`transports.data.staged`).
 """
 
 from __future__ import annotations
@@ -29,23 +33,32 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
-SLICE_BYTES = 4 << 20  # some 0.2 ms over PCIe, 1 ms of memmove: after a cancel no more than this is still copied
+# Some 0.2 ms over PCIe, 1 ms of memmove: after a cancel no more than this is still copied.
+SLICE_BYTES = 4 << 20
 _BROUGHT = b"brought"
 _SCRATCH_BYTES = 1 << 20
 
 
 class Staging:
-    """The host memory of one pool. It must stay open until the nodes and planes that use it are closed."""
+    """The host memory of one pool.
 
-    def __init__(self, pool: PagedPool, size_bytes: int = 0, *, shared: bool = True, shards: int = 1) -> None:
-        """Allocates it, pre-faulted: make it in a thread. `size_bytes`: of pages and rows; 0, and more than the pool
-        has, are as many as the pool has. `shared` lets peers of this machine open it.
+    It must stay open until the nodes and planes that use it are closed.
+    """
 
-        `shards`, at decode: of the prefills. What each of them sends of a page lies in one stretch then, where in the
-        pool it is a slice of every token slot. Prefills of another width are served as well, in smaller blocks.
+    def __init__(
+        self, pool: PagedPool, size_bytes: int = 0, *, shared: bool = True, shards: int = 1
+    ) -> None:
+        """Allocates it, pre-faulted: make it in a thread.
 
-        Raises: LayoutError when there is not enough memory, or it cannot be pinned; MisuseError for a size that holds
-        no page, or no row, and for `shards` below 1.
+        `size_bytes`: of pages and rows; 0, and more than the pool has, are as many as the pool has.
+        `shared` lets peers of this machine open it.
+
+        `shards`, at decode: of the prefills. What each of them sends of a page lies in one stretch
+        then, where in the pool it is a slice of every token slot. Prefills of another width are
+        served as well, in smaller blocks.
+
+        Raises: LayoutError when there is not enough memory, or it cannot be pinned; MisuseError for
+        a size that holds no page, or no row, and for `shards` below 1.
         """
         if shards < 1:
             raise MisuseError(f"staging for prefills of {shards} shards: there is at least 1")
@@ -55,7 +68,9 @@ class Staging:
         self.host = PagedPool.allocate(by_shard(fits, shards) if shards > 1 else fits, shared)
         self._out = Pairing(pool.layout, self.host.layout, ("pool", "staging"))
         self._into = Pairing(self.host.layout, pool.layout, ("staging", "pool"))
-        self._share = functools.lru_cache(SHARES)(functools.partial(_share, self.host.layout, pool.layout))
+        self._share = functools.lru_cache(SHARES)(
+            functools.partial(_share, self.host.layout, pool.layout)
+        )
         self._copier.pin(self.host)
 
     def __repr__(self) -> str:
@@ -68,12 +83,17 @@ class Staging:
         return (*self.pool.mapped_by, *self.host.mapped_by)
 
     def copy_out(
-        self, places: PageIndices, staged: PageIndices, stopped: Callable[[], bool], out: Pairing | None = None
+        self,
+        places: PageIndices,
+        staged: PageIndices,
+        stopped: Callable[[], bool],
+        out: Pairing | None = None,
     ) -> bool:
-        """From the pool into staging, in a thread; indices of both number rows on from the pages (`layout.Places`).
-        `out`: into another order of the bytes of its pages (`pages.arrange`).
+        """From the pool into staging, in a thread; indices of both number rows on from the pages
+        (`layout.Places`). `out`: into another order of the bytes of its pages (`pages.arrange`).
 
-        Returns whether all was copied; `stopped` is asked before every slice. Raises: TransferError.
+        Returns whether all was copied; `stopped` is asked before every slice. Raises:
+        TransferError.
         """
         source, target = self.pool.layout.split(places), self.host.layout.split(staged)
         return copy_slices(out or self._out, source, target, SLICE_BYTES, stopped, self._copier)
@@ -85,8 +105,8 @@ class Staging:
         stopped: Callable[[], bool],
         served: tuple[Served, ...] | None = None,
     ) -> bool:
-        """From staging into the pool, as `copy_out`; only what one rank has `served`, whose chunk has landed: what
-        others send may still be on its way."""
+        """From staging into the pool, as `copy_out`; only what one rank has `served`, whose chunk
+        has landed: what others send may still be on its way."""
         into = self._into
         if served is not None and not sends_all(self.pool.layout, served):
             into = self._share(served)
@@ -114,11 +134,19 @@ class StagedArrivals(PageTasks):
         self.lent: PageStore = staging.host.places
         self.layout = staging.pool.layout
 
-    def begin(self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
-        return self.start(functools.partial(self._bring, lent, pages, served), len(pages), self._mapped_by)
+    def begin(
+        self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...] | None = None
+    ) -> PageTask:
+        return self.start(
+            functools.partial(self._bring, lent, pages, served), len(pages), self._mapped_by
+        )
 
     def _bring(
-        self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]
+        self,
+        lent: PageIndices,
+        pages: PageIndices,
+        served: tuple[Served, ...] | None,
+        cancelled: Callable[[], bool],
     ) -> bytes:
         answer = _BROUGHT
         if self._verify:
@@ -127,8 +155,8 @@ class StagedArrivals(PageTasks):
 
 
 class StagedChecksums(PageTasks):
-    """Implements `protocols.ports.Checksums` for a prefill's pool that the CPU cannot read: each thread copies some
-    pages out at a time, and sums what of the copy is sent."""
+    """Implements `protocols.ports.Checksums` for a prefill's pool that the CPU cannot read: each
+    thread copies some pages out at a time, and sums what of the copy is sent."""
 
     def __init__(self, pool: PagedPool) -> None:
         """Raises: LayoutError, as `Staging`."""
@@ -136,7 +164,9 @@ class StagedChecksums(PageTasks):
         layout = pool.layout
         largest = layout.page_bytes + layout.row_bytes
         self._scratch: SimpleQueue[Staging] = SimpleQueue()
-        self._made = [Staging(pool, max(_SCRATCH_BYTES, 2 * largest), shared=False) for _ in range(THREADS)]
+        self._made = [
+            Staging(pool, max(_SCRATCH_BYTES, 2 * largest), shared=False) for _ in range(THREADS)
+        ]
         for scratch in self._made:
             self._scratch.put(scratch)
         self._layout, self._mapped_by = layout, pool.mapped_by
@@ -160,7 +190,9 @@ class StagedChecksums(PageTasks):
             stores, places = stores_of(host.served), self._layout.split(pages)
             for part in _parts(places, host):
                 onto = Places(_first(len(part.pages)), _first(len(part.rows)))
-                if not scratch.copy_out(self._layout.numbered(part), host.numbered(onto), cancelled):
+                if not scratch.copy_out(
+                    self._layout.numbered(part), host.numbered(onto), cancelled
+                ):
                     return b""
                 if not sum_places(found, stores, onto, cancelled):
                     return b""

@@ -1,4 +1,6 @@
-"""From an engine's own arrays (numpy, or torch where it is loaded) to the layout of a pool over them."""
+"""From an engine's own arrays (numpy, or torch where it is loaded) to the layout of a pool over
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ Fields = Mapping[str, SupportsIndex]
 
 
 class Stream(NamedTuple):
-    """One array as memory: `strides` in bytes; `start` and `end` bound the allocation that it is a view of."""
+    """One array as memory: `strides` in bytes; `start` and `end` bound the allocation that it is a
+    view of.
+    """
 
     name: str
     dtype: str
@@ -57,12 +61,16 @@ class Stream(NamedTuple):
 
 
 def streams_of(by_unit: Mapping[str, Mapping[str, Array]]) -> list[Stream]:
-    """Where each array lies, unit by unit. Raises: LayoutError for what is not an array, or has no memory that a peer
-    can write."""
+    """Where each array lies, unit by unit.
+
+    Raises: LayoutError for what is not an array, or has no memory that a peer can write."""
     found: list[Stream] = []
     for unit, arrays in by_unit.items():
         if not isinstance(arrays, Mapping):
-            raise LayoutError(f"a pool is made from a mapping of stream names to arrays, not from a {_kind(arrays)}")
+            raise LayoutError(
+                "a pool is made from a mapping of stream names to arrays, not from a "
+                f"{_kind(arrays)}"
+            )
         if twice := {s.name for s in found} & set(arrays):
             raise LayoutError(f"stream {min(twice)!r} is named twice")
         found.extend(_stream(name, array)._replace(unit=unit) for name, array in arrays.items())
@@ -70,8 +78,8 @@ def streams_of(by_unit: Mapping[str, Mapping[str, Array]]) -> list[Stream]:
         raise LayoutError("a pool needs at least one array")
     if elsewhere := next((s for s in found if s.device != found[0].device), None):
         raise LayoutError(
-            f"stream {found[0].name!r} is on {found[0].device} and {elsewhere.name!r} on {elsewhere.device}; all of a "
-            f"pool are on one device"
+            f"stream {found[0].name!r} is on {found[0].device} and {elsewhere.name!r} on "
+            f"{elsewhere.device}; all of a pool are on one device"
         )
     return found
 
@@ -86,8 +94,9 @@ def describe(
     num_pages: SupportsIndex | None = None,
     parts: Mapping[str, Fields] | None = None,
 ) -> PoolLayout:
-    """The layout over `streams`, checked: those whose pages interleave share a buffer. `num_pages`: where all of them
-    are rows. Raises: LayoutError."""
+    """The layout over `streams`, checked: those whose pages interleave share a buffer.
+
+    `num_pages`: where all of them are rows. Raises: LayoutError."""
     slots = whole_number("page_size", page_size)
     if not 1 <= slots <= MAX_PAGE_SIZE:
         raise LayoutError(f"page_size {slots} is outside 1..{MAX_PAGE_SIZE}")
@@ -102,7 +111,9 @@ def describe(
             counts[in_rows] = stored[0].shape[0]
         for group in _interleaved(stored):
             buffers.append(_buffer(group, counts[in_rows]))
-            components.update((s.name, _component(s, len(buffers) - 1, buffers[-1], bool(tag))) for s in group)
+            components.update(
+                (s.name, _component(s, len(buffers) - 1, buffers[-1], bool(tag))) for s in group
+            )
     for what, given in (("formats", formats or {}), ("parts", parts or {})):
         if unknown := set(given) - set(components):
             raise LayoutError(f"{what} names {min(unknown)!r}, which is no stream of the pool")
@@ -119,19 +130,26 @@ def _described(c: Component, formats: Mapping[str, str], parts: Mapping[str, Any
         raise LayoutError(f"stream {c.name!r}: its format is a {_kind(meaning)}, not a str")
     if not isinstance(part, Mapping) or set(part) - set(Part._fields):
         raise LayoutError(
-            f"stream {c.name!r}: its part {part!r} is not a mapping with some of {', '.join(Part._fields)}"
+            f"stream {c.name!r}: its part {part!r} is not a mapping with some of "
+            f"{', '.join(Part._fields)}"
         )
-    fields = {field: whole_number(f"stream {c.name!r}: {field}", value) for field, value in part.items()}
+    fields = {
+        field: whole_number(f"stream {c.name!r}: {field}", value) for field, value in part.items()
+    }
     return msgspec.structs.replace(c, format=meaning, **fields)
 
 
 def _num_pages(streams: Sequence[Stream], given: SupportsIndex | None) -> int:
     if (paged := next((s for s in streams if not s.in_rows), None)) is not None:
         if given is not None:
-            raise LayoutError(f"num_pages is for pools of nothing but rows: stream {paged.name!r} has pages")
+            raise LayoutError(
+                f"num_pages is for pools of nothing but rows: stream {paged.name!r} has pages"
+            )
         return 1  # until the streams are counted
     if given is None:
-        raise LayoutError("a pool of nothing but rows needs num_pages: its pages count the tokens of its requests")
+        raise LayoutError(
+            "a pool of nothing but rows needs num_pages: its pages count the tokens of its requests"
+        )
     if (count := whole_number("num_pages", given)) < 1:
         raise LayoutError(f"num_pages {count}: a pool has at least one page")
     return count
@@ -144,11 +162,17 @@ def _component(s: Stream, number: int, buffer: Buffer, opaque: bool) -> Componen
 
 
 def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
-    """Streams whose pages lie between each other's, as views into one page-first array do; else one by one."""
+    """Streams whose pages lie between each other's, as views into one page-first array do; else one
+    by one.
+    """
     groups: list[list[Stream]] = []
     for s in sorted(streams, key=lambda s: s.address):
         first = groups[-1][0] if groups else None
-        if first is not None and s.step == first.step and s.address + s.page_bytes <= first.address + first.step:
+        if (
+            first is not None
+            and s.step == first.step
+            and s.address + s.page_bytes <= first.address + first.step
+        ):
             groups[-1].append(s)
         else:
             groups.append([s])
@@ -156,15 +180,20 @@ def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
 
 
 def _buffer(group: list[Stream], num_pages: int) -> Buffer:
-    """One buffer for a group. It starts at the first stream, or earlier, so that its whole last page is real memory."""
+    """One buffer for a group.
+
+    It starts at the first stream, or earlier, so that its whole last page is real memory.
+    """
     first, size_bytes = group[0], group[0].step * num_pages
-    # A view may know less of its allocation than its neighbour does (torch.from_numpy knows only the view).
+    # A view may know less of its allocation than its neighbour does (torch.from_numpy knows only
+    # the view).
     low, high = min(s.start for s in group), max(s.end for s in group)
     start = min(first.address, high - size_bytes)
     unit = ROW if first.in_rows else PAGE
     if start < low:
         raise LayoutError(
-            f"stream {first.name!r}: {size_bytes} bytes of {unit}s leave its allocation of {high - low} bytes"
+            f"stream {first.name!r}: {size_bytes} bytes of {unit}s leave its allocation of "
+            f"{high - low} bytes"
         )
     return Buffer(first.name, first.step, size_bytes, start, unit)
 
@@ -179,17 +208,23 @@ def _stream(name: str, array: Array) -> Stream:
         return _of_numpy(name, array)
     if torch is not None and isinstance(array, torch.Tensor):
         return _of_torch(name, array)
-    raise LayoutError(f"stream {name!r} is a {_kind(array)}, neither a numpy array nor a torch tensor")
+    raise LayoutError(
+        f"stream {name!r} is a {_kind(array)}, neither a numpy array nor a torch tensor"
+    )
 
 
 def _of_numpy(name: str, array: NDArray[Any]) -> Stream:
     if not array.flags.writeable:
         raise LayoutError(f"array {name!r} is read-only: pages of a pool are written in place")
     if array.dtype.hasobject or not array.dtype.isnative:
-        raise LayoutError(f"array {name!r}: dtype {array.dtype} is not plain numbers in this machine's byte order")
+        raise LayoutError(
+            f"array {name!r}: dtype {array.dtype} is not plain numbers in this machine's byte order"
+        )
     start, end = _bounds(_allocation(array))
     at, dtype = array.__array_interface__["data"][0], array.dtype
-    return Stream(name, dtype.name, array.shape, array.strides, dtype.itemsize, at, start, end, HOST)
+    return Stream(
+        name, dtype.name, array.shape, array.strides, dtype.itemsize, at, start, end, HOST
+    )
 
 
 def _allocation(array: NDArray[Any]) -> NDArray[Any]:
@@ -211,7 +246,8 @@ def _bounds(array: NDArray[Any]) -> tuple[int, int]:
 def _of_torch(name: str, tensor: torch.Tensor) -> Stream:
     if str(tensor.layout) != "torch.strided" or tensor.device.type == "meta":
         raise LayoutError(
-            f"tensor {name!r} ({tensor.layout} on {tensor.device}) has no memory of its own to write into"
+            f"tensor {name!r} ({tensor.layout} on {tensor.device}) has no memory of its own to "
+            "write into"
         )
     size, storage = tensor.element_size(), tensor.untyped_storage()
     start = storage.data_ptr()
@@ -233,26 +269,32 @@ def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
     in_slots = typed and s.unit == SLOT
     wanted = "[num_pages, page_size, ...]" if in_slots else f"[num_{part}s, ...]"
     if len(s.shape) < (2 if in_slots else 1) or not math.prod(s.shape):
-        raise LayoutError(f"stream {s.name!r}: shape {s.shape} is not {wanted} with at least one element")
+        raise LayoutError(
+            f"stream {s.name!r}: shape {s.shape} is not {wanted} with at least one element"
+        )
     if s.shape[0] != first.shape[0]:
         raise LayoutError(
-            f"stream {s.name!r} has {s.shape[0]} {part}s, {first.name!r} has {first.shape[0]}: streams of one pool "
-            f"have as many; shape is {wanted}"
+            f"stream {s.name!r} has {s.shape[0]} {part}s, {first.name!r} has {first.shape[0]}: "
+            f"streams of one pool have as many; shape is {wanted}"
         )
     if in_slots and s.shape[1] != page_size:
         raise LayoutError(
-            f"stream {s.name!r}: shape {s.shape} is not {wanted} with a page_size of {page_size}; pages of another "
-            f"inner layout need a tag"
+            f"stream {s.name!r}: shape {s.shape} is not {wanted} with a page_size of {page_size}; "
+            "pages of another inner layout need a tag"
         )
     inner = list(zip(s.shape[1:], s.strides[1:], strict=True))
     if not typed:  # any order of the dimensions will do
         inner.sort(key=lambda dimension: dimension[1], reverse=True)
     if not _dense(inner, s.item_bytes):
         raise LayoutError(
-            f"stream {s.name!r}: one {part} of it is not contiguous (shape {s.shape}, strides {s.strides})"
+            f"stream {s.name!r}: one {part} of it is not contiguous (shape {s.shape}, strides "
+            f"{s.strides})"
         )
     if s.shape[0] > 1 and s.strides[0] < s.page_bytes:
-        raise LayoutError(f"stream {s.name!r}: {part}s of {s.page_bytes} bytes overlap, {s.strides[0]} bytes apart")
+        raise LayoutError(
+            f"stream {s.name!r}: {part}s of {s.page_bytes} bytes overlap, {s.strides[0]} bytes "
+            "apart"
+        )
 
 
 def _dense(dimensions: list[tuple[int, int]], item_bytes: int) -> bool:
@@ -269,4 +311,6 @@ def _dense(dimensions: list[tuple[int, int]], item_bytes: int) -> bool:
 def _check_apart(components: Sequence[Component]) -> None:
     for a, b in pairwise(sorted(components, key=lambda c: (c.buffer, c.offset))):
         if a.buffer == b.buffer and a.offset + a.size_bytes > b.offset:
-            raise LayoutError(f"streams {a.name!r} and {b.name!r} share bytes: give every byte of a page once")
+            raise LayoutError(
+                f"streams {a.name!r} and {b.name!r} share bytes: give every byte of a page once"
+            )

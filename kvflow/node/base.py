@@ -1,4 +1,6 @@
-"""What both nodes share: identity, pool, page owners, data plane, and the way they start and end."""
+"""What both nodes share: identity, pool, page owners, data plane,
+and the way they start and end.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import Arrivals, Checksums, DataPlane, PageStore, PlaneAddress, Quarantine, UnprovenLoan
+from kvflow.protocols.ports import (
+    Arrivals,
+    Checksums,
+    DataPlane,
+    PageStore,
+    PlaneAddress,
+    Quarantine,
+    UnprovenLoan,
+)
 from kvflow.protocols.waiting import Waits
 from kvflow.protocols.wire.messages import Incarnation
 from kvflow.protocols.wire.ranks import PoolShape
@@ -28,7 +38,9 @@ S = TypeVar("S", PrefillShell, DecodeShell)
 
 
 class Node(Generic[S]):
-    """What both roles share: identity, pool, page owners, data plane, and the way they start and end."""
+    """What both roles share: identity, pool, page owners, data plane, and the way they start and
+    end.
+    """
 
     role = ""
     _shell: S | None = None
@@ -55,17 +67,25 @@ class Node(Generic[S]):
         self.pool, self.staging, self._now = pool, staging, now
         self.reached = pool if staging is None else staging.host
         """What the data plane reads and writes."""
-        self.plane: DataPlane = plane_for(self.reached, plane, receives=self.role == "decode", host=host)
+        self.plane: DataPlane = plane_for(
+            self.reached, plane, receives=self.role == "decode", host=host
+        )
         self._checksums: Checksums | None = self._sums() if verify_transfers else None
         self.pages: PageStore = pages or pool.places
         pool.quarantine.keep_out_of(self.pages)
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
-        self.incarnation = Incarnation(secrets.randbits(63) | 1 if incarnation is None else incarnation)
+        self.incarnation = Incarnation(
+            secrets.randbits(63) | 1 if incarnation is None else incarnation
+        )
         if not 0 < self.incarnation < 1 << 64:
-            raise MisuseError(f"incarnation {self.incarnation} is not a positive unsigned 64-bit integer")
+            raise MisuseError(
+                f"incarnation {self.incarnation} is not a positive unsigned 64-bit integer"
+            )
         moved = self._moved(pool.layout)
         self.counts = Counts(moved.page_bytes, moved.row_bytes)
-        self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(self._moved(self.reached.layout))
+        self.exported: tuple[PlaneAddress, PoolLayout] = self.plane.export(
+            self._moved(self.reached.layout)
+        )
 
     @staticmethod
     def _moved(layout: PoolLayout) -> PoolLayout:
@@ -89,24 +109,32 @@ class Node(Generic[S]):
         return [loan for pool in pools for loan in pool.unproven]
 
     def __repr__(self) -> str:
-        state = "closed" if self._closing is not None else "new" if self._shell is None else "running"
+        state = (
+            "closed" if self._closing is not None else "new" if self._shell is None else "running"
+        )
         return f"<{type(self).__name__} {self.incarnation:016x} over {self.plane.name}: {state}>"
 
     @property
     def shape(self) -> PoolShape:
         layout = self.pool.layout
-        return PoolShape(layout.page_size, layout.num_pages, layout.page_bytes, len(layout.components))
+        return PoolShape(
+            layout.page_size, layout.num_pages, layout.page_bytes, len(layout.components)
+        )
 
     @property
     def shell(self) -> S:
         if self._shell is None:
-            raise MisuseError(f"the {self.role} node is not started: use it as an async context manager, or start()")
+            raise MisuseError(
+                f"the {self.role} node is not started: use it as an async context manager, or "
+                "start()"
+            )
         return self._shell
 
     @property
     def _open_shell(self) -> S:
-        """The shell, for something to begin with. Raises: MisuseError once the node is closed; while it closes, the
-        endpoint refuses."""
+        """The shell, for something to begin with.
+
+        Raises: MisuseError once the node is closed; while it closes, the endpoint refuses."""
         if self._closing is not None and self._closing.done():
             raise MisuseError(f"the {self.role} node is closed")
         return self.shell
@@ -117,7 +145,9 @@ class Node(Generic[S]):
 
     def rooms_by_phase(self) -> dict[str, int]:
         """Open rooms, by the name of their phase."""
-        return dict(Counter(record.phase.name.lower() for record in self.shell.endpoint.rooms.values()))
+        return dict(
+            Counter(record.phase.name.lower() for record in self.shell.endpoint.rooms.values())
+        )
 
     @property
     def control(self) -> str:
@@ -126,18 +156,22 @@ class Node(Generic[S]):
 
     @property
     def quarantined_pages(self) -> int:
-        """Pages lent by rooms that have ended, or by earlier nodes over this pool, without proof yet that nothing
-        writes into them."""
+        """Pages lent by rooms that have ended, or by earlier nodes over this pool, without proof
+        yet that nothing writes into them."""
         return self.shell.endpoint.core.ledger.quarantined_pages
 
     @property
     def overdue_pages(self) -> int:
-        """Those of the quarantine whose writer is in doubt, or has left an Abort unanswered until it was repeated."""
+        """Those of the quarantine whose writer is in doubt, or has left an Abort unanswered until
+        it was repeated.
+        """
         return self.shell.endpoint.core.ledger.overdue_pages
 
     @property
     def quarantine_limit(self) -> int:
-        """With more pages overdue a decode opens no room, and either role calls itself unavailable."""
+        """With more pages overdue a decode opens no room,
+        and either role calls itself unavailable.
+        """
         return self.shell.endpoint.core.ledger.quarantine_limit
 
     @property
@@ -166,8 +200,9 @@ class Node(Generic[S]):
         return ""
 
     def peers(self) -> list[dict[str, Any]]:
-        """The nodes this one knows, a line each: incarnation, phase, when last heard, what is open with it. Prefills
-        that owe loans of nodes that were closed over this pool are in the phase "earlier": no link leads to them."""
+        """The nodes this one knows, a line each: incarnation, phase, when last heard, what is open
+        with it. Prefills that owe loans of nodes that were closed over this pool are in the phase
+        "earlier": no link leads to them."""
         raise NotImplementedError
 
     def _earlier_writers(self) -> list[dict[str, Any]]:
@@ -188,11 +223,12 @@ class Node(Generic[S]):
         return lines
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """An operator's word that a prefill incarnation writes no more: the only end of a loan without proof.
+        """An operator's word that a prefill incarnation writes no more: the only end of a loan
+        without proof.
 
-        Its rooms end, its pages leave quarantine, and it is never linked again. If the word is wrong, what that process
-        still writes corrupts the pages' next owner. Raises: MisuseError (not linked here and without a loan, or seen to
-        run on this host).
+        Its rooms end, its pages leave quarantine, and it is never linked again. If the word is
+        wrong, what that process still writes corrupts the pages' next owner. Raises: MisuseError
+        (not linked here and without a loan, or seen to run on this host).
         """
         self.shell.declare_dead(incarnation, why)
 
@@ -204,17 +240,20 @@ class Node(Generic[S]):
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Open no room from here on, and end all with `Code.SHUTDOWN`; `close` waits for what follows. Idempotent."""
+        """Open no room from here on, and end all with `Code.SHUTDOWN`; `close` waits for what
+        follows. Idempotent.
+        """
         if self._shell is not None:
             self._shell.leave()
 
     async def close(self) -> Sequence[UnprovenLoan]:
         """End and drain every room, then the data plane; idempotent. The pool stays the caller's.
 
-        Returns the loans whose end could not be proven, this node's own and those of earlier nodes over its pool. Their
-        pages must not be used: every node over this pool withholds them, and watches their writers until there is proof
-        (`PagedPool.unproven`).
-        Cancelling it, once or several times, does not stop it: the cancellation is passed on when all has ended (I12).
+        Returns the loans whose end could not be proven, this node's own and those of earlier nodes
+        over its pool. Their pages must not be used: every node over this pool withholds them, and
+        watches their writers until there is proof (`PagedPool.unproven`).
+        Cancelling it, once or several times, does not stop it: the cancellation is passed on when
+        all has ended (I12).
         """
         if self._closing is None:
             self.leave()
@@ -226,7 +265,10 @@ class Node(Generic[S]):
         raise NotImplementedError
 
     async def _close_memory(self) -> None:
-        """Nothing of ours touches the pool any more. Raises: what the data plane raises, when all else is closed."""
+        """Nothing of ours touches the pool any more.
+
+        Raises: what the data plane raises, when all else is closed.
+        """
         try:
             await self.plane.close()
         finally:

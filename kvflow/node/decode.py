@@ -16,7 +16,13 @@ from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import StagedArrivals, Staging
 from kvflow.node.base import Node
-from kvflow.protocols.arguments import CheckedPrompt, TokenIds, check_cause, check_prompt, pages_wanted
+from kvflow.protocols.arguments import (
+    CheckedPrompt,
+    TokenIds,
+    check_cause,
+    check_prompt,
+    pages_wanted,
+)
 from kvflow.protocols.decode import DecodeEndpoint
 from kvflow.protocols.decode_links import DecodeIdentity
 from kvflow.protocols.decode_rooms import Prompt
@@ -26,12 +32,21 @@ from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Checksums, DataPlane, PageStore
 from kvflow.protocols.waiting import Waits
 from kvflow.protocols.wire.messages import room_id
-from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos, group_for, groups_to_tell
+from kvflow.protocols.wire.ranks import (
+    RankInfo,
+    check_dp_rank,
+    check_infos,
+    group_for,
+    groups_to_tell,
+)
 from kvflow.transports.control.zmq import connect_dealer
 
 log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
-"""From the word a user names a prefill by to its ranks, of all its groups, in rank order. Raises: LostError."""
+"""From the word a user names a prefill by to its ranks, of all its groups, in rank order.
+
+Raises: LostError.
+"""
 
 
 class DecodeNode(Node[DecodeShell]):
@@ -55,15 +70,18 @@ class DecodeNode(Node[DecodeShell]):
         connect: Connect = connect_dealer,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """`plane` is a data plane, or the name of one that prefills reach at `host`. `resolve` turns the word a room
-        names its prefill by into ranks (a registry's client, say); `pages` knows who owns which page of the pool (by
-        default the pool's own allocator).
+        """`plane` is a data plane, or the name of one that prefills reach at `host`.
 
-        `verify_transfers`: a chunk has landed when its checksum is that of prefill, which must send one. A room whose
-        pages differ fails; prefill is told too, unless it was the last chunk: there the room has succeeded by then.
+        `resolve` turns the word a room names its prefill by into ranks (a registry's client, say);
+        `pages` knows who owns which page of the pool (by default the pool's own allocator).
 
-        `staging`: host memory beside the pool, which peers write in its place; a chunk has landed when it has been
-        brought to the pool. It stays the caller's. Rooms wait for pages of it, as long as their deadline lets them.
+        `verify_transfers`: a chunk has landed when its checksum is that of prefill, which must send
+        one. A room whose pages differ fails; prefill is told too, unless it was the last chunk:
+        there the room has succeeded by then.
+
+        `staging`: host memory beside the pool, which peers write in its place; a chunk has landed
+        when it has been brought to the pool. It stays the caller's. Rooms wait for pages of it, as
+        long as their deadline lets them.
         """
         super().__init__(
             pool,
@@ -77,14 +95,17 @@ class DecodeNode(Node[DecodeShell]):
             staging=staging,
             now=now,
         )
-        self._arrivals = None if staging is None else StagedArrivals(staging, verify=verify_transfers)
+        self._arrivals = (
+            None if staging is None else StagedArrivals(staging, verify=verify_transfers)
+        )
         self._verify = verify_transfers
         self._resolve, self._connect = resolve, connect
         self._ranks: dict[str, Sequence[RankInfo]] = {}
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
 
     def _sums(self) -> Checksums | None:
-        return super()._sums() if self.staging is None else None  # its `StagedArrivals` sum what has landed
+        # Its `StagedArrivals` sum what has landed.
+        return super()._sums() if self.staging is None else None
 
     @property
     def staging_at_rest(self) -> bool:
@@ -150,17 +171,21 @@ class DecodeNode(Node[DecodeShell]):
         pages: Sequence[int] | PageIndices | None = None,
         dp_rank: int | None = None,
     ) -> DecodeRoom:
-        """A room at `prefill` (what `resolve` understands, or the ranks themselves) for a prompt of token ids.
+        """A room at `prefill` (what `resolve` understands, or the ranks themselves) for a prompt of
+        token ids.
 
-        Await it, or enter it, and it is open. The deadline covers everything, linking included. Decode has the first
-        `prefix_tokens` of the prompt already: a whole number of pages, or all of them. `pages`: those of your own
-        allocator for the rest of the prompt; they are yours again after `released()`. `dp_rank`: which group of a
-        data-parallel prefill serves it; number `room % dp_size`, where none is named.
+        Await it, or enter it, and it is open. The deadline covers everything, linking included.
+        Decode has the first `prefix_tokens` of the prompt already: a whole number of pages, or all
+        of them. `pages`: those of your own allocator for the rest of the prompt; they are yours
+        again after `released()`. `dp_rank`: which group of a data-parallel prefill serves it;
+        number `room % dp_size`, where none is named.
 
-        Raises: MisuseError. Awaiting it raises LostError (no answer), RefusedError (the pools do not fit),
-        CapacityError, AbortedError while shutting down.
+        Raises: MisuseError. Awaiting it raises LostError (no answer), RefusedError (the pools do
+        not fit), CapacityError, AbortedError while shutting down.
         """
-        return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=False)
+        return self._open(
+            room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=False
+        )
 
     def announce(
         self,
@@ -173,17 +198,30 @@ class DecodeNode(Node[DecodeShell]):
         pages: Sequence[int] | PageIndices | None = None,
         dp_rank: int | None = None,
     ) -> DecodeRoom:
-        """As `room`, for a request whose pages are not there yet: prefill's half waits, and no page is taken until
-        `offer()`. Closing it instead tells prefill why. Raises: as `room`."""
-        return self._open(room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=True)
+        """As `room`, for a request whose pages are not there yet: prefill's half waits, and no page
+        is taken until `offer()`. Closing it instead tells prefill why. Raises: as `room`."""
+        return self._open(
+            room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=True
+        )
 
-    def refuse(self, room: int, prefill: str | Sequence[RankInfo], cause: Cause, *, dp_rank: int | None = None) -> None:
-        """A request that is refused here: its prefill legs are told why, at once; those of every group, where there is
-        none of number `dp_rank`. Raises: MisuseError."""
+    def refuse(
+        self,
+        room: int,
+        prefill: str | Sequence[RankInfo],
+        cause: Cause,
+        *,
+        dp_rank: int | None = None,
+    ) -> None:
+        """A request that is refused here: its prefill legs are told why, at once; those of every
+        group, where there is none of number `dp_rank`. Raises: MisuseError."""
         shell, number = self._open_shell, room_id(room)
         check_dp_rank(dp_rank)
         check_cause(cause)
-        every = self._ranks.get(prefill) if isinstance(prefill, str) else check_infos(prefill, "prefill")
+        every = (
+            self._ranks.get(prefill)
+            if isinstance(prefill, str)
+            else check_infos(prefill, "prefill")
+        )
         groups: list[Sequence[RankInfo]] | None = None
         with suppress(LostError):  # no rank of its group was known when its registry was last asked
             groups = None if every is None else groups_to_tell(every, number, dp_rank)
@@ -222,11 +260,17 @@ class DecodeNode(Node[DecodeShell]):
         shell, number = self._open_shell, room_id(room)
         tokens, digest = check_prompt(prompt)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
-        at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
+        at_s = (
+            float("inf")
+            if deadline_s is None
+            else self._now() + check_time("deadline_s", deadline_s)
+        )
         if dp_rank is not None:
             check_dp_rank(dp_rank)
         if not isinstance(prefill, str):
-            one = isinstance(prefill, list) and len(prefill) == 1 and isinstance(prefill[0], RankInfo)
+            one = (
+                isinstance(prefill, list) and len(prefill) == 1 and isinstance(prefill[0], RankInfo)
+            )
             named = prefill if one else check_infos(prefill, "prefill")
             alone = dp_rank is None and len(named) == 1
             ranks: Sequence[RankInfo] | None = named if alone else group_for(named, number, dp_rank)
@@ -234,7 +278,10 @@ class DecodeNode(Node[DecodeShell]):
             raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
         else:
             ranks = self._known(prefill, number, dp_rank)
-        agreed, handle = Prompt(tokens, digest, prefix_tokens), DecodeRoom(shell, number, tokens, wanted)
+        agreed, handle = (
+            Prompt(tokens, digest, prefix_tokens),
+            DecodeRoom(shell, number, tokens, wanted),
+        )
         if pages is not None:
             handle.give(pages)
         handle.held_back = held_back
@@ -250,11 +297,16 @@ class DecodeNode(Node[DecodeShell]):
         return handle
 
     def _known(self, prefill: str, room: int, dp_rank: int | None) -> Sequence[RankInfo] | None:
-        """The ranks of a room's group of a prefill that is linked, None when its registry must be asked."""
+        """The ranks of a room's group of a prefill that is linked, None when its registry must be
+        asked.
+        """
         if (every := self._ranks.get(prefill)) is None:
             return None
         one_group = not every or (every[0].dp_size == 1 and dp_rank is None)
-        ranks, links = every if one_group else group_for(every, room, dp_rank), self.shell.endpoint.core.links
+        ranks, links = (
+            every if one_group else group_for(every, room, dp_rank),
+            self.shell.endpoint.core.links,
+        )
         for info in ranks:
             if links.find(info) is None:
                 return None
@@ -283,13 +335,16 @@ class DecodeNode(Node[DecodeShell]):
         return check_infos(await self._resolve(prefill), f"what resolve({prefill!r}) returns")
 
     async def _close(self) -> None:
-        """Lent pages come back where a living prefill can prove them; the rest stays with the pool, unproven."""
+        """Lent pages come back where a living prefill can prove them; the rest stays with the pool,
+        unproven.
+        """
         if self._shell is not None:
             await self._shell.close()
             self._unproven = self._unproven_loans()
         for asking in (questions := list(self._asking.values())):
             asking.cancel()
-        if questions:  # a resolver that is deaf to its cancellation must not keep the node from closing
+        # A resolver that is deaf to its cancellation must not keep the node from closing.
+        if questions:
             await asyncio.wait(questions, timeout=self.timing.lost_after_s)
         await self._close_memory()
         if self.reached.segment is not None:

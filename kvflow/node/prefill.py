@@ -26,7 +26,10 @@ from kvflow.transports.data.staged import StagedPlane
 from kvflow.transports.host.address import bracketed
 
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
-"""(host, port or 0) -> prefill's end of the control link and its port. Raises: MisuseError (port taken)."""
+"""(host, port or 0) -> prefill's end of the control link and its port.
+
+Raises: MisuseError (port taken).
+"""
 
 
 class PrefillNode(Node[PrefillShell]):
@@ -56,14 +59,17 @@ class PrefillNode(Node[PrefillShell]):
         bind: Bind = bind_router,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at `advertise`, else `host`.
+        """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at
+        `advertise`, else `host`.
 
-        `plane` is a data plane, or the name of one; `pages` knows who owns which page of the pool (by default the
-        pool's own allocator). `verify_transfers`: a checksum with every chunk, for decodes that verify. `staging`: host
-        memory beside the pool, through which every write passes; it stays the caller's.
+        `plane` is a data plane, or the name of one; `pages` knows who owns which page of the pool
+        (by default the pool's own allocator). `verify_transfers`: a checksum with every chunk, for
+        decodes that verify. `staging`: host memory beside the pool, through which every write
+        passes; it stays the caller's.
 
-        `rank` is one of `world_size` that serve each room together; each sends what it alone has of decode's pool, and
-        its share of what several have (`PoolLayout.served`). `dp_rank`: of which of `dp_size` such groups.
+        `rank` is one of `world_size` that serve each room together; each sends what it alone has of
+        decode's pool, and its share of what several have (`PoolLayout.served`). `dp_rank`: of which
+        of `dp_size` such groups.
         """
         super().__init__(
             pool,
@@ -80,7 +86,13 @@ class PrefillNode(Node[PrefillShell]):
         if staging is not None:
             self.plane = StagedPlane(self.plane, staging)
         self._advertise = advertise or host
-        self._host, self._port, self._rank, self._world_size, self._model = host, port, rank, world_size, model
+        self._host, self._port, self._rank, self._world_size, self._model = (
+            host,
+            port,
+            rank,
+            world_size,
+            model,
+        )
         self._group = (dp_rank, dp_size)
         self._socket: ControlSocket | None = None
         self._bind = bind
@@ -99,14 +111,19 @@ class PrefillNode(Node[PrefillShell]):
     @property
     def info(self) -> RankInfo:
         """What the bootstrap registry is told about this rank."""
-        me, where = (self._rank, self._world_size, self.incarnation), (self.control, self.plane.name)
+        me, where = (
+            (self._rank, self._world_size, self.incarnation),
+            (self.control, self.plane.name),
+        )
         return RankInfo(*me, *where, self._model, self.shape, *self._group)
 
     async def start(self) -> None:
         """Raises: MisuseError when the control port is taken, or a second time."""
         self._check_start()
         self._socket, self._port = self._bind(self._host, self._port)
-        identity = PrefillIdentity(self.incarnation, Rank(self._rank), self._moved(self.pool.layout), self.exported[0])
+        identity = PrefillIdentity(
+            self.incarnation, Rank(self._rank), self._moved(self.pool.layout), self.exported[0]
+        )
         self._shell = PrefillShell(
             PrefillEndpoint(identity, observer=self.counts, timing=self.timing, bounds=self.bounds),
             pages=self.pages,
@@ -128,17 +145,23 @@ class PrefillNode(Node[PrefillShell]):
     ) -> PrefillRoom:
         """The engine's half of a room; synchronous, so that a refusal is known before any work.
 
-        It waits `rendezvous_s` (the node's timing by default) for a decode that has not announced itself; one that has
-        is waited for as long as it lives. Raises: MisuseError (room in use, empty prompt, not a room id ...).
+        It waits `rendezvous_s` (the node's timing by default) for a decode that has not announced
+        itself; one that has is waited for as long as it lives. Raises: MisuseError (room in use,
+        empty prompt, not a room id ...).
         """
         shell, (tokens, digest) = self._open_shell, check_prompt(prompt)
-        at_s = float("inf") if deadline_s is None else self._now() + check_time("deadline_s", deadline_s)
+        at_s = (
+            float("inf")
+            if deadline_s is None
+            else self._now() + check_time("deadline_s", deadline_s)
+        )
         if rendezvous_s is not None:
             check_time("rendezvous_s", rendezvous_s)
         return shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """The engine's half of a room will never come: decode is told why, now or when its half comes.
+        """The engine's half of a room will never come: decode is told why, now or when its half
+        comes.
 
         Raises: MisuseError for what is not a room id.
         """
@@ -154,7 +177,9 @@ class PrefillNode(Node[PrefillShell]):
 
     @property
     def unavailable_reason(self) -> str:
-        """Also while more of its pool is in quarantine than its limit: prompts compute in what is left."""
+        """Also while more of its pool is in quarantine than its limit: prompts compute in what is
+        left.
+        """
         endpoint = self.shell.endpoint
         endpoint.note_stall(self.plane.stalled_s)
         return endpoint.unavailable_reason or endpoint.core.ledger.excess

@@ -1,4 +1,6 @@
-"""What a user passes, checked where it is passed: each error names the field, the value and the limit."""
+"""What a user passes, checked where it is passed: each error names the field, the value and the
+limit.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM
 
 
 class CheckedPrompt(NamedTuple):
-    """What a room needs of a prompt. Passed in its place, it is not worked out again: the digest of a million tokens
-    takes some 3 ms, and `check_prompt` may run in a thread."""
+    """What a room needs of a prompt.
+
+    Passed in its place, it is not worked out again: the digest of a million tokens takes some 3 ms,
+    and `check_prompt` may run in a thread."""
 
     tokens: int
     digest: bytes
@@ -53,7 +57,9 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
     if ids.ndim == 1 and not ids.size:
         raise MisuseError("the prompt is empty: at least 1 token is needed")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise MisuseError(f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}")
+        raise MisuseError(
+            f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}"
+        )
     narrow = ids.astype(np.uint32)
     if np.count_nonzero(narrow != ids):
         low, high = int(ids.min()), int(ids.max())
@@ -66,10 +72,12 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
 
     Raises: MisuseError naming the prefix, CapacityError.
     """
-    if not 0 <= prefix_tokens <= tokens or (prefix_tokens % layout.page_size and prefix_tokens != tokens):
+    if not 0 <= prefix_tokens <= tokens or (
+        prefix_tokens % layout.page_size and prefix_tokens != tokens
+    ):
         raise MisuseError(
-            f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token pages nor all of the "
-            f"{tokens} tokens of the prompt"
+            f"prefix_tokens {prefix_tokens} is neither a whole number of {layout.page_size}-token "
+            f"pages nor all of the {tokens} tokens of the prompt"
         )
     if (wanted := layout.places_for(tokens, prefix_tokens)) > MAX_PAGES_PER_ROOM:
         most = MAX_PAGES_PER_ROOM * layout.page_size
@@ -77,22 +85,33 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
     return wanted
 
 
-def own_pages(pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int) -> PageIndices:
-    """A user's pages, and their row, for a room that needs `wanted` of the pool, as int32 [n]. Raises: MisuseError."""
+def own_pages(
+    pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int
+) -> PageIndices:
+    """A user's pages, and their row, for a room that needs `wanted` of the pool, as int32 [n].
+
+    Raises: MisuseError.
+    """
     found = page_indices(pages, layout.num_places, f"room {room}")
     if len(found) != wanted:
         given, needed = _counted(layout, found), _needed(layout, wanted)
-        raise MisuseError(f"room {room}: {given} given, its prompt needs {needed}{_row_hint(layout, 'as the last')}")
+        raise MisuseError(
+            f"room {room}: {given} given, its prompt needs "
+            f"{needed}{_row_hint(layout, 'as the last')}"
+        )
     if wanted and names_twice(found, int(found.min()), int(found.max())):
         raise MisuseError(f"room {room}: a page is given twice")
     return found
 
 
-def check_chunk(room: int, layout: PoolLayout, pages: PageIndices, left: int, last: bool, handoff_bytes: int) -> None:
-    """A chunk of our `pages` for a room of which `left` of decode's places are to be filled, the row by the last chunk.
+def check_chunk(
+    room: int, layout: PoolLayout, pages: PageIndices, left: int, last: bool, handoff_bytes: int
+) -> None:
+    """A chunk of our `pages` for a room of which `left` of decode's places are to be filled, the
+    row by the last chunk.
 
-    Raises: MisuseError (other than the pages that are left, a hand-over before the last chunk), CapacityError (a
-    hand-over that is too large).
+    Raises: MisuseError (other than the pages that are left, a hand-over before the last chunk),
+    CapacityError (a hand-over that is too large).
     """
     if len(pages) != left if last else len(pages) > left - bool(layout.num_rows):
         given, needed, hint = (
@@ -104,7 +123,9 @@ def check_chunk(room: int, layout: PoolLayout, pages: PageIndices, left: int, la
     if not len(pages) and not last:
         raise MisuseError(f"room {room}: a chunk without pages that is not the last")
     if handoff_bytes and not last:
-        raise MisuseError(f"room {room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last")
+        raise MisuseError(
+            f"room {room}: hand-over of {handoff_bytes} bytes with a chunk that is not the last"
+        )
     if handoff_bytes > MAX_HANDOFF_BYTES:
         raise CapacityError("bytes of hand-over", handoff_bytes, MAX_HANDOFF_BYTES)
 
@@ -126,12 +147,20 @@ def _row_hint(layout: PoolLayout, where: str) -> str:
 
 
 def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
-    """A user's list or array of page numbers as int32 [n]. Raises: MisuseError saying what is wrong with it."""
+    """A user's list or array of page numbers as int32 [n].
+
+    Raises: MisuseError saying what is wrong with it.
+    """
     array = np.asarray(pages)
     if array.shape == (1,) and array.dtype == np.int32 and 0 <= array[0] < num_pages:
         return array.copy()  # the short way, a few times as fast
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise MisuseError(f"{what}: pages must be a list of integers, not shape {array.shape} of {array.dtype}")
+        raise MisuseError(
+            f"{what}: pages must be a list of integers, not shape {array.shape} of {array.dtype}"
+        )
     if array.size and ((low := int(array.min())) < 0 or int(array.max()) >= num_pages):
-        raise MisuseError(f"{what}: page {low if low < 0 else int(array.max())} is outside 0..{num_pages - 1}")
-    return array.astype(np.int32) if array.size else NO_PAGES  # a copy: the caller may change its own meanwhile
+        raise MisuseError(
+            f"{what}: page {low if low < 0 else int(array.max())} is outside 0..{num_pages - 1}"
+        )
+    # A copy: the caller may change its own meanwhile.
+    return array.astype(np.int32) if array.size else NO_PAGES

@@ -1,6 +1,9 @@
-"""What an endpoint asks its shell to do. Shells run commands in order; none of them decides anything.
+"""What an endpoint asks its shell to do.
 
-An engine without an event loop that drives an endpoint by itself does the same: see `examples/bare_endpoints.py`.
+Shells run commands in order; none of them decides anything.
+
+An engine without an event loop that drives an endpoint by itself does the same: see
+`examples/bare_endpoints.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 
 class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
-    """One prefill rank as decode knows it: who it says it is, and where. Either alone can be claimed by another."""
+    """One prefill rank as decode knows it: who it says it is, and where.
+
+    Either alone can be claimed by another.
+    """
 
     incarnation: Incarnation
     control: str  # "tcp://host:port"
@@ -27,7 +33,8 @@ class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
 class SendToPrefill(msgspec.Struct, frozen=True, gc=False):
     peer: PeerKey
     frame: bytes
-    at_once: bool = False  # an Abort, for whose answer pages wait: send it before what follows is run
+    # An Abort, for whose answer pages wait: send it before what follows is run.
+    at_once: bool = False
 
 
 class Dial(msgspec.Struct, frozen=True, gc=False):
@@ -56,15 +63,17 @@ class StopWatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class WatchEarlierWriter(msgspec.Struct, frozen=True):
-    """Await the data plane's fence for a writer to which an earlier node over this pool lent pages, then call
-    `earlier_writer_died`. Both endpoints ask for it."""
+    """Await the data plane's fence for a writer to which an earlier node over this pool lent pages,
+    then call `earlier_writer_died`. Both endpoints ask for it."""
 
     writer: int
     address: PlaneAddress
 
 
 class StopEarlierWatch(msgspec.Struct, frozen=True):
-    """This writer's loans have all ended: end its watch, if there is one, and tell other nodes over the pool."""
+    """This writer's loans have all ended: end its watch, if there is one, and tell other nodes over
+    the pool.
+    """
 
     writer: int
     incarnation: Incarnation
@@ -72,14 +81,17 @@ class StopEarlierWatch(msgspec.Struct, frozen=True):
 
 
 class Linked(msgspec.Struct, frozen=True, gc=False):
-    """Every rank of the room is registered: take its pages and call `lend`, or `close_room` when there are none."""
+    """Every rank of the room is registered: take its pages and call `lend`, or `close_room` when
+    there are none.
+    """
 
     grant: GrantId
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute the checksum of what the rank has `served` of pages `first` to `first + count` of the room, and bring it
-    to where it is used when that is not where prefill writes; then call `chunk_summed`."""
+    """Compute the checksum of what the rank has `served` of pages `first` to `first + count` of the
+    room, and bring it to where it is used when that is not where prefill writes; then call
+    `chunk_summed`."""
 
     grant: GrantId
     rank: int  # index among the room's ranks
@@ -96,7 +108,9 @@ class StopVerifying(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomBegun(msgspec.Struct, frozen=True, gc=False):
-    """Every rank has a place for the whole prompt of a room that was announced: its pages may be lent."""
+    """Every rank has a place for the whole prompt of a room that was announced: its pages may be
+    lent.
+    """
 
     grant: GrantId
 
@@ -128,8 +142,10 @@ class QuarantinePages(msgspec.Struct, frozen=True, gc=False):
 
 
 class FreePages(msgspec.Struct, frozen=True, gc=False):
-    """Nothing can write into the room's pages any more. The only way back for a page that was lent, by this node or
-    by an earlier one over the same pool."""
+    """Nothing can write into the room's pages any more.
+
+    The only way back for a page that was lent, by this node or by an earlier one over the same
+    pool."""
 
     grant: GrantId
 
@@ -164,8 +180,8 @@ class SendToDecode(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenRoute(msgspec.Struct, frozen=True):
-    """Connect the data plane to a decode's pool, then call `route_opened`, `route_refused` or `route_short`. Where
-    `route_opened` returns False, close the route."""
+    """Connect the data plane to a decode's pool, then call `route_opened`, `route_refused` or
+    `route_short`. Where `route_opened` returns False, close the route."""
 
     peer: Incarnation
     address: PlaneAddress
@@ -186,7 +202,9 @@ class WatchProcess(msgspec.Struct, frozen=True):
 
 
 class StartWrite(msgspec.Struct, frozen=True, gc=False):
-    """Write the source pages, which are held, onto the target's pages, then let go of them and call `write_ended`."""
+    """Write the source pages, which are held, onto the target's pages, then let go of them and call
+    `write_ended`.
+    """
 
     write: int
     serial: int  # of the room
@@ -222,7 +240,9 @@ class RoomStopped(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomReleased(msgspec.Struct, frozen=True, gc=False):
-    """The room is in no table any more, and none of its writes runs: its source pages are free to be used."""
+    """The room is in no table any more, and none of its writes runs: its source pages are free to
+    be used.
+    """
 
     serial: int
 

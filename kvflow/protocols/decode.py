@@ -1,7 +1,9 @@
-"""Everything one decode incarnation decides: rooms by grant, links by prefill rank, loans, deadlines.
+"""Everything one decode incarnation decides: rooms by grant, links by prefill rank, loans,
+deadlines.
 
-Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done comes out of
-`commands()`. Read on in decode_inbox.py (messages), decode_core.py (the machines) and machines/ (their tables).
+Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done
+comes out of `commands()`. Read on in decode_inbox.py (messages), decode_core.py (the machines) and
+machines/ (their tables).
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from kvflow.protocols.decode_inbox import HANDLERS, on_registered
 from kvflow.protocols.decode_links import DecodeIdentity, PrefillPeer
 from kvflow.protocols.decode_rooms import DecodeRoomRecord, Prompt
 from kvflow.protocols.earlier import EarlierLoans
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, WireError, room_error
+from kvflow.protocols.errors import (
+    CapacityError,
+    Cause,
+    Code,
+    KvflowError,
+    MisuseError,
+    WireError,
+    room_error,
+)
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase
 from kvflow.protocols.machines.ledger import Lease
@@ -27,11 +37,15 @@ from kvflow.protocols.wire.codec import parse_at_decode
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 
-TICK_WORK = 32  # rooms and loans one tick deals with: a millisecond or two; the rest follows in the next
+# Rooms and loans one tick deals with: a millisecond or two; the rest follows in the next.
+TICK_WORK = 32
 
 
 class DecodeEndpoint:
-    """One decode incarnation. Call a method, then run what `commands()` returns; call `tick` at `next_tick()`."""
+    """One decode incarnation.
+
+    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
+    """
 
     def __init__(
         self,
@@ -43,17 +57,22 @@ class DecodeEndpoint:
         verify: bool = False,
         staged: bool = False,
     ) -> None:
-        """With `verify` a chunk lands when the checksum of what is there agrees with prefill's; where pages are
-        `staged`, when they have been brought from where prefill writes them to where they are used."""
+        """With `verify` a chunk lands when the checksum of what is there agrees with prefill's;
+        where pages are `staged`, when they have been brought from where prefill writes them to
+        where they are used."""
         self.bounds = bounds or Bounds()
-        self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify, staged)  # to be read
+        # To be read.
+        self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify, staged)
         self.outbox = self.core.outbox  # what `commands` returns next
         self._leaving: Cause | None = None
         self._closed = False
 
     def __repr__(self) -> str:
         core = self.core
-        known = f"{len(core.rooms)} rooms, {len(core.links.peers)} prefill ranks, {len(core.ledger)} loans"
+        known = (
+            f"{len(core.rooms)} rooms, {len(core.links.peers)} prefill ranks, {len(core.ledger)} "
+            "loans"
+        )
         return f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}>"
 
     def commands(self) -> list[DecodeCommand]:
@@ -90,12 +109,13 @@ class DecodeEndpoint:
         deadline_at_s: float = float("inf"),
         announce: bool = True,
     ) -> GrantId:
-        """Announce a room to the ranks it will use, dialling those that are not linked; `Linked` follows when all are.
+        """Announce a room to the ranks it will use, dialling those that are not linked; `Linked`
+        follows when all are.
 
-        `announce=False`: its pages follow at once where every rank is linked, so that the offer announces it.
-        Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError, RefusedError (the ranks do not have
-        our pool together), AbortedError while shutting down: then the legs of every prefill that can be reached are
-        told.
+        `announce=False`: its pages follow at once where every rank is linked, so that the offer
+        announces it. Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError,
+        RefusedError (the ranks do not have our pool together), AbortedError while shutting down:
+        then the legs of every prefill that can be reached are told.
         """
         core = self.core
         peers = self._peers(ranks, now)
@@ -128,21 +148,25 @@ class DecodeEndpoint:
         return lease.grant
 
     def shorten(self, grant: GrantId, prefix_tokens: int) -> int:
-        """The first `prefix_tokens` of the prompt of a room that is not lent yet need not travel: decode has them, as
-        `open_room` may have been told otherwise. Returns how many pages it needs now.
+        """The first `prefix_tokens` of the prompt of a room that is not lent yet need not travel:
+        decode has them, as `open_room` may have been told otherwise. Returns how many pages it
+        needs now.
 
         Raises: MisuseError (after `lend`, no whole pages).
         """
         record = self.core.rooms[grant]
         if record.lent or record.state.phase is not DecodePhase.BOOTSTRAPPING:
-            raise MisuseError(f"room {record.room}: its pages have been lent, with the prefix that was known then")
+            raise MisuseError(
+                f"room {record.room}: its pages have been lent, with the prefix that was known then"
+            )
         num_pages = pages_wanted(self.core.identity.layout, record.prompt.tokens, prefix_tokens)
         record.shorten(prefix_tokens, num_pages)
         return num_pages
 
     def lend(self, grant: GrantId, pages: PageIndices, now: float) -> bool:
-        """The pages of a room that is `Linked`: offer them to every rank. False when the room has ended meanwhile, and
-        the pages are the caller's again.
+        """The pages of a room that is `Linked`: offer them to every rank.
+
+        False when the room has ended meanwhile, and the pages are the caller's again.
 
         Raises: MisuseError for other pages than the room needs, or a second time.
         """
@@ -152,7 +176,9 @@ class DecodeEndpoint:
         if record.state.phase is not DecodePhase.BOOTSTRAPPING or not record.linked:
             raise MisuseError(f"room {record.room}: pages can be lent once, after Linked")
         if len(pages) != record.num_pages:
-            raise MisuseError(f"room {record.room}: {len(pages)} pages for a room of {record.num_pages}")
+            raise MisuseError(
+                f"room {record.room}: {len(pages)} pages for a room of {record.num_pages}"
+            )
         if (layout := self.core.identity.layout).num_rows:
             layout.check_places(pages)
         record.packed_pages = pack_pages(pages)
@@ -165,7 +191,9 @@ class DecodeEndpoint:
         return True
 
     def close_room(self, grant: GrantId, cause: Cause, now: float) -> None:
-        """End a room. Before it landed this is an abort: its user is told at once, and its pages are free when its
+        """End a room.
+
+        Before it landed this is an abort: its user is told at once, and its pages are free when its
         loans have ended. No effect on a room that has ended."""
         record = self.core.rooms.get(grant)
         if record is not None:
@@ -181,8 +209,8 @@ class DecodeEndpoint:
     def chunk_summed(
         self, grant: GrantId, rank: int, seq: int, checksum: bytes, now: float, *, error: str = ""
     ) -> None:
-        """What `VerifyChunk` has found: the checksum of a landed chunk, or any word where none is compared; empty when
-        it could not be done, and `error` says why."""
+        """What `VerifyChunk` has found: the checksum of a landed chunk, or any word where none is
+        compared; empty when it could not be done, and `error` says why."""
         record = self.core.rooms.get(grant)
         if record is None:
             return
@@ -214,7 +242,10 @@ class DecodeEndpoint:
             core.observer.message_dropped("foreign")
         elif type(message) is wire.Registered:
             on_registered(core, peer, message, now)
-        elif message.source != key.incarnation or getattr(message, "rank", peer.info.rank) != peer.info.rank:
+        elif (
+            message.source != key.incarnation
+            or getattr(message, "rank", peer.info.rank) != peer.info.rank
+        ):
             core.observer.message_dropped("foreign")
         else:
             HANDLERS[type(message)](core, peer, message, now)
@@ -239,23 +270,31 @@ class DecodeEndpoint:
     def declare_dead(self, incarnation: Incarnation, why: str, now: float) -> tuple[int, int]:
         """An operator's word that a prefill writes no more: the only end of a loan without proof.
 
-        Its rooms and loans end, those of earlier nodes among them, and it is never linked again. If the word is wrong,
-        what that process still writes lands in pages that belong to others by then. Returns how many loans end, and
-        how many pages leave quarantine. Raises: MisuseError when it is not known here.
+        Its rooms and loans end, those of earlier nodes among them, and it is never linked again. If
+        the word is wrong, what that process still writes lands in pages that belong to others by
+        then. Returns how many loans end, and how many pages leave quarantine. Raises: MisuseError
+        when it is not known here.
         """
         core = self.core
         found = [peer for peer in self.peers if peer.key.incarnation == incarnation]
         if not found and not core.earlier.of(incarnation):
-            raise MisuseError(f"no prefill {incarnation:016x} is linked here, and none of that incarnation owes a loan")
+            raise MisuseError(
+                f"no prefill {incarnation:016x} is linked here, and none of that incarnation owes "
+                "a loan"
+            )
         core.observer.peer_declared_dead()
         core.links.declared_dead.add(incarnation)
         loans, pages = core.earlier.declare_dead(incarnation)
         for peer in found:
-            cause = Cause(Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}")
+            cause = Cause(
+                Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}"
+            )
             for grant in core.ledger.grants_of(peer):  # should it live, it is told to stop
                 lease = core.ledger.find(peer, grant)
                 assert lease is not None
-                abort = wire.Abort(room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer))
+                abort = wire.Abort(
+                    room=lease.room, grant=grant, cause=lease.cause or cause, **core.between(peer)
+                )
                 core.links.send(peer, abort)
             core.feed_link(peer, LinkKind.DECLARED_DEAD, now, cause)
             owed = core.ledger.owed_by(peer)
@@ -270,8 +309,9 @@ class DecodeEndpoint:
         self.core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
-        """Say goodbye to every prefill, until it acknowledges that: call it after `leave`, when no proof is awaited any
-        more. Prefill then forgets this decode; it is asked nothing afterwards."""
+        """Say goodbye to every prefill, until it acknowledges that: call it after `leave`, when no
+        proof is awaited any more. Prefill then forgets this decode; it is asked nothing
+        afterwards."""
         for peer in list(self.peers):
             if peer.phase not in (LinkPhase.PARTING, LinkPhase.GONE):
                 self.core.feed_link(peer, LinkKind.LEAVE, now, self._leaving)
@@ -282,11 +322,15 @@ class DecodeEndpoint:
         return [
             peer
             for peer in self.peers
-            if peer.phase is LinkPhase.PARTING and now < peer.received_at_s + self.core.timing.lost_after_s
+            if peer.phase is LinkPhase.PARTING
+            and now < peer.received_at_s + self.core.timing.lost_after_s
         ]
 
     def close(self, now: float) -> None:
-        """Hang up everywhere. Rooms that still wait for proof end; their loans stay in the ledger, unproven."""
+        """Hang up everywhere.
+
+        Rooms that still wait for proof end; their loans stay in the ledger, unproven.
+        """
         self.leave(now)
         self._closed = True
         for peer in list(self.peers):
@@ -294,20 +338,25 @@ class DecodeEndpoint:
         self.core.work(float("inf"), now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count. To
-        know how long it was, tick once a heartbeat, due or not."""
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their
+        silence does not count. To know how long it was, tick once a heartbeat, due or not."""
         for peer in self.peers:
-            peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
+            # What was read since counts as it is.
+            peer.received_at_s = min(peer.received_at_s + late_s, now)
 
     # --- time
 
     def next_tick(self) -> float:
         """When `tick` may next be worth calling; infinity while nothing is due."""
-        core = self.core  # what `work_left` says, without a call: this is asked whenever a shell has run commands
+        # What `work_left` says, without a call: this is asked whenever a shell has run commands.
+        core = self.core
         return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
-        """Deadlines, repetition, silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
+        """Deadlines, repetition, silence.
+
+        A tick does a bounded amount of work; `next_tick` says when more is due.
+        """
         core = self.core
         core.work(TICK_WORK, now)
         beliefs: dict[PrefillPeer, list[wire.Belief]] = {}
@@ -316,13 +365,17 @@ class DecodeEndpoint:
             if timer is None:
                 break
             self._expire(timer, now, beliefs)
-        else:  # it may be long until the links' turn comes, and a prefill that is not asked has no chance to answer
+        else:
+            # It may be long until the links' turn comes, and a prefill that is not asked has no
+            # chance to answer.
             for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
                 core.link_due(peer, now)
         for peer, rooms in beliefs.items():
             core.links.send(peer, wire.Resync(rooms=tuple(rooms), **core.between(peer)))
 
-    def _expire(self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]) -> None:
+    def _expire(
+        self, timer: Timer, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
+    ) -> None:
         core = self.core
         if timer.kind == "link":
             core.link_due(core.links.peers[timer.key], now)
@@ -332,12 +385,17 @@ class DecodeEndpoint:
             self._room_due(timer, core.rooms[timer.key], now, beliefs)
 
     def _room_due(
-        self, timer: Timer, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
+        self,
+        timer: Timer,
+        record: DecodeRoomRecord,
+        now: float,
+        beliefs: dict[PrefillPeer, list[wire.Belief]],
     ) -> None:
         if record.state.phase is DecodePhase.DRAINING:
             return  # its loans are recalled and asked for by themselves
         if timer.kind == "deadline":
-            # Counted from a moment before the room was opened: a deadline of 0 s would be slightly below it.
+            # Counted from a moment before the room was opened: a deadline of 0 s would be slightly
+            # below it.
             given_s = max(0.0, round(record.deadline_at_s - record.opened_at_s, 2))
             text = f"room {record.room}: deadline of {given_s:g} s has passed"
             self.close_room(record.grant, Cause(Code.DEADLINE, text), now)
@@ -346,8 +404,13 @@ class DecodeEndpoint:
         else:
             self._ask_about(record, now, beliefs)
 
-    def _ask_about(self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]) -> None:
-        """Nothing has come for a while: a message may have been lost. Ask less often the longer it lasts."""
+    def _ask_about(
+        self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
+    ) -> None:
+        """Nothing has come for a while: a message may have been lost.
+
+        Ask less often the longer it lasts.
+        """
         core = self.core
         record.resync_after_s = core.back_off(record.resync_after_s)
         core.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
@@ -362,8 +425,9 @@ class DecodeEndpoint:
     # --- opening a room, step by step
 
     def _peers(self, ranks: Sequence[RankInfo], now: float) -> tuple[PrefillPeer, ...]:
-        """A link to every rank, dialled where there is none. Raises: LostError, PeerError, CapacityError; AbortedError
-        once it is closed."""
+        """A link to every rank, dialled where there is none.
+
+        Raises: LostError, PeerError, CapacityError; AbortedError once it is closed."""
         core = self.core
         if self._closed:
             assert self._leaving is not None
@@ -380,9 +444,9 @@ class DecodeEndpoint:
         return tuple(peers)
 
     def _make_place(self, now: float) -> None:
-        """Where there are too many, hang up the link that has been idle for longest; where none is idle, one that is
-        lost: its loans wait for the fence then, and for an operator. Links that are hung up do not count. Raises:
-        CapacityError."""
+        """Where there are too many, hang up the link that has been idle for longest; where none is
+        idle, one that is lost: its loans wait for the fence then, and for an operator. Links that
+        are hung up do not count. Raises: CapacityError."""
         core = self.core
         open_ = [peer for peer in self.peers if peer.phase is not LinkPhase.GONE]
         if len(open_) < self.bounds.links:
@@ -394,7 +458,10 @@ class DecodeEndpoint:
         core.feed_link(min(idle, key=lambda peer: peer.used_at_s), LinkKind.CLOSED, now)
 
     def _lease(self, room: int, peers: tuple[PrefillPeer, ...], now: float) -> Lease[PrefillPeer]:
-        """The next grant; no rank knows of it yet. Raises: MisuseError for what is not a room id."""
+        """The next grant; no rank knows of it yet.
+
+        Raises: MisuseError for what is not a room id.
+        """
         core = self.core
         lease: Lease[PrefillPeer] = Lease(core.next_grant, wire.room_id(room))
         core.next_grant = GrantId(core.next_grant + 1)

@@ -1,6 +1,7 @@
 """The machines of one decode, fed one after the other: rooms, links, loans.
 
-Nothing calls back, so nothing re-enters: a table returns what follows from an event, and the next machine is fed.
+Nothing calls back, so nothing re-enters: a table returns what follows from an event, and the next
+machine is fed.
 """
 
 from __future__ import annotations
@@ -40,18 +41,25 @@ MAX_REPEAT_AFTER_S = 8.0
 
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
-    """What a deadline is for. `key`: a grant for "deadline" and "stalled", a PeerKey for "link" and "repeat"."""
+    """What a deadline is for.
+
+    `key`: a grant for "deadline" and "stalled", a PeerKey for "link" and "repeat".
+    """
 
     kind: str
     key: Any
 
 
 class Task:
-    """Work on many rooms or loans at once is cut up, so that no tick takes long: one grant of it at a time."""
+    """Work on many rooms or loans at once is cut up, so that no tick takes long: one grant of it at
+    a time.
+    """
 
     __slots__ = ("cause", "grants", "peer", "run")
 
-    def __init__(self, run: str, grants: Iterable[GrantId], peer: PrefillPeer | None, cause: Cause | None) -> None:
+    def __init__(
+        self, run: str, grants: Iterable[GrantId], peer: PrefillPeer | None, cause: Cause | None
+    ) -> None:
         self.run, self.peer, self.cause = run, peer, cause
         self.grants = deque(grants)
 
@@ -60,14 +68,22 @@ class DecodeCore:
     """What one decode knows. Each `feed_*` is the one place that changes its kind of state."""
 
     def __init__(
-        self, identity: DecodeIdentity, observer: Observer, timing: Timing, bounds: Bounds, verify: bool, staged: bool
+        self,
+        identity: DecodeIdentity,
+        observer: Observer,
+        timing: Timing,
+        bounds: Bounds,
+        verify: bool,
+        staged: bool,
     ) -> None:
         self.identity, self.observer, self.timing, self.verify = identity, observer, timing, verify
         self.staged = staged
         self.next_grant = GrantId(1)
         self.outbox: list[DecodeCommand] = []
         self.links = DecodeLinks(identity, timing, bounds, self.outbox)
-        self.ledger: Ledger[PrefillPeer] = Ledger(int(bounds.quarantine_share * identity.layout.num_pages))
+        self.ledger: Ledger[PrefillPeer] = Ledger(
+            int(bounds.quarantine_share * identity.layout.num_pages)
+        )
         self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant)
         self.rooms: dict[GrantId, DecodeRoomRecord] = {}
         self.deadlines: Deadlines[Timer] = Deadlines()
@@ -82,25 +98,38 @@ class DecodeCore:
         for command in commands:
             _RUN[command](self, record, now)
 
-    def feed_loan(self, lease: Lease[PrefillPeer], peer: PrefillPeer, kind: LoanKind, now: float) -> None:
+    def feed_loan(
+        self, lease: Lease[PrefillPeer], peer: PrefillPeer, kind: LoanKind, now: float
+    ) -> None:
         """One event for one loan, and what follows for its room."""
         self.loan_changed(self.ledger.feed(lease, peer, kind), now)
 
-    def feed_answer(self, lease: Lease[PrefillPeer], peer: PrefillPeer, drained: bool, now: float) -> None:
-        """Prefill answers for one loan. Nothing has to be proven about a loan that could not be written anyway."""
+    def feed_answer(
+        self, lease: Lease[PrefillPeer], peer: PrefillPeer, drained: bool, now: float
+    ) -> None:
+        """Prefill answers for one loan.
+
+        Nothing has to be proven about a loan that could not be written anyway.
+        """
         drained = drained or lease.loans[peer] not in WRITABLE
         self.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
 
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
         lease, peer = change.lease, change.source
-        # A silent source is asked when it answers again; until then an Abort would only wait in a queue.
+        # A silent source is asked when it answers again; until then an Abort would only wait in a
+        # queue.
         if LoanCommand.SEND_ABORT in change.commands and (peer.usable or peer.asked_again):
             assert lease.cause is not None
-            abort = wire.Abort(room=lease.room, grant=lease.grant, cause=lease.cause, **self.between(peer))
+            abort = wire.Abort(
+                room=lease.room, grant=lease.grant, cause=lease.cause, **self.between(peer)
+            )
             self.links.send(peer, abort)
             if (repeat := Timer("repeat", peer.key)) not in self.deadlines:
                 self.deadlines.set(repeat, now + peer.repeat_after_s)
-        if LoanCommand.RETURN in change.commands and peer.repeat_after_s > self.timing.repeat_after_s:
+        if (
+            LoanCommand.RETURN in change.commands
+            and peer.repeat_after_s > self.timing.repeat_after_s
+        ):
             # It answers: what else it was asked for and has not answered was lost on the way.
             self.repeat_from(peer, now + self.timing.repeat_after_s)
         if change.freed:
@@ -114,13 +143,19 @@ class DecodeCore:
                 self.feed_room(record, DecodeEvent(DecodeKind.LOANS_DOUBTFUL, cause=cause), now)
         self.drop_if_idle(peer, now)
 
-    def feed_link(self, peer: PrefillPeer, kind: LinkKind, now: float, cause: Cause | None = None) -> None:
-        """The one place that changes a link's phase, and what rooms and loans have to do about it."""
-        if kind is LinkKind.SILENCE_DUE:  # what was offered so far ends here, and is not to begin again elsewhere
+    def feed_link(
+        self, peer: PrefillPeer, kind: LinkKind, now: float, cause: Cause | None = None
+    ) -> None:
+        """The one place that changes a link's phase,
+        and what rooms and loans have to do about it.
+        """
+        # What was offered so far ends here, and is not to begin again elsewhere.
+        if kind is LinkKind.SILENCE_DUE:
             peer.asked_again, peer.fresh_from = False, self.next_grant
         for command in self.links.feed(peer, kind, now, self.ledger, cause):
             if command is LinkCommand.START_ROOMS:
-                self.repeat_from(peer, now)  # what was withdrawn before came to a prefill that did not know us
+                # What was withdrawn before came to a prefill that did not know us.
+                self.repeat_from(peer, now)
                 self.for_each_loan(peer, "start")
             elif command is LinkCommand.LOSE_ROOMS:
                 self.for_each_loan(peer, "lose", peer.cause)
@@ -135,7 +170,9 @@ class DecodeCore:
         self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
         self.drop_if_idle(peer, now)
 
-    def land(self, record: DecodeRoomRecord, rank: int, message: wire.ChunkDone, now: float) -> None:
+    def land(
+        self, record: DecodeRoomRecord, rank: int, message: wire.ChunkDone, now: float
+    ) -> None:
         """The hand-over is the lowest rank's that brings one."""
         record.handoff = record.handoff or message.handoff
         event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
@@ -143,7 +180,9 @@ class DecodeCore:
 
     def announce(self, record: DecodeRoomRecord) -> None:
         for peer in record.peers:
-            self.links.send(peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer)))
+            self.links.send(
+                peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer))
+            )
 
     def link_if_ready(self, record: DecodeRoomRecord, now: float) -> None:
         peers = record.peers
@@ -153,14 +192,18 @@ class DecodeCore:
         if (why := self.links.coverage.get(peers)) is None:
             why = self.links.check_coverage(peers)
         if why:
-            self.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=Cause(Code.REFUSED, why)), now)
+            self.feed_room(
+                record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=Cause(Code.REFUSED, why)), now
+            )
             return
         record.linked, record.ready_at_s = True, now
         self.outbox.append(Linked(record.grant))
 
     def recall(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
-        """Abort is sent, and repeated until every rank has acknowledged it. A rank that has left others unanswered for
-        long is asked for all of them as often as at first: that silence says nothing of this one."""
+        """Abort is sent, and repeated until every rank has acknowledged it.
+
+        A rank that has left others unanswered for long is asked for all of them as often as at
+        first: that silence says nothing of this one."""
         for change in self.ledger.recall(lease, cause, now):
             if change.source.repeat_after_s > self.timing.repeat_after_s:
                 self.repeat_from(change.source, now + self.timing.repeat_after_s)
@@ -173,10 +216,16 @@ class DecodeCore:
 
     @property
     def proof_may_come(self) -> bool:
-        """Some rank can be expected to answer for its loans: nothing was lent to one that has never answered, one that
-        is silent or gone proves nothing now, and what one has called unproven stays so until its fence."""
-        up = [peer for peer in self.links.peers.values() if peer.phase is LinkPhase.UP and self.ledger.owes(peer)]
-        return any(self.tasks or self.ledger.awaits(peer) for peer in up)  # a task may ask for loans in doubt again
+        """Some rank can be expected to answer for its loans: nothing was lent to one that has never
+        answered, one that is silent or gone proves nothing now, and what one has called unproven
+        stays so until its fence."""
+        up = [
+            peer
+            for peer in self.links.peers.values()
+            if peer.phase is LinkPhase.UP and self.ledger.owes(peer)
+        ]
+        # A task may ask for loans in doubt again.
+        return any(self.tasks or self.ledger.awaits(peer) for peer in up)
 
     def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
         """A link that cannot be used and owes nothing: the next room opens a new one."""
@@ -225,14 +274,16 @@ class DecodeCore:
         self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
 
     def repeat_aborts(self, timer: Timer, now: float) -> None:
-        """Send Abort again for every loan of a peer that was recalled and is not acknowledged; less and less often
-        while none is."""
+        """Send Abort again for every loan of a peer that was recalled and is not acknowledged; less
+        and less often while none is."""
         peer = self.links.peers[timer.key]
         self.for_each_loan(peer, "repeat")
         peer.repeat_after_s = self.back_off(peer.repeat_after_s)
 
     def repeat_from(self, peer: PrefillPeer, at_s: float) -> None:
-        """Ask for what is not acknowledged then, or when it is due before, and as often as at first."""
+        """Ask for what is not acknowledged then, or when it is due before, and as often as at
+        first.
+        """
         peer.repeat_after_s = self.timing.repeat_after_s
         self.deadlines.advance(Timer("repeat", peer.key), at_s)
 
@@ -333,7 +384,9 @@ def _start(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
         core.link_if_ready(record, now)
 
 
-def _loan_task(kind: LoanKind, phases: tuple[LoanPhase, ...]) -> Callable[[DecodeCore, Task, GrantId, float], None]:
+def _loan_task(
+    kind: LoanKind, phases: tuple[LoanPhase, ...]
+) -> Callable[[DecodeCore, Task, GrantId, float], None]:
     """Feed `kind` to a loan that is still in one of `phases`."""
 
     def feed(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
@@ -349,10 +402,16 @@ _REPEAT = _loan_task(LoanKind.REPEAT_DUE, (LoanPhase.RECALLED, LoanPhase.WITHDRA
 
 
 def _repeat(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """The timer is the peer's: a lease that was recalled a moment before it is due is not overdue yet."""
+    """The timer is the peer's: a lease that was recalled a moment before it is due is not overdue
+    yet.
+    """
     assert task.peer is not None
     lease = core.ledger.find(task.peer, grant)
-    if lease is not None and lease.cause is not None and now - lease.recalled_at_s >= core.timing.repeat_after_s:
+    if (
+        lease is not None
+        and lease.cause is not None
+        and now - lease.recalled_at_s >= core.timing.repeat_after_s
+    ):
         core.ledger.note_overdue(lease)
     _REPEAT(core, task, grant, now)
 

@@ -16,7 +16,9 @@ from kvflow.protocols.machines.loan import LoanKind, LoanPhase
 from kvflow.protocols.wire import messages as wire
 
 
-def on_registered(core: DecodeCore, peer: PrefillPeer, message: wire.Registered, now: float) -> None:
+def on_registered(
+    core: DecodeCore, peer: PrefillPeer, message: wire.Registered, now: float
+) -> None:
     """The answer to what was asked of another life of that address is for that life's link."""
     key = PeerKey(message.asked or peer.key.incarnation, peer.key.control)
     asked = core.links.peers.get(key)
@@ -41,7 +43,9 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
-    """The room's user is told once, when the last rank has begun; a user that has lent waits for it no longer."""
+    """The room's user is told once, when the last rank has begun; a user that has lent waits for it
+    no longer.
+    """
     record = _room_of(core, peer, message)
     if record is None or record.phase is not DecodePhase.BOOTSTRAPPING:
         return
@@ -52,15 +56,20 @@ def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: flo
     record.begun = begun
 
 
-def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone, now: float) -> None:
-    """An in-order chunk has landed; where transfers are verified or staged, as soon as that is done."""
+def _on_chunk_done(
+    core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone, now: float
+) -> None:
+    """An in-order chunk has landed; where transfers are verified or staged, as soon as that is
+    done.
+    """
     record = _room_of(core, peer, message)
     if record is None:
         return
     rank, lease = record.peers.index(peer), record.lease
     phase, is_next = lease.loans.get(peer), message.seq == record.next_seq(rank)
     if not is_next or phase is not LoanPhase.LENT:
-        # Repeated, or one before it is missing (Resync brings that), or the rank has said that it cannot vouch for it.
+        # Repeated, or one before it is missing (Resync brings that), or the rank has said that it
+        # cannot vouch for it.
         if is_next and phase is LoanPhase.RECALLED and message.last:
             core.feed_loan(lease, peer, LoanKind.LANDED, now)  # proof all the same
         else:
@@ -72,14 +81,18 @@ def _on_chunk_done(core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone,
     if core.verify or core.staged:
         first = record.first_page(rank)
         record.checks.append(ChunkCheck(rank, message, core.verify))
-        core.outbox.append(VerifyChunk(record.grant, rank, message.seq, first, message.pages, peer.served or ()))
+        core.outbox.append(
+            VerifyChunk(record.grant, rank, message.seq, first, message.pages, peer.served or ())
+        )
     if message.last:  # proof, whatever its checksum says
         core.feed_loan(lease, peer, LoanKind.LANDED, now)
     if not (core.verify or core.staged):
         core.land(record, rank, message, now)
 
 
-def _on_room_failed(core: DecodeCore, peer: PrefillPeer, message: wire.RoomFailed, now: float) -> None:
+def _on_room_failed(
+    core: DecodeCore, peer: PrefillPeer, message: wire.RoomFailed, now: float
+) -> None:
     if record := _room_of(core, peer, message):
         core.feed_room(record, DecodeEvent(DecodeKind.ROOM_FAILED, cause=message.cause), now)
 
@@ -94,11 +107,13 @@ def _on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: wire.AbortAck, n
 
 def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: float) -> None:
     """Grants prefill does not know: their Bootstrap was lost, or they were closed too long ago."""
-    for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
+    # Each is answered once.
+    for belief in {belief.grant: belief for belief in message.rooms}.values():
         record = core.rooms.get(belief.grant)
         if record is None or peer not in record.lease.loans or not record.receiving:
             continue  # a rank that has landed everything may forget it
-        if belief.next_seq:  # it had written for that grant when it was asked, and has forgotten it since
+        # It had written for that grant when it was asked, and has forgotten it since.
+        if belief.next_seq:
             cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")
             core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
         elif record.next_seq(record.peers.index(peer)) == 0:  # other ranks may be further
@@ -106,13 +121,17 @@ def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: f
 
 
 def _on_goodbye(core: DecodeCore, peer: PrefillPeer, message: wire.Goodbye, now: float) -> None:
-    """This prefill has closed: nothing that was lent to it will be written any more, but for what it names (I2, I6)."""
+    """This prefill has closed: nothing that was lent to it will be written any more, but for what
+    it names (I2, I6).
+    """
     peer.unproven, peer.asked_again = frozenset(message.unproven), False
     cause = Cause(Code.SHUTDOWN, f"prefill at {peer.info.control} has shut down")
     core.feed_link(peer, LinkKind.GOODBYE, now, cause)
 
 
-def _on_goodbye_ack(core: DecodeCore, peer: PrefillPeer, message: wire.GoodbyeAck, now: float) -> None:
+def _on_goodbye_ack(
+    core: DecodeCore, peer: PrefillPeer, message: wire.GoodbyeAck, now: float
+) -> None:
     core.feed_link(peer, LinkKind.ACKNOWLEDGED, now)
 
 

@@ -1,4 +1,6 @@
-"""Decode's links: one peer per prefill rank it knows, the link machine of each, and when each is next due."""
+"""Decode's links: one peer per prefill rank it knows, the link machine of each, and when each is
+next due.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from typing import Any
 
 import msgspec
 
-from kvflow.protocols.commands import DecodeCommand, Dial, HangUp, PeerKey, SendToPrefill, StopWatch, WatchWriter
+from kvflow.protocols.commands import (
+    DecodeCommand,
+    Dial,
+    HangUp,
+    PeerKey,
+    SendToPrefill,
+    StopWatch,
+    WatchWriter,
+)
 from kvflow.protocols.errors import Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.ledger import Ledger
@@ -33,7 +43,9 @@ from kvflow.protocols.wire.ranks import RankInfo, check_ranks
 
 
 class DecodeIdentity(msgspec.Struct, frozen=True):
-    """What a decode says of itself when it registers: its life, its pool as peers must use it, and where that is."""
+    """What a decode says of itself when it registers: its life, its pool as peers must use it, and
+    where that is.
+    """
 
     incarnation: Incarnation
     layout: PoolLayout
@@ -41,14 +53,28 @@ class DecodeIdentity(msgspec.Struct, frozen=True):
 
 
 class PrefillPeer:
-    """One incarnation of one prefill rank, and when it was last heard from, written to, dialled and used."""
+    """One incarnation of one prefill rank, and when it was last heard from, written to, dialled and
+    used.
+    """
 
     __slots__ = (
-        *("address", "asked_again", "cause", "fresh_from", "received_at_s", "info", "key", "phase", "repeat_after_s"),
+        *(
+            "address",
+            "asked_again",
+            "cause",
+            "fresh_from",
+            "received_at_s",
+            "info",
+            "key",
+            "phase",
+            "repeat_after_s",
+        ),
         *("sent_at_s", "served", "tried_at_s", "unproven", "used_at_s"),
     )
 
-    def __init__(self, info: RankInfo, now: float, fresh_from: GrantId, repeat_after_s: float) -> None:
+    def __init__(
+        self, info: RankInfo, now: float, fresh_from: GrantId, repeat_after_s: float
+    ) -> None:
         self.info, self.key = info, PeerKey(Incarnation(info.incarnation), info.control)
         self.phase = LinkPhase.REGISTERING
         self.cause: Cause | None = None  # why it was last lost, or refused
@@ -56,12 +82,16 @@ class PrefillPeer:
         self.fresh_from = fresh_from
         self.address: PlaneAddress | None = None  # of the writer, once it has accepted
         self.unproven: frozenset[GrantId] = frozenset()  # what its goodbye proves nothing about
-        self.served: tuple[Served, ...] | None = None  # what of our pool it sends, as it said when it accepted
+        # What of our pool it sends, as it said when it accepted.
+        self.served: tuple[Served, ...] | None = None
         self.repeat_after_s = repeat_after_s
         self.received_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
 
     def __repr__(self) -> str:
-        return f"<PrefillPeer {self.info.incarnation:016x} at {self.info.control}: {self.phase.name.lower()}>"
+        return (
+            f"<PrefillPeer {self.info.incarnation:016x} at {self.info.control}: "
+            f"{self.phase.name.lower()}>"
+        )
 
     @property
     def usable(self) -> bool:
@@ -70,28 +100,43 @@ class PrefillPeer:
 
 
 class DecodeLinks:
-    """The peers of one decode. Sends are appended to `outbox`, what concerns rooms and loans is returned."""
+    """The peers of one decode.
 
-    def __init__(self, identity: DecodeIdentity, timing: Timing, bounds: Bounds, outbox: list[DecodeCommand]) -> None:
+    Sends are appended to `outbox`, what concerns rooms and loans is returned.
+    """
+
+    def __init__(
+        self, identity: DecodeIdentity, timing: Timing, bounds: Bounds, outbox: list[DecodeCommand]
+    ) -> None:
         self._identity, self._timing, self._bounds, self._outbox = identity, timing, bounds, outbox
         self.peers: dict[PeerKey, PrefillPeer] = {}
         self.declared_dead: set[Incarnation] = set()
         self.coverage: dict[tuple[PrefillPeer, ...], str] = {}  # what `check_coverage` has found
 
     def check(self, ranks: Sequence[RankInfo]) -> None:
-        """Refuse what a registry must not answer, or a user must not pass. Raises: LostError, PeerError."""
+        """Refuse what a registry must not answer, or a user must not pass.
+
+        Raises: LostError, PeerError.
+        """
         if not ranks:
             raise LostError("no rank of that prefill is known")
         if len(ranks) > self._bounds.ranks_per_room:
             limit = self._bounds.ranks_per_room
-            raise PeerError(f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most")
-        if len(ranks) != 1 or ranks[0].world_size != 1 or ranks[0].rank:  # nearly always there is but one
+            raise PeerError(
+                f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most"
+            )
+        # Nearly always there is but one.
+        if len(ranks) != 1 or ranks[0].world_size != 1 or ranks[0].rank:
             check_ranks(ranks)
         if len(ranks) > 1 and len({info.incarnation for info in ranks}) < len(ranks):
-            raise PeerError(f"the registry names one incarnation for two ranks of {ranks[0].control}")
+            raise PeerError(
+                f"the registry names one incarnation for two ranks of {ranks[0].control}"
+            )
         for info in ranks if self.declared_dead else ():
             if info.incarnation in self.declared_dead:
-                raise LostError(f"prefill {info.incarnation:016x} at {info.control} was declared dead")
+                raise LostError(
+                    f"prefill {info.incarnation:016x} at {info.control} was declared dead"
+                )
 
     def find(self, info: RankInfo) -> PrefillPeer | None:
         """The link to exactly this rank, if there is one that rooms can be opened on."""
@@ -99,10 +144,15 @@ class DecodeLinks:
         return peer if peer is not None and peer.info.rank == info.rank and peer.usable else None
 
     def check_coverage(self, peers: tuple[PrefillPeer, ...]) -> str:
-        """Why what these ranks send, all linked, is not every byte of our pool exactly once; empty when it is (I8)."""
+        """Why what these ranks send, all linked, is not every byte of our pool exactly once; empty
+        when it is (I8).
+        """
         found = uncovered(self._identity.layout, [peer.served or () for peer in peers])
         if found:
-            found = f"what prefill {peers[0].info.control} sends is not decode's pool, each byte once: {found}"
+            found = (
+                f"what prefill {peers[0].info.control} sends is not decode's pool, each byte once: "
+                f"{found}"
+            )
         self.coverage[peers] = found
         return found
 
@@ -111,10 +161,15 @@ class DecodeLinks:
         key = PeerKey(Incarnation(info.incarnation), info.control)
         known = self.peers.get(key)
         if known is not None and known.usable:
-            raise PeerError(f"prefill at {info.control} is rank {known.info.rank}, and was asked for as {info.rank}")
+            raise PeerError(
+                f"prefill at {info.control} is rank {known.info.rank}, and was asked for as "
+                f"{info.rank}"
+            )
         if known is not None:
             assert known.cause is not None
-            raise LostError(f"prefill at {info.control} is {known.phase.name.lower()}: {known.cause.text}")
+            raise LostError(
+                f"prefill at {info.control} is {known.phase.name.lower()}: {known.cause.text}"
+            )
         peer = self.peers[key] = PrefillPeer(info, now, next_grant, self._timing.repeat_after_s)
         self._outbox.append(Dial(key))
         self._register(peer, now)
@@ -124,9 +179,17 @@ class DecodeLinks:
         self._outbox.append(SendToPrefill(peer.key, encode(message), type(message) is Abort))
 
     def feed(
-        self, peer: PrefillPeer, kind: LinkKind, now: float, ledger: Ledger[PrefillPeer], cause: Cause | None = None
+        self,
+        peer: PrefillPeer,
+        kind: LinkKind,
+        now: float,
+        ledger: Ledger[PrefillPeer],
+        cause: Cause | None = None,
     ) -> list[LinkCommand]:
-        """The one place that changes a link's phase. Returns what rooms and loans have to do about it."""
+        """The one place that changes a link's phase.
+
+        Returns what rooms and loans have to do about it.
+        """
         move = TABLE.moves[peer.phase, kind]
         if move is None:
             return []
@@ -144,7 +207,8 @@ class DecodeLinks:
                 peer.tried_at_s = now
                 self._outbox += (HangUp(peer.key), Dial(peer.key))
             elif command is LinkCommand.WATCH_WRITER:
-                # One watch per link, from its first day: a writer's death ends rooms at once and proves loans ended.
+                # One watch per link, from its first day: a writer's death ends rooms at once and
+                # proves loans ended.
                 if peer.address is not None:
                     self._outbox.append(WatchWriter(peer.key, peer.address))
             elif command is LinkCommand.SEND_GOODBYE:
@@ -153,7 +217,8 @@ class DecodeLinks:
             elif command is LinkCommand.ACKNOWLEDGE:
                 self.send(peer, GoodbyeAck(**self._lives(peer)))
             elif command is LinkCommand.HANG_UP:
-                # Prefill must not keep what is settled for a decode that will not ask. A goodbye says as much.
+                # Prefill must not keep what is settled for a decode that will not ask. A goodbye
+                # says as much.
                 if left is LinkPhase.SILENT and kind not in (LinkKind.LEAVE, LinkKind.GOODBYE):
                     self.send(peer, self._heartbeat(peer, ledger))
                 self._outbox.append(HangUp(peer.key))
@@ -174,22 +239,31 @@ class DecodeLinks:
     def drop(self, peer: PrefillPeer) -> None:
         """A link that is gone and owes nothing."""
         del self.peers[peer.key]
-        self.coverage = {peers: found for peers, found in self.coverage.items() if peer not in peers}
+        self.coverage = {
+            peers: found for peers, found in self.coverage.items() if peer not in peers
+        }
         self._outbox.append(StopWatch(peer.key))
 
     # --- messages and time
 
-    def registered(self, peer: PrefillPeer, message: Registered) -> tuple[LinkKind | None, Cause | None]:
-        """What an answer to Register means for the link it answers; nothing when it answers an older one."""
+    def registered(
+        self, peer: PrefillPeer, message: Registered
+    ) -> tuple[LinkKind | None, Cause | None]:
+        """What an answer to Register means for the link it answers; nothing when it answers an
+        older one.
+        """
         at = f"prefill at {peer.info.control}"
         if message.source != peer.key.incarnation:
-            return LinkKind.REPLACED, Cause(Code.PEER_LOST, f"{at} restarted: another incarnation answers")
+            return LinkKind.REPLACED, Cause(
+                Code.PEER_LOST, f"{at} restarted: another incarnation answers"
+            )
         if message.refusal:
             return LinkKind.REFUSED, Cause(Code.REFUSED, f"{at} refused: {message.refusal}")
         if message.rank != peer.info.rank:
             text = f"{at} says it is rank {message.rank}, the registry says {peer.info.rank}"
             return LinkKind.REPLACED, Cause(Code.PROTOCOL_ERROR, text)
-        if message.fresh_from < peer.fresh_from:  # prefill has not heard yet which grants must not begin any more
+        # prefill has not heard yet which grants must not begin any more.
+        if message.fresh_from < peer.fresh_from:
             return None, None
         return LinkKind.ACCEPTED, None
 
@@ -197,9 +271,13 @@ class DecodeLinks:
         """When `expired` has something to say about this peer."""
         timing = self._timing
         if peer.phase is LinkPhase.REGISTERING:
-            return min(peer.received_at_s + timing.register_s, peer.sent_at_s + timing.repeat_after_s)
+            return min(
+                peer.received_at_s + timing.register_s, peer.sent_at_s + timing.repeat_after_s
+            )
         if peer.phase is LinkPhase.UP:
-            return min(peer.received_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s)
+            return min(
+                peer.received_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s
+            )
         if peer.phase is LinkPhase.PARTING:
             return peer.sent_at_s + timing.repeat_after_s
         if peer.phase is LinkPhase.SILENT:

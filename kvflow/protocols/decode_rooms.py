@@ -1,4 +1,6 @@
-"""One open room at decode: what is known about it, and the chunks whose checksums are being computed."""
+"""One open room at decode: what is known about it, and the chunks whose checksums are being
+computed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChunkCheck:
-    """A chunk that prefill says has landed, until its checksum is known; chunks land in the order they came in."""
+    """A chunk that prefill says has landed, until its checksum is known; chunks land in the order
+    they came in.
+    """
 
     __slots__ = ("compares", "error", "found", "message", "rank")
 
@@ -32,8 +36,8 @@ class ChunkCheck:
         self.error = ""  # why it is empty
 
     def difference(self) -> Cause | None:
-        """Why the chunk has not landed; None when both checksums agree (where none is compared, when there is an answer
-        at all), or when it has no pages."""
+        """Why the chunk has not landed; None when both checksums agree (where none is compared,
+        when there is an answer at all), or when it has no pages."""
         if not self.message.pages:
             return None
         sent, found = self.message.checksum, self.found
@@ -42,17 +46,29 @@ class ChunkCheck:
             text = f"{where}: the pages could not be brought to where they are used"
             return None if found else Cause(Code.ENGINE_ERROR, f"{text}: {self.error}")
         if not sent:
-            return Cause(Code.TRANSFER_ERROR, f"{where}: prefill sends no checksum, and this decode verifies transfers")
+            return Cause(
+                Code.TRANSFER_ERROR,
+                f"{where}: prefill sends no checksum, and this decode verifies transfers",
+            )
         if not found:
             why = f": {self.error}" if self.error else ""
-            return Cause(Code.ENGINE_ERROR, f"{where}: the checksum of the landed pages could not be computed{why}")
+            return Cause(
+                Code.ENGINE_ERROR,
+                f"{where}: the checksum of the landed pages could not be computed{why}",
+            )
         if found != sent:
-            return Cause(Code.TRANSFER_ERROR, f"{where}: checksum {sent.hex()} at prefill, {found.hex()} at decode")
+            return Cause(
+                Code.TRANSFER_ERROR,
+                f"{where}: checksum {sent.hex()} at prefill, {found.hex()} at decode",
+            )
         return None
 
 
 class DecodeRoomRecord:
-    """Everything the endpoint knows about one open room (I5). Its users may read it, and keep it after its end."""
+    """Everything the endpoint knows about one open room (I5).
+
+    Its users may read it, and keep it after its end.
+    """
 
     __slots__ = (
         *(
@@ -100,13 +116,16 @@ class DecodeRoomRecord:
         self.ready_at_s: float | None = None
         self.moving_at_s: float | None = None
         self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now
-        self.resync_after_s = 0.0  # how long it may stand still before prefill is asked; grows while it does
+        # How long it may stand still before prefill is asked; grows while it does.
+        self.resync_after_s = 0.0
         self.handoff = b""
         self.checks: list[ChunkCheck] = []
         self.story = Story()
 
     def shorten(self, prefix_tokens: int, num_pages: int) -> None:
-        """Before anything is lent: decode has found more of the prompt than it had when the room was announced."""
+        """Before anything is lent: decode has found more of the prompt than it had when the room
+        was announced.
+        """
         self.prompt = msgspec.structs.replace(self.prompt, prefix_tokens=prefix_tokens)
         self.num_pages, self.state = num_pages, opened(num_pages, len(self.peers))
 
@@ -145,7 +164,9 @@ class DecodeRoomRecord:
 
     def first_page(self, rank: int) -> int:
         """Where in the room's pages the next chunk of `rank` begins."""
-        return self.state.filled[rank] + sum(check.message.pages for check in self.checks if check.rank == rank)
+        return self.state.filled[rank] + sum(
+            check.message.pages for check in self.checks if check.rank == rank
+        )
 
     def bootstrap(self, peer: PrefillPeer, target: Incarnation) -> Bootstrap:
         return Bootstrap(

@@ -1,7 +1,9 @@
-"""Loans of earlier nodes over the same pool: pages that a lost writer may still reach although their node is closed.
+"""Loans of earlier nodes over the same pool: pages that a lost writer may still reach although
+their node is closed.
 
-The next node over the pool, of either role, takes them into its own ledger as loans of a writer that it is not linked
-to. They end as every loan in doubt ends: by the data plane's fence, or by an operator's word.
+The next node over the pool, of either role, takes them into its own ledger as loans of a writer
+that it is not linked to. They end as every loan in doubt ends: by the data plane's fence, or by an
+operator's word.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from kvflow.protocols.machines.loan import LoanKind
 from kvflow.protocols.ports import LeaseId, PlaneAddress, UnprovenLoan
 from kvflow.protocols.wire.messages import GrantId, Incarnation, RoomId
 
-_CAUSE = Cause(Code.PEER_LOST, "an earlier node over this pool closed without proof that the writer has ended")
+_CAUSE = Cause(
+    Code.PEER_LOST, "an earlier node over this pool closed without proof that the writer has ended"
+)
 
 
 class EarlierWriter:
@@ -26,7 +30,11 @@ class EarlierWriter:
     __slots__ = ("address", "control", "incarnation", "number", "rank")
 
     def __init__(self, number: int, loan: UnprovenLoan) -> None:
-        self.number, self.incarnation, self.address = number, Incarnation(loan.incarnation), loan.writer
+        self.number, self.incarnation, self.address = (
+            number,
+            Incarnation(loan.incarnation),
+            loan.writer,
+        )
         self.control, self.rank = loan.control, loan.rank
 
     def __repr__(self) -> str:
@@ -34,19 +42,28 @@ class EarlierWriter:
 
 
 class EarlierLoans:
-    """The part of an endpoint that decides about loans of earlier nodes. Its commands go to the endpoint's outbox."""
+    """The part of an endpoint that decides about loans of earlier nodes.
 
-    def __init__(self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]) -> None:
-        """`ledger` is the endpoint's own: the sources of its other loans are never looked at here, nor these there."""
+    Its commands go to the endpoint's outbox.
+    """
+
+    def __init__(
+        self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]
+    ) -> None:
+        """`ledger` is the endpoint's own: the sources of its other loans are never looked at here,
+        nor these there.
+        """
         self._ledger, self._outbox, self._take_grant = ledger, outbox, take_grant
         self._by_name: dict[tuple[int, PlaneAddress | None], EarlierWriter] = {}
         self.writers: dict[int, EarlierWriter] = {}  # those whose loans have not ended, by number
         self._last_number = 0
-        self.tasks: deque[tuple[EarlierWriter, deque[GrantId]]] = deque()  # of writers that have ended
+        # Of writers that have ended.
+        self.tasks: deque[tuple[EarlierWriter, deque[GrantId]]] = deque()
 
     def inherit(self, loans: Sequence[UnprovenLoan]) -> dict[GrantId, LeaseId]:
-        """Take over `loans`, and ask for one watch of every writer. Returns the grants under which their pages stand
-        here: `FreePages` names them."""
+        """Take over `loans`, and ask for one watch of every writer.
+
+        Returns the grants under which their pages stand here: `FreePages` names them."""
         leases: dict[LeaseId, dict[EarlierWriter, UnprovenLoan]] = {}
         for loan in loans:
             leases.setdefault(loan.lease, {})[self._writer(loan)] = loan
@@ -80,8 +97,9 @@ class EarlierLoans:
         return self._ledger.owed_by(writer)
 
     def declare_dead(self, incarnation: int) -> tuple[int, int]:
-        """End the loans of a writer by an operator's word. Returns how many end, and how many pages they keep in
-        quarantine."""
+        """End the loans of a writer by an operator's word.
+
+        Returns how many end, and how many pages they keep in quarantine."""
         loans = pages = 0
         for writer in self.of(incarnation):
             owed = self.owed_by(writer)
@@ -90,7 +108,10 @@ class EarlierLoans:
         return loans, pages
 
     def writer_died(self, number: int) -> None:
-        """The data plane's fence: no write of this writer can reach our pool any more. `tick` ends its loans."""
+        """The data plane's fence: no write of this writer can reach our pool any more.
+
+        `tick` ends its loans.
+        """
         if (writer := self.writers.get(number)) is not None:
             self._end(writer)
 
@@ -116,7 +137,9 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Stop watching a writer, unless another node has closed meanwhile and left more loans of it."""
+        """Stop watching a writer, unless another node has closed meanwhile and left more loans of
+        it.
+        """
         if self._ledger.owes(writer):
             self._end(writer)
             return

@@ -52,10 +52,13 @@ class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
     text: str = ""
 
     def __post_init__(self) -> None:
-        # As a tuple, because mypy takes the declared types for granted and calls a plain check redundant.
+        # As a tuple, because mypy takes the declared types for granted and calls a plain check
+        # redundant.
         given: tuple[object, object] = (self.code, self.text)
         if not isinstance(given[0], Code) or not isinstance(given[1], str):
-            raise MisuseError(f"a cause is a kvflow.Code and a text, not {self.code!r} and {self.text!r}")
+            raise MisuseError(
+                f"a cause is a kvflow.Code and a text, not {self.code!r} and {self.text!r}"
+            )
         if len(self.text) > MAX_CAUSE_TEXT:  # causes are kept, and some come from peers
             msgspec.structs.force_setattr(self, "text", self.text[:MAX_CAUSE_TEXT])
 
@@ -110,7 +113,8 @@ class QuarantineError(CapacityError):
     def __init__(self, quarantined: int, limit: int) -> None:
         super().__init__("pages in quarantine", quarantined, limit)
         text = (
-            f"{quarantined} pages are in quarantine, more than {limit}: no new room until their writers are proven gone"
+            f"{quarantined} pages are in quarantine, more than {limit}: no new room until their "
+            "writers are proven gone"
         )
         self.args = (text,)
 
@@ -121,8 +125,8 @@ class HostMemoryError(CapacityError):
     def __init__(self, unit: str, asked: int, free: int, limit_bytes: int) -> None:
         super().__init__(f"{unit}s of host memory", asked, free)
         self.args = (
-            f"a snapshot needs {asked} {unit}s of host memory, and {free} are free of its {limit_bytes} bytes: close "
-            f"snapshots, or give it more",
+            f"a snapshot needs {asked} {unit}s of host memory, and {free} are free of its "
+            f"{limit_bytes} bytes: close snapshots, or give it more",
         )
 
 
@@ -173,7 +177,9 @@ _BY_CODE: dict[Code, type[KvflowError]] = {
 
 
 def room_error(cause: Cause) -> KvflowError:
-    """The exception a user of a room sees for `cause`: a class per kind of ending, the first cause as its code."""
+    """The exception a user of a room sees for `cause`: a class per kind of ending, the first cause
+    as its code.
+    """
     error = _BY_CODE.get(cause.code, RefusedError)(str(cause))
     error.code = cause.code
     return error

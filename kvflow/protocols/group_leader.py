@@ -1,9 +1,11 @@
-"""Everything the leader of a group of prefill ranks decides: who belongs to it, and what becomes of each request.
+"""Everything the leader of a group of prefill ranks decides: who belongs to it, and what becomes of
+each request.
 
-Synchronous, as `GroupMember` is, and beside it in the process of rank 0, which is a member like the others. The
-decisions of one leader are one sequence, and every member applies it as far as it goes. A rank that is lost takes every
-open request with it, since none can be completed without it, and no other is opened before it is back. What is not
-opened is refused on every rank, in the same sequence: decode may have announced itself to all of them.
+Synchronous, as `GroupMember` is, and beside it in the process of rank 0, which is a member like the
+others. The decisions of one leader are one sequence, and every member applies it as far as it goes.
+A rank that is lost takes every open request with it, since none can be completed without it, and no
+other is opened before it is back. What is not opened is refused on every rank, in the same
+sequence: decode may have announced itself to all of them.
 """
 
 from __future__ import annotations
@@ -13,10 +15,24 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, MisuseError, RoomInUseError, WireError
+from kvflow.protocols.errors import (
+    CapacityError,
+    Cause,
+    Code,
+    LostError,
+    MisuseError,
+    RoomInUseError,
+    WireError,
+)
 from kvflow.protocols.group_member import RefuseRoom
 from kvflow.protocols.limits import Bounds, Timing
-from kvflow.protocols.machines.group import LEADER, LEADER_TERMINAL, LeaderCommand, LeaderKind, LeaderPhase
+from kvflow.protocols.machines.group import (
+    LEADER,
+    LEADER_TERMINAL,
+    LeaderCommand,
+    LeaderKind,
+    LeaderPhase,
+)
 from kvflow.protocols.machines.ordered import Ordered
 from kvflow.protocols.machines.tables import ERROR
 from kvflow.protocols.ports import ProcessIdentity
@@ -26,7 +42,8 @@ from kvflow.protocols.wire.group import Ruling, Ticket, Vote
 from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Rank, RoomId, room_id
 
 TICK_WORK = 32  # requests one tick deals with when a rank is lost
-_DECISIONS = 4  # no request has more: so many times the requests that may be open are kept for a member
+# No request has more: so many times the requests that may be open are kept for a member.
+_DECISIONS = 4
 _FIRST_RANK = Rank(0)  # in the process of the leader
 
 
@@ -75,24 +92,43 @@ class Membership:
 
     __slots__ = ("heard_at_s", "incarnation", "is_watched", "link", "rank", "session")
 
-    def __init__(self, session: int, incarnation: Incarnation, rank: Rank, now: float, *, is_watched: bool) -> None:
+    def __init__(
+        self, session: int, incarnation: Incarnation, rank: Rank, now: float, *, is_watched: bool
+    ) -> None:
         self.session, self.incarnation, self.rank, self.heard_at_s = session, incarnation, rank, now
         self.is_watched = is_watched
         self.link: Ordered[wire.Decision] = Ordered()
 
 
 class GroupLeader:
-    """One incarnation of a leader. Call a method, then run what `commands()` returns; call `tick` at `next_tick()`."""
+    """One incarnation of a leader.
+
+    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
+    """
 
     def __init__(
-        self, incarnation: Incarnation, world_size: int, *, now: float, timing: Timing | None = None,
-        bounds: Bounds | None = None, process: ProcessIdentity | None = None, first: Incarnation | None = None,
-    ) -> None:  # fmt: skip
-        """`process` is this one, for members that can watch it. `first`: the member in it, which alone may be rank 0;
-        an earlier process of that rank may live on without its address. Raises: MisuseError."""
+        self,
+        incarnation: Incarnation,
+        world_size: int,
+        *,
+        now: float,
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+        process: ProcessIdentity | None = None,
+        first: Incarnation | None = None,
+    ) -> None:
+        """`process` is this one, for members that can watch it.
+
+        `first`: the member in it, which alone may be rank 0; an earlier process of that rank may
+        live on without its address. Raises: MisuseError."""
         if not 1 <= world_size <= MAX_RANKS:
             raise MisuseError(f"world_size {world_size} is outside 1..{MAX_RANKS}")
-        self.incarnation, self.world_size, self._process, self._first = incarnation, world_size, process, first
+        self.incarnation, self.world_size, self._process, self._first = (
+            incarnation,
+            world_size,
+            process,
+            first,
+        )
         self.timing, self._limit = timing or Timing(), (bounds or Bounds()).rooms
         self.members: dict[Rank, Membership] = {}
         self.decisions = 0  # how many there are in the log
@@ -134,9 +170,10 @@ class GroupLeader:
     def open(self, room: int, request: bytes) -> Ticket:
         """Open a room at every rank. `request` is what the engines need to know of it.
 
-        Raises: MisuseError for what is no room id. RoomInUseError while another request for that room is not decided,
-        CapacityError, LostError while a rank is missing: it has been refused on every rank, as by `refuse`. A rank
-        where an earlier room of that id still drains cannot open it: then the request fails on all.
+        Raises: MisuseError for what is no room id. RoomInUseError while another request for that
+        room is not decided, CapacityError, LostError while a rank is missing: it has been refused
+        on every rank, as by `refuse`. A rank where an earlier room of that id still drains cannot
+        open it: then the request fails on all.
         """
         number = room_id(room)
         if (error := self._obstacle(number, request)) is not None:
@@ -149,10 +186,12 @@ class GroupLeader:
         return ticket
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """No request for this room will be opened: decode's half is told why, on every rank, now or when it comes.
+        """No request for this room will be opened: decode's half is told why, on every rank, now or
+        when it comes.
 
-        Rooms of that id that are open go on. A rank that is missing has to hear of it from decode, which ends the room
-        everywhere as soon as one rank has told it. Raises: MisuseError for what is no room id.
+        Rooms of that id that are open go on. A rank that is missing has to hear of it from decode,
+        which ends the room everywhere as soon as one rank has told it. Raises: MisuseError for what
+        is no room id.
         """
         number = room_id(room)
         if _FIRST_RANK not in self.members:
@@ -162,7 +201,9 @@ class GroupLeader:
     def _obstacle(self, room: RoomId, request: bytes) -> MisuseError | LostError | None:
         """Why this request cannot be opened."""
         if len(request) > wire.MAX_REQUEST_BYTES:
-            return CapacityError("bytes of a request to a group", len(request), wire.MAX_REQUEST_BYTES)
+            return CapacityError(
+                "bytes of a request to a group", len(request), wire.MAX_REQUEST_BYTES
+            )
         if room in self._rooms:
             return RoomInUseError(f"room {room} is in use")
         if len(self._requests) >= self._limit:
@@ -182,7 +223,9 @@ class GroupLeader:
     # --- members
 
     def receive(self, peer_id: bytes, frame: bytes, now: float) -> None:
-        """A frame from the member whose routing id is `peer_id`; bad and foreign ones change nothing (I7)."""
+        """A frame from the member whose routing id is `peer_id`; bad and foreign ones change
+        nothing (I7).
+        """
         try:
             message = parse_at_leader(frame)
         except WireError:
@@ -195,9 +238,14 @@ class GroupLeader:
             self._on_join(message, now)
             return
         member = self._by_incarnation.get(message.member)
-        if member is None or (message.leader, message.session) != (self.incarnation, member.session):
+        if member is None or (message.leader, message.session) != (
+            self.incarnation,
+            member.session,
+        ):
             self.dropped += 1
-            self._refuse(message.member, "this session of the group is over", message.leader, message.session)
+            self._refuse(
+                message.member, "this session of the group is over", message.leader, message.session
+            )
             return
         member.heard_at_s = now
         if isinstance(message, wire.RankVote):
@@ -216,25 +264,39 @@ class GroupLeader:
             self._refuse(message.member, refusal)
             return
         known = self._by_incarnation.get(message.member)
-        if known is not None and message.last_leader == self.incarnation and known.session <= message.last_session:
+        if (
+            known is not None
+            and message.last_leader == self.incarnation
+            and known.session <= message.last_session
+        ):
             self._lose(known, f"rank {known.rank} has left the group")
             known = None
         if known is None:
             session, self._next_session = self._next_session, self._next_session + 1
             watched = message.process
-            known = Membership(session, message.member, message.rank, now, is_watched=watched is not None)
+            known = Membership(
+                session, message.member, message.rank, now, is_watched=watched is not None
+            )
             self.members[message.rank] = self._by_incarnation[message.member] = known
             if watched is not None:
                 self.outbox.append(WatchMember(message.member, watched))
         life, process = self.incarnation, self._process
-        answer = wire.Joined(leader=life, member=message.member, session=known.session, process=process)
+        answer = wire.Joined(
+            leader=life, member=message.member, session=known.session, process=process
+        )
         self._send(message.member, answer)
 
     def _mismatch(self, message: wire.Join) -> str:
         if message.wire_version != wire.GROUP_WIRE_VERSION:
-            return f"group wire version {message.wire_version}, this leader speaks {wire.GROUP_WIRE_VERSION}"
+            return (
+                f"group wire version {message.wire_version}, this leader speaks "
+                f"{wire.GROUP_WIRE_VERSION}"
+            )
         if message.world_size != self.world_size:
-            return f"rank {message.rank} is of a group of {message.world_size}, this one has {self.world_size}"
+            return (
+                f"rank {message.rank} is of a group of {message.world_size}, this one has "
+                f"{self.world_size}"
+            )
         if message.rank >= self.world_size:
             return f"rank {message.rank} is outside 0..{self.world_size - 1}"
         if message.rank == 0 and self._first not in (None, message.member):
@@ -247,13 +309,19 @@ class GroupLeader:
             )
         known = self._by_incarnation.get(message.member)
         if known is not None and known.rank != message.rank:
-            return f"this process is rank {known.rank} already, and cannot be rank {message.rank} too"
+            return (
+                f"this process is rank {known.rank} already, and cannot be rank {message.rank} too"
+            )
         return ""
 
-    def _refuse(self, member: Incarnation, refusal: str, leader: Incarnation | None = None, session: int = 0) -> None:
+    def _refuse(
+        self, member: Incarnation, refusal: str, leader: Incarnation | None = None, session: int = 0
+    ) -> None:
         """A session, or that there be one; it may be one of an earlier leader at this address."""
         about = leader or self.incarnation
-        self._send(member, wire.Joined(leader=about, member=member, session=session, refusal=refusal))
+        self._send(
+            member, wire.Joined(leader=about, member=member, session=session, refusal=refusal)
+        )
 
     def _send(self, member: Incarnation, message: wire.ToMember) -> None:
         self.outbox.append(SendToMember(routing_id(member), encode(message)))
@@ -267,17 +335,28 @@ class GroupLeader:
         record = self._requests.get(message.ticket)
         if record is None:
             if message.ticket >= self._next_ticket:
-                self._lose(member, f"rank {member.rank} voted for request {message.ticket}, which there is not")
+                self._lose(
+                    member,
+                    f"rank {member.rank} voted for request {message.ticket}, which there is not",
+                )
             return
         if message.vote is Vote.FAILED:
             text = f"rank {member.rank} of the group failed"
-            self._feed(message.ticket, LeaderKind.RANK_FAILED, message.cause or Cause(Code.ENGINE_ERROR, text))
+            self._feed(
+                message.ticket,
+                LeaderKind.RANK_FAILED,
+                message.cause or Cause(Code.ENGINE_ERROR, text),
+            )
             return
         if record.losses != self._losses:
             return  # a rank was lost since it was opened: it fails in its turn
         kind = _COUNTED[message.vote, not record.missing & ~(1 << member.rank)]
         if not record.missing >> member.rank & 1 or LEADER.cell(record.phase, kind) is ERROR:
-            self._lose(member, f"rank {member.rank} voted {message.vote.name} for request {message.ticket} out of turn")
+            self._lose(
+                member,
+                f"rank {member.rank} voted {message.vote.name} for request {message.ticket} out of "
+                "turn",
+            )
             return
         record.missing &= ~(1 << member.rank)
         self._feed(message.ticket, kind)
@@ -294,7 +373,10 @@ class GroupLeader:
             self._beat(member)
 
     def _lose(self, member: Membership, text: str) -> None:
-        """Every open request goes with it, a bounded part of them in each tick. It is told, in case it lives."""
+        """Every open request goes with it, a bounded part of them in each tick.
+
+        It is told, in case it lives.
+        """
         del self.members[member.rank], self._by_incarnation[member.incarnation]
         self._refuse(member.incarnation, text, session=member.session)
         if member.is_watched:
@@ -319,10 +401,15 @@ class GroupLeader:
         self._due_at_s = now + self.timing.heartbeat_s
         for member in list(self.members.values()):
             if now - member.heard_at_s >= self.timing.lost_after_s:
-                text = f"rank {member.rank} of the group was silent for {self.timing.lost_after_s:g} s"
+                text = (
+                    f"rank {member.rank} of the group was silent for {self.timing.lost_after_s:g} s"
+                )
                 self._lose(member, text)
             elif (count := len(member.link.unconfirmed)) > _DECISIONS * self._limit:
-                self._lose(member, f"rank {member.rank} of the group has left {count} decisions unconfirmed")
+                self._lose(
+                    member,
+                    f"rank {member.rank} of the group has left {count} decisions unconfirmed",
+                )
             else:
                 self._beat(member)
 
@@ -366,9 +453,14 @@ class GroupLeader:
                 self._decide(ticket, _RULINGS[command], cause)
 
     def _decide(
-        self, ticket: Ticket, ruling: Ruling, cause: Cause | None = None, *, room: RoomId | None = None,
+        self,
+        ticket: Ticket,
+        ruling: Ruling,
+        cause: Cause | None = None,
+        *,
+        room: RoomId | None = None,
         request: bytes = b"",
-    ) -> None:  # fmt: skip
+    ) -> None:
         number, self.decisions = self.decisions, self.decisions + 1
         for member in self.members.values():
             message = wire.Decision(

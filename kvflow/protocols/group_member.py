@@ -1,8 +1,9 @@
-"""Everything one rank of a group decides: its membership, its votes, and what the leader's decisions mean here.
+"""Everything one rank of a group decides: its membership, its votes, and what the leader's
+decisions mean here.
 
-Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done comes out of
-`commands()`. The rooms themselves stay with this rank's `PrefillEndpoint`: the shell carries what happens to them in,
-and what the group has decided out.
+Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done
+comes out of `commands()`. The rooms themselves stay with this rank's `PrefillEndpoint`: the shell
+carries what happens to them in, and what the group has decided out.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class SendToLeader(msgspec.Struct, frozen=True, gc=False):
 
 
 class OpenRoom(msgspec.Struct, frozen=True, gc=False):
-    """Open this rank's half of the room. Where that is not possible, refuse decode's half, and call `failed` and
-    `released`."""
+    """Open this rank's half of the room.
+
+    Where that is not possible, refuse decode's half, and call `failed` and `released`."""
 
     key: TicketKey
     room: RoomId
@@ -61,8 +63,8 @@ class CloseRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class RefuseRoom(msgspec.Struct, frozen=True, gc=False):
-    """No request for this room will be opened: refuse decode's half (`PrefillEndpoint.refuse_room`). A room of that id
-    that is open goes on."""
+    """No request for this room will be opened: refuse decode's half
+    (`PrefillEndpoint.refuse_room`). A room of that id that is open goes on."""
 
     room: RoomId
     cause: Cause
@@ -132,21 +134,37 @@ class Session:
 
 
 class GroupMember:
-    """One incarnation of one rank. Call a method, then run what `commands()` returns; call `tick` at `next_tick()`."""
+    """One incarnation of one rank.
+
+    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
+    """
 
     def __init__(
-        self, incarnation: Incarnation, rank: int, world_size: int, *, now: float, timing: Timing | None = None,
+        self,
+        incarnation: Incarnation,
+        rank: int,
+        world_size: int,
+        *,
+        now: float,
+        timing: Timing | None = None,
         process: ProcessIdentity | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`process` is this one, for a leader that can watch it."""
-        self.incarnation, self.rank, self.world_size, self._process = incarnation, Rank(rank), world_size, process
+        self.incarnation, self.rank, self.world_size, self._process = (
+            incarnation,
+            Rank(rank),
+            world_size,
+            process,
+        )
         self.timing = timing or Timing()
         self.session: Session | None = None
-        self.refusal = ""  # why the leader does not take this rank; empty when it has not answered, or does
+        # Why the leader does not take this rank; empty when it has not answered, or does.
+        self.refusal = ""
         self.dropped = 0  # frames that changed nothing
         self._last_session = 0
         self._leader = Incarnation(0)  # of the last session
-        self.tickets: dict[TicketKey, TicketRecord] = {}  # of which something is left here; to be read only
+        # Of which something is left here; to be read only.
+        self.tickets: dict[TicketKey, TicketRecord] = {}
         self._ending: deque[TicketKey] = deque()  # of a session that is over
         self._why_over = Cause(Code.PEER_LOST)
         self.outbox: list[MemberOutput] = []
@@ -154,7 +172,10 @@ class GroupMember:
 
     def __repr__(self) -> str:
         where = "no session" if self.session is None else f"session {self.session.number}"
-        return f"<GroupMember rank {self.rank} of {self.world_size}: {where}, {len(self.tickets)} requests>"
+        return (
+            f"<GroupMember rank {self.rank} of {self.world_size}: {where}, {len(self.tickets)} "
+            "requests>"
+        )
 
     def commands(self) -> list[MemberOutput]:
         """Everything to be done since the last call, in order."""
@@ -193,7 +214,10 @@ class GroupMember:
             self.dropped += 1
         elif isinstance(message, wire.Joined):
             self._on_joined(message, now)
-        elif self.session is None or (message.leader, message.session) != (self.session.leader, self.session.number):
+        elif self.session is None or (message.leader, message.session) != (
+            self.session.leader,
+            self.session.number,
+        ):
             self.dropped += 1
         else:
             self._heard_at_s = now
@@ -204,7 +228,9 @@ class GroupMember:
 
     def leader_gone(self, now: float) -> None:
         """The leader's process has ended: nothing it has decided and not sent will come."""
-        self._leave(Cause(Code.PEER_LOST, f"rank {self.rank}: the leader of the group has died"), now)
+        self._leave(
+            Cause(Code.PEER_LOST, f"rank {self.rank}: the leader of the group has died"), now
+        )
 
     def _on_joined(self, message: wire.Joined, now: float) -> None:
         if message.refusal:
@@ -214,7 +240,9 @@ class GroupMember:
             if (message.leader, message.session) != (self.session.leader, self.session.number):
                 self.dropped += 1  # of an earlier question
                 return
-            self._leave(Cause(Code.PEER_LOST, f"rank {self.rank} left the group: {message.refusal}"), now)
+            self._leave(
+                Cause(Code.PEER_LOST, f"rank {self.rank} left the group: {message.refusal}"), now
+            )
             self.refusal = message.refusal
             return
         if message.leader == self._leader and message.session <= self._last_session:
@@ -265,13 +293,18 @@ class GroupMember:
         return float("-inf") if self._ending else self._due_at_s
 
     def tick(self, now: float) -> None:
-        """Joining, heartbeats, and the leader's silence; a bounded part of what a session leaves behind."""
+        """Joining, heartbeats, and the leader's silence; a bounded part of what a session leaves
+        behind.
+        """
         for _ in range(min(TICK_WORK, len(self._ending))):
             self._feed(self._ending.popleft(), MemberKind.LEADER_LOST, self._why_over)
         if now < self._due_at_s:
             return
         if self.session is not None and now - self._heard_at_s >= self.timing.lost_after_s:
-            text = f"rank {self.rank} has not heard the leader of its group for {self.timing.lost_after_s:g} s"
+            text = (
+                f"rank {self.rank} has not heard the leader of its group for "
+                f"{self.timing.lost_after_s:g} s"
+            )
             self._leave(Cause(Code.PEER_LOST, text), now)
         if self.session is None:
             self._join()
@@ -297,7 +330,9 @@ class GroupMember:
         )
 
     def _leave(self, cause: Cause, now: float) -> None:
-        """The session is over: every request of it fails here, since what the others do of it is not known."""
+        """The session is over: every request of it fails here, since what the others do of it is
+        not known.
+        """
         if self.session is None:
             return
         if self.session.is_watched:
@@ -347,7 +382,8 @@ class GroupMember:
         if move is None:
             return
         record.phase = move.phase
-        if record.cause is None or kind is MemberKind.GROUP_FAILED:  # every rank tells the same cause
+        # Every rank tells the same cause.
+        if record.cause is None or kind is MemberKind.GROUP_FAILED:
             record.cause = cause
         for command in move.commands:
             _RUN[command](self, record)
@@ -368,8 +404,12 @@ _RUN: dict[MemberCommand, Callable[[GroupMember, TicketRecord], None]] = {
     MemberCommand.VOTE_FAILED: lambda member, record: member.vote(record, Vote.FAILED),
     MemberCommand.START: lambda member, record: member.outbox.append(StartRoom(record.key)),
     MemberCommand.CLOSE_ROOM: _close_room,
-    MemberCommand.TELL_SUCCESS: lambda member, record: member.outbox.append(RequestSettled(record.key, None)),
-    MemberCommand.TELL_FAILED: lambda m, record: m.outbox.append(RequestSettled(record.key, record.first_cause)),
+    MemberCommand.TELL_SUCCESS: lambda member, record: member.outbox.append(
+        RequestSettled(record.key, None)
+    ),
+    MemberCommand.TELL_FAILED: lambda m, record: m.outbox.append(
+        RequestSettled(record.key, record.first_cause)
+    ),
     MemberCommand.END: _end,
 }
 _KINDS = {

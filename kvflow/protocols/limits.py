@@ -11,23 +11,35 @@ LEAST_WAIT_S = 0.001  # of what is repeated: a shorter wait would keep the event
 
 
 def check_time(name: str, value_s: float, least_s: float = 0) -> float:
-    """Seconds that a user passes. Raises: MisuseError naming them and their limits, also for NaN."""
+    """Seconds that a user passes.
+
+    Raises: MisuseError naming them and their limits, also for NaN.
+    """
     try:
         if least_s <= value_s <= MAX_TIME_S:
             return value_s
     except TypeError:
         pass
-    raise MisuseError(f"{name} {value_s!r} is not a number of seconds between {least_s:g} and {MAX_TIME_S}")
+    raise MisuseError(
+        f"{name} {value_s!r} is not a number of seconds between {least_s:g} and {MAX_TIME_S}"
+    )
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds. Deadlines measure liveness: a peer that answers heartbeats is never lost, however loaded it is."""
+    """Seconds.
+
+    Deadlines measure liveness: a peer that answers heartbeats is never lost, however loaded it is.
+    """
 
     heartbeat_s: float = 1.0
-    lost_after_s: float = 5.0  # without a heartbeat for this long the link is lost: rooms end, loans do not
-    repeat_after_s: float = 0.4  # Register, Announce, Abort and Resync are repeated after this long without an answer
-    rendezvous_s: float = 5.0  # how long half a room waits for a partner that has not announced itself
-    announced_s: float = MAX_TIME_S  # how long prefill keeps a decode's announcement, if its engine's half never comes
+    # Without a heartbeat for this long the link is lost: rooms end, loans do not.
+    lost_after_s: float = 5.0
+    # Register, Announce, Abort and Resync are repeated after this long without an answer.
+    repeat_after_s: float = 0.4
+    # How long half a room waits for a partner that has not announced itself.
+    rendezvous_s: float = 5.0
+    # How long prefill keeps a decode's announcement, if its engine's half never comes.
+    announced_s: float = MAX_TIME_S
     register_s: float = 10.0  # how long an opening room waits for a prefill that does not answer
 
     def __post_init__(self) -> None:
@@ -36,7 +48,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is remembered, how much one request may ask for, and how much of a pool may wait for proof."""
+    """How much is remembered, how much one request may ask for, and how much of a pool may wait for
+    proof.
+    """
 
     closed_grants: int = 65_536  # per peer
     kept_bytes: int = 256 << 20  # of hand-overs that decodes may still ask for, over all of them
@@ -49,7 +63,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     ranks_per_room: int = 64
     quarantine_share: float = 0.5  # of decode's pages: above it no room is opened
     pinned_share: float = (
-        1.0  # of prefill's pages, read by writes of one decode's ended rooms: above it, none of its own
+        # Of prefill's pages, read by writes of one decode's ended rooms: above it, none of its own.
+        1.0
     )
 
     def pinned_limit(self, num_pages: int) -> int:

@@ -1,7 +1,8 @@
 """Everything one prefill rank decides: rooms, decodes and their grants, rendezvous, deadlines.
 
-Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done comes out of
-`commands()`. Read on in prefill_inbox.py (messages), prefill_core.py (the machines) and machines/ (their tables).
+Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done
+comes out of `commands()`. Read on in prefill_inbox.py (messages), prefill_core.py (the machines)
+and machines/ (their tables).
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import Observer, WriteOutcome
 from kvflow.protocols.prefill_core import PrefillCore
-from kvflow.protocols.prefill_inbox import DRAINS, HANDLERS, note_alive, on_goodbye, on_register, on_room_of_refused
+from kvflow.protocols.prefill_inbox import (
+    DRAINS,
+    HANDLERS,
+    note_alive,
+    on_goodbye,
+    on_register,
+    on_room_of_refused,
+)
 from kvflow.protocols.prefill_peers import DecodePeer, PrefillIdentity
 from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.prefill_tasks import Task, Timer
@@ -32,7 +40,10 @@ TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest foll
 
 
 class PrefillEndpoint:
-    """One prefill incarnation. Call a method, then run what `commands()` returns; call `tick` at `next_tick()`."""
+    """One prefill incarnation.
+
+    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
+    """
 
     def __init__(
         self,
@@ -42,7 +53,8 @@ class PrefillEndpoint:
         timing: Timing | None = None,
         bounds: Bounds | None = None,
     ) -> None:
-        self.core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())  # to be read
+        # To be read.
+        self.core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())
         self.outbox = self.core.outbox  # what `commands` returns next
 
     def __repr__(self) -> str:
@@ -78,7 +90,9 @@ class PrefillEndpoint:
         return self.core.unavailable_reason
 
     def note_stall(self, stalled_s: float) -> None:
-        """For how long the data plane's own worker has moved nothing on though it had work; see `ports.DataPlane`."""
+        """For how long the data plane's own worker has moved nothing on though it had work; see
+        `ports.DataPlane`.
+        """
         self.core.stalled_s = stalled_s
 
     # --- rooms
@@ -93,10 +107,13 @@ class PrefillEndpoint:
         rendezvous_s: float | None = None,
         deadline_at_s: float = float("inf"),
     ) -> PrefillRoomRecord:
-        """The engine's half of a room. It waits `rendezvous_s` for a decode that has not announced itself.
+        """The engine's half of a room.
 
-        Raises: MisuseError for what is no room id, RoomInUseError when the last room of that id has not ended or still
-        drains (then decode's half of this one is told the same when it comes), AbortedError while shutting down.
+        It waits `rendezvous_s` for a decode that has not announced itself.
+
+        Raises: MisuseError for what is no room id, RoomInUseError when the last room of that id has
+        not ended or still drains (then decode's half of this one is told the same when it comes),
+        AbortedError while shutting down.
         """
         core, number = self.core, wire.room_id(room)
         if core.leaving is not None:
@@ -124,19 +141,23 @@ class PrefillEndpoint:
             core.set_deadline(record)
         elif cause := core.rendezvous.take(number, Side.ENGINE):
             core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
-            core.rendezvous.take(number, Side.DECODE)  # decode knows: this is not for the next room of that id
+            # decode knows: this is not for the next room of that id.
+            core.rendezvous.take(number, Side.DECODE)
         else:
             core.set_deadline(record)
         return record
 
     def begin_room(self, record: PrefillRoomRecord) -> None:
-        """The engine has a place for the whole prompt, or is sure to get it: pages that decode lends from here on wait
-        for no other room. Decode is told as soon as it has announced the room; any number of times."""
+        """The engine has a place for the whole prompt, or is sure to get it: pages that decode
+        lends from here on wait for no other room. Decode is told as soon as it has announced the
+        room; any number of times."""
         record.begun = True
         self.core.tell_begun(record)
 
     def refuse_room(self, room: int, cause: Cause, now: float) -> None:
-        """The engine's half of a room will never come: decode's is told why, now or when it comes."""
+        """The engine's half of a room will never come: decode's is told why,
+        now or when it comes.
+        """
         core, number = self.core, wire.room_id(room)
         record = core.rooms.get(number)
         announced = core.announced(number, now)
@@ -160,22 +181,27 @@ class PrefillEndpoint:
         now: float,
         checked: bool = False,
     ) -> None:
-        """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite` follows, also where n is 0:
-        the room ends with `write_ended`, never inside of this call.
+        """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite`
+        follows, also where n is 0: the room ends with `write_ended`, never inside of this call.
 
-        Raises: MisuseError (before matched, after the last chunk, other than the pages that are left, a hand-over
-        before the last chunk), CapacityError (hand-over too large): nothing was queued; the room's own error once it
-        has ended. `checked`: the caller has called `check_chunk` just before.
+        Raises: MisuseError (before matched, after the last chunk, other than the pages that are
+        left, a hand-over before the last chunk), CapacityError (hand-over too large): nothing was
+        queued; the room's own error once it has ended. `checked`: the caller has called
+        `check_chunk` just before.
         """
         if not checked:
             self.check_chunk(record, source_pages, last, len(handoff))
         core = self.core
         if (layout := core.identity.layout).num_rows:
             layout.check_places(source_pages, last=last)
-        record.chunks.append(Chunk(core.write_id(), record.state.queued, source_pages, last, handoff))
+        record.chunks.append(
+            Chunk(core.write_id(), record.state.queued, source_pages, last, handoff)
+        )
         core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
 
-    def check_chunk(self, record: PrefillRoomRecord, source_pages: PageIndices, last: bool, handoff_bytes: int) -> None:
+    def check_chunk(
+        self, record: PrefillRoomRecord, source_pages: PageIndices, last: bool, handoff_bytes: int
+    ) -> None:
         """Raises: what `queue_chunk` raises."""
         state = record.state
         if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
@@ -188,7 +214,13 @@ class PrefillEndpoint:
         check_chunk(record.room, self.core.identity.layout, source_pages, left, last, handoff_bytes)
 
     def write_ended(
-        self, write: int, outcome: WriteOutcome, now: float, *, error: str = "", checksum: bytes = b""
+        self,
+        write: int,
+        outcome: WriteOutcome,
+        now: float,
+        *,
+        error: str = "",
+        checksum: bytes = b"",
     ) -> None:
         """Nothing of a started write runs any more."""
         found = self.core.writes.pop(write, None)
@@ -199,16 +231,22 @@ class PrefillEndpoint:
         self.core.settle_chunks(record, now)
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
-        """End the room, in any state, any number of times: decode is told at once, running writes are drained."""
+        """End the room, in any state, any number of times: decode is told at once, running writes
+        are drained.
+        """
         if record.state.phase not in TERMINAL:
             self.core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
 
     # --- peers
 
-    def receive(self, peer_id: bytes, frame: bytes, now: float, sender_address: Callable[[], str] = str) -> None:
-        """A frame from the decode whose routing id is `peer_id`; bad and foreign ones change nothing (I7).
+    def receive(
+        self, peer_id: bytes, frame: bytes, now: float, sender_address: Callable[[], str] = str
+    ) -> None:
+        """A frame from the decode whose routing id is `peer_id`; bad and foreign ones change
+        nothing (I7).
 
-        `sender_address` says where it came from, empty where that is not known; only asked when a decode is new.
+        `sender_address` says where it came from, empty where that is not known; only asked when a
+        decode is new.
         """
         core = self.core
         try:
@@ -222,7 +260,9 @@ class PrefillEndpoint:
             return
         if message.source != core.identity.incarnation:
             core.observer.message_dropped("stale")
-            core.answer_register(message.target, message.source, "another incarnation serves here now")
+            core.answer_register(
+                message.target, message.source, "another incarnation serves here now"
+            )
         elif type(message) is wire.Register:
             on_register(core, message, now, sender_address)
         elif type(message) is wire.Goodbye:
@@ -238,7 +278,10 @@ class PrefillEndpoint:
             core.work(TICK_WORK, now)
 
     def route_opened(self, incarnation: Incarnation, now: float) -> bool:
-        """The data plane can reach a decode's pool. False when that decode has left meanwhile: close the route."""
+        """The data plane can reach a decode's pool.
+
+        False when that decode has left meanwhile: close the route.
+        """
         peer = self.core.peers.get(incarnation)
         if peer is None:
             return False
@@ -248,17 +291,17 @@ class PrefillEndpoint:
         return True
 
     def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
-        """It cannot: the decode hears why, and nothing is kept of it, since strangers may come with a new name each
-        time."""
+        """It cannot: the decode hears why, and nothing is kept of it, since strangers may come with
+        a new name each time."""
         peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase is PeerPhase.OPENING:
             self.core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, reason))
             self.core.work(TICK_WORK, now)
 
     def route_short(self, incarnation: Incarnation, reason: str, now: float) -> None:
-        """Something of which this machine has only so much is short for a way into a decode's pool: descriptors,
-        memory, staging. A decode that is lost gives way, and `OpenRoute` follows again; where there is none, it is
-        refused."""
+        """Something of which this machine has only so much is short for a way into a decode's pool:
+        descriptors, memory, staging. A decode that is lost gives way, and `OpenRoute` follows
+        again; where there is none, it is refused."""
         core = self.core
         peer = core.peers.get(incarnation)
         if peer is None or peer.phase is not PeerPhase.OPENING:
@@ -269,7 +312,9 @@ class PrefillEndpoint:
             self.route_refused(incarnation, reason, now)
 
     def peer_died(self, incarnation: Incarnation, now: float) -> None:
-        """A decode's process has ended: its rooms end, and when their writes have ended `CloseRoute` follows."""
+        """A decode's process has ended: its rooms end, and when their writes have ended
+        `CloseRoute` follows.
+        """
         peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase in (PeerPhase.UP, PeerPhase.SILENT, PeerPhase.PARTING):
             cause = Cause(Code.PEER_LOST, f"decode {incarnation:016x} died")
@@ -277,11 +322,14 @@ class PrefillEndpoint:
             self.core.work(TICK_WORK, now)
 
     def declare_dead(self, incarnation: Incarnation) -> tuple[int, int]:
-        """An operator's word that a prefill writes no more, to which an earlier node over this pool has lent pages: see
-        `DecodeEndpoint.declare_dead`. Raises: MisuseError when none of that incarnation owes a loan."""
+        """An operator's word that a prefill writes no more, to which an earlier node over this pool
+        has lent pages: see `DecodeEndpoint.declare_dead`. Raises: MisuseError when none of that
+        incarnation owes a loan."""
         earlier = self.core.earlier
         if not earlier.of(incarnation):
-            raise MisuseError(f"no prefill {incarnation:016x} owes a loan of an earlier node over this pool")
+            raise MisuseError(
+                f"no prefill {incarnation:016x} owes a loan of an earlier node over this pool"
+            )
         self.core.observer.peer_declared_dead()
         return earlier.declare_dead(incarnation)
 
@@ -294,8 +342,9 @@ class PrefillEndpoint:
         core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
-        """Say goodbye to every decode, until it acknowledges that: call it after `leave`, when no write runs any more.
-        Whatever has not ended by then is named, so that nothing is proven about it."""
+        """Say goodbye to every decode, until it acknowledges that: call it after `leave`, when no
+        write runs any more. Whatever has not ended by then is named, so that nothing is proven
+        about it."""
         for peer in list(self.peers):
             if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
                 self.core.feed_peer(peer, PeerKind.LEAVE, now)
@@ -305,27 +354,36 @@ class PrefillEndpoint:
         return [
             peer
             for peer in self.peers
-            if peer.phase is PeerPhase.PARTING and now < peer.received_at_s + self.core.timing.lost_after_s
+            if peer.phase is PeerPhase.PARTING
+            and now < peer.received_at_s + self.core.timing.lost_after_s
         ]
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what peers sent meanwhile is unread, so their silence does not count;
-        neither does a room's wait for its other half. A room is given a heartbeat more: its timer may be the late one,
-        and what it waits for is read after this. To know how long it was, tick once a heartbeat, due or not."""
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their
+        silence does not count; neither does a room's wait for its other half. A room is given a
+        heartbeat more: its timer may be the late one, and what it waits for is read after this. To
+        know how long it was, tick once a heartbeat, due or not."""
         for peer in self.peers:
-            peer.received_at_s = min(peer.received_at_s + late_s, now)  # what was read since counts as it is
+            # What was read since counts as it is.
+            peer.received_at_s = min(peer.received_at_s + late_s, now)
         for record in self.core.rooms.values():
-            record.deadline_at_s += min(late_s + self.core.timing.heartbeat_s, now - record.opened_at_s)
+            record.deadline_at_s += min(
+                late_s + self.core.timing.heartbeat_s, now - record.opened_at_s
+            )
 
     # --- time
 
     def next_tick(self) -> float:
         """When `tick` may next be worth calling; infinity while nothing is due."""
-        core = self.core  # what `work_left` says, without a call: this is asked whenever a shell has run commands
+        # What `work_left` says, without a call: this is asked whenever a shell has run commands.
+        core = self.core
         return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
-        """Deadlines and silence. A tick does a bounded amount of work; `next_tick` says when more is due."""
+        """Deadlines and silence.
+
+        A tick does a bounded amount of work; `next_tick` says when more is due.
+        """
         core = self.core
         was_idle = not core.work_left
         core.work(TICK_WORK, now)
@@ -355,7 +413,9 @@ class PrefillEndpoint:
             if (due_at_s := peer.received_at_s + core.timing.lost_after_s) > now:
                 core.deadlines.set(timer, due_at_s)
             else:
-                text = f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"
+                text = (
+                    f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"
+                )
                 core.feed_peer(peer, PeerKind.SILENCE_DUE, now, Cause(Code.PEER_LOST, text))
         else:
             record = core.rooms[RoomId(timer.key)]

@@ -1,6 +1,7 @@
 """The machines of one prefill rank, fed one after the other: peers, their grants, rooms.
 
-Nothing calls back, so nothing re-enters: a table returns what follows from an event, and the next machine is fed.
+Nothing calls back, so nothing re-enters: a table returns what follows from an event, and the next
+machine is fed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ from kvflow.protocols.prefill_rooms import Chunk, PrefillRoomRecord
 from kvflow.protocols.prefill_tasks import Task, Timer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import MAX_TEXT, MAX_UNPROVEN, WIRE_VERSION, GrantId, Incarnation, RoomId
+from kvflow.protocols.wire.messages import (
+    MAX_TEXT,
+    MAX_UNPROVEN,
+    WIRE_VERSION,
+    GrantId,
+    Incarnation,
+    RoomId,
+)
 
 _NO_GRANT = GrantId(0)
 WITHDRAWN = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
@@ -49,19 +57,28 @@ _NO_CAUSE = Cause(Code.PEER_LOST)  # of what ends no room
 
 
 class PrefillCore:
-    """What one prefill rank knows. Each `feed_*` is the one place that changes its kind of state."""
+    """What one prefill rank knows.
 
-    def __init__(self, identity: PrefillIdentity, observer: Observer, timing: Timing, bounds: Bounds) -> None:
+    Each `feed_*` is the one place that changes its kind of state.
+    """
+
+    def __init__(
+        self, identity: PrefillIdentity, observer: Observer, timing: Timing, bounds: Bounds
+    ) -> None:
         self.identity, self.observer, self.timing, self.bounds = identity, observer, timing, bounds
         self.outbox: list[PrefillCommand] = []
-        # A prefill lends nothing: its ledger has the loans of decodes that were closed over the same pool.
-        self.ledger: Ledger[EarlierWriter] = Ledger(int(bounds.quarantine_share * identity.layout.num_pages))
+        # A prefill lends nothing: its ledger has the loans of decodes that were closed over the
+        # same pool.
+        self.ledger: Ledger[EarlierWriter] = Ledger(
+            int(bounds.quarantine_share * identity.layout.num_pages)
+        )
         self.earlier = EarlierLoans(self.ledger, self.outbox, self._take_grant)
         self._last_grant = _NO_GRANT
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.kept = KeptBytes()
-        self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()  # for announcements that follow a refusal
+        # For announcements that follow a refusal.
+        self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()
         self.former = FormerDecodes(bounds.closed_grants)
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
         self.writes: dict[int, tuple[PrefillRoomRecord, Chunk]] = {}
@@ -74,21 +91,32 @@ class PrefillCore:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why this prefill cannot move pages now; empty when it can. A long queue is not a fault."""
+        """Why this prefill cannot move pages now; empty when it can.
+
+        A long queue is not a fault.
+        """
         if self.stalled_s <= self.timing.lost_after_s:
             return ""
-        how = "has died" if self.stalled_s == float("inf") else f"has not moved for {self.stalled_s:.0f} s"
+        how = (
+            "has died"
+            if self.stalled_s == float("inf")
+            else f"has not moved for {self.stalled_s:.0f} s"
+        )
         return f"the worker of the {self.identity.address.backend} data plane {how}"
 
     # --- sending
 
     def send(self, peer: DecodePeer, message: wire.Message) -> None:
-        self.outbox.append(SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck))
+        self.outbox.append(
+            SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck)
+        )
 
     def answer_register(
         self, target: Incarnation, asked: Incarnation, refusal: str, fresh_from: GrantId = _NO_GRANT
     ) -> None:
-        """Accept (`refusal` empty) or refuse the decode `target`, which has asked for the prefill `asked`."""
+        """Accept (`refusal` empty) or refuse the decode `target`, which has asked for the prefill
+        `asked`.
+        """
         answer = wire.Registered(
             source=self.identity.incarnation,
             target=target,
@@ -103,28 +131,40 @@ class PrefillCore:
         self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
 
     def say_goodbye(self, target: Incarnation, unproven: tuple[GrantId, ...]) -> None:
-        """Withheld from a decode for which more is unproven than a message may name: it would prove too much."""
+        """Withheld from a decode for which more is unproven than a message may name: it would prove
+        too much.
+        """
         if len(unproven) <= MAX_UNPROVEN:
             goodbye = wire.Goodbye(unproven=unproven, **self.lives(target))
             self.outbox.append(SendToDecode(routing_id(target), encode(goodbye)))
 
     def header(self, room: RoomId, grant: GrantId, peer: DecodePeer) -> dict[str, Any]:
         me = self.identity
-        return {"room": room, "grant": grant, "rank": me.rank, "source": me.incarnation, "target": peer.incarnation}
+        return {
+            "room": room,
+            "grant": grant,
+            "rank": me.rank,
+            "source": me.incarnation,
+            "target": peer.incarnation,
+        }
 
     def lives(self, target: Incarnation) -> dict[str, Any]:
         return {"source": self.identity.incarnation, "target": target}
 
     # --- rooms
 
-    def new_room(self, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float) -> PrefillRoomRecord:
+    def new_room(
+        self, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float
+    ) -> PrefillRoomRecord:
         self._serial += 1
         record = self.rooms[room] = PrefillRoomRecord(self._serial, room, phase, rendezvous_s, now)
         self.observer.room_opened()
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:
-        """A deadline that has moved back since needs no call: whether it is due is looked at when it comes."""
+        """A deadline that has moved back since needs no call: whether it is due is looked at when
+        it comes.
+        """
         self.deadlines.set(Timer("room", record.room), record.due_at_s)
 
     def bind(self, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId) -> None:
@@ -133,12 +173,18 @@ class PrefillCore:
         peer.grants.rooms[grant] = record
 
     def tell_begun(self, record: PrefillRoomRecord) -> None:
-        """To a decode that has announced the room and has lent nothing yet; it does not wait after that."""
+        """To a decode that has announced the room and has lent nothing yet; it does not wait after
+        that.
+        """
         if record.begun and record.phase is PrefillPhase.ANNOUNCED:
             assert record.peer is not None
-            self.send(record.peer, wire.Begun(**self.header(record.room, record.grant, record.peer)))
+            self.send(
+                record.peer, wire.Begun(**self.header(record.room, record.grant, record.peer))
+            )
 
-    def offer(self, record: PrefillRoomRecord, message: wire.Bootstrap, pages: PageIndices, now: float) -> None:
+    def offer(
+        self, record: PrefillRoomRecord, message: wire.Bootstrap, pages: PageIndices, now: float
+    ) -> None:
         """Decode's half is here: which pages, for which prompt."""
         record.target_pages, record.prefix_tokens = pages, message.prefix_tokens
         record.bootstrap = (message.prompt_tokens, message.prompt_digest)
@@ -156,8 +202,15 @@ class PrefillCore:
             return
         assert record.prompt is not None and record.bootstrap is not None
         mine, theirs = record.prompt[0], record.bootstrap[0]
-        text = f"room {record.room}: prefill's prompt has {mine} tokens, decode's {theirs}, or their ids differ"
-        self.feed_room(record, PrefillEvent(PrefillKind.MISMATCHED, cause=Cause(Code.PROMPT_MISMATCH, text)), now)
+        text = (
+            f"room {record.room}: prefill's prompt has {mine} tokens, decode's {theirs}, or their "
+            "ids differ"
+        )
+        self.feed_room(
+            record,
+            PrefillEvent(PrefillKind.MISMATCHED, cause=Cause(Code.PROMPT_MISMATCH, text)),
+            now,
+        )
 
     def feed_room(self, record: PrefillRoomRecord, event: PrefillEvent, now: float) -> None:
         """The one place that changes a room's state."""
@@ -181,7 +234,9 @@ class PrefillCore:
             chunk = record.chunks.pop(0)
             outcome, cause = chunk.outcome, None
             is_moving = record.state.phase is PrefillPhase.TRANSFERRING
-            if outcome is WriteOutcome.UNPROVEN or (outcome is WriteOutcome.CANCELLED and is_moving):
+            if outcome is WriteOutcome.UNPROVEN or (
+                outcome is WriteOutcome.CANCELLED and is_moving
+            ):
                 cause = chunk.failure
             record.report = chunk
             self.feed_room(record, PrefillEvent(None, outcome=outcome, cause=cause), now)
@@ -201,14 +256,19 @@ class PrefillCore:
             self.send(peer, message)
 
     def forget_announcement(self, peer: DecodePeer, grant: GrantId) -> None:
-        """Of the room that was announced under this grant, whatever room a later message about it names."""
+        """Of the room that was announced under this grant, whatever room a later message about it
+        names.
+        """
         room = peer.grants.announcements.rooms.get(grant)
         if room is not None:
             self.rendezvous.forget_announcement(room, peer, grant)
             self.time_announcements()
 
     def time_announcements(self) -> None:
-        """One was added, joined or forgotten. A timer that is too early is put off when it comes."""
+        """One was added, joined or forgotten.
+
+        A timer that is too early is put off when it comes.
+        """
         if (oldest := self.rendezvous.oldest_announced()) is None:
             self.deadlines.cancel(Timer("announced", 0))
         elif (timer := Timer("announced", 0)) not in self.deadlines:
@@ -216,8 +276,12 @@ class PrefillCore:
 
     # --- peers
 
-    def feed_peer(self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause = _NO_CAUSE) -> None:
-        """The one place that changes a peer's phase, and what its rooms have to do about it: they end with `cause`."""
+    def feed_peer(
+        self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause = _NO_CAUSE
+    ) -> None:
+        """The one place that changes a peer's phase, and what its rooms have to do about it: they
+        end with `cause`.
+        """
         move = PEER_TABLE.moves[peer.phase, kind]
         if move is None:
             return
@@ -229,13 +293,20 @@ class PrefillCore:
         self.forget_if_idle(peer, now)
 
     def forget_if_idle(self, peer: DecodePeer, now: float) -> None:
-        """A decode that is gone is kept until its rooms have ended and its announcements are void."""
-        if peer.phase is PeerPhase.GONE and not peer.grants.rooms and not peer.grants.announcements.rooms:
+        """A decode that is gone is kept until its rooms have ended
+        and its announcements are void.
+        """
+        if (
+            peer.phase is PeerPhase.GONE
+            and not peer.grants.rooms
+            and not peer.grants.announcements.rooms
+        ):
             self.feed_peer(peer, PeerKind.IDLE, now)
 
     def make_place(self, among: Iterable[DecodePeer], now: float) -> bool:
-        """Forget a decode that is lost and of which nothing is open: on another host its death may never be observed.
-        False when there is none, or when too much that may still land would have to be remembered."""
+        """Forget a decode that is lost and of which nothing is open: on another host its death may
+        never be observed. False when there is none, or when too much that may still land would have
+        to be remembered."""
         if (peer := self.former.displace(among)) is None:
             return False
         self.feed_peer(peer, PeerKind.DISPLACED, now)
@@ -275,14 +346,18 @@ class PrefillCore:
             self.rendezvous.take(room, Side.DECODE)  # decode knows
 
     def void(self, room: RoomId, found: Announcement[DecodePeer], cause: Cause, now: float) -> None:
-        """An announcement that nothing will follow: decode is told, and the engine's half when it comes."""
+        """An announcement that nothing will follow: decode is told, and the engine's half when it
+        comes.
+        """
         self.refuse_grant(found.peer, room, found.grant, cause)
         self.record_outcome(room, Side.DECODE, cause, now)
         self.forget_if_idle(found.peer, now)
 
     def announced(self, room: RoomId, now: float) -> Announcement[DecodePeer] | None:
-        """Who has announced a room. What was withdrawn, or announced by a decode that is lost, ends here, where a task
-        has not come to it yet."""
+        """Who has announced a room.
+
+        What was withdrawn, or announced by a decode that is lost, ends here, where a task has not
+        come to it yet."""
         found = self.rendezvous.announced.get(room)
         if found is None:
             return None
@@ -291,7 +366,10 @@ class PrefillCore:
             self.time_announcements()
             self.record_outcome(room, Side.DECODE, WITHDRAWN, now)
         elif found.peer.phase not in (PeerPhase.OPENING, PeerPhase.UP):
-            lost = Cause(Code.PEER_LOST, f"decode {found.peer.incarnation:016x}, which announced the room, is lost")
+            lost = Cause(
+                Code.PEER_LOST,
+                f"decode {found.peer.incarnation:016x}, which announced the room, is lost",
+            )
             self.void(room, found, lost, now)
         else:
             return found
@@ -314,7 +392,9 @@ def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
     record.placed += chunk.num_pages
     assert record.peer is not None
     core.writes[chunk.write] = (record, chunk)
-    core.outbox.append(StartWrite(chunk.write, record.serial, record.peer.incarnation, chunk.source_pages, targets))
+    core.outbox.append(
+        StartWrite(chunk.write, record.serial, record.peer.incarnation, chunk.source_pages, targets)
+    )
 
 
 def _send_chunk_done(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -344,7 +424,11 @@ def _send_failed(core: PrefillCore, record: PrefillRoomRecord, now: float) -> No
 
 def _send_ack(core: PrefillCore, record: PrefillRoomRecord, drained: bool) -> None:
     assert record.peer is not None
-    _send(core, record, wire.AbortAck(drained=drained, **core.header(record.room, record.grant, record.peer)))
+    _send(
+        core,
+        record,
+        wire.AbortAck(drained=drained, **core.header(record.room, record.grant, record.peer)),
+    )
 
 
 def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -> None:
@@ -352,7 +436,9 @@ def _send(core: PrefillCore, record: PrefillRoomRecord, message: wire.Message) -
     assert peer is not None
     record.sent.append(message)
     if peer.phase is not PeerPhase.GONE:
-        core.outbox.append(SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck))
+        core.outbox.append(
+            SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck)
+        )
 
 
 def _cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -381,7 +467,8 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))
-        while core.kept.total > core.bounds.kept_bytes:  # the decode that keeps most has what ended first forgotten
+        # The decode that keeps most has what ended first forgotten.
+        while core.kept.total > core.bounds.kept_bytes:
             max(core.peers.values(), key=lambda known: known.grants.kept_bytes).grants.evict()
         core.forget_if_idle(peer, now)
 
@@ -453,7 +540,9 @@ _TASKS: dict[str, Callable[[PrefillCore, Task, Any, float], None]] = {
 
 
 def _accept(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.answer_register(peer.incarnation, core.identity.incarnation, core.unavailable_reason, peer.fresh_from)
+    core.answer_register(
+        peer.incarnation, core.identity.incarnation, core.unavailable_reason, peer.fresh_from
+    )
 
 
 def _refuse(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:

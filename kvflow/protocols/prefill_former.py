@@ -1,4 +1,6 @@
-"""What a prefill remembers of decodes that it has forgotten: what must not begin again, and what may still land."""
+"""What a prefill remembers of decodes that it has forgotten: what must not begin again, and what
+may still land.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ class FormerDecodes:
         self._most = most
         # Of each: no grant below begins again, should what it once sent still arrive.
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
-        # Of some of those, grants whose writes may still land: to say otherwise would end loans without proof (I2).
+        # Of some of those, grants whose writes may still land: to say otherwise would end loans
+        # without proof (I2).
         self.in_doubt: dict[Incarnation, tuple[GrantId, ...]] = {}
-        # Decodes that have parted: they ask for nothing any more, so what they once sent begins nothing again.
+        # Decodes that have parted: they ask for nothing any more, so what they once sent begins
+        # nothing again.
         self.parted: OrderedDict[Incarnation, None] = OrderedDict()
 
     def remember_grants(self, peer: DecodePeer) -> None:
-        """It is about to be forgotten and may come again, or what it sent before it died may: what has ended for it
-        must not begin again (I6)."""
+        """It is about to be forgotten and may come again, or what it sent before it died may: what
+        has ended for it must not begin again (I6)."""
         self.displaced[peer.incarnation] = peer.grants.seen_below
         if len(self.displaced) > self._most:
             self.displaced.popitem(last=False)
@@ -41,8 +45,10 @@ class FormerDecodes:
             self.parted.popitem(last=False)
 
     def displace(self, among: Iterable[DecodePeer]) -> DecodePeer | None:
-        """Choose a decode that is lost and of which nothing is open, and remember it. None when there is none, or when
-        too much that may still land would have to be remembered."""
+        """Choose a decode that is lost and of which nothing is open, and remember it.
+
+        None when there is none, or when too much that may still land would have to be
+        remembered."""
         found = [(len(peer.grants.unproven()), peer) for peer in among if peer.displaceable]
         if not found:
             return None

@@ -1,4 +1,6 @@
-"""What prefill does about each message of a decode, once the grant table has said what kind of thing it is."""
+"""What prefill does about each message of a decode, once the grant table has said what kind of
+thing it is.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from kvflow.protocols.wire.messages import WIRE_VERSION
 DRAINS = "room {} is in use: writes of the last room of that id still run"
 
 
-def on_register(core: PrefillCore, message: wire.Register, now: float, sender_address: Callable[[], str] = str) -> None:
+def on_register(
+    core: PrefillCore, message: wire.Register, now: float, sender_address: Callable[[], str] = str
+) -> None:
     """A decode says who it is; the way into its pool is opened by the shell."""
     peer = core.peers.get(message.target)
     seen_below = core.former.displaced.get(message.target)  # before making place pushes it out
@@ -32,7 +36,9 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
         core.observer.message_dropped("stale")
     elif message.wire_version != WIRE_VERSION:
         core.answer_register(
-            message.target, message.source, f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}"
+            message.target,
+            message.source,
+            f"wire version {message.wire_version}, this prefill speaks {WIRE_VERSION}",
         )
     elif peer is not None:
         note_alive(core, peer, now)
@@ -44,11 +50,16 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
     elif core.unavailable_reason:
         core.answer_register(message.target, message.source, core.unavailable_reason)
     elif len(core.peers) >= core.bounds.targets and not core.make_place(core.peers.values(), now):
-        core.answer_register(message.target, message.source, f"{core.bounds.targets} decodes are registered already")
-    elif len(siblings := _of_process(core, message)) >= core.bounds.decodes_per_process and not core.make_place(
-        siblings, now
-    ):
-        refusal = f"{len(siblings)} decodes of process {message.address.process.pid} are registered already"
+        core.answer_register(
+            message.target, message.source, f"{core.bounds.targets} decodes are registered already"
+        )
+    elif len(
+        siblings := _of_process(core, message)
+    ) >= core.bounds.decodes_per_process and not core.make_place(siblings, now):
+        refusal = (
+            f"{len(siblings)} decodes of process {message.address.process.pid} are registered "
+            "already"
+        )
         core.answer_register(message.target, message.source, refusal)
     elif (
         (sender := sender_address())
@@ -56,7 +67,10 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
         and not core.make_place(neighbours, now)
     ):
         limit = core.bounds.decodes_per_address
-        refusal = f"{len(neighbours)} decodes at {sender} are registered already, of at most {limit} for one address"
+        refusal = (
+            f"{len(neighbours)} decodes at {sender} are registered already, of at most {limit} for "
+            "one address"
+        )
         core.answer_register(message.target, message.source, refusal)
     else:
         peer = core.peers[message.target] = DecodePeer(
@@ -72,7 +86,9 @@ def on_register(core: PrefillCore, message: wire.Register, now: float, sender_ad
 
 
 def _of_process(core: PrefillCore, message: wire.Register) -> list[DecodePeer]:
-    """The decodes that have named this one's process as theirs; of what they say of it, the rest proves nothing."""
+    """The decodes that have named this one's process as theirs; of what they say of it, the rest
+    proves nothing.
+    """
 
     def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
         process = address.process
@@ -95,7 +111,11 @@ def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
 def on_goodbye(core: PrefillCore, message: wire.Goodbye, now: float) -> None:
     """This decode closes. It is answered as often as it asks, also when it has been forgotten."""
     peer = core.peers.get(message.target)
-    core.outbox.append(SendToDecode(routing_id(message.target), encode(wire.GoodbyeAck(**core.lives(message.target)))))
+    core.outbox.append(
+        SendToDecode(
+            routing_id(message.target), encode(wire.GoodbyeAck(**core.lives(message.target)))
+        )
+    )
     if peer is not None and peer.phase is not PeerPhase.GONE:
         note_alive(core, peer, now)
         _part(core, peer, now)
@@ -103,7 +123,9 @@ def on_goodbye(core: PrefillCore, message: wire.Goodbye, now: float) -> None:
         core.former.remember_parted(message.target)
 
 
-def _on_goodbye_ack(core: PrefillCore, peer: DecodePeer, message: wire.GoodbyeAck, now: float) -> None:
+def _on_goodbye_ack(
+    core: PrefillCore, peer: DecodePeer, message: wire.GoodbyeAck, now: float
+) -> None:
     if peer.phase is PeerPhase.PARTING:
         _part(core, peer, now)
     else:
@@ -117,8 +139,8 @@ def _part(core: PrefillCore, peer: DecodePeer, now: float) -> None:
 
 
 def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, now: float) -> None:
-    """A decode whose registration was refused had announced a room, or refuses it itself: the engine's half is told
-    why it will not come."""
+    """A decode whose registration was refused had announced a room, or refuses it itself: the
+    engine's half is told why it will not come."""
     cause = core.refused.get(message.target)
     if cause is None:
         core.observer.message_dropped("stale")
@@ -126,7 +148,9 @@ def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, n
     if isinstance(message, wire.Announce):
         if core.rendezvous.has_ended(message.room, Side.ENGINE):
             return  # kept: when this decode is accepted after all, it announces the room again
-        core.end_engine_half(message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now)
+        core.end_engine_half(
+            message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now
+        )
     else:
         core.end_engine_half(message.room, message.cause, now)
 
@@ -142,9 +166,11 @@ def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float]
 def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: float) -> None:
     """Send again what decode has missed, and name the grants this incarnation does not know."""
     unknown: list[wire.Belief] = []
-    for belief in {belief.grant: belief for belief in message.rooms}.values():  # each is answered once
+    # Each is answered once.
+    for belief in {belief.grant: belief for belief in message.rooms}.values():
         record = peer.grants.rooms.get(belief.grant)
-        offered = record is None or record.bootstrap is not None  # else only its announcement has come
+        # Else only its announcement has come.
+        offered = record is None or record.bootstrap is not None
         for command in peer.grants.feed(belief.grant, GrantKind.ASK):
             if command is GrantCommand.RESEND and offered:
                 resend(core, peer, belief.grant, belief.next_seq)
@@ -157,15 +183,20 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
 def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
     withdrawn = peer.grants.settle(message.settled_below, message.settled)
     if withdrawn is None:
-        core.observer.message_dropped("foreign")  # it settles what was never offered here: not this decode's own
+        # It settles what was never offered here: not this decode's own.
+        core.observer.message_dropped("foreign")
         return
     _end_withdrawn(core, peer, withdrawn, now)
-    if not core.unavailable_reason:  # else decode must take us for silent: its rooms end, their loans do not
+    # Else decode must take us for silent: its rooms end, their loans do not.
+    if not core.unavailable_reason:
         core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
 
 
 def _end_withdrawn(
-    core: PrefillCore, peer: DecodePeer, withdrawn: list[tuple[wire.GrantId, wire.RoomId]], now: float
+    core: PrefillCore,
+    peer: DecodePeer,
+    withdrawn: list[tuple[wire.GrantId, wire.RoomId]],
+    now: float,
 ) -> None:
     """What decode had only announced has ended there, and its Abort was lost or comes later."""
     core.add_task(Task("withdraw", withdrawn, WITHDRAWN, peer))
@@ -202,10 +233,14 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
     elif cause := core.rendezvous.take(message.room, Side.DECODE):
         core.refuse_grant(peer, message.room, grant, cause)
     elif len(core.rendezvous.announced) >= core.bounds.rooms:
-        full = CapacityError("announced rooms at prefill", len(core.rendezvous.announced) + 1, core.bounds.rooms)
+        full = CapacityError(
+            "announced rooms at prefill", len(core.rendezvous.announced) + 1, core.bounds.rooms
+        )
         core.refuse_grant(peer, message.room, grant, full.cause())
     else:
-        core.rendezvous.announced[message.room] = Announcement(peer, grant, now + core.timing.announced_s)
+        core.rendezvous.announced[message.room] = Announcement(
+            peer, grant, now + core.timing.announced_s
+        )
         core.time_announcements()
 
 
@@ -226,15 +261,21 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
         core.refuse_grant(peer, message.room, message.grant, cause)
         return
     if record is None:
-        record = core.new_room(message.room, PrefillPhase.BOOTSTRAPPED, core.timing.rendezvous_s, now)
+        record = core.new_room(
+            message.room, PrefillPhase.BOOTSTRAPPED, core.timing.rendezvous_s, now
+        )
     core.bind(record, peer, message.grant)
     core.offer(record, message, pages, now)
 
 
-def _refuse_pinned(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> bool:
-    """A decode whose earlier writes do not end is given no more of our pages; the engine's half is told too.
+def _refuse_pinned(
+    core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
+) -> bool:
+    """A decode whose earlier writes do not end is given no more of our pages; the engine's half is
+    told too.
 
-    Writes that were cancelled a moment ago do not count: on a healthy route they end within milliseconds.
+    Writes that were cancelled a moment ago do not count: on a healthy route they end within
+    milliseconds.
     """
     if core.bounds.pinned_share == 1:
         return False
@@ -242,7 +283,9 @@ def _refuse_pinned(core: PrefillCore, peer: DecodePeer, message: wire.Announce |
     pinned = pinned_pages(core.writes.values(), peer, now - core.timing.repeat_after_s)
     if pinned <= limit:
         return False
-    cause = CapacityError("pages held by writes to this decode that do not end", pinned, limit).cause()
+    cause = CapacityError(
+        "pages held by writes to this decode that do not end", pinned, limit
+    ).cause()
     core.refuse_grant(peer, message.room, message.grant, cause)
     if message.room not in core.rendezvous.announced:  # else another decode has announced it
         core.end_engine_half(message.room, cause, now)
@@ -258,7 +301,9 @@ def _unwelcome(
     if message.room in core.rendezvous.announced and core.announced(message.room, now) is not None:
         return _in_use(core, message, record, now)
     if record is not None:
-        return None if record.phase is PrefillPhase.EXPECTED else _in_use(core, message, record, now)
+        return (
+            None if record.phase is PrefillPhase.EXPECTED else _in_use(core, message, record, now)
+        )
     if cause := core.rendezvous.take(message.room, Side.DECODE):
         return cause
     if len(core.rooms) >= core.bounds.rooms:
@@ -269,8 +314,13 @@ def _unwelcome(
 def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> PageIndices:
     """The pages that are lent. Raises: KvflowError for what they and the prompt do not agree on."""
     layout, prefix = core.identity.layout, message.prefix_tokens
-    if prefix > message.prompt_tokens or (prefix % layout.page_size and prefix != message.prompt_tokens):
-        raise PeerError(f"prefix of {prefix} tokens for a prompt of {message.prompt_tokens}, {layout.page_size} a page")
+    if prefix > message.prompt_tokens or (
+        prefix % layout.page_size and prefix != message.prompt_tokens
+    ):
+        raise PeerError(
+            f"prefix of {prefix} tokens for a prompt of {message.prompt_tokens}, "
+            f"{layout.page_size} a page"
+        )
     pages = unpack_pages(message.pages, peer.layout.num_places)
     wanted = layout.places_for(message.prompt_tokens, prefix)
     if len(pages) != wanted or not message.prompt_tokens:
@@ -281,20 +331,27 @@ def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> Pa
 
 
 def _in_use(
-    core: PrefillCore, message: wire.Announce | wire.Bootstrap, record: PrefillRoomRecord | None, now: float
+    core: PrefillCore,
+    message: wire.Announce | wire.Bootstrap,
+    record: PrefillRoomRecord | None,
+    now: float,
 ) -> Cause:
     if record is None or not record.ended:
         return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
     cause = Cause(Code.ROOM_IN_USE, DRAINS.format(message.room))
-    core.record_outcome(message.room, Side.DECODE, cause, now)  # the engine's half of this one is told when it comes
+    # The engine's half of this one is told when it comes.
+    core.record_outcome(message.room, Side.DECODE, cause, now)
     return cause
 
 
 def _tell_room(
-    core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap | wire.Abort, now: float
+    core: PrefillCore,
+    peer: DecodePeer,
+    message: wire.Announce | wire.Bootstrap | wire.Abort,
+    now: float,
 ) -> None:
-    """The room that answers for this grant: its pages come, once; or decode has ended it, or asks again whether it has
-    begun."""
+    """The room that answers for this grant: its pages come, once; or decode has ended it, or asks
+    again whether it has begun."""
     record = peer.grants.rooms[message.grant]
     if isinstance(message, wire.Announce):
         core.tell_begun(record)
@@ -317,11 +374,15 @@ def resend(core: PrefillCore, peer: DecodePeer, grant: wire.GrantId, next_seq: i
             core.send(peer, message)
 
 
-def _resend_all(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> None:
+def _resend_all(
+    core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
+) -> None:
     resend(core, peer, message.grant, 0)
 
 
-def _refuse_stale(core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float) -> None:
+def _refuse_stale(
+    core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
+) -> None:
     text = f"grant {message.grant} is below {peer.grants.low_water}: it has ended"
     header = core.header(message.room, message.grant, peer)
     core.send(peer, wire.RoomFailed(cause=Cause(Code.STALE_GRANT, text), **header))
@@ -329,7 +390,9 @@ def _refuse_stale(core: PrefillCore, peer: DecodePeer, message: wire.Announce | 
 
 
 def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
-    """Decode could not even offer pages, or its offer was lost: the engine's half is told, now or when it comes."""
+    """Decode could not even offer pages, or its offer was lost: the engine's half is told, now or
+    when it comes.
+    """
     core.forget_announcement(peer, message.grant)
     peer.grants.end(message.grant, ())
     if message.room not in core.rendezvous.announced:  # else another decode has announced it since
@@ -338,7 +401,9 @@ def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, no
 
 def _acknowledge(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
     drained = peer.grants.is_drained(message.grant)
-    core.send(peer, wire.AbortAck(drained=drained, **core.header(message.room, message.grant, peer)))
+    core.send(
+        peer, wire.AbortAck(drained=drained, **core.header(message.room, message.grant, peer))
+    )
 
 
 _RUN: dict[GrantCommand, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {

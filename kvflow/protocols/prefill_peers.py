@@ -1,4 +1,6 @@
-"""Prefill's view of one decode incarnation that has registered: the way into its pool, and its grants."""
+"""Prefill's view of one decode incarnation that has registered: the way into its pool, and its
+grants.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank, Register
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """What a prefill rank says of itself: its life, its rank, what of its pool it sends, and where its plane is."""
+    """What a prefill rank says of itself: its life, its rank, what of its pool it sends, and where
+    its plane is.
+    """
 
     incarnation: Incarnation
     rank: Rank
@@ -26,13 +30,24 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
 
 
 class DecodePeer:
-    """One decode incarnation. Kept through silence, forgotten when its process is dead or its place is needed.
+    """One decode incarnation.
+
+    Kept through silence, forgotten when its process is dead or its place is needed.
 
     `R` of its grants is the room that answers for one.
     """
 
     __slots__ = (
-        *("address", "fresh_from", "grants", "incarnation", "layout", "phase", "received_at_s", "routing_id"),
+        *(
+            "address",
+            "fresh_from",
+            "grants",
+            "incarnation",
+            "layout",
+            "phase",
+            "received_at_s",
+            "routing_id",
+        ),
         *("sender_address", "unknown_below"),
     )
 
@@ -45,8 +60,10 @@ class DecodePeer:
         sender_address: str = "",
         seen_below: GrantId | None = None,
     ) -> None:
-        """`sender_address`: where its first Register came from; empty where that is not known. `seen_below`: what was
-        remembered of a decode that has been here before; None for a stranger."""
+        """`sender_address`: where its first Register came from; empty where that is not known.
+
+        `seen_below`: what was remembered of a decode that has been here before; None for a
+        stranger."""
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
         self.layout = message.layout
@@ -75,13 +92,19 @@ class DecodePeer:
 
     @property
     def displaceable(self) -> bool:
-        """It may be forgotten, because it is lost and nothing of it is open. What may still land is remembered (I2)."""
+        """It may be forgotten, because it is lost and nothing of it is open.
+
+        What may still land is remembered (I2).
+        """
         return self.phase is PeerPhase.SILENT and self.grants.all_ended
 
     def mismatch(self, identity: PrefillIdentity) -> str:
         """Why pages cannot move from our pool into this peer's; empty when they can."""
         if self.address.backend != identity.address.backend:
-            return f"data planes differ: prefill {identity.address.backend}, decode {self.address.backend}"
+            return (
+                f"data planes differ: prefill {identity.address.backend}, decode "
+                f"{self.address.backend}"
+            )
         try:
             self.layout.check()
             # In part: decode knows whether other ranks have the rest.

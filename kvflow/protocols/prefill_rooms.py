@@ -20,10 +20,28 @@ NO_PAGES: PageIndices = np.empty(0, np.int32)
 class Chunk:
     """One chunk handed to the data plane. `outcome` is None while its write runs."""
 
-    __slots__ = ("checksum", "error", "handoff", "last", "num_pages", "outcome", "seq", "source_pages", "write")
+    __slots__ = (
+        "checksum",
+        "error",
+        "handoff",
+        "last",
+        "num_pages",
+        "outcome",
+        "seq",
+        "source_pages",
+        "write",
+    )
 
-    def __init__(self, write: int, seq: int, source_pages: PageIndices, last: bool, handoff: bytes) -> None:
-        self.write, self.seq, self.source_pages, self.last, self.handoff = write, seq, source_pages, last, handoff
+    def __init__(
+        self, write: int, seq: int, source_pages: PageIndices, last: bool, handoff: bytes
+    ) -> None:
+        self.write, self.seq, self.source_pages, self.last, self.handoff = (
+            write,
+            seq,
+            source_pages,
+            last,
+            handoff,
+        )
         self.num_pages = len(source_pages)
         self.outcome: WriteOutcome | None = None
         self.checksum, self.error = b"", ""
@@ -42,7 +60,10 @@ class Chunk:
 
 
 class PrefillRoomRecord:
-    """Everything the endpoint knows about one open room (I5). Its users may read it, and keep it after its end."""
+    """Everything the endpoint knows about one open room (I5).
+
+    Its users may read it, and keep it after its end.
+    """
 
     __slots__ = (
         *(
@@ -72,7 +93,9 @@ class PrefillRoomRecord:
         ),
     )
 
-    def __init__(self, serial: int, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float) -> None:
+    def __init__(
+        self, serial: int, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float
+    ) -> None:
         self.serial = serial  # room ids may be used again, serials are not
         self.room = room
         self.state = PrefillRoomState(phase)
@@ -107,8 +130,8 @@ class PrefillRoomRecord:
 
     @property
     def due_at_s(self) -> float:
-        """Half a room waits for its other half; one whose partner has announced itself, or is here, for its own
-        deadline."""
+        """Half a room waits for its other half; one whose partner has announced itself, or is here,
+        for its own deadline."""
         if self.state.phase in (PrefillPhase.EXPECTED, PrefillPhase.BOOTSTRAPPED):
             return min(self.deadline_at_s, self.own_deadline_at_s)
         return self.own_deadline_at_s
@@ -138,9 +161,13 @@ class PrefillRoomRecord:
 
 
 def pinned_pages(
-    writes: Iterable[tuple[PrefillRoomRecord, Chunk]], peer: DecodePeer | None = None, until_s: float = float("inf")
+    writes: Iterable[tuple[PrefillRoomRecord, Chunk]],
+    peer: DecodePeer | None = None,
+    until_s: float = float("inf"),
 ) -> int:
-    """Count our pages that writes of rooms which ended by `until_s` still read, of one decode or of all."""
+    """Count our pages that writes of rooms which ended by `until_s` still read, of one decode or of
+    all.
+    """
     return sum(
         chunk.num_pages
         for record, chunk in writes

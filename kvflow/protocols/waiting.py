@@ -1,9 +1,9 @@
 """Rooms that wait for pages which all of them share: which is next when some come back.
 
-A room that fits may pass those before it: one large room would keep all small ones waiting. It may do so for a while
-only: then the oldest has what comes back to itself until it fits, or small rooms would keep it waiting. A room that
-needs more than can come back without a proof, because the rest is in quarantine, has nothing to itself: when that
-ends is not known.
+A room that fits may pass those before it: one large room would keep all small ones waiting. It may
+do so for a while only: then the oldest has what comes back to itself until it fits, or small rooms
+would keep it waiting. A room that needs more than can come back without a proof, because the rest
+is in quarantine, has nothing to itself: when that ends is not known.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Wait(NamedTuple):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Rooms that wait for pages: how many, what they want together, and for how long the oldest has waited. Those that
-    are `stuck` want more than there is without what is in quarantine."""
+    """Rooms that wait for pages: how many, what they want together, and for how long the oldest has
+    waited. Those that are `stuck` want more than there is without what is in quarantine."""
 
     rooms: int
     pages: int
@@ -34,7 +34,10 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class Waiting(Generic[K]):
-    """Keys in the order in which they came, by how many pages each wants. Each call costs O(distinct sizes)."""
+    """Keys in the order in which they came, by how many pages each wants.
+
+    Each call costs O(distinct sizes).
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[K, int] = {}
@@ -69,8 +72,8 @@ class Waiting(Generic[K]):
         return True
 
     def next(self, free: int, can_come_back: int, now: float) -> K | None:
-        """The key that may have its pages now, out of `free` ones; `can_come_back` counts all that no quarantine keeps.
-        None where every key has to wait."""
+        """The key that may have its pages now, out of `free` ones; `can_come_back` counts all that
+        no quarantine keeps. None where every key has to wait."""
         oldest = self._oldest(can_come_back)
         if oldest is None:
             return None
@@ -81,7 +84,9 @@ class Waiting(Generic[K]):
         return None if fits is None else fits[0]
 
     def report(self, can_come_back: int, now: float) -> Waits:
-        since_s = min((next(iter(keys.values())).since_s for keys in self._by_size.values()), default=now)
+        since_s = min(
+            (next(iter(keys.values())).since_s for keys in self._by_size.values()), default=now
+        )
         stuck = sum(len(keys) for wanted, keys in self._by_size.items() if wanted > can_come_back)
         return Waits(len(self._sizes), self.pages, stuck, max(0.0, now - since_s))
 
@@ -92,5 +97,7 @@ class Waiting(Generic[K]):
 
     def _oldest(self, most: int) -> tuple[K, _Wait] | None:
         """The oldest of the keys that want at most `most` pages."""
-        firsts = [next(iter(keys.items())) for wanted, keys in self._by_size.items() if wanted <= most]
+        firsts = [
+            next(iter(keys.items())) for wanted, keys in self._by_size.items() if wanted <= most
+        ]
         return min(firsts, key=lambda found: found[1].turn, default=None)

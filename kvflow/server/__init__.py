@@ -1,1 +1,3 @@
-"""The embedded server: HTTP in front of an engine and a node, the bootstrap registry, the router."""
+"""The embedded server: HTTP in front of an engine and a node,
+the bootstrap registry, the router.
+"""

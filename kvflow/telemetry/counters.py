@@ -29,9 +29,9 @@ _NEVER_MET = frozenset(
 class TransferMeasures:
     """Histograms of rooms.
 
-    `bootstrap`: until the other side was ready; `allocation`: from then until decode had its pages; `transfer` and what
-    follows: of rooms that have succeeded, from the first chunk (at decode: from the offer of its pages, so that the
-    model's steps at prefill are in it) to the last.
+    `bootstrap`: until the other side was ready; `allocation`: from then until decode had its pages;
+    `transfer` and what follows: of rooms that have succeeded, from the first chunk (at decode: from
+    the offer of its pages, so that the model's steps at prefill are in it) to the last.
     """
 
     def __init__(self) -> None:
@@ -68,24 +68,32 @@ class TransferMeasures:
 
 
 def failed_in(ending: RoomEnding) -> str:
-    """Where a room failed: "engine" (a model step), "bootstrap" (the sides did not meet, or did not fit together),
-    "transfer"; empty for a success, and where a client has left, or aborted its request."""
+    """Where a room failed: "engine" (a model step), "bootstrap" (the sides did not meet, or did not
+    fit together), "transfer"; empty for a success, and where a client has left, or aborted its
+    request."""
     if ending.cause is None or ending.cause.code in _WANTED:
         return ""
     if ending.cause.code is Code.ENGINE_ERROR:
         return "engine"
-    return "bootstrap" if ending.moving_at_s is None or ending.cause.code in _NEVER_MET else "transfer"
+    return (
+        "bootstrap" if ending.moving_at_s is None or ending.cause.code in _NEVER_MET else "transfer"
+    )
 
 
 class Counts:
-    """Implements `protocols.ports.Observer`: rooms, how they ended and how long they took, pages and bytes that have
-    landed, chunks whose checksum differed, and messages that were dropped, by why."""
+    """Implements `protocols.ports.Observer`: rooms, how they ended and how long they took, pages
+    and bytes that have landed, chunks whose checksum differed, and messages that were dropped, by
+    why."""
 
     def __init__(self, page_bytes: int = 0, row_bytes: int = 0) -> None:
         """Of a pool with rows the last page of every room is its row."""
-        self._page_bytes, self._last_differs = page_bytes, row_bytes - page_bytes if row_bytes else 0
+        self._page_bytes, self._last_differs = (
+            page_bytes,
+            row_bytes - page_bytes if row_bytes else 0,
+        )
         self.rooms_opened = 0
-        self._ended: list[tuple[RoomEnding, float]] = []  # not counted yet: that can wait, what a room does cannot
+        # Not counted yet: that can wait, what a room does cannot.
+        self._ended: list[tuple[RoomEnding, float]] = []
         self._endings: Counter[tuple[IntEnum, Code | None]] = Counter()
         self._failures: Counter[tuple[str, Code]] = Counter()
         self.refusals: Counter[Code] = Counter()  # requests that ended before they had a room
@@ -110,7 +118,9 @@ class Counts:
 
     @property
     def failures(self) -> Counter[tuple[str, Code]]:
-        """Rooms, and requests behind a room that succeeded, by `failed_in` and the code of their cause."""
+        """Rooms, and requests behind a room that succeeded, by `failed_in` and the code of their
+        cause.
+        """
         self._count_ended()
         return self._failures
 
@@ -121,7 +131,9 @@ class Counts:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Messages that changed nothing, by why: not decodable, another peer's, too late, no peer to deliver it to."""
+        """Messages that changed nothing, by why: not decodable, another peer's, too late, no peer
+        to deliver it to.
+        """
         return {
             "malformed": self.malformed,
             "foreign": self.foreign,

@@ -7,10 +7,51 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 QUEUE_SECONDS = (
-    *(0.0, 0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 10, 15, 20, 30, 40, 50, 60, 70, 80, 90, 100),
+    *(
+        0.0,
+        0.001,
+        0.005,
+        0.01,
+        0.05,
+        0.1,
+        0.2,
+        0.5,
+        1,
+        2,
+        3,
+        4,
+        5,
+        10,
+        15,
+        20,
+        30,
+        40,
+        50,
+        60,
+        70,
+        80,
+        90,
+        100,
+    ),
     *(200, 300, 400, 500, 600, 700, 800, 900, 1000, 1200, 1400, 1600, 1800, 2000, 2500, 3000),
 )
-BOOTSTRAP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+BOOTSTRAP_SECONDS = (
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+)
 TRANSFER_SECONDS = (*BOOTSTRAP_SECONDS, 60, 300)
 _MIB, _GIB = 1 << 20, 1 << 30
 TRANSFER_BYTES = tuple(n * _MIB for n in (0.0625, 0.25, 1, 5, 10, 50, 100, 500, 1000, 5000, 10000))
@@ -20,7 +61,9 @@ TRANSFER_BYTES_PER_SECOND = tuple(
 
 
 class Histogram:
-    """How often values up to each of `bounds` (ascending) were observed, how many in all, and their sum."""
+    """How often values up to each of `bounds` (ascending) were observed, how many in all, and their
+    sum.
+    """
 
     __slots__ = ("bounds", "buckets", "sum")
 

@@ -1,6 +1,7 @@
 """The request that is served in the current task: its id, its rooms, and what its access line says.
 
-A context variable carries it into every coroutine, task and room that the request starts, so that log lines name it.
+A context variable carries it into every coroutine, task and room that the request starts, so that
+log lines name it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@~-]")
 
 
 class RequestTrace:
-    """One HTTP request while it is served. `error` is why it failed, also where its status was sent before."""
+    """One HTTP request while it is served.
+
+    `error` is why it failed, also where its status was sent before.
+    """
 
     __slots__ = ("completion_tokens", "error", "prompt_tokens", "request_id", "rooms")
 
@@ -43,7 +47,8 @@ def name_error(summary: str) -> None:
 
 
 def clean_request_id(given: str) -> str:
-    """The id that a client gave, safe in a header and a log line; a new one when nothing of it is left.
+    """The id that a client gave, safe in a header and a log line; a new one when nothing of it is
+    left.
 
     Cut to `MAX_REQUEST_ID` characters; what is no letter, digit or one of `._:/+=@~-` becomes `_`.
     """

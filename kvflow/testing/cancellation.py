@@ -8,8 +8,8 @@
         if steps.waits <= at:
             break                                   # it had fewer waits than that: all were tried
 
-Only waits that give the event loop a turn count: an `await` of something that is ready is no place to be cancelled at.
-`stepping` does the same to a task that the code under test starts for itself.
+Only waits that give the event loop a turn count: an `await` of something that is ready is no place
+to be cancelled at. `stepping` does the same to a task that the code under test starts for itself.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 class Steps(Generic[T]):
-    """Drives a coroutine in the task that awaits this, and cancels that task in its waits number `at` (from 0): as they
-    begin, or when they have lasted for `after_s`."""
+    """Drives a coroutine in the task that awaits this, and cancels that task in its waits number
+    `at` (from 0): as they begin, or when they have lasted for `after_s`."""
 
     def __init__(self, work: Coroutine[Any, Any, T], *at: int, after_s: float = 0.0) -> None:
         self._work, self._at, self._after_s = work, frozenset(at), after_s
@@ -66,8 +66,8 @@ class Steps(Generic[T]):
 
 @contextmanager
 def stepping(name: str, *at: int) -> Iterator[list[Steps[Any]]]:
-    """The first task created meanwhile whose coroutine is called `name` ("PrefillHandlers._serve") is driven by the
-    `Steps` that then stand in the list."""
+    """The first task created meanwhile whose coroutine is called `name` ("PrefillHandlers._serve")
+    is driven by the `Steps` that then stand in the list."""
     found: list[Steps[Any]] = []
     loop = asyncio.get_running_loop()
     before = loop.get_task_factory()

@@ -1,7 +1,9 @@
-"""Fixtures for tests of whatever stands on kvflow: `pytest_plugins = ["kvflow.testing.fixtures"]` in a test module.
+"""Fixtures for tests of whatever stands on kvflow: `pytest_plugins = ["kvflow.testing.fixtures"]`
+in a test module.
 
-`kvflow_pair` is a prefill and a decode node in this process (see `testing.pair`). At its end both must have come to
-rest, with no task left and nothing raised into the event loop; a test that leaves something behind fails.
+`kvflow_pair` is a prefill and a decode node in this process (see `testing.pair`). At its end both
+must have come to rest, with no task left and nothing raised into the event loop; a test that leaves
+something behind fails.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ async def kvflow_clean_loop() -> AsyncIterator[None]:
     yield
     for _ in range(3):
         await asyncio.sleep(0)  # callbacks of what was just closed
-    left = [task for task in asyncio.all_tasks() - before - {asyncio.current_task()} if not task.done()]
+    left = [
+        task for task in asyncio.all_tasks() - before - {asyncio.current_task()} if not task.done()
+    ]
     assert not left, f"tasks left behind: {left}"
     assert not raised, f"raised into the event loop: {raised}"
 

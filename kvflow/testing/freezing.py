@@ -1,7 +1,7 @@
 """Freezing a process, for tests in which a peer stands still.
 
-SIGSTOP is asynchronous: `kill` returns at once, and on a busy machine a thread of the process may go on running for
-milliseconds, long enough to answer what the test sends next.
+SIGSTOP is asynchronous: `kill` returns at once, and on a busy machine a thread of the process may
+go on running for milliseconds, long enough to answer what the test sends next.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ STOPPED = {"T", "t"}
 
 
 async def freeze(pid: int, *, within_s: float = 20.0) -> None:
-    """Stop process `pid`; at the return none of its threads runs. `os.kill(pid, signal.SIGCONT)` thaws it.
+    """Stop process `pid`; at the return none of its threads runs.
 
-    Raises: ProcessLookupError if there is no such process, AssertionError if a thread is not stopped after `within_s`.
+    `os.kill(pid, signal.SIGCONT)` thaws it.
+
+    Raises: ProcessLookupError if there is no such process, AssertionError if a thread is not
+    stopped after `within_s`.
     """
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -26,21 +29,29 @@ async def freeze(pid: int, *, within_s: float = 20.0) -> None:
             while not is_frozen(pid):  # noqa: ASYNC110 - what is observed is another process
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        raise AssertionError(f"process {pid} is not stopped {within_s} s after SIGSTOP: {thread_states(pid)}") from None
+        raise AssertionError(
+            f"process {pid} is not stopped {within_s} s after SIGSTOP: {thread_states(pid)}"
+        ) from None
 
 
 def is_frozen(pid: int) -> bool:
     """Whether every thread of the process is stopped.
 
-    A thread may have been started while the others were being read. None starts once one of them has stopped, so a
-    second look that finds the same threads has seen all of them.
+    A thread may have been started while the others were being read. None starts once one of them
+    has stopped, so a second look that finds the same threads has seen all of them.
     """
     states = thread_states(pid)
-    return bool(states) and STOPPED.issuperset(states.values()) and thread_states(pid).keys() == states.keys()
+    return (
+        bool(states)
+        and STOPPED.issuperset(states.values())
+        and thread_states(pid).keys() == states.keys()
+    )
 
 
 def thread_states(pid: int) -> dict[str, str]:
-    """State letter of every thread by its id; empty when the process is gone (source: proc_pid_stat(5))."""
+    """State letter of every thread by its id; empty when the process is gone (source:
+    proc_pid_stat(5)).
+    """
     states = {}
     try:
         for task in os.listdir(f"/proc/{pid}/task"):

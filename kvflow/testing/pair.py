@@ -1,4 +1,5 @@
-"""Two nodes in one process: prefill ranks and a decode on a network in memory and fake data planes, real bytes between.
+"""Two nodes in one process: prefill ranks and a decode on a network in memory and fake data planes,
+real bytes between.
 
 async with pair() as p:
     source, target = await p.open(7, prompt=range(40))
@@ -33,8 +34,12 @@ from kvflow.transports.control.memory import Network
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 
 PAGE_SIZE = 4
-QUICK = Timing(heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02, rendezvous_s=60, register_s=60)
-"""Repeats at once and never loses patience by itself: move a `Clock` where patience is what the test is about."""
+QUICK = Timing(
+    heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02, rendezvous_s=60, register_s=60
+)
+"""Repeats at once and never loses patience by itself: move a `Clock` where patience is what the
+test is about.
+"""
 
 
 class Clock:
@@ -53,18 +58,26 @@ class Clock:
             wake()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` whenever time has been moved: a timer of the event loop does not know of it."""
+        """Call `wake` whenever time has been moved:
+        a timer of the event loop does not know of it.
+        """
         self._watching.append(wake)
 
 
 def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayout:
     """Two streams of a page, page-first, some 100 bytes a page."""
-    streams: list[tuple[str, str, tuple[int, ...]]] = [("0.k", "uint8", (8,)), ("0.v", "uint8", (16,))]
+    streams: list[tuple[str, str, tuple[int, ...]]] = [
+        ("0.k", "uint8", (8,)),
+        ("0.v", "uint8", (16,)),
+    ]
     return build_layout(streams, page_size=page_size, num_pages=num_pages)
 
 
 class Pair:
-    """The nodes, and what a test does with them. Source page p holds the byte p + 1 everywhere, target pages 0."""
+    """The nodes, and what a test does with them.
+
+    Source page p holds the byte p + 1 everywhere, target pages 0.
+    """
 
     def __init__(
         self,
@@ -106,14 +119,19 @@ class Pair:
     def clock(self, node: PrefillNode | DecodeNode) -> Clock:
         return self.clocks[node.incarnation]
 
-    async def add_prefill(self, port: int = 0, *, alone: bool = False, staging_bytes: int | None = None) -> PrefillNode:
-        """One more rank, or, in the place of one that was closed or crashed, its next life: give it the old port.
-        `alone`: another prefill, of one rank. With `staging_bytes` it sends from host memory beside the pool."""
+    async def add_prefill(
+        self, port: int = 0, *, alone: bool = False, staging_bytes: int | None = None
+    ) -> PrefillNode:
+        """One more rank, or, in the place of one that was closed or crashed, its next life: give it
+        the old port. `alone`: another prefill, of one rank. With `staging_bytes` it sends from host
+        memory beside the pool."""
         taken = set() if alone else {node.info.rank for node in self.prefills}
         rank = min(set(range(self._world_size + 1)) - taken)
         shards = 1 if alone else self._world_size
         pool, clock = self._pool(shard_layout(self._layouts[0], rank, shards)), Clock()
-        staging = None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
+        staging = (
+            None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
+        )
         plane = self._new_plane(pool if staging is None else staging.host)
         node = PrefillNode(
             pool,
@@ -135,13 +153,19 @@ class Pair:
         return node
 
     async def add_decode(
-        self, layout: PoolLayout | None = None, *, staging_bytes: int | None = None, over: Staging | None = None
+        self,
+        layout: PoolLayout | None = None,
+        *,
+        staging_bytes: int | None = None,
+        over: Staging | None = None,
     ) -> DecodeNode:
-        """With `staging_bytes` prefill writes into host memory beside the pool (0: as much as the pool has); `over` is
-        that of a node before it."""
+        """With `staging_bytes` prefill writes into host memory beside the pool (0: as much as the
+        pool has); `over` is that of a node before it."""
         if over is None:
             pool = self._pool(layout or self._layouts[1])
-            staging = None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
+            staging = (
+                None if staging_bytes is None else Staging(pool, staging_bytes, shared=self._shared)
+            )
         else:
             pool, staging = over.pool, over
         plane, clock = self._new_plane(pool if staging is None else staging.host), Clock()
@@ -166,9 +190,16 @@ class Pair:
         return source, await self.decode.room(room, "sim", prompt)
 
     def send_all(
-        self, source: PrefillRoom, *, chunks: int = 1, node: PrefillNode | None = None, handoff: bytes = b"handoff"
+        self,
+        source: PrefillRoom,
+        *,
+        chunks: int = 1,
+        node: PrefillNode | None = None,
+        handoff: bytes = b"handoff",
     ) -> PageIndices:
-        """Take source pages for the whole room, send them in `chunks` pieces; they go back when the room has ended."""
+        """Take source pages for the whole room, send them in `chunks` pieces; they go back when the
+        room has ended.
+        """
         node = node or self.prefill
         count = source.bytes_total // node.pool.layout.page_bytes
         owner = ("engine", source.room)
@@ -181,7 +212,9 @@ class Pair:
         return pages
 
     async def crash(self, node: PrefillNode | DecodeNode) -> None:
-        """The process is gone without a word: no goodbye arrives, no write lands any more, fences resolve."""
+        """The process is gone without a word: no goodbye arrives, no write lands any more, fences
+        resolve.
+        """
         rules = self.network.rules
         self.network.rules = []
         self.network.cut()
@@ -203,15 +236,25 @@ class Pair:
             name, endpoint = f"prefill {prefill.info.rank}", prefill.shell.endpoint
             open_grants = sum(len(peer.grants.rooms) for peer in endpoint.peers)
             remembered = sum(peer.grants.remembered for peer in endpoint.peers)
-            found += _counted(name, rooms=len(endpoint.rooms), grants=open_grants, closed=remembered)
-            found += _counted(name, handles=len(prefill.shell.rooms), handler_errors=prefill.counts.handler_errors)
+            found += _counted(
+                name, rooms=len(endpoint.rooms), grants=open_grants, closed=remembered
+            )
+            found += _counted(
+                name, handles=len(prefill.shell.rooms), handler_errors=prefill.counts.handler_errors
+            )
             if not prefill.pool.pages.at_rest():
                 found.append(f"{name}: pages of {prefill.pool.pages.owned()}")
         for decode in self.decodes:
             core = decode.shell.endpoint.core
             quarantined = core.ledger.quarantined_pages
-            found += _counted("decode", rooms=len(core.rooms), loans=len(core.ledger), quarantined=quarantined)
-            found += _counted("decode", handles=len(decode.shell.rooms), handler_errors=decode.counts.handler_errors)
+            found += _counted(
+                "decode", rooms=len(core.rooms), loans=len(core.ledger), quarantined=quarantined
+            )
+            found += _counted(
+                "decode",
+                handles=len(decode.shell.rooms),
+                handler_errors=decode.counts.handler_errors,
+            )
             if not decode.pool.pages.at_rest():
                 found.append(f"decode: pages of {decode.pool.pages.owned()}")
             if not decode.staging_at_rest:
@@ -261,9 +304,15 @@ async def pair(
     source_staging_bytes: int | None = None,
     open_plane: Callable[[PagedPool], DataPlane] | None = None,
 ) -> AsyncIterator[Pair]:
-    """`ranks` prefill nodes and one decode node (see `Pair.add_decode`), started; closed, with every write let go, at
-    the end. `open_plane` makes the data plane of each, for its pool, or for the staging beside it."""
-    made = Pair(timing, (source_layout or small_layout(), target_layout or small_layout()), ranks, open_plane)
+    """`ranks` prefill nodes and one decode node (see `Pair.add_decode`), started; closed, with
+    every write let go, at the end. `open_plane` makes the data plane of each, for its pool, or for
+    the staging beside it."""
+    made = Pair(
+        timing,
+        (source_layout or small_layout(), target_layout or small_layout()),
+        ranks,
+        open_plane,
+    )
     try:
         for _ in range(ranks):
             await made.add_prefill(staging_bytes=source_staging_bytes)

@@ -11,9 +11,11 @@ from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
 
 
-def shard_layout(layout: PoolLayout, rank: int, ranks: int, order: Order = "page_first") -> PoolLayout:
-    """The same pages and rows with one rank's share of each component along its axis, as even as can be; where there
-    are fewer entries than ranks, some have the same one."""
+def shard_layout(
+    layout: PoolLayout, rank: int, ranks: int, order: Order = "page_first"
+) -> PoolLayout:
+    """The same pages and rows with one rank's share of each component along its axis, as even as
+    can be; where there are fewer entries than ranks, some have the same one."""
     if ranks == 1:
         return layout
     kinds = [_share(c, rank, ranks) for c in layout.components]
@@ -43,4 +45,6 @@ def _share(c: Component, rank: int, ranks: int) -> StateKind:
 
 def placed_at_zero(layout: PoolLayout) -> PoolLayout:
     """With every buffer at address 0: what is planned over it are offsets."""
-    return msgspec.structs.replace(layout, buffers=tuple(msgspec.structs.replace(b, address=0) for b in layout.buffers))
+    return msgspec.structs.replace(
+        layout, buffers=tuple(msgspec.structs.replace(b, address=0) for b in layout.buffers)
+    )

@@ -1,4 +1,6 @@
-"""A subscriber of cache events that knows nothing but the contract, and hashes that are computed without kvflow's."""
+"""A subscriber of cache events that knows nothing but the contract, and hashes that are computed
+without kvflow's.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Subscriber:
         held = self.blocks[tier]
         for number in hashes:
             if parent is not None and parent not in held:
-                raise AssertionError(f"I10: {tier.name.lower()}: a child is told of before its parent")
+                raise AssertionError(
+                    f"I10: {tier.name.lower()}: a child is told of before its parent"
+                )
             if number in held:
                 raise AssertionError(f"I10: {tier.name.lower()}: a page is told of twice")
             held[number] = parent
@@ -56,7 +60,11 @@ class Subscriber:
         held = self.blocks[tier]
         for number in hashes:
             if number not in held:
-                raise AssertionError(f"I10: {tier.name.lower()}: a page is removed that was not told of")
+                raise AssertionError(
+                    f"I10: {tier.name.lower()}: a page is removed that was not told of"
+                )
             if number in held.values():
-                raise AssertionError(f"I10: {tier.name.lower()}: a parent is removed before its child")
+                raise AssertionError(
+                    f"I10: {tier.name.lower()}: a parent is removed before its child"
+                )
             del held[number]

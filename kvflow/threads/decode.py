@@ -12,7 +12,14 @@ from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode
-from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_cause, check_prompt, own_pages, pages_wanted
+from kvflow.protocols.arguments import (
+    NO_PAGES,
+    TokenIds,
+    check_cause,
+    check_prompt,
+    own_pages,
+    pages_wanted,
+)
 from kvflow.protocols.errors import Cause, MisuseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
@@ -41,8 +48,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     ) -> None:
         """`options` are those of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
 
-        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed. `make_thread` makes the thread of the loop:
-        the simulator puts one of virtual time in its place.
+        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed. `make_thread` makes the
+        thread of the loop: the simulator puts one of virtual time in its place.
         """
         super().__init__(pool, pages, loop_factory, make_thread)
         self._resolves = options.get("resolve") is not None
@@ -60,11 +67,15 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None = None,
         context: Any = None,
     ) -> DecodeThreadRoom:
-        """Lend `pages`, those of the prompt after its first `prefix_tokens`, to `prefill`. See `DecodeNode.room`.
+        """Lend `pages`, those of the prompt after its first `prefix_tokens`, to `prefill`.
+
+        See `DecodeNode.room`.
 
         Raises: MisuseError. Every other refusal is a failed event.
         """
-        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context)
+        handle, opened = self._prepare(
+            room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
+        )
         mine = own_pages(pages, self.pool.layout, handle.room, handle.num_pages)
         self.check_places(mine)
         handle.pages, handle.offered = mine, True
@@ -82,9 +93,11 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None = None,
         context: Any = None,
     ) -> DecodeThreadRoom:
-        """As `open`, for a request whose pages are not there yet: prefill's half waits until `offer` brings them, or
-        `close` says why they will not come. Raises: MisuseError."""
-        handle, opened = self._prepare(room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context)
+        """As `open`, for a request whose pages are not there yet: prefill's half waits until
+        `offer` brings them, or `close` says why they will not come. Raises: MisuseError."""
+        handle, opened = self._prepare(
+            room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
+        )
         self._post_open(handle, lambda node: opened(node.announce), NO_PAGES)
         return handle
 
@@ -93,7 +106,11 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     ) -> None:
         """Called by rooms. The pages are busy when it returns, unless the room has ended."""
         layout = self.pool.layout
-        wanted = room.num_pages if prefix_tokens is None else pages_wanted(layout, room.tokens, prefix_tokens)
+        wanted = (
+            room.num_pages
+            if prefix_tokens is None
+            else pages_wanted(layout, room.tokens, prefix_tokens)
+        )
         mine = own_pages(pages, layout, room.room, wanted)
         self.check_places(mine)
         with self._lock:
@@ -107,9 +124,17 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             if not thread.post(partial(self._offer, room, mine, prefix_tokens)):
                 self.pages.unhold(mine)
 
-    def refuse(self, room: int, *, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None = None) -> None:
-        """A request that is refused before any page is there: its prefill is told why. See `DecodeNode.refuse`.
-        Raises: MisuseError."""
+    def refuse(
+        self,
+        room: int,
+        *,
+        prefill: str | Sequence[RankInfo],
+        cause: Cause,
+        dp_rank: int | None = None,
+    ) -> None:
+        """A request that is refused before any page is there: its prefill is told why.
+
+        See `DecodeNode.refuse`. Raises: MisuseError."""
         number, ranks = room_id(room), self._prefill(prefill, dp_rank)
         self._running().post(partial(self._refuse, number, ranks, check_cause(cause), dp_rank))
 
@@ -123,9 +148,12 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None,
         context: Any,
     ) -> tuple[DecodeThreadRoom, Callable[..., DecodeRoom]]:
-        """Check the arguments here; the rest is for the loop: it calls a method of the node with them."""
+        """Check the arguments here; the rest is for the loop: it calls a method of the node with
+        them.
+        """
         self._running()
-        number, ids = room_id(room), np.array(prompt)  # a copy: the caller may change its own meanwhile
+        # A copy: the caller may change its own meanwhile.
+        number, ids = room_id(room), np.array(prompt)
         tokens, _ = check_prompt(ids)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
         handle = DecodeThreadRoom(self, number, tokens, wanted, context)
@@ -135,12 +163,20 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
 
         def opened(method: Callable[..., DecodeRoom], **more: Any) -> DecodeRoom:
             return method(
-                number, ranks, ids, deadline_s=deadline_s, prefix_tokens=prefix_tokens, dp_rank=dp_rank, **more
+                number,
+                ranks,
+                ids,
+                deadline_s=deadline_s,
+                prefix_tokens=prefix_tokens,
+                dp_rank=dp_rank,
+                **more,
             )
 
         return handle, opened
 
-    def _prefill(self, prefill: str | Sequence[RankInfo], dp_rank: int | None) -> str | Sequence[RankInfo]:
+    def _prefill(
+        self, prefill: str | Sequence[RankInfo], dp_rank: int | None
+    ) -> str | Sequence[RankInfo]:
         """What `DecodeNode` would refuse is refused here, where the caller hears of it."""
         check_dp_rank(dp_rank)
         if not isinstance(prefill, str):
@@ -154,7 +190,9 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def _make(self) -> DecodeNode:
         return self._make_node()
 
-    def _refuse(self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None) -> None:
+    def _refuse(
+        self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None
+    ) -> None:
         if self._closed:
             return  # its connections are gone
         assert self._node is not None
@@ -166,7 +204,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             if handle is not None:  # the node holds them by itself from here on
                 handle.offer(pages, prefix_tokens=prefix_tokens)
         except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            assert handle is not None  # pages may have gone to quarantine since the engine offered them
+            # Pages may have gone to quarantine since the engine offered them.
+            assert handle is not None
             handle.close(self._explained(error, room).cause())
         finally:
             self.pages.unhold(pages)
@@ -176,5 +215,6 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             self._tell(RoomEvent("begun", room))
         await handle.opened()
         self._tell(RoomEvent("opened", room))
-        room.handoff = await handle.landed()  # the pages are the engine's own: there is nothing to keep
+        # The pages are the engine's own: there is nothing to keep.
+        room.handoff = await handle.landed()
         self._tell(RoomEvent("landed", room, handoff=room.handoff))

@@ -1,4 +1,7 @@
-"""An event loop in a thread of its own. Calls are posted to it in bursts: one wake-up for all that wait."""
+"""An event loop in a thread of its own.
+
+Calls are posted to it in bursts: one wake-up for all that wait.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Runs until `stop`. It is a daemon thread: a process that ends without stopping it ends all the same."""
+    """Runs until `stop`.
 
-    def __init__(self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+    It is a daemon thread: a process that ends without stopping it ends all the same.
+    """
+
+    def __init__(
+        self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    ) -> None:
         """Starts at once. `loop_factory`: `uvloop.new_event_loop`, say."""
         self.name = name
         self._lock = threading.Lock()
@@ -59,7 +67,9 @@ class LoopThread:
             raise started[0]
 
     def post(self, call: Callable[[], None]) -> bool:
-        """Run `call` on the loop, after those posted before; False when the loop has stopped and it never will."""
+        """Run `call` on the loop, after those posted before; False when the loop has stopped and it
+        never will.
+        """
         with self._lock:
             if self._stopped:
                 return False
@@ -70,8 +80,10 @@ class LoopThread:
         return True
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work` on the loop, after what was posted, and wait for its result. Raises: what it raises; MisuseError
-        when the loop has stopped, or from the loop's own thread."""
+        """Run `work` on the loop, after what was posted, and wait for its result.
+
+        Raises: what it raises; MisuseError when the loop has stopped, or from the loop's own
+        thread."""
         self.check_not_within()
         with self._lock:
             if self._stopped:

@@ -1,4 +1,5 @@
-"""What the two nodes for engines without an event loop share: thread, pages, rooms that are not released, events.
+"""What the two nodes for engines without an event loop share: thread, pages, rooms that are not
+released, events.
 
 with kvflow.DecodeThread(pool, "local") as node:
     room = node.open(7, prefill=ranks, prompt=ids, pages=mine)     # pages of your own allocator
@@ -6,8 +7,8 @@ with kvflow.DecodeThread(pool, "local") as node:
         for event in node.poll(timeout_s=0.001):                   # landed, failed, released ...
             ...
 
-Each method returns at once unless its name or its timeout says otherwise. Misuse is raised where it happens; whatever
-happens later is an event. The node runs on an event loop in a thread of its own.
+Each method returns at once unless its name or its timeout says otherwise. Misuse is raised where it
+happens; whatever happens later is an event. The node runs on an event loop in a thread of its own.
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ MakeThread = Callable[[str, LoopFactory | None], LoopThread]
 
 
 class NodeThread(Generic[N, A, R]):
-    """What both roles share: the thread, the pages, the rooms that are not released, and the events."""
+    """What both roles share: the thread, the pages, the rooms that are not released, and the
+    events.
+    """
 
     role = ""
 
     def __init__(
-        self, pool: PagedPool, pages: ExternalPages | None, loop_factory: LoopFactory | None, make_thread: MakeThread
+        self,
+        pool: PagedPool,
+        pages: ExternalPages | None,
+        loop_factory: LoopFactory | None,
+        make_thread: MakeThread,
     ) -> None:
         self.pool, self.num_pages = pool, pool.layout.num_places
         self.pages = pages or ExternalPages(self.num_pages)
@@ -53,8 +60,10 @@ class NodeThread(Generic[N, A, R]):
         self._thread: LoopThread | None = None
         self._node: N | None = None
         self._life = threading.Lock()  # around start and close, for threads that come together
-        self._lock = threading.Lock()  # around what rooms know, where a check and a change belong together
-        self._rooms: dict[R, A | None] = {}  # None until the loop has opened it; written on the loop but for new ones
+        # Around what rooms know, where a check and a change belong together.
+        self._lock = threading.Lock()
+        # None until the loop has opened it; written on the loop but for new ones.
+        self._rooms: dict[R, A | None] = {}
         self._tasks: dict[asyncio.Task[None], A] = {}  # what is awaited of which room
         self._events: deque[RoomEvent[R]] = deque()
         self._news = threading.Condition()
@@ -69,8 +78,9 @@ class NodeThread(Generic[N, A, R]):
     # --- life
 
     def start(self) -> Self:
-        """Start the thread and the node. Raises: what the node raises when it is made or started; a second time,
-        MisuseError."""
+        """Start the thread and the node.
+
+        Raises: what the node raises when it is made or started; a second time, MisuseError."""
         with self._life:
             if self._thread is not None or self._closing:
                 raise MisuseError(f"the {self.role} thread was started before: make a new one")
@@ -84,10 +94,12 @@ class NodeThread(Generic[N, A, R]):
         return self
 
     def close(self) -> Sequence[UnprovenLoan]:
-        """End and drain every room, then the node, then the thread; waits for all of it; idempotent, from any threads.
+        """End and drain every room, then the node, then the thread; waits for all of it;
+        idempotent, from any threads.
 
-        Returns the loans whose end could not be proven; their pages stay busy. What happened meanwhile is there to be
-        polled. Raises: MisuseError from the node's own thread, which has to do the work.
+        Returns the loans whose end could not be proven; their pages stay busy. What happened
+        meanwhile is there to be polled. Raises: MisuseError from the node's own thread, which has
+        to do the work.
         """
         if self._thread is not None:
             self._thread.check_not_within()
@@ -111,7 +123,8 @@ class NodeThread(Generic[N, A, R]):
     # --- what the engine asks
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent[R]]:
-        """What has happened since the last call, in order; waits up to `timeout_s` for the first, unless it is closed.
+        """What has happened since the last call, in order; waits up to `timeout_s` for the first,
+        unless it is closed.
 
         Raises: MisuseError (what is not a time).
         """
@@ -123,19 +136,25 @@ class NodeThread(Generic[N, A, R]):
             self._events.clear()
         return found
 
-    def wait_released(self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None) -> bool:
-        """Block until nothing touches `pages` (of any room): no peer may write into them, no write and no checksum
-        reads them. False when that took longer than `timeout_s`: ask again, or leave them out of use."""
+    def wait_released(
+        self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None
+    ) -> bool:
+        """Block until nothing touches `pages` (of any room): no peer may write into them, no write
+        and no checksum reads them. False when that took longer than `timeout_s`: ask again, or
+        leave them out of use."""
         return self.pages.wait_idle(pages, timeout_s)
 
     def ask(self, question: Callable[[N], T]) -> T:
-        """Block for the answer to `question(node)`, on the node's own thread: `ask(lambda node: node.peers())`."""
+        """Block for the answer to `question(node)`, on the node's own thread:
+        `ask(lambda node: node.peers())`.
+        """
 
         async def answer() -> tuple[T | None, BaseException | None]:
             assert self._node is not None
             try:
                 return question(self._node), None
-            except BaseException as problem:  # noqa: BLE001 - raised below: on the loop it might end the thread
+            except BaseException as problem:  # noqa: BLE001
+                # Raised below: on the loop it might end the thread.
                 return None, problem
 
         found, error = self._running().call(answer)
@@ -146,28 +165,36 @@ class NodeThread(Generic[N, A, R]):
     def close_room(self, room: R, cause: Cause) -> None:
         """Called by rooms."""
         if self._thread is not None:
-            self._thread.post(partial(self._close_room, room, cause))  # a stopped thread has ended every room
+            # A stopped thread has ended every room.
+            self._thread.post(partial(self._close_room, room, cause))
 
     # --- on the caller's thread
 
     def check_places(self, pages: PageIndices, *, last: bool = True) -> None:
-        """Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room; OwnershipError for
-        pages that a writer of an earlier node over the pool may still write into."""
+        """Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room;
+        OwnershipError for pages that a writer of an earlier node over the pool may still write
+        into."""
         if (layout := self.pool.layout).num_rows:
             layout.check_places(pages, last=last)
         self.pool.quarantine.check(pages)
 
     def _running(self) -> LoopThread:
         if self._thread is None:
-            raise MisuseError(f"the {self.role} thread is not started: use it as a context manager, or start()")
+            raise MisuseError(
+                f"the {self.role} thread is not started: use it as a context manager, or start()"
+            )
         if self._closing:
             raise MisuseError(f"the {self.role} thread is closed")
         if self._node is None:  # another thread is in start()
-            raise MisuseError(f"the {self.role} thread is still starting: wait until start() has returned")
+            raise MisuseError(
+                f"the {self.role} thread is still starting: wait until start() has returned"
+            )
         return self._thread
 
     def _post_open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:
-        """`pages` are busy from here on: the node holds them by itself once it has opened the room."""
+        """`pages` are busy from here on: the node holds them
+        by itself once it has opened the room.
+        """
         thread = self._running()
         self.pages.hold(pages)
         self._rooms[room] = None
@@ -216,11 +243,16 @@ class NodeThread(Generic[N, A, R]):
             self.pages.unhold(pages)
 
     def _follow(self, room: R, handle: A) -> Coroutine[Any, Any, None]:
-        """Turn what happens to a room into events, until it has succeeded. Raises: what else has ended it."""
+        """Turn what happens to a room into events, until it has succeeded.
+
+        Raises: what else has ended it.
+        """
         raise NotImplementedError
 
     def _followed(self, room: R, handle: A, error: BaseException | None) -> None:
-        """The last events of a room, whatever has ended it: that it failed, if it did, and that it is released."""
+        """The last events of a room, whatever has ended it: that it failed, if it did, and that it
+        is released.
+        """
         if error is not None:
             failed = self._explained(error, room)
             handle.close(failed.cause())
@@ -232,7 +264,12 @@ class NodeThread(Generic[N, A, R]):
 
         self._spawn(handle, handle.released(), released)
 
-    def _spawn(self, handle: A, work: Coroutine[Any, Any, None], ended: Callable[[BaseException | None], None]) -> None:
+    def _spawn(
+        self,
+        handle: A,
+        work: Coroutine[Any, Any, None],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[task] = handle
 

@@ -44,11 +44,13 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         make_thread: MakeThread = LoopThread,
         **options: Any,
     ) -> None:
-        """`options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers ...
+        """`options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers
+        ...
 
-        `registry_port` (0: a free one): answer there for this rank, so that decodes find it as `registry`, "host:port".
-        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed. `make_thread` makes the thread of the loop:
-        the simulator puts one of virtual time in its place.
+        `registry_port` (0: a free one): answer there for this rank, so that decodes find it as
+        `registry`, "host:port". `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed.
+        `make_thread` makes the thread of the loop: the simulator puts one of virtual time in its
+        place.
         """
         super().__init__(pool, pages, loop_factory, make_thread)
         self._make_node = partial(PrefillNode, pool, plane, pages=self.pages, **options)
@@ -71,9 +73,13 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         rendezvous_s: float | None = None,
         context: Any = None,
     ) -> PrefillThreadRoom:
-        """The engine's half of a room; see `PrefillNode.room`. Raises: MisuseError (room in use, empty prompt ...)."""
+        """The engine's half of a room; see `PrefillNode.room`.
+
+        Raises: MisuseError (room in use, empty prompt ...).
+        """
         thread = self._running()
-        number, ids = room_id(room), np.array(prompt)  # a copy: the caller may change its own meanwhile
+        # A copy: the caller may change its own meanwhile.
+        number, ids = room_id(room), np.array(prompt)
         check_prompt(ids)
         for name, value_s in (("deadline_s", deadline_s), ("rendezvous_s", rendezvous_s)):
             if value_s is not None:
@@ -83,7 +89,8 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             in_use = number in self._numbers
             self._numbers.add(number)
         if in_use:
-            # Decode's half of this room may come when the other one has drained: it is told, as by the node itself.
+            # Decode's half of this room may come when the other one has drained: it is told, as by
+            # the node itself.
             error = RoomInUseError(f"room {number} is in use")
             thread.post(partial(self._refuse, number, error.cause()))
             raise error
@@ -107,7 +114,9 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         """Called by rooms."""
         self._running().post(partial(self._begin, room))
 
-    def send_chunk(self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
+    def send_chunk(
+        self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
+    ) -> None:
         """Called by rooms. The pages are busy when it returns."""
         with self._lock:
             room.check_chunk(self.pool.layout, pages, last, len(handoff))
@@ -131,7 +140,9 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         table = RankTable()
         table.put(self._node.info)
         try:
-            port = await self._stack.enter_async_context(serve_ranks(table, self._host, self._registry_port))
+            port = await self._stack.enter_async_context(
+                serve_ranks(table, self._host, self._registry_port)
+            )
         except BaseException:
             await self._node.close()
             self._closed = True
@@ -152,13 +163,16 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         if (handle := self._rooms.get(room)) is not None:
             handle.begin()
 
-    def _send(self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
+    def _send(
+        self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
+    ) -> None:
         handle = self._rooms.get(room)
         try:
             if handle is not None and not handle.ended:
                 handle.send(pages, last=last, handoff=handoff)
         except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            assert handle is not None  # the room's own error comes as an event; any other one ends the room
+            # The room's own error comes as an event; any other one ends the room.
+            assert handle is not None
             handle.close(self._explained(error, room).cause())
         finally:
             self.pages.unhold(pages)

@@ -1,6 +1,7 @@
 """Rooms as an engine's threads hold them, and the events they are told by.
 
-What a room knows is written on the loop's thread and read on any: each field changes once, from "not yet" to its value.
+What a room knows is written on the loop's thread and read on any: each field changes once, from
+"not yet" to its value.
 """
 
 from __future__ import annotations
@@ -10,7 +11,13 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from kvflow.protocols.arguments import NO_PAGES, check_cause, check_chunk, check_handoff, page_indices
+from kvflow.protocols.arguments import (
+    NO_PAGES,
+    check_cause,
+    check_chunk,
+    check_handoff,
+    page_indices,
+)
 from kvflow.protocols.errors import Cause, KvflowError, MisuseError
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
@@ -33,7 +40,8 @@ class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
     begun     decode, of a room that was only announced: prefill has a place for the whole prompt
     opened    decode: every rank is registered and the pages are lent
     landed    decode: every page is there; `handoff` is prefill's, and the pages may be read
-    matched   prefill: decode's half is here, send() may be called; decode has the first `prefix_tokens` of the prompt
+    matched   prefill: decode's half is here, send() may be called; decode has the first
+              `prefix_tokens` of the prompt
     done      prefill: every write has landed
     failed    either: it ended, and `error` says why; its pages may still be in use
     released  either: nothing touches its pages any more; the last event of a room
@@ -59,15 +67,26 @@ class DecodeSide(Protocol):
 class DecodeThreadRoom(ThreadRoom):
     """One room at decode, over pages of the engine's own."""
 
-    def __init__(self, side: DecodeSide, room: int, tokens: int, num_pages: int, context: Any) -> None:
+    def __init__(
+        self, side: DecodeSide, room: int, tokens: int, num_pages: int, context: Any
+    ) -> None:
         super().__init__(room, context)
-        self._side, self.tokens, self.num_pages = side, tokens, num_pages  # of its prompt, and what it needs
+        # Of its prompt, and what it needs.
+        self._side, self.tokens, self.num_pages = side, tokens, num_pages
         self.pages: PageIndices = NO_PAGES
         self.offered = False  # its pages are lent, or will be
         self.handoff: bytes | None = None  # prefill's, once it has landed
 
     def __repr__(self) -> str:
-        state = "released" if self.released else "failed" if self.error else "landed" if self.landed else "open"
+        state = (
+            "released"
+            if self.released
+            else "failed"
+            if self.error
+            else "landed"
+            if self.landed
+            else "open"
+        )
         return f"<DecodeThreadRoom {self.room}: {state}, {len(self.pages)} pages>"
 
     @property
@@ -75,14 +94,19 @@ class DecodeThreadRoom(ThreadRoom):
         """Every page is there."""
         return self.handoff is not None
 
-    def offer(self, pages: Sequence[int] | PageIndices, *, prefix_tokens: int | None = None) -> None:
-        """Of a room that was only announced: `num_pages` pages of the engine's own, busy from here on; fewer, where the
-        first `prefix_tokens` of the prompt have been found meanwhile. No effect on a room that has ended. Raises:
-        MisuseError."""
+    def offer(
+        self, pages: Sequence[int] | PageIndices, *, prefix_tokens: int | None = None
+    ) -> None:
+        """Of a room that was only announced: `num_pages` pages of the engine's own, busy from here
+        on; fewer, where the first `prefix_tokens` of the prompt have been found meanwhile. No
+        effect on a room that has ended. Raises: MisuseError."""
         self._side.offer_pages(self, pages, prefix_tokens)
 
     def close(self, cause: Cause | None = None) -> None:
-        """Abort it, unless it has ended; any number of times. Its pages are the engine's again when it is released."""
+        """Abort it, unless it has ended; any number of times.
+
+        Its pages are the engine's again when it is released.
+        """
         self._side.close_room(self, check_cause(cause))
 
 
@@ -93,13 +117,18 @@ class PrefillSide(Protocol):
 
     def begin_room(self, room: PrefillThreadRoom) -> None: ...
 
-    def send_chunk(self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes) -> None: ...
+    def send_chunk(
+        self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
+    ) -> None: ...
 
     def close_room(self, room: PrefillThreadRoom, cause: Cause) -> None: ...
 
 
 class PrefillThreadRoom(ThreadRoom):
-    """One room at prefill. Its engine sends pages of its own, which are busy until the write has ended."""
+    """One room at prefill.
+
+    Its engine sends pages of its own, which are busy until the write has ended.
+    """
 
     def __init__(self, side: PrefillSide, room: int, context: Any) -> None:
         super().__init__(room, context)
@@ -109,7 +138,9 @@ class PrefillThreadRoom(ThreadRoom):
         self.last_sent = self.done = False
 
     def __repr__(self) -> str:
-        ended = "released" if self.released else "failed" if self.error else "done" if self.done else ""
+        ended = (
+            "released" if self.released else "failed" if self.error else "done" if self.done else ""
+        )
         state = ended or ("matched" if self.matched else "open")
         return f"<PrefillThreadRoom {self.room}: {state}, {self.left} pages to send>"
 
@@ -122,18 +153,28 @@ class PrefillThreadRoom(ThreadRoom):
         """See `PrefillRoom.begin`."""
         self._side.begin_room(self)
 
-    def send(self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
+    def send(
+        self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b""
+    ) -> None:
         """Queue one chunk; returns at once. See `PrefillRoom.send`.
 
-        Raises: MisuseError (before matched, after the last chunk, other than the pages that are left, a page outside
-        the pool, a hand-over before the last chunk): nothing was queued; the room's own error once it has ended.
+        Raises: MisuseError (before matched, after the last chunk, other than the pages that are
+        left, a page outside the pool, a hand-over before the last chunk): nothing was queued; the
+        room's own error once it has ended.
         """
         self._side.send_chunk(
-            self, page_indices(pages, self._side.num_pages, f"room {self.room}"), bool(last), check_handoff(handoff)
+            self,
+            page_indices(pages, self._side.num_pages, f"room {self.room}"),
+            bool(last),
+            check_handoff(handoff),
         )
 
-    def check_chunk(self, layout: PoolLayout, pages: PageIndices, last: bool, handoff_bytes: int) -> None:
-        """As `PrefillEndpoint.check_chunk`, which knows nothing yet of chunks that are on their way to its thread."""
+    def check_chunk(
+        self, layout: PoolLayout, pages: PageIndices, last: bool, handoff_bytes: int
+    ) -> None:
+        """As `PrefillEndpoint.check_chunk`, which knows nothing yet of chunks that are on their way
+        to its thread.
+        """
         if self.error is not None:
             raise self.error
         if not self.matched:
@@ -143,5 +184,8 @@ class PrefillThreadRoom(ThreadRoom):
         check_chunk(self.room, layout, pages, self.left, last, handoff_bytes)
 
     def close(self, cause: Cause | None = None) -> None:
-        """End it, unless it has ended; any number of times. Its pages are the engine's again when it is released."""
+        """End it, unless it has ended; any number of times.
+
+        Its pages are the engine's again when it is released.
+        """
         self._side.close_room(self, check_cause(cause))

@@ -1,4 +1,6 @@
-"""`kvflow.bench.abort_worker`, spoilt: pages come back without proof, and the only Abort is lost on its way."""
+"""`kvflow.bench.abort_worker`, spoilt: pages come back without proof, and the only Abort is lost on
+its way.
+"""
 
 from __future__ import annotations
 

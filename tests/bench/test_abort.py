@@ -34,20 +34,37 @@ async def test_no_byte_comes_late(plane: str, seed: int) -> None:
     assert report["aborts"] == TIMES
     assert EARLIEST <= report["moved"]["median"] <= LATEST
     assert report["foreign_bytes"] == report["pages_hit"] == report["aborts_hit"] == 0
-    # An abort that came outside of the middle is not counted, yet its pages are looked at like the others'.
-    assert report["marked_pages_checked"] >= (TIMES - 1) * PAGES and report["whole_pages_checked"] >= PAGES
+    # An abort that came outside of the middle is not counted, yet its pages are looked at like the
+    # others'.
+    assert (
+        report["marked_pages_checked"] >= (TIMES - 1) * PAGES
+        and report["whole_pages_checked"] >= PAGES
+    )
     assert report["bytes_after_abort"]["max"] <= report["window_bytes"]
     assert report["left"]["prefill"]["rooms"] == report["left"]["decode"]["rooms"] == 0
 
 
 async def test_pages_given_back_early_are_found_out(plane: str, seed: int) -> None:
     report = await run(plane, seed, worker="tests.bench.early_release")
-    assert report["aborts_hit"] >= TIMES  # each that counted, and any that came outside of the middle
+    # Each that counted, and any that came outside of the middle.
+    assert report["aborts_hit"] >= TIMES
     assert report["foreign_bytes"] >= report["pages_hit"] > 0
 
 
 def test_ratios_are_to_the_bare_window_and_to_the_bare_stop() -> None:
-    row = {"moved": 0.5, "seconds": 0.006, "window_s": 0.002, "stop_s": 0.003, "drain_s": 0.004, "bytes_after": 7.0}
+    row = {
+        "moved": 0.5,
+        "seconds": 0.006,
+        "window_s": 0.002,
+        "stop_s": 0.003,
+        "drain_s": 0.004,
+        "bytes_after": 7.0,
+    }
     found = figures([row, {**row, "seconds": 0.02}, {**row, "stop_s": 0.01}], 8)
-    assert found["abort_to_reusable_windows"]["median"] == 3.0 and found["abort_to_reusable_windows"]["max"] == 10.0
-    assert found["abort_to_reusable_stops"]["median"] == found["abort_to_reusable_stops"]["max"] == 2.0
+    assert (
+        found["abort_to_reusable_windows"]["median"] == 3.0
+        and found["abort_to_reusable_windows"]["max"] == 10.0
+    )
+    assert (
+        found["abort_to_reusable_stops"]["median"] == found["abort_to_reusable_stops"]["max"] == 2.0
+    )

@@ -1,4 +1,6 @@
-"""`bench cache`: its hit rate is that of a plain LRU of pages, and what is wrong with a trace is said with its line."""
+"""`bench cache`: its hit rate is that of a plain LRU of pages, and what is wrong with a trace is
+said with its line.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LINE = {"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [4,
 
 
 def naive_hit_rate(prompts: Sequence[Prompt], page_size: int, capacity: int) -> float:
-    """A page is known by all that comes before its end; of a prompt the first page is the one used last."""
+    """A page is known by all that comes before its end; of a prompt the first page is the one used
+    last.
+    """
     cached: OrderedDict[Any, None] = OrderedDict()
     hits = 0
     for prompt in prompts:
@@ -45,7 +49,9 @@ def made_up(draw: random.Random, count: int) -> list[Prompt]:
     prompts = [Prompt(BLOCK_TOKENS, [0])]
     for number in range(1, count):
         blocks = draw.choice(prompts).blocks
-        blocks = blocks[: draw.randint(0, len(blocks))] + [number * 10 + at for at in range(draw.randint(1, 4))]
+        blocks = blocks[: draw.randint(0, len(blocks))] + [
+            number * 10 + at for at in range(draw.randint(1, 4))
+        ]
         prompts.append(Prompt(len(blocks) * BLOCK_TOKENS - draw.randrange(BLOCK_TOKENS), blocks))
     return prompts
 
@@ -68,9 +74,13 @@ def test_events_are_recorded_where_they_are_asked_for() -> None:
     assert len(replay(prompts, 64, 128, True)["seconds"]["events"]) == len(prompts)
 
 
-@pytest.mark.parametrize(("capacity_tokens", "rate"), [(8_192, 0.2015), (65_536, 0.6859), (1_000_000, 0.7636)])
+@pytest.mark.parametrize(
+    ("capacity_tokens", "rate"), [(8_192, 0.2015), (65_536, 0.6859), (1_000_000, 0.7636)]
+)
 def test_the_hit_rate_of_a_trace_that_is_kept(capacity_tokens: int, rate: float) -> None:
-    assert replay(read_trace(SMALL), 64, capacity_tokens // 64)["hit_rate"] == pytest.approx(rate, abs=5e-5)
+    assert replay(read_trace(SMALL), 64, capacity_tokens // 64)["hit_rate"] == pytest.approx(
+        rate, abs=5e-5
+    )
 
 
 def test_a_prompt_longer_than_the_cache_is_cached_in_its_beginning() -> None:
@@ -95,11 +105,17 @@ def test_numbers_of_blocks_are_those_of_first_use_and_tokens_differ(tmp_path: Pa
         ("\udcff", "not JSON: "),
         ("[]", "not a JSON object"),
         (json.dumps(LINE | {"input_length": 0}), "input_length 0 is not a number of at least 1"),
-        (json.dumps(LINE | {"input_length": True}), "input_length True is not a number of at least 1"),
+        (
+            json.dumps(LINE | {"input_length": True}),
+            "input_length True is not a number of at least 1",
+        ),
         (json.dumps({"hash_ids": [1]}), "input_length None is not a number of at least 1"),
         (json.dumps(LINE | {"hash_ids": [1, "2"]}), "hash_ids is not a list of integers"),
         (json.dumps({"input_length": 600}), "hash_ids is not a list of integers"),
-        (json.dumps(LINE | {"hash_ids": [1]}), "1 hash_ids for 600 tokens, which are 2 blocks of 512"),
+        (
+            json.dumps(LINE | {"hash_ids": [1]}),
+            "1 hash_ids for 600 tokens, which are 2 blocks of 512",
+        ),
     ],
 )
 def test_a_malformed_line_is_named(line: str, wrong: str, tmp_path: Path) -> None:
@@ -113,14 +129,22 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     empty.touch()
     here = ("--trace", str(SMALL))
     published = "conversation_trace.jsonl is published in "
-    assert "no such file, and no known name (conversation, synthetic)" in refused("--trace", "dialogue")
-    assert f"neither --traces DIR nor KVFLOW_TRACES is given; {published}" in refused("--trace", "conversation")
-    assert f"{tmp_path}/conversation_trace.jsonl is not there; {published}" in refused("--traces", str(tmp_path))
+    assert "no such file, and no known name (conversation, synthetic)" in refused(
+        "--trace", "dialogue"
+    )
+    assert f"neither --traces DIR nor KVFLOW_TRACES is given; {published}" in refused(
+        "--trace", "conversation"
+    )
+    assert f"{tmp_path}/conversation_trace.jsonl is not there; {published}" in refused(
+        "--traces", str(tmp_path)
+    )
     assert refused("--trace", str(empty)) == f"{empty} has no prompts"
     less = "--capacity-tokens 63 is less than one page of 64 tokens (--page-size)"
     assert refused(*here, "--capacity-tokens", "63") == less
     assert "run its run.sh once, or leave --peer out" in refused(*here, "--peer", str(tmp_path))
-    assert refused(*here, "--plot", "curve.svg").startswith("--plot draws the curve of --capacity-curve")
+    assert refused(*here, "--plot", "curve.svg").startswith(
+        "--plot draws the curve of --capacity-curve"
+    )
     nowhere = str(tmp_path / "missing" / "curve.svg")
     assert (
         refused(*here, "--capacity-curve", "--plot", nowhere)
@@ -134,7 +158,9 @@ def refused(*arguments: str) -> str:
     return str(caught.value)
 
 
-def test_a_named_trace_is_found_where_the_variable_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_trace_is_found_where_the_variable_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "synthetic_trace.jsonl").touch()
     assert find_trace("synthetic", tmp_path) == tmp_path / "synthetic_trace.jsonl"
     monkeypatch.setenv("KVFLOW_TRACES", str(tmp_path))
@@ -155,21 +181,32 @@ def test_the_peer_is_asked_the_same() -> None:
 async def test_figures_are_medians_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "LEAVES", 100)
     said: list[str] = []
-    report = await bench_cache(read_trace(SMALL, 20), CachePlan(64, 10_000, True, rounds=2), said.append)
+    report = await bench_cache(
+        read_trace(SMALL, 20), CachePlan(64, 10_000, True, rounds=2), said.append
+    )
     assert report["plan"]["requests"] == 20 and len(said) == 2
     assert set(report["parts_us"]) == {"match", "lock", "evict", "insert", "events"}
     for part, calls in report["parts_us"].items():
         assert 0 < calls["p50"] <= calls["p99"]
         assert 0 < calls["calls"] < 20 if part == "evict" else calls["calls"] == 20
-    assert min(report[figure] for figure in ("us_per_request", "evict_us", "deep_match_us", "hit_rate")) > 0
+    assert (
+        min(
+            report[figure] for figure in ("us_per_request", "evict_us", "deep_match_us", "hit_rate")
+        )
+        > 0
+    )
     assert "ratio" not in report
-    assert middle([{"a": 1.0, "b": {"c": 3}}, {"a": 5.0, "b": {"c": 4}}, {"a": 2.0, "b": {"c": 9}}]) == {
+    assert middle(
+        [{"a": 1.0, "b": {"c": 3}}, {"a": 5.0, "b": {"c": 4}}, {"a": 2.0, "b": {"c": 9}}]
+    ) == {
         "a": 2.0,
         "b": {"c": 4},
     }
 
 
-def test_one_json_object_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_json_object_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "LEAVES", 100)
     app(["cache", "--trace", str(SMALL), "--rounds", "1", "--json"], standalone_mode=False)
     report = json.loads(capsys.readouterr().out)
@@ -180,7 +217,9 @@ async def test_the_curve_is_drawn_beside_the_papers(tmp_path: Path) -> None:
     plot = tmp_path / "curve.svg"
     report = await capacity_curve("synthetic", read_trace(SMALL), plot, lambda _: None)
     rows = report["table"]
-    assert [row["capacity_tokens"] for row in rows] == [int(millions * 1e6) for millions in MILLIONS]
+    assert [row["capacity_tokens"] for row in rows] == [
+        int(millions * 1e6) for millions in MILLIONS
+    ]
     assert [row["index"] for row in rows] == sorted(row["index"] for row in rows)
     assert {row["capacity_tokens"] / 1e6: row["paper"] for row in rows if "paper" in row} == PAPER
     assert all(row["holds"] == (row["off"] <= 0.01) for row in rows if "paper" in row)
@@ -196,7 +235,10 @@ async def test_another_trace_has_no_curve_to_hold(tmp_path: Path) -> None:
     plot = tmp_path / "curve.svg"
     report = await capacity_curve("a<b&c", read_trace(SMALL), plot, lambda _: None)
     assert report["holds"] is None and not any("paper" in row for row in report["table"])
-    texts = [text.text for text in ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}text")]
+    texts = [
+        text.text
+        for text in ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert texts[0] == "a<b&c: hit rate by capacity" and "paper" not in texts
 
 
@@ -206,8 +248,14 @@ def test_the_curve_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plain_lru_of_whole_blocks_by_hand() -> None:
-    prompts = [Prompt(1024, [0, 1]), Prompt(1024, [0, 1]), Prompt(1535, [2, 3, 4]), Prompt(1024, [0, 1])]
-    # Of 8 whole blocks the second prompt finds both; of 3 places the third takes two, and leaves block 1 alone.
+    prompts = [
+        Prompt(1024, [0, 1]),
+        Prompt(1024, [0, 1]),
+        Prompt(1535, [2, 3, 4]),
+        Prompt(1024, [0, 1]),
+    ]
+    # Of 8 whole blocks the second prompt finds both; of 3 places the third takes two, and leaves
+    # block 1 alone.
     assert block_lru(prompts, 4) == 4 / 8
     assert block_lru(prompts, 3) == 2 / 8
     assert block_lru(prompts, 1) == 0

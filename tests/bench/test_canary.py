@@ -39,7 +39,9 @@ def test_what_nobody_touched_is_clean(pool: PagedPool, whole: bool) -> None:
     ("stream", "slot", "byte", "marked"),
     [("k", 0, 3, True), ("k", 3, 31, True), ("v", 3, 15, True), ("k", 1, 5, False)],
 )
-def test_a_foreign_byte_is_seen(pool: PagedPool, stream: str, slot: int, byte: int, marked: bool) -> None:
+def test_a_foreign_byte_is_seen(
+    pool: PagedPool, stream: str, slot: int, byte: int, marked: bool
+) -> None:
     canary = CanaryPool(pool)
     canary.mark(PAGES, whole=True)
     pool.tensor(stream)[30, slot, byte] = 1

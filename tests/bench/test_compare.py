@@ -20,7 +20,8 @@ def turns(figure: str, factor: float) -> list[dict[str, dict[str, float]]]:
     """Turns in which B is `factor` times A, and A/A up to a twentieth more or less than A."""
     off = (1.05, 0.95, 1.02, 0.98)
     return [
-        {"A": {figure: a}, "B": {figure: a * factor}, "A/A": {figure: a * o}} for a, o in zip(SPEEDS, off, strict=True)
+        {"A": {figure: a}, "B": {figure: a * factor}, "A/A": {figure: a * o}}
+        for a, o in zip(SPEEDS, off, strict=True)
     ]
 
 
@@ -34,7 +35,9 @@ def turns(figure: str, factor: float) -> list[dict[str, dict[str, float]]]:
         ("local 32 cpu_ms_per_room", 1.0, False),
     ],
 )
-def test_a_difference_beyond_a_trees_own_spread_is_marked(figure: str, factor: float, worse: bool) -> None:
+def test_a_difference_beyond_a_trees_own_spread_is_marked(
+    figure: str, factor: float, worse: bool
+) -> None:
     (row,) = table(turns(figure, factor))
     assert row["ratio"]["median"] == pytest.approx(factor, rel=0.01)
     assert row["ratio"]["min"] < row["ratio"]["median"] < row["ratio"]["max"]
@@ -53,7 +56,13 @@ def test_figures_of_a_report_are_found_by_their_path() -> None:
     report = {
         "rounds": 1,
         "plan": {"rest_s": 5.0},
-        "local": {"32": {"rooms_per_s": 9.0, "cpu_ms_per_room_prefill": 1.0, "cpu_ms_per_room_decode": 2.0}},
+        "local": {
+            "32": {
+                "rooms_per_s": 9.0,
+                "cpu_ms_per_room_prefill": 1.0,
+                "cpu_ms_per_room_decode": 2.0,
+            }
+        },
         "mooncake": {"aborts": 3, "abort_to_reusable_ms": {"median": 4.0, "max": 7.0}},
     }
     found = flatten(report)
@@ -81,7 +90,9 @@ async def test_options_that_would_be_ignored_are_refused() -> None:
 
 
 @pytest.mark.slow
-async def test_what_guards_cost_is_measured_beside_plain_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_guards_cost_is_measured_beside_plain_rooms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(side_by_side, "ROOMS", {4: 40})
     monkeypatch.setattr(side_by_side, "CASES", (Case(2, 1),))
     monkeypatch.setattr(transfer, "SHAPE", {"layers": 2, "heads": 1, "dim": 8, "page_size": 16})

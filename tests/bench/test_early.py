@@ -1,4 +1,6 @@
-"""The bench of optimistic prefill, run small: one server begins prompts early, the other does not."""
+"""The bench of optimistic prefill, run small: one server begins prompts early,
+the other does not.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`bench group` in small: every request succeeds on every rank, and each figure has its bare one beside it."""
+"""`bench group` in small: every request succeeds on every rank, and each figure has its bare one
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ def test_each_decision_has_its_size() -> None:
 
 def test_growth_is_that_of_one_rank() -> None:
     rows = {
-        n: {kind: {"cpu_ms_per_room": base + 0.5 * n} for kind, base in (("group", 1.0), ("bare", 0.0))} for n in (2, 4)
+        n: {
+            kind: {"cpu_ms_per_room": base + 0.5 * n}
+            for kind, base in (("group", 1.0), ("bare", 0.0))
+        }
+        for n in (2, 4)
     }
-    assert growth_of(rows) == {kind: {"cpu_ms_per_room_and_rank": 0.5} for kind in ("group", "bare")}
+    assert growth_of(rows) == {
+        kind: {"cpu_ms_per_room_and_rank": 0.5} for kind in ("group", "bare")
+    }
     assert growth_of({2: rows[2]}) == {}

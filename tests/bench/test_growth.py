@@ -1,4 +1,6 @@
-"""`bench rooms --open` in small: rooms stay open and end with their peer; a stall is not a late wake-up."""
+"""`bench rooms --open` in small: rooms stay open and end with their peer; a stall is not a late
+wake-up.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def test_rooms_stay_open_and_end_with_their_peer() -> None:
 
 
 async def test_the_library_of_a_checkout_is_measured_by_this_bench() -> None:
-    report = await bench_growth((ROOMS,), Growth(rest_s=0.5, links=1, losses=(), tree=str(ROOT)), print)
+    report = await bench_growth(
+        (ROOMS,), Growth(rest_s=0.5, links=1, losses=(), tree=str(ROOT)), print
+    )
     assert report[str(ROOMS)]["rest"]["decode"]["open"] == ROOMS
 
 
@@ -46,7 +50,9 @@ def test_a_stall_is_a_must_up_to_a_number_of_rooms() -> None:
 
 
 @pytest.mark.parametrize("computes", [True, False])
-async def test_a_loop_that_computes_stalls_and_one_that_is_put_to_sleep_is_late(computes: bool) -> None:
+async def test_a_loop_that_computes_stalls_and_one_that_is_put_to_sleep_is_late(
+    computes: bool,
+) -> None:
     ticker = StallTicker()
     await asyncio.sleep(0.01)
     if computes:

@@ -1,4 +1,6 @@
-"""`bench offload` in small: what is copied out comes back, and is divided by a memcpy of the same run."""
+"""`bench offload` in small: what is copied out comes back, and is divided by a memcpy of the same
+run.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ from kvflow.engine.model.load import load_model
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])
 async def test_copies_are_divided_by_a_memcpy_of_as_many_bytes(order: str) -> None:
     said: list[str] = []
-    report = (await bench_offload(OffloadPlan(pages=9, rounds=3, orders=(order,), batch=0), said.append))[order]
+    report = (
+        await bench_offload(OffloadPlan(pages=9, rounds=3, orders=(order,), batch=0), said.append)
+    )[order]
     assert report["bytes"] == 9 << 21 and len(said) == 4
     for way in ("copy_out", "restore"):
         assert 0 < report[f"{way}_worst"] <= report[f"{way}_over_memcpy"]
         assert report[f"{way}_gb_s"] > 0
-    assert report["holds"] == (min(report["copy_out_over_memcpy"], report["restore_over_memcpy"]) >= 0.8)
+    assert report["holds"] == (
+        min(report["copy_out_over_memcpy"], report["restore_over_memcpy"]) >= 0.8
+    )
     assert "beside_steps" not in report
 
 
@@ -29,9 +35,9 @@ async def test_steps_and_copies_are_timed_beside_each_other() -> None:
     beside = (await bench_offload(plan, lambda _: None))["page_first"]["beside_steps"]
     assert beside.pop("step_ms") > 0
     work = ("busy_core", "memcpy", "copy_out", "restore")
-    assert set(beside) == {f"{what}{name}" for name in work for what in ("step_beside_", "step_p99_beside_")} | {
-        f"{name}_beside_steps" for name in work
-    }
+    assert set(beside) == {
+        f"{what}{name}" for name in work for what in ("step_beside_", "step_p99_beside_")
+    } | {f"{name}_beside_steps" for name in work}
     assert all(0 < ratio < 1000 for ratio in beside.values())
 
 

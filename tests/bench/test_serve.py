@@ -1,4 +1,6 @@
-"""Tokens per second of `kvflow up` beside stock `generate`: real processes, the demo model, few tokens."""
+"""Tokens per second of `kvflow up` beside stock `generate`: real processes, the demo model, few
+tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A prefix cache over a small pool, whose requests write into their pages which tokens they are for."""
+"""A prefix cache over a small pool, whose requests write into their pages which tokens they are
+for.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,26 @@ class Bench:
     """A pool whose pages say which tokens they were computed for."""
 
     def __init__(
-        self, host_pages: int = 0, write_policy: WritePolicy = "write_through", store: Storage | None = None,
-        *, events: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        host_pages: int = 0,
+        write_policy: WritePolicy = "write_through",
+        store: Storage | None = None,
+        *,
+        events: bool = False,
+    ) -> None:
         layout = layout_of()
         self.pool = PagedPool.allocate(layout, shared=False)
         self.host = HostTier(self.pool, host_pages * layout.page_bytes) if host_pages else None
         storage = None if store is None or self.host is None else StorageTier(store, self.host)
         self.cache = PrefixCache(
-            self.pool.pages, PAGE_SIZE, now=iter(range(1 << 30)).__next__, host=self.host, write_policy=write_policy,
-            storage=storage, events=events,
-        )  # fmt: skip
+            self.pool.pages,
+            PAGE_SIZE,
+            now=iter(range(1 << 30)).__next__,
+            host=self.host,
+            write_policy=write_policy,
+            storage=storage,
+            events=events,
+        )
 
     def tokens(self, *pages: int) -> np.ndarray:
         return np.array([token for page in pages for token in (page, page + 100)])
@@ -56,8 +67,8 @@ class Bench:
             assert all((self.pool.array(name)[where] == page).all() for name in ("k", "v"))
 
     def run(self, *pages: int, namespace: Namespace = ANY) -> Prefix:
-        """One request that computes its prompt, and ends; what it had found is returned, and let go of. Where there are
-        too few pages for it, nothing happens."""
+        """One request that computes its prompt, and ends; what it had found is returned, and let go
+        of. Where there are too few pages for it, nothing happens."""
         tokens = self.tokens(*pages)
         prefix = self.cache.match(tokens, namespace=namespace)
         self.check(prefix, *pages[: prefix.pages.size])
@@ -93,9 +104,12 @@ class Bench:
 
 @asynccontextmanager
 async def bench(
-    host_pages: int = 0, write_policy: WritePolicy = "write_through", store: Storage | None = None,
-    *, events: bool = False,
-) -> AsyncIterator[Bench]:  # fmt: skip
+    host_pages: int = 0,
+    write_policy: WritePolicy = "write_through",
+    store: Storage | None = None,
+    *,
+    events: bool = False,
+) -> AsyncIterator[Bench]:
     """With a `store`, it is closed in the end."""
     made = Bench(host_pages, write_policy, store, events=events)
     try:

@@ -1,4 +1,6 @@
-"""The cache of one pool and its host tier: owners, bytes, and copies that are cut off at any moment."""
+"""The cache of one pool and its host tier: owners, bytes, and copies that are cut off at any
+moment.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ async def test_whoever_needs_pages_gets_those_that_nobody_reads() -> None:
     async with bench() as b:
         b.run(1, 2, 3, 4)
         b.run(1, 2, 5)
-        assert b.pool.pages.owned() == {OWNER: 5} and b.pool.pages.available_pages == PAGES and b.pool.pages.at_rest()
+        assert (
+            b.pool.pages.owned() == {OWNER: 5}
+            and b.pool.pages.available_pages == PAGES
+            and b.pool.pages.at_rest()
+        )
         held = b.cache.match(b.tokens(1, 2, 3, 9))
         b.check(held, 1, 2, 3)
         assert b.pool.pages.available_pages == PAGES - 3 and not b.pool.pages.at_rest()
@@ -57,7 +63,9 @@ async def test_a_prompt_is_cached_in_whole_pages_and_once() -> None:
         twice = b.cache.match(b.tokens(1, 2), 3)  # a page and a half
         assert twice.pages.size == 1
         own = b.pool.pages.take(1, "request")
-        assert b.cache.keep(b.tokens(1, 2), np.concatenate((twice.pages, own)), "request", twice) == 2
+        assert (
+            b.cache.keep(b.tokens(1, 2), np.concatenate((twice.pages, own)), "request", twice) == 2
+        )
         assert b.pool.pages.owned() == {OWNER: 2}, "a duplicate is given back"
         twice.release()
 
@@ -194,12 +202,16 @@ async def test_a_copy_that_is_cut_off_leaves_nothing_behind(
 
 
 async def test_host_memory_that_holds_nothing_is_refused() -> None:
-    pool = PagedPool.allocate(build_layout([("k", "int8", (1,))], page_size=2, num_pages=2), shared=False)
+    pool = PagedPool.allocate(
+        build_layout([("k", "int8", (1,))], page_size=2, num_pages=2), shared=False
+    )
     with pytest.raises(MisuseError, match="do not hold a page"):
         HostTier(pool, 1)
     pool.close()
     rows = [StateKind("state", "int8", (8,), ROW)]
-    all_rows = PagedPool.allocate(build_layout(rows, page_size=2, num_pages=2, num_rows=2), shared=False)
+    all_rows = PagedPool.allocate(
+        build_layout(rows, page_size=2, num_pages=2, num_rows=2), shared=False
+    )
     with pytest.raises(MisuseError, match="those of this pool hold nothing"):
         HostTier(all_rows, 1 << 20)
     all_rows.close()
@@ -207,7 +219,9 @@ async def test_host_memory_that_holds_nothing_is_refused() -> None:
 
 async def test_one_cached_state_makes_way_for_another_and_none_that_a_request_has() -> None:
     streams = [StateKind("k", "int8", (4,)), StateKind("state", "int8", (8,), ROW)]
-    pool = PagedPool.allocate(build_layout(streams, page_size=1, num_pages=8, num_rows=1), shared=False)
+    pool = PagedPool.allocate(
+        build_layout(streams, page_size=1, num_pages=8, num_rows=1), shared=False
+    )
     store = StateStore(pool, 2 * pool.layout.row_bytes)
     cache = PrefixCache(pool.pages, 1, states=store)
     tokens = np.arange(4)
@@ -289,7 +303,9 @@ async def test_a_prompt_is_counted_once_however_often_it_looks() -> None:
             if looks == 4:
                 b.cache.count(6, prefix)
             hits.append(prefix.end.hits)
-            assert (hits, b.cache.busy) == ([0, int(looks == 4)], looks == 4), "it is worth a copy from then on"
+            assert (hits, b.cache.busy) == ([0, int(looks == 4)], looks == 4), (
+                "it is worth a copy from then on"
+            )
             prefix.release()
 
 
@@ -325,10 +341,14 @@ async def test_pages_are_promised_again_as_the_copy_ends(monkeypatch: pytest.Mon
 
         def free(freed: Freed) -> None:
             honest(freed)
-            asyncio.get_running_loop().call_soon(lambda: seen.append((sum(taken), b.pool.pages.available_pages)))
+            asyncio.get_running_loop().call_soon(
+                lambda: seen.append((sum(taken), b.pool.pages.available_pages))
+            )
 
         monkeypatch.setattr(b.cache._tiers, "_free", free)
-        loading = b.cache.load(b.tokens(1, 2, 3), taking=taken.append, locked=lambda p: taken.append(p.pages.size))
+        loading = b.cache.load(
+            b.tokens(1, 2, 3), taking=taken.append, locked=lambda p: taken.append(p.pages.size)
+        )
         (await loading).release()
         assert taken == [3, -3, 3] and seen == [(3, PAGES - 3)]
 
@@ -388,8 +408,12 @@ async def test_a_cache_whose_end_is_cancelled_ends_all_the_same() -> None:
         assert b.pool.pages.free_pages == PAGES and not b.pool.pages.owned()
 
 
-async def test_what_host_pages_follow_can_be_evicted_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pages of a prompt failed to be copied; the others, which a later prompt brought, were copied."""
+async def test_what_host_pages_follow_can_be_evicted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first pages of a prompt failed to be copied; the others, which a later prompt brought,
+    were copied.
+    """
     async with bench(host_pages=6) as b:
         assert b.host is not None
         honest, fail = b.host.copy, asyncio.Event()

@@ -1,4 +1,6 @@
-"""The publisher over real sockets: what subscribers of vLLM and SGLang get, live, again, and after a gap."""
+"""The publisher over real sockets: what subscribers of vLLM and SGLang get, live, again, and after
+a gap.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ class Cache:
     def __init__(self, page_size: int = 1, **keywords: Any) -> None:
         self.index = PrefixIndex(page_size, events=True)
         self.now = 0.0
-        given: dict[str, Any] = {"address": FREE, "replay_address": FREE, "heartbeat_s": QUICK_S} | keywords
+        given: dict[str, Any] = {
+            "address": FREE,
+            "replay_address": FREE,
+            "heartbeat_s": QUICK_S,
+        } | keywords
         self.publisher = EventPublisher(self.index, page_size, **given)
 
     def insert(self, *ids: int) -> None:
@@ -151,7 +157,9 @@ def names(*ids: int) -> list[int]:
 
 @pytest.mark.parametrize("name", DECODERS)
 async def test_a_subscriber_follows(name: str, start: Start, connect: Connect) -> None:
-    """Inserts, a split under a copy, evictions: typed decoders end with the content of the index, per medium."""
+    """Inserts, a split under a copy, evictions: typed decoders end with the content of the index,
+    per medium.
+    """
     decoder, positional = DECODERS[name]
     cache = await start(positional=positional, topic="kv", rank=2)
     sub = connect(zmq.SUB, cache.publisher.address)
@@ -191,7 +199,10 @@ async def test_events_of_a_turn_share_a_batch(start: Start, connect: Connect) ->
 
 async def test_a_replay_is_byte_for_byte_what_was_sent(start: Start, connect: Connect) -> None:
     cache = await start(topic="kv")
-    sub, dealer = connect(zmq.SUB, cache.publisher.address), connect(zmq.DEALER, cache.publisher.replay_address)
+    sub, dealer = (
+        connect(zmq.SUB, cache.publisher.address),
+        connect(zmq.DEALER, cache.publisher.replay_address),
+    )
     live = [await receive(sub)]
     for token in range(5):
         cache.insert(token)
@@ -210,7 +221,9 @@ async def test_a_replay_is_byte_for_byte_what_was_sent(start: Start, connect: Co
     assert cache.publisher.stats().snapshots == 0
 
 
-async def test_a_request_that_is_none_is_counted_and_the_next_one_answered(start: Start, connect: Connect) -> None:
+async def test_a_request_that_is_none_is_counted_and_the_next_one_answered(
+    start: Start, connect: Connect
+) -> None:
     cache = await start()
     dealer = connect(zmq.DEALER, cache.publisher.replay_address)
     bad = [
@@ -232,7 +245,8 @@ async def test_a_request_that_is_too_large_is_not_taken_in(start: Start, connect
     cache = await start()
     stranger = connect(zmq.DEALER, cache.publisher.replay_address)
     assert await ask(stranger, u64(2**64 - 1)) == []
-    monitor = cast("zmq.Socket[bytes]", stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED))  # a plain one, as it is
+    # A plain one, as it is.
+    monitor = cast("zmq.Socket[bytes]", stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED))
     await stranger.send_multipart([b"", bytes(2000)])
     assert await asyncio.to_thread(monitor.poll, 20_000), "its connection was kept"
     stranger.disable_monitor()
@@ -242,8 +256,8 @@ async def test_a_request_that_is_too_large_is_not_taken_in(start: Start, connect
 
 
 async def test_what_is_not_kept_begins_with_a_snapshot(start: Start, connect: Connect) -> None:
-    """A subscriber that has missed more than is kept, and one that comes late: a clear, all there is, and the number
-    from which the live stream goes on."""
+    """A subscriber that has missed more than is kept, and one that comes late: a clear, all there
+    is, and the number from which the live stream goes on."""
     cache = await start(limits=StreamLimits(kept_batches=2), heartbeat_s=60.0)
     await cache.turn()
     for token in range(1, 6):
@@ -269,10 +283,13 @@ async def test_a_snapshot_on_demand(start: Start, connect: Connect) -> None:
     cache = await start(heartbeat_s=60.0)
     cache.insert(1, 2)
     await cache.turn()
-    cache.index.insert(token_bytes([1, 3]), np.arange(2, dtype=np.int32), cache.now)  # recorded, and not sent
+    # Recorded, and not sent.
+    cache.index.insert(token_bytes([1, 3]), np.arange(2, dtype=np.int32), cache.now)
     dealer = connect(zmq.DEALER, cache.publisher.replay_address)
     messages = await ask(dealer, u64(2**64 - 1), b"snapshot")
-    assert [number for number, _ in messages] == [cache.publisher.stats().batches - 1], "its number is the newest one"
+    assert [number for number, _ in messages] == [cache.publisher.stats().batches - 1], (
+        "its number is the newest one"
+    )
     subscriber = Subscriber()
     for _, payload in messages:
         apply(subscriber, DECODERS["vllm"][0].decode(payload))
@@ -282,8 +299,12 @@ async def test_a_snapshot_on_demand(start: Start, connect: Connect) -> None:
     assert await ask(dealer, u64(messages[-1][0] + 1)) == [], "what is in it does not come again"
 
 
-async def test_a_subscriber_that_does_not_read(start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stops nothing, sees by a number what it has lost, and ends right by the replay, as vLLM's example does."""
+async def test_a_subscriber_that_does_not_read(
+    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops nothing, sees by a number what it has lost, and ends right by the replay, as vLLM's
+    example does.
+    """
     monkeypatch.setattr(module, "QUEUE_BATCHES", 10)
     cache = await start(page_size=512, limits=StreamLimits(kept_batches=100))
     sub = connect(zmq.SUB, cache.publisher.address, RCVHWM=1, RCVBUF=4096)
@@ -309,7 +330,9 @@ async def test_a_subscriber_that_does_not_read(start: Start, connect: Connect, m
 
 
 async def catch_up(knower: Knower, dealer: zmq.asyncio.Socket, until: int) -> None:
-    """As vLLM's example: apply what is newer than what it knows, and stop before the message in hand."""
+    """As vLLM's example: apply what is newer than what it knows, and stop before the message in
+    hand.
+    """
     done = False
     for number, payload in await ask(dealer, u64(knower.last + 1)):
         if number > knower.last and not done:
@@ -368,7 +391,9 @@ async def test_close_sends_what_is_left_and_leaves_nothing(connect: Connect) -> 
     await again.publisher.close()
 
 
-async def test_a_close_that_is_cancelled_in_its_clean_up_closes_the_sockets_too(start: Start) -> None:
+async def test_a_close_that_is_cancelled_in_its_clean_up_closes_the_sockets_too(
+    start: Start,
+) -> None:
     for at in itertools.count():
         cache = await start(heartbeat_s=60.0)
         await cache.turn()
@@ -380,7 +405,9 @@ async def test_a_close_that_is_cancelled_in_its_clean_up_closes_the_sockets_too(
     assert at, "it waits for its tasks"
 
 
-async def test_close_sends_more_than_a_batch(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_sends_more_than_a_batch(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = Cache(heartbeat_s=60.0)
     sub = connect(zmq.SUB, cache.publisher.address)
     await heard(cache, sub)
@@ -388,7 +415,9 @@ async def test_close_sends_more_than_a_batch(connect: Connect, monkeypatch: pyte
     for token in range(3):
         cache.insert(token)
     await cache.publisher.close()
-    assert [events_of(await receive_event(sub))[0]["block_hashes"] for _ in range(3)] == [names(n) for n in range(3)]
+    assert [events_of(await receive_event(sub))[0]["block_hashes"] for _ in range(3)] == [
+        names(n) for n in range(3)
+    ]
 
 
 class Router:
@@ -399,7 +428,11 @@ class Router:
 
     async def send_multipart(self, frames: Frames, flags: int, *, copy: bool) -> None:
         if self.errors:
-            raise zmq.Again() if (number := self.errors.pop(0)) == zmq.EAGAIN else zmq.ZMQError(number)
+            raise (
+                zmq.Again()
+                if (number := self.errors.pop(0)) == zmq.EAGAIN
+                else zmq.ZMQError(number)
+            )
 
 
 @pytest.mark.parametrize(
@@ -432,7 +465,9 @@ async def heard(cache: Cache, sub: zmq.asyncio.Socket) -> None:
         pass
 
 
-async def test_a_later_process_on_the_same_address_begins_by_clearing(start: Start, connect: Connect) -> None:
+async def test_a_later_process_on_the_same_address_begins_by_clearing(
+    start: Start, connect: Connect
+) -> None:
     cache = await start()
     dealer = connect(zmq.DEALER, cache.publisher.replay_address)
     number, payload = (await ask(dealer, u64(0)))[0]
@@ -440,7 +475,9 @@ async def test_a_later_process_on_the_same_address_begins_by_clearing(start: Sta
     later = await start(first_seq=10**12)
     dealer = connect(zmq.DEALER, later.publisher.replay_address)
     (number, payload), *_ = await ask(dealer, u64(7))
-    assert (number, events_of([payload])[0]) == (7, {"type": "AllBlocksCleared"}), "numbers before it are a gap"
+    assert (number, events_of([payload])[0]) == (7, {"type": "AllBlocksCleared"}), (
+        "numbers before it are a gap"
+    )
 
 
 async def test_many_replays_at_once(start: Start, connect: Connect) -> None:
@@ -452,7 +489,9 @@ async def test_many_replays_at_once(start: Start, connect: Connect) -> None:
     cache.insert(99)
     silent = connect(zmq.DEALER, cache.publisher.replay_address)
     await silent.send_multipart([b"", u64(0)])
-    dealers = [connect(zmq.DEALER, cache.publisher.replay_address) for _ in range(2 * module.MAX_REPLAYS)]
+    dealers = [
+        connect(zmq.DEALER, cache.publisher.replay_address) for _ in range(2 * module.MAX_REPLAYS)
+    ]
     answers = await asyncio.gather(*(ask(dealer, u64(1)) for dealer in dealers))
     assert all(answer == answers[0] for answer in answers) and len(answers[0]) == 50
 
@@ -478,7 +517,10 @@ def test_addresses_of_ranks(address: str, rank: int, own: str) -> None:
         ({"address": "5557"}, "address '5557' is not tcp://"),
         ({"address": "tcp://*"}, "address 'tcp://[*]' is not tcp://host:port"),
         ({"address": "tcp://*:x"}, "is not tcp://host:port"),
-        ({"address": "tcp://*:65535", "rank": 1}, "the last port is 65535, and number 1 would take 65536"),
+        (
+            {"address": "tcp://*:65535", "rank": 1},
+            "the last port is 65535, and number 1 would take 65536",
+        ),
         ({"rank": -1}, "rank -1 is negative"),
         ({"replay_address": "udp://*:5558"}, "replay_address 'udp://[*]:5558' is not"),
         ({"heartbeat_s": 0.0}, "heartbeat_s 0.0 is not"),
@@ -504,14 +546,18 @@ async def test_events_and_replays_over_ipv6(start: Start, connect: Connect) -> N
 
 async def test_a_port_that_is_taken(start: Start) -> None:
     cache = await start()
-    with pytest.raises(MisuseError, match=f"replay_address '{cache.publisher.address}': Address already in use"):
+    with pytest.raises(
+        MisuseError, match=f"replay_address '{cache.publisher.address}': Address already in use"
+    ):
         Cache(replay_address=cache.publisher.address)
 
 
 async def test_who_has_the_key_is_sent_events_and_nobody_else(
     start: Start, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither live nor again: a stranger's requests do not arrive, and its subscription gets no batch."""
+    """Neither live nor again: a stranger's requests do not arrive, and its subscription gets no
+    batch.
+    """
     keys = []
     for name in ("ours", "other"):
         write_key(str(tmp_path / name))
@@ -522,12 +568,19 @@ async def test_who_has_the_key_is_sent_events_and_nobody_else(
     assert cache.publisher.describe()["needs_key"] is True
 
     def curve(key: ControlKey) -> dict[str, Any]:
-        return {"CURVE_SERVERKEY": key.public, "CURVE_PUBLICKEY": key.public, "CURVE_SECRETKEY": key.secret}
+        return {
+            "CURVE_SERVERKEY": key.public,
+            "CURVE_PUBLICKEY": key.public,
+            "CURVE_SECRETKEY": key.secret,
+        }
 
     strangers = [
         connect(kind, address, **options)
         for options in ({}, curve(other), curve(other) | {"CURVE_SERVERKEY": ours.public})
-        for kind, address in ((zmq.SUB, cache.publisher.address), (zmq.DEALER, cache.publisher.replay_address))
+        for kind, address in (
+            (zmq.SUB, cache.publisher.address),
+            (zmq.DEALER, cache.publisher.replay_address),
+        )
     ]
     for socket in strangers[1::2]:
         await socket.send_multipart([b"", u64(0), b"snapshot"])
@@ -543,15 +596,30 @@ async def test_who_has_the_key_is_sent_events_and_nobody_else(
     assert not any([await socket.poll(0) for socket in strangers])
 
 
-async def test_a_publisher_with_a_key_whose_port_is_taken_leaves_nothing(start: Start, tmp_path: Path) -> None:
+async def test_a_publisher_with_a_key_whose_port_is_taken_leaves_nothing(
+    start: Start, tmp_path: Path
+) -> None:
     taken = await start()
     write_key(str(tmp_path / "key"))
     with pytest.raises(MisuseError, match="replay_address"):
         await start(replay_address=taken.publisher.address, key=read_key(str(tmp_path / "key")))
 
 
-LOOPBACK = ("tcp://127.0.0.1:5557", "tcp://127.8.0.1:*", "tcp://[::1]:5557", "tcp://localhost:1", "tcp://lo:1")
-ELSEWHERE = ("tcp://*:1", "tcp://0.0.0.0:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1", "tcp://worker:1")
+LOOPBACK = (
+    "tcp://127.0.0.1:5557",
+    "tcp://127.8.0.1:*",
+    "tcp://[::1]:5557",
+    "tcp://localhost:1",
+    "tcp://lo:1",
+)
+ELSEWHERE = (
+    "tcp://*:1",
+    "tcp://0.0.0.0:1",
+    "tcp://[::]:1",
+    "tcp://10.0.0.1:1",
+    "tcp://eth0:1",
+    "tcp://worker:1",
+)
 
 
 @pytest.mark.parametrize("address", [*LOOPBACK, *ELSEWHERE])

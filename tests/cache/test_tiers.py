@@ -1,4 +1,6 @@
-"""Cached pages in storage: what comes back is what was stored, whatever the store does, and nothing is lost with it."""
+"""Cached pages in storage: what comes back is what was stored, whatever the store does, and nothing
+is lost with it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from tests.memory.gate import CopyGate
 from tests.protocols.cache.subscriber import Subscriber
 
 
-async def opened(path: Path, disk: FaultyDisk | None = None, limits: Limits = QUICK) -> GuardedStorage:
+async def opened(
+    path: Path, disk: FaultyDisk | None = None, limits: Limits = QUICK
+) -> GuardedStorage:
     layout = layout_of()
     made = FileBackend(str(path), identity_of(layout), layout.page_bytes, 1 << 20, disk=disk)
     return await GuardedStorage.open(made, limits)
@@ -36,9 +40,12 @@ async def opened(path: Path, disk: FaultyDisk | None = None, limits: Limits = QU
 
 @asynccontextmanager
 async def stored(
-    path: Path, disk: FaultyDisk | None = None, limits: Limits = QUICK, host_pages: int = 20,
+    path: Path,
+    disk: FaultyDisk | None = None,
+    limits: Limits = QUICK,
+    host_pages: int = 20,
     write_policy: WritePolicy = "write_through",
-) -> AsyncIterator[Bench]:  # fmt: skip
+) -> AsyncIterator[Bench]:
     """One life of a process over this directory."""
     async with bench(host_pages, write_policy, await opened(path, disk, limits)) as made:
         yield made
@@ -98,7 +105,9 @@ async def test_a_hole_is_seen_and_heals(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", ["write", "rename", "read"])
-async def test_a_store_that_fails_is_done_without_and_used_again(tmp_path: Path, fails: str) -> None:
+async def test_a_store_that_fails_is_done_without_and_used_again(
+    tmp_path: Path, fails: str
+) -> None:
     disk = FaultyDisk()
     async with stored(tmp_path, disk) as b:
         b.run(1, 2)
@@ -115,7 +124,9 @@ async def test_a_store_that_fails_is_done_without_and_used_again(tmp_path: Path,
         b.run(1, 2, 3, 4, 7)
         b.run(5, 6)
         await settled(b)
-        assert len(pages_in(tmp_path)) == 7, "what could not be stored is stored when it is used again"
+        assert len(pages_in(tmp_path)) == 7, (
+            "what could not be stored is stored when it is used again"
+        )
     async with stored(tmp_path) as b:
         assert await found(b, 1, 2, 3, 4, 7) == 5 and await found(b, 5, 6) == 2
 
@@ -129,7 +140,11 @@ async def test_a_store_that_is_left_alone_is_asked_for_nothing(tmp_path: Path) -
             await settled(b)
         stats = b.cache.stats()
         assert stats.storage is not None
-        assert (stats.storage.writable, stats.storage.refused, stats.storage.not_stored) == (False, 0, 4)
+        assert (stats.storage.writable, stats.storage.refused, stats.storage.not_stored) == (
+            False,
+            0,
+            4,
+        )
         assert (stats.saved_pages, stats.failed_copies) == (6, 2)
 
 
@@ -154,7 +169,9 @@ async def test_a_read_that_hangs_holds_its_pages_and_nobody_else(tmp_path: Path)
 async def test_a_write_that_hangs_holds_its_pages_though_they_are_forgotten(tmp_path: Path) -> None:
     disk, limits = FaultyDisk(), msgspec.structs.replace(QUICK, stall_s=0.1)
     async with stored(tmp_path, disk, limits) as b:
-        assert b.host is not None and b.cache._tiers is not None and b.cache._tiers.storage is not None
+        assert (
+            b.host is not None and b.cache._tiers is not None and b.cache._tiers.storage is not None
+        )
         disk.waits["write"] = go = threading.Event()
         b.run(1, 2, 3)
         await begun(disk)
@@ -226,7 +243,11 @@ async def test_a_store_that_cannot_say_has_lost_nothing(tmp_path: Path, how: str
         b.run(1, 2, 3)
         await settled(b)
         assert b.cache._tiers is not None and b.cache._tiers.storage is not None
-        store, go, asked = b.cache._tiers.storage.store, threading.Event(), list[asyncio.Task[int]]()
+        store, go, asked = (
+            b.cache._tiers.storage.store,
+            threading.Event(),
+            list[asyncio.Task[int]](),
+        )
         backend = store._backend  # type: ignore[attr-defined]
         if how == "fail":
             backend.exists = lambda keys: [Result.FAILED] * len(keys)
@@ -260,7 +281,9 @@ async def test_what_has_gone_before_the_store_is_asked_is_not_asked_for(tmp_path
         assert await found(b, 1, 2, 3) == 3
 
 
-async def test_no_more_than_a_share_waits_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_than_a_share_waits_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = FaultyDisk()
     async with stored(tmp_path, disk) as b:
         gate = CopyGate(monkeypatch)
@@ -278,7 +301,9 @@ async def test_no_more_than_a_share_waits_for_a_copy(tmp_path: Path, monkeypatch
             b.run(*range(first, first + 4))
             await until(lambda: not b.cache._tiers._waiting[Tier.HOST])  # type: ignore[union-attr]
         counts = b.cache.stats()
-        assert counts.host_pages == 17 and counts.unstored_pages == 2, "three quarters of the host wait for the store"
+        assert counts.host_pages == 17 and counts.unstored_pages == 2, (
+            "three quarters of the host wait for the store"
+        )
         disk.waits.clear()
         go.set()
         await settled(b)
@@ -327,13 +352,19 @@ async def test_who_does_not_wait_takes_what_has_come(tmp_path: Path) -> None:
         await until(lambda: sum(b.host.pages.owned().values()) == 2)  # type: ignore[union-attr]
 
 
-async def test_no_more_is_asked_for_than_could_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long prompt: what the device and the host could hold, what is there, and what the host has room for."""
+async def test_no_more_is_asked_for_than_could_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long prompt: what the device and the host could hold, what is there, and what the host
+    has room for.
+    """
     async with stored(tmp_path) as b:
         b.run(*range(1, 9))
         await settled(b)
     async with stored(tmp_path, host_pages=6) as b:
-        assert b.cache._tiers is not None and b.cache._tiers.storage is not None and b.host is not None
+        assert (
+            b.cache._tiers is not None and b.cache._tiers.storage is not None and b.host is not None
+        )
         store, asked = b.cache._tiers.storage.store, list[int]()
 
         def counting(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,13 +398,17 @@ async def test_a_host_with_little_room_takes_what_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
-async def test_any_order_of_requests_faults_and_lives(tmp_path: Path, write_policy: WritePolicy, seed: int) -> None:
+async def test_any_order_of_requests_faults_and_lives(
+    tmp_path: Path, write_policy: WritePolicy, seed: int
+) -> None:
     """Whatever a prompt finds was written for its tokens, in this life or one before."""
     rng = random.Random(seed)
     fetched = 0
     for _ in range(6):
         disk = FaultyDisk()
-        async with stored(tmp_path, disk, host_pages=rng.choice((6, 24)), write_policy=write_policy) as b:
+        async with stored(
+            tmp_path, disk, host_pages=rng.choice((6, 24)), write_policy=write_policy
+        ) as b:
             loads: list[asyncio.Task[int]] = []
             for _ in range(80):
                 prompt = tuple(rng.choices((1, 2, 3), k=rng.randint(1, 6)))

@@ -1,4 +1,6 @@
-"""write_back: pages leave the pool when they are needed, after a copy of them has landed on the host."""
+"""write_back: pages leave the pool when they are needed, after a copy of them has landed on the
+host.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ async def test_nothing_is_copied_before_pages_are_needed_and_nothing_goes_before
         assert not b.cache.stats().unsaved_pages
 
 
-async def test_no_more_is_copied_than_is_needed_beside_what_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_is_copied_than_is_needed_beside_what_goes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with bench(16, "write_back") as b:
         b.run(1, 2, 3, 4)
         b.cache.evict(PAGES)
@@ -72,7 +76,9 @@ async def test_no_more_is_copied_than_is_needed_beside_what_goes_at_once(monkeyp
         gate.go.set()
 
 
-async def test_pages_leave_beside_each_other_but_for_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_leave_beside_each_other_but_for_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What waits for its copy cannot be evicted: so a quarter does not wait."""
     async with bench(16, "write_back") as b:
         for page in range(PAGES):
@@ -100,7 +106,9 @@ async def test_a_parent_is_told_of_before_its_child_in_every_tier() -> None:
 
 
 @pytest.mark.parametrize("how", ["fail", "cancel", "flush", "close"])
-async def test_a_copy_that_is_cut_off_keeps_nobody_waiting(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copy_that_is_cut_off_keeps_nobody_waiting(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with bench(16, "write_back") as b:
         b.run(1, 2, 3)
         gate = CopyGate(monkeypatch, fails_at=1 if how == "fail" else 0)
@@ -143,7 +151,9 @@ async def test_a_prompt_that_is_loaded_waits_for_what_leaves() -> None:
         await load(b, *range(20, 20 + PAGES))
 
 
-async def test_who_reads_a_page_keeps_it_while_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_reads_a_page_keeps_it_while_it_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with bench(16, "write_back") as b:
         b.run(1, 2, 3)
         gate = CopyGate(monkeypatch)

@@ -1,7 +1,8 @@
 """Two network, process and mount namespaces as two machines, with a bad line between them.
 
-Nothing has a name that could be left behind: a namespace lives as long as its first process, which ends with its
-standard input, and so with the test, however that ends; everything that runs in it is killed by the kernel then.
+Nothing has a name that could be left behind: a namespace lives as long as its first process, which
+ends with its standard input, and so with the test, however that ends; everything that runs in it is
+killed by the kernel then.
 """
 
 from __future__ import annotations
@@ -49,16 +50,27 @@ class Machine:
     def command(self, *argv: str) -> tuple[str, ...]:
         """`argv` as it has to be called to run there, in the working directory of the caller."""
         return (
-            "nsenter", f"--target={self.pid}", "--net", "--pid", "--mount", f"--wd={os.getcwd()}", "--", *argv
-        )  # fmt: skip
+            "nsenter",
+            f"--target={self.pid}",
+            "--net",
+            "--pid",
+            "--mount",
+            f"--wd={os.getcwd()}",
+            "--",
+            *argv,
+        )
 
     def connector(self) -> aiohttp.TCPConnector:
         """For a client that is on this machine."""
-        return aiohttp.TCPConnector(socket_factory=lambda info: socket_in_network_of(self.pid, *info[:3]))
+        return aiohttp.TCPConnector(
+            socket_factory=lambda info: socket_in_network_of(self.pid, *info[:3])
+        )
 
     @staticmethod
     def inner(pid: int) -> int:
-        """The process that a running `command` of process `pid` has started, as seen from outside."""
+        """The process that a running `command` of process `pid` has started,
+        as seen from outside.
+        """
         (found,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(found)
 
@@ -89,15 +101,22 @@ class Line:
 
 @asynccontextmanager
 async def two_machines(seed: int) -> AsyncIterator[tuple[Machine, Machine, Line]]:
-    """With a line of `LOSS` and `DELAY_S`. Raises: RuntimeError where that cannot be; see `unavailable_reason`."""
+    """With a line of `LOSS` and `DELAY_S`.
+
+    Raises: RuntimeError where that cannot be; see `unavailable_reason`.
+    """
     async with AsyncExitStack() as stack:
-        first, second = [await stack.enter_async_context(_machine(address)) for address in ADDRESSES]
+        first, second = [
+            await stack.enter_async_context(_machine(address)) for address in ADDRESSES
+        ]
         relay = await Process.spawn(sys.executable, "-m", "tests.chaos.relay", name="relay")
         stack.push_async_callback(relay.close)
         await relay.ask("join", pids=[first.pid, second.pid], seed=seed)
         for machine, other in ((first, second), (second, first)):
             await machine.run("ip", "link", "set", "lo", "up")
-            await machine.run("ip", "address", "add", machine.address, "peer", other.address, "dev", DEVICE)
+            await machine.run(
+                "ip", "address", "add", machine.address, "peer", other.address, "dev", DEVICE
+            )
             await machine.run("ip", "link", "set", DEVICE, "up")
         line = Line(relay)
         await line.set()
@@ -108,7 +127,12 @@ async def two_machines(seed: int) -> AsyncIterator[tuple[Machine, Machine, Line]
 async def _machine(address: str) -> AsyncIterator[Machine]:
     # It says so when it is there, and then waits for the end of its input.
     holder = await asyncio.create_subprocess_exec(
-        *_NEW, "sh", "-c", "echo here; exec cat", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        *_NEW,
+        "sh",
+        "-c",
+        "echo here; exec cat",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     assert holder.stdin is not None and holder.stdout is not None
     try:
@@ -121,10 +145,18 @@ async def _machine(address: str) -> AsyncIterator[Machine]:
 
 
 async def _stay(seed: int) -> None:
-    """For the test of what is left: two machines with something that runs on each, until we are killed."""
+    """For the test of what is left: two machines with something that runs on each, until we are
+    killed.
+    """
     async with two_machines(seed) as (first, second, _):
-        inside = [await asyncio.create_subprocess_exec(*machine.command("sleep", "600")) for machine in (first, second)]
-        sys.stdout.write(" ".join(str(pid) for pid in (first.pid, second.pid, *(one.pid for one in inside))) + "\n")
+        inside = [
+            await asyncio.create_subprocess_exec(*machine.command("sleep", "600"))
+            for machine in (first, second)
+        ]
+        sys.stdout.write(
+            " ".join(str(pid) for pid in (first.pid, second.pid, *(one.pid for one in inside)))
+            + "\n"
+        )
         sys.stdout.flush()
         await asyncio.Event().wait()
 

@@ -28,7 +28,9 @@ class Station:
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._machine is None else self._machine.inner(self._process.pid)
+        return (
+            self._process.pid if self._machine is None else self._machine.inner(self._process.pid)
+        )
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -38,7 +40,9 @@ class Station:
         await freeze(self.pid)
 
     async def settled(self, *, within_s: float = WITHIN_S) -> dict[str, Any]:
-        """Wait until nothing is left of any room; what there is instead after `within_s` is an error."""
+        """Wait until nothing is left of any room; what there is instead after `within_s` is an
+        error.
+        """
         left: dict[str, Any] = {}
         try:
             async with asyncio.timeout(within_s):
@@ -52,9 +56,14 @@ class Station:
 
 @asynccontextmanager
 async def station(
-    role: str, plane: str, ranks: list[Any], env: dict[str, str] | None = None, *, machine: Machine | None = None,
+    role: str,
+    plane: str,
+    ranks: list[Any],
+    env: dict[str, str] | None = None,
+    *,
+    machine: Machine | None = None,
     **shape: Any,
-) -> AsyncIterator[Station]:  # fmt: skip
+) -> AsyncIterator[Station]:
     """`machine`: where it runs; here by default."""
     argv: tuple[str, ...] = (sys.executable, "-m", "tests.chaos.station", role)
     if machine is not None:
@@ -72,10 +81,14 @@ async def station(
 
 
 @asynccontextmanager
-async def pair(plane: str, rate: float | None = None, **both: Any) -> AsyncIterator[tuple[Station, Station]]:
+async def pair(
+    plane: str, rate: float | None = None, **both: Any
+) -> AsyncIterator[tuple[Station, Station]]:
     """A prefill that sends at `rate` bytes/s, and a decode that knows it."""
     async with AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(station("prefill", plane, [], rate_bytes_per_s=rate, **both))
+        prefill = await stack.enter_async_context(
+            station("prefill", plane, [], rate_bytes_per_s=rate, **both)
+        )
         decode = await stack.enter_async_context(station("decode", plane, prefill.ranks, **both))
         yield prefill, decode
 

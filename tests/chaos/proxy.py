@@ -13,7 +13,9 @@ FAULTS = ("reset", "stall", "swallow", "restart")
 
 
 class Proxy:
-    """Listens on a free port of 127.0.0.1 and forwards to `target_port` there; use as an async context manager."""
+    """Listens on a free port of 127.0.0.1 and forwards to `target_port` there; use as an async
+    context manager.
+    """
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -51,7 +53,9 @@ class Proxy:
         self._open.clear()
 
     def swallow(self) -> None:
-        """What is sent is taken and lost; `flow` ends it, with a reset: a stream with a hole in it is no stream."""
+        """What is sent is taken and lost; `flow` ends it, with a reset: a stream with a hole in it
+        is no stream.
+        """
         self._swallow = True
 
     def flow(self) -> None:

@@ -1,9 +1,10 @@
-"""The network between two network namespaces: IP packets of one come out in the other, late, and some never.
+"""The network between two network namespaces: IP packets of one come out in the other, late, and
+some never.
 
     python -m tests.chaos.relay
 
-For kernels without netem. Commands as JSON lines (`kvflow.bench.child`): join, set, counts, quit. It ends with its
-standard input, and its two interfaces with it.
+For kernels without netem. Commands as JSON lines (`kvflow.bench.child`): join, set, counts, quit.
+It ends with its standard input, and its two interfaces with it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import uvloop
 from kvflow.bench.child import serve
 
 DEVICE = "kvflow0"
-QUEUE_PACKETS = 20_000  # on their way in one direction; more are lost, as at a router whose buffer is full
+# On their way in one direction; more are lost, as at a router whose buffer is full.
+QUEUE_PACKETS = 20_000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,8 +35,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def in_network_of(pid: int) -> Iterator[None]:
-    """What this thread opens inside belongs to the network namespace of process `pid`. Raises: OSError."""
-    with open("/proc/thread-self/ns/net", "rb") as ours, open(f"/proc/{pid}/ns/net", "rb") as theirs:
+    """What this thread opens inside belongs to the network namespace of process `pid`.
+
+    Raises: OSError.
+    """
+    with (
+        open("/proc/thread-self/ns/net", "rb") as ours,
+        open(f"/proc/{pid}/ns/net", "rb") as theirs,
+    ):
         _enter(theirs.fileno())
         try:
             yield
@@ -49,14 +57,17 @@ def socket_in_network_of(pid: int, *of: Any) -> socket.socket:
 
 
 def open_tun(pid: int) -> int:
-    """A new interface `DEVICE` in the network namespace of process `pid`; it goes when the descriptor is closed.
+    """A new interface `DEVICE` in the network namespace of process `pid`; it goes when the
+    descriptor is closed.
 
     Raises: OSError.
     """
     with in_network_of(pid):
         fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
+            fcntl.ioctl(
+                fd, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI)
+            )
         except OSError:
             os.close(fd)
             raise
@@ -132,7 +143,10 @@ class Relay:
         return {}
 
     async def counts(self) -> dict[str, Any]:
-        return {"passed": [way.passed for way in self._ways], "lost": [way.lost for way in self._ways]}
+        return {
+            "passed": [way.passed for way in self._ways],
+            "lost": [way.lost for way in self._ways],
+        }
 
     def loses(self) -> bool:
         return self._chance.random() < self.loss

@@ -1,8 +1,10 @@
-"""A node in a process of its own, told line by line what to do, with an eye on the bytes of its pool.
+"""A node in a process of its own, told line by line what to do, with an eye on the bytes of its
+pool.
 
     python -m tests.chaos.station prefill|decode
 
-Every room has a word of its own, so that a byte that comes late is seen also in a page another room has by then.
+Every room has a word of its own, so that a byte that comes late is seen also in a page another room
+has by then.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.wire.ranks import rank_from_json
 
 LAYERS, HEADS, DIM, PAGE_SIZE = 2, 4, 64, 16  # 32 KiB a page
-TIMING = Timing(heartbeat_s=0.1, lost_after_s=1.0, repeat_after_s=0.1, register_s=3.0, rendezvous_s=1.0)
+TIMING = Timing(
+    heartbeat_s=0.1, lost_after_s=1.0, repeat_after_s=0.1, register_s=3.0, rendezvous_s=1.0
+)
 POLL_S = 0.001
 LOOK_AFTER_S = 0.03
 
@@ -36,7 +40,10 @@ def word_of(room: int) -> np.uint64:
 
 
 class Station(Worker):
-    """The commands. A prefill room n sends from the pages of lane n % lanes, once nothing holds them any more."""
+    """The commands.
+
+    A prefill room n sends from the pages of lane n % lanes, once nothing holds them any more.
+    """
 
     async def setup(self, **shape: Any) -> dict[str, Any]:
         timing = msgspec.structs.replace(TIMING, **shape.pop("timing", {}))
@@ -88,7 +95,10 @@ class Station(Worker):
         return {}
 
     async def outcome(self, *, room: int) -> dict[str, Any]:
-        """Wait for the end of a room: success, or the code of what ended it. A success has the room's own bytes."""
+        """Wait for the end of a room: success, or the code of what ended it.
+
+        A success has the room's own bytes.
+        """
         session = self.sessions[room]
         try:
             if isinstance(session, PrefillRoom):
@@ -122,7 +132,9 @@ class Station(Worker):
             self.canary.mark(pages, whole=True)
             self.reused.append(pages)
         if self.lent is not self.canary and (free := self.node.reached.pages.free_pages):
-            self.reused_lent.append(self.node.reached.pages.take(free, ("reused", len(self.reused_lent))))
+            self.reused_lent.append(
+                self.node.reached.pages.take(free, ("reused", len(self.reused_lent)))
+            )
             self.lent.mark(self.reused_lent[-1], whole=True)
         return {"pages": len(pages)}
 
@@ -160,7 +172,9 @@ class Station(Worker):
         return {"handles": plane.under_way.get("handles", 0)}
 
     async def unseen(self) -> dict[str, Any]:
-        """How many of the writers that decode watches it has not looked at: their connections are not known apart."""
+        """How many of the writers that decode watches it has not looked at: their connections are
+        not known apart.
+        """
         inbound = getattr(self.node.plane, "_inbound", None)
         writers = () if inbound is None else inbound._writers.values()
         return {"writers": sum(not writer.last_look for writer in writers)}
@@ -168,27 +182,50 @@ class Station(Worker):
     async def left(self) -> dict[str, Any]:
         node, tasks = self.node, len(self.running)
         pages = node.pool.pages
-        home = pages.free_pages if isinstance(node, DecodeNode) else pages.num_pages - pages.held_pages
+        home = (
+            pages.free_pages if isinstance(node, DecodeNode) else pages.num_pages - pages.held_pages
+        )
         ledger = len(node.shell.endpoint.core.ledger) if isinstance(node, DecodeNode) else 0
-        left = {"rooms": len(node.shell.endpoint.rooms), "loans": ledger, "quarantined": node.quarantined_pages}
+        left = {
+            "rooms": len(node.shell.endpoint.rooms),
+            "loans": ledger,
+            "quarantined": node.quarantined_pages,
+        }
         if isinstance(node, DecodeNode):
             left["staged"] = not node.staging_at_rest
-        return {**left, "tasks": tasks, "away": pages.num_pages - home, "errors": node.counts.handler_errors}
+        return {
+            **left,
+            "tasks": tasks,
+            "away": pages.num_pages - home,
+            "errors": node.counts.handler_errors,
+        }
 
     async def storm(
         self, *, first: int, count: int, pages: int, lanes: int, seed: int, quit_part: float
     ) -> dict[str, Any]:
-        """`count` rooms, `lanes` at a time, a part of them ended by us at a random moment; how they ended."""
+        """`count` rooms, `lanes` at a time, a part of them ended by us at a random moment; how they
+        ended.
+        """
         chance = random.Random(seed)
-        plan = [(first + i, chance.random() < quit_part, chance.uniform(0, 0.02)) for i in range(count)]
+        plan = [
+            (first + i, chance.random() < quit_part, chance.uniform(0, 0.02)) for i in range(count)
+        ]
         outcomes: dict[str, int] = {}
         foreign = 0
 
         async def lane(number: int) -> None:
             nonlocal foreign
-            sources = self.source_pages[number * pages : (number + 1) * pages] if self.role == "prefill" else None
+            sources = (
+                self.source_pages[number * pages : (number + 1) * pages]
+                if self.role == "prefill"
+                else None
+            )
             for room, quits, after_s in plan[number::lanes]:
-                quitter = asyncio.get_running_loop().call_later(after_s, self._quit, room) if quits else None
+                quitter = (
+                    asyncio.get_running_loop().call_later(after_s, self._quit, room)
+                    if quits
+                    else None
+                )
                 outcome, found = await self._storm_room(room, pages, sources)
                 outcomes[outcome] = outcomes.get(outcome, 0) + 1
                 foreign += found
@@ -200,10 +237,13 @@ class Station(Worker):
 
     def _quit(self, room: int) -> None:
         session = self.sessions.get(room)
-        if session is not None and not session.ended:  # what has landed is its owner's to close, after a look at it
+        # What has landed is its owner's to close, after a look at it.
+        if session is not None and not session.ended:
             session.close()
 
-    async def _storm_room(self, room: int, pages: int, sources: PageIndices | None) -> tuple[str, int]:
+    async def _storm_room(
+        self, room: int, pages: int, sources: PageIndices | None
+    ) -> tuple[str, int]:
         prompt = np.arange(pages * PAGE_SIZE, dtype=np.int64)
         foreign = 0
         try:
@@ -220,7 +260,9 @@ class Station(Worker):
             self.sessions[room] = receiver = await self.node.room(room, self.ranks, prompt)
             try:
                 await receiver.landed()
-                foreign = int(self.canary.foreign_bytes(receiver.pages, word_of(room), whole=True).sum())
+                foreign = int(
+                    self.canary.foreign_bytes(receiver.pages, word_of(room), whole=True).sum()
+                )
             except KvflowError:
                 foreign = await self._next_owner(receiver)
                 raise
@@ -234,7 +276,9 @@ class Station(Worker):
             self.sessions.pop(room, None)
 
     async def _next_owner(self, room: DecodeRoom) -> int:
-        """Take the pages of an aborted room when they are free, write into them, and look again a little later."""
+        """Take the pages of an aborted room when they are free, write into them, and look again a
+        little later.
+        """
         home = asyncio.get_running_loop().create_future()
         owner = ("next owner", room.room)
 

@@ -1,4 +1,6 @@
-"""The control link cut, stalled and swallowed by a proxy in between: every room ends once, and its pages come home."""
+"""The control link cut, stalled and swallowed by a proxy in between: every room ends once, and its
+pages come home.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ RATE = 40_000_000
 
 def through(proxy: Proxy, ranks: list[object]) -> list[object]:
     found = [rank_from_json(rank) for rank in ranks]
-    return [rank_to_json(msgspec.structs.replace(rank, control=f"tcp://127.0.0.1:{proxy.port}")) for rank in found]
+    return [
+        rank_to_json(msgspec.structs.replace(rank, control=f"tcp://127.0.0.1:{proxy.port}"))
+        for rank in found
+    ]
 
 
 def port_of(ranks: list[object]) -> int:
@@ -43,7 +48,9 @@ async def test_rooms_end_whatever_the_link_does(plane: str, longest_s: float, se
             await disturb(proxy, fault, chance.uniform(0, longest_s))
             faults += 1
         sent, got = await storm
-        print(f"{plane}: {faults} faults, {proxy.accepted} connections, prefill {sent}, decode {got}")
+        print(
+            f"{plane}: {faults} faults, {proxy.accepted} connections, prefill {sent}, decode {got}"
+        )
         assert sum(sent["outcomes"].values()) == sum(got["outcomes"].values()) == ROOMS
         assert faults >= len(FAULTS)
         if longest_s < TIMING.lost_after_s:  # else the first silence may end them all
@@ -59,12 +66,17 @@ async def test_rooms_end_whatever_the_link_does(plane: str, longest_s: float, se
 
         await until(linked)
         await begin(ROOMS + 1, PAGES, prefill)
-        assert await decode.ask("outcome", room=ROOMS + 1) == {"outcome": "success", "foreign_bytes": 0}
+        assert await decode.ask("outcome", room=ROOMS + 1) == {
+            "outcome": "success",
+            "foreign_bytes": 0,
+        }
 
 
 @pytest.mark.parametrize("fault", ["stall", "swallow", "restart"])
 async def test_an_abort_whose_message_is_lost(plane: str, fault: str) -> None:
-    """The pages wait for the answer, however long it takes, and prefill goes on writing into them meanwhile."""
+    """The pages wait for the answer, however long it takes, and prefill goes on writing into them
+    meanwhile.
+    """
     async with pair(plane, RATE / 8) as (prefill, decode), Proxy(port_of(prefill.ranks)) as proxy:
         await decode.ask("meet", ranks=through(proxy, prefill.ranks))
         await begin(1, 64, prefill, decode)

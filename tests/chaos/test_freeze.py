@@ -1,4 +1,6 @@
-"""One side stands still in mid-transfer, for longer than anybody's patience, and goes on as if nothing had been."""
+"""One side stands still in mid-transfer, for longer than anybody's patience, and goes on as if
+nothing had been.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 RATE = 8_000_000
 PAGES = 64  # 2 MiB: a quarter of a second
 ENGINES_PATIENCE_S = 5  # the first takes nothing smaller
-ENGINES_PATIENCE = ("MC_TRANSFER_TIMEOUT", "MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
+ENGINES_PATIENCE = (
+    "MC_TRANSFER_TIMEOUT",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC",
+    "MC_TCP_STATUS_TIMEOUT_SEC",
+)
 REWRITTEN = 0x3333_3333_3333_3333
 
 
@@ -48,7 +54,10 @@ async def test_a_sender_frozen_in_mid_transfer(plane: str) -> None:
 
 async def test_a_receiver_frozen_for_longer_than_the_engines_patience(plane: str) -> None:
     env = dict.fromkeys(ENGINES_PATIENCE, str(ENGINES_PATIENCE_S))
-    async with pair(plane, RATE, env=env) as (prefill, decode), station("prefill", plane, [], env) as other:
+    async with (
+        pair(plane, RATE, env=env) as (prefill, decode),
+        station("prefill", plane, [], env) as other,
+    ):
         await decode.ask("meet", ranks=other.ranks)
         await begin(1, PAGES, other, decode)
         assert await decode.ask("outcome", room=1) == {"outcome": "success", "foreign_bytes": 0}
@@ -58,14 +67,20 @@ async def test_a_receiver_frozen_for_longer_than_the_engines_patience(plane: str
         await in_the_middle(decode, 2)
         await decode.freeze()
 
-        # Where the receiver carries a write out, it waits for the thaw; NIXL for as long as that takes.
+        # Where the receiver carries a write out, it waits for the thaw; NIXL for as long as that
+        # takes.
         waits_on = plane == "nixl" and "UCX_TLS" in os.environ
 
-        async def stuck() -> bool:  # with more under way than one slice, of which the end may be on its way
-            return not (waits_on or plane == "mooncake") or (await prefill.ask("under_way"))["handles"] > 2
+        # With more under way than one slice, of which the end may be on its way.
+        async def stuck() -> bool:
+            return (
+                not (waits_on or plane == "mooncake")
+                or (await prefill.ask("under_way"))["handles"] > 2
+            )
 
         await until(stuck)
-        await prefill.ask("end", room=2)  # what is under way ends in error, as late as the engine likes
+        # What is under way ends in error, as late as the engine likes.
+        await prefill.ask("end", room=2)
 
         async def rewritten() -> bool:
             return await prefill.ask("rewrite", word=REWRITTEN) == {"held": 0}

@@ -1,4 +1,6 @@
-"""HTTP between router and workers, cut by a proxy in between: every request ends, and its pages come home."""
+"""HTTP between router and workers, cut by a proxy in between: every request ends, and its pages
+come home.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ REFERENCE = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
 @asynccontextmanager
 async def router_through(fleet: Fleet, prefill: Proxy, decode: Proxy) -> AsyncIterator[str]:
     """A second router of the same workers, which reaches them through the proxies."""
-    urls = [f for role, proxy in (("prefill", prefill), ("decode", decode)) for f in (f"--{role}", url_of(proxy))]
+    urls = [
+        f
+        for role, proxy in (("prefill", prefill), ("decode", decode))
+        for f in (f"--{role}", url_of(proxy))
+    ]
     router = Child("router", "router", ["--port", "0", *urls], quiet=True)
     try:
         await router.start(dict(os.environ), 30)
@@ -47,7 +53,9 @@ def port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1])
 
 
-async def generate(session: aiohttp.ClientSession, url: str, prompt: str, stream: bool) -> tuple[int, Any]:
+async def generate(
+    session: aiohttp.ClientSession, url: str, prompt: str, stream: bool
+) -> tuple[int, Any]:
     body = {"text": prompt, "sampling_params": REFERENCE, "stream": stream}
     async with session.post(f"{url}/generate", json=body) as answer:
         return answer.status, (await answer.text()) if stream else (await answer.json())
@@ -57,14 +65,17 @@ async def counted(session: aiohttp.ClientSession, url: str, name: str) -> float:
     """The sum of a counter's values, whatever its labels."""
     async with session.get(f"{url}/metrics") as answer:
         families = text_string_to_metric_families(await answer.text())
-    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+    return sum(
+        sample.value for family in families for sample in family.samples if sample.name == name
+    )
 
 
 # Both sides of one plane, and one side of the others: no plane takes part in what is cut.
 @pytest.mark.parametrize(
-    ("plane", "cut"), [("local", "prefill"), ("local", "decode"), ("mooncake", "prefill"), ("nixl", "decode")],
+    ("plane", "cut"),
+    [("local", "prefill"), ("local", "decode"), ("mooncake", "prefill"), ("nixl", "decode")],
     indirect=["plane"],
-)  # fmt: skip
+)
 async def test_requests_end_whatever_http_does(cut: str, plane: str, seed: int) -> None:
     chance = random.Random(seed)
     changes = {"disaggregation_transfer_backend": plane, "transfer_rate_limit": 16 << 20}
@@ -75,7 +86,9 @@ async def test_requests_end_whatever_http_does(cut: str, plane: str, seed: int) 
             Proxy(port_of(workers["decode"])) as decode,
             router_through(fleet, prefill, decode) as url,
         ):
-            references = [(await generate(session, url, prompt, False)) for prompt in DEMO_PROMPTS[:2]]
+            references = [
+                (await generate(session, url, prompt, False)) for prompt in DEMO_PROMPTS[:2]
+            ]
             assert [status for status, _ in references] == [200, 200]
             ended: Counter[int] = Counter()
             faults = 0
@@ -85,14 +98,17 @@ async def test_requests_end_whatever_http_does(cut: str, plane: str, seed: int) 
                 while faults < ENOUGH_FAULTS:
                     try:
                         async with asyncio.timeout(30):
-                            status, answer = await generate(session, url, DEMO_PROMPTS[which], stream)
+                            status, answer = await generate(
+                                session, url, DEMO_PROMPTS[which], stream
+                            )
                     except aiohttp.ClientError:  # a stream that broke in its middle
                         status, answer = 0, None
                     ended[status] += 1
                     if status == 200 and not stream:  # an answer that came is the answer
                         assert answer["output_ids"] == references[which][1]["output_ids"]
                     elif status != 200:
-                        await asyncio.sleep(PAUSE_S)  # or all would be refused while nobody is there
+                        # Or all would be refused while nobody is there.
+                        await asyncio.sleep(PAUSE_S)
 
             lanes = asyncio.gather(*(lane(number) for number in range(LANES)))
             proxy = prefill if cut == "prefill" else decode

@@ -1,4 +1,6 @@
-"""kill -9 of either side in mid-transfer: what is left has its pages back, with nobody else's bytes in them."""
+"""kill -9 of either side in mid-transfer: what is left has its pages back, with nobody else's bytes
+in them.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,18 @@ async def test_a_killed_receiver(plane: str) -> None:
         await in_the_middle(decode, 1)
         decode.signal(signal.SIGKILL)
         async with asyncio.timeout(5):
-            assert (await prefill.ask("outcome", room=1))["outcome"] in ("peer_lost", "transfer_error")
+            assert (await prefill.ask("outcome", room=1))["outcome"] in (
+                "peer_lost",
+                "transfer_error",
+            )
         await prefill.settled()
         assert await prefill.ask("rewrite", word=REWRITTEN) == {"held": 0}
         async with station("decode", plane, prefill.ranks) as successor:
             await begin(2, PAGES, prefill, successor)
-            assert await successor.ask("outcome", room=2) == {"outcome": "success", "foreign_bytes": 0}
+            assert await successor.ask("outcome", room=2) == {
+                "outcome": "success",
+                "foreign_bytes": 0,
+            }
             await successor.ask("end", room=2)
             await asyncio.gather(prefill.settled(), successor.settled())
 
@@ -60,7 +68,8 @@ async def test_both_sides_in_turn_while_rooms_run(plane: str, seed: int) -> None
         assert await decode.ask("outcome", room=2) == {"outcome": "success", "foreign_bytes": 0}
         await decode.ask("end", room=2)
 
-        async def told_apart() -> bool:  # else connections of the one may be the other's, and are waited for
+        # Else connections of the one may be the other's, and are waited for.
+        async def told_apart() -> bool:
             return not (await decode.ask("unseen"))["writers"]
 
         await until(told_apart)

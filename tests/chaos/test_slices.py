@@ -1,4 +1,6 @@
-"""A prefill whose heads decode takes in slices, which land in staging: aborts, a sender that freezes, and is killed."""
+"""A prefill whose heads decode takes in slices, which land in staging: aborts, a sender that
+freezes, and is killed.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +62,9 @@ async def test_what_no_proof_covers_is_neither_brought_nor_lent_again(over: str,
         async with station("prefill", over, [], **SLICES) as successor:
             await decode.ask("meet", ranks=successor.ranks)
             await begin(2000, 8, successor, decode)
-            assert await decode.ask("outcome", room=2000) == {"outcome": "success", "foreign_bytes": 0}
+            assert await decode.ask("outcome", room=2000) == {
+                "outcome": "success",
+                "foreign_bytes": 0,
+            }
             await decode.ask("end", room=2000)
             await asyncio.gather(decode.settled(), successor.settled())

@@ -1,4 +1,6 @@
-"""A prefill frozen in mid-write, the decode node closed, a new one over its pool, and the prefill thawed."""
+"""A prefill frozen in mid-write, the decode node closed, a new one over its pool, and the prefill
+thawed.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ async def test_the_thawed_writer_finds_its_pages_kept(own: bool) -> None:
             if pages is None:
                 mine = heir.pages.take(heir.pages.free_pages, "the next user")
             else:
-                mine = np.setdiff1d(np.arange(NUM_PAGES, dtype=np.int32), pages.busy(range(NUM_PAGES)))
+                mine = np.setdiff1d(
+                    np.arange(NUM_PAGES, dtype=np.int32), pages.busy(range(NUM_PAGES))
+                )
             assert len(mine) == NUM_PAGES - PAGES
             fill(pool, mine, MINE)
             prefill.signal(signal.SIGCONT)

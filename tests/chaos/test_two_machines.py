@@ -1,6 +1,8 @@
-"""Prefill on one machine, decode on another, and a bad line between: 5 % of the packets lost, 20 ms each way.
+"""Prefill on one machine, decode on another, and a bad line between: 5 % of the packets lost, 20 ms
+each way.
 
-The machines are namespaces (`machines`), so neither can observe the other's processes, as between two hosts.
+The machines are namespaces (`machines`), so neither can observe the other's processes, as between
+two hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ pytestmark = [
     pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason()),
 ]
 
-# Over this line to connect and to meet may take seconds: TCP repeats a lost SYN after 1 s, and then after 2 s more.
+# Over this line to connect and to meet may take seconds: TCP repeats a lost SYN after 1 s, and then
+# after 2 s more.
 MEETING = {"rendezvous_s": 10.0, "register_s": 20.0}
 PATIENT = {**MEETING, "lost_after_s": 10.0}
 IMPATIENT = {**MEETING, "lost_after_s": 2.0}
@@ -38,8 +41,12 @@ ROOMS, LANES, PAGES = 120, 8, 8
 async def stations(seed: int, **both: Any) -> AsyncIterator[tuple[Station, Station, Line, Machine]]:
     async with AsyncExitStack() as stack:
         here, there, line = await stack.enter_async_context(two_machines(seed))
-        prefill = await stack.enter_async_context(station("prefill", "mooncake", [], machine=here, **both))
-        decode = await stack.enter_async_context(station("decode", "mooncake", prefill.ranks, machine=there, **both))
+        prefill = await stack.enter_async_context(
+            station("prefill", "mooncake", [], machine=here, **both)
+        )
+        decode = await stack.enter_async_context(
+            station("decode", "mooncake", prefill.ranks, machine=there, **both)
+        )
         yield prefill, decode, line, here
 
 
@@ -60,9 +67,10 @@ async def test_an_abort_storm(seed: int) -> None:
 
 
 async def test_a_line_that_is_cut_and_comes_back(seed: int) -> None:
-    """Longer than patience: both sides lose the link in mid-transfer, and nothing is proven. The same processes meet
-    again when the line is back, decode asks about its loans, and what was in doubt is settled: nobody is restarted, or
-    declared dead."""
+    """Longer than patience: both sides lose the link in mid-transfer, and nothing is proven.
+
+    The same processes meet again when the line is back, decode asks about its loans, and what was
+    in doubt is settled: nobody is restarted, or declared dead."""
     async with stations(seed, rate_bytes_per_s=2e6, timing=IMPATIENT) as (prefill, decode, line, _):
         await begin(1, 64, prefill, decode)
         await in_the_middle(decode, 1)
@@ -71,7 +79,9 @@ async def test_a_line_that_is_cut_and_comes_back(seed: int) -> None:
         assert await quarantined(decode) == 64, "the fence cannot see a process of another machine"
         await decode.ask("reuse")
         await line.set()
-        await asyncio.gather(prefill.settled(within_s=60), until(partial(has_settled_loans, decode), within_s=60))
+        await asyncio.gather(
+            prefill.settled(within_s=60), until(partial(has_settled_loans, decode), within_s=60)
+        )
         assert (await decode.ask("foreign"))["bytes"] == 0
         await decode.ask("let_go")
         await decode.settled()
@@ -85,7 +95,9 @@ async def has_settled_loans(decode: Station) -> bool:
 
 
 async def test_a_sender_that_dies_on_another_machine(seed: int) -> None:
-    """Its death cannot be observed from here, so the pages it may write stay out of use, until an operator says so."""
+    """Its death cannot be observed from here, so the pages it may write stay out of use, until an
+    operator says so.
+    """
     async with stations(seed, rate_bytes_per_s=2e6, timing=IMPATIENT) as (prefill, decode, _, here):
         await begin(1, 64, prefill, decode)
         await in_the_middle(decode, 1)
@@ -104,9 +116,13 @@ async def test_a_sender_that_dies_on_another_machine(seed: int) -> None:
 async def test_nothing_is_left_of_two_machines_whose_test_was_killed(seed: int) -> None:
     """Their processes, and with them the namespaces and interfaces, end with whoever made them."""
     owner = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.chaos.machines", str(seed), stdin=asyncio.subprocess.PIPE,
+        sys.executable,
+        "-m",
+        "tests.chaos.machines",
+        str(seed),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+    )
     assert owner.stdout is not None
     pids = [int(pid) for pid in (await owner.stdout.readline()).split()]
     assert len(pids) == 4

@@ -1,7 +1,7 @@
 """The roles of docs/two-machines.md on two machines with a bad line between them.
 
-Prefill is on one, decode, router and clients are on the other, over mooncake. Tokens are those of one
-machine; aborts and a cut of the line leave nothing behind.
+Prefill is on one, decode, router and clients are on the other, over mooncake. Tokens are those of
+one machine; aborts and a cut of the line leave nothing behind.
 """
 
 from __future__ import annotations
@@ -56,7 +56,12 @@ class Roles:
             return answer.status, msgspec.json.decode(await answer.read())
 
     async def is_home(self) -> bool:
-        return all([is_home(await ask(self.session, f"{url}/server_info")) for url in (self.prefill, self.decode)])
+        return all(
+            [
+                is_home(await ask(self.session, f"{url}/server_info"))
+                for url in (self.prefill, self.decode)
+            ]
+        )
 
     async def is_transferring(self) -> bool:
         return "transferring" in (await ask(self.session, f"{self.prefill}/server_info"))["rooms"]
@@ -67,13 +72,20 @@ class Roles:
 
 @asynccontextmanager
 async def role(machine: Machine, name: str, *flags: str, url: str) -> AsyncIterator[None]:
-    """`kvflow NAME` on a machine, until it is healthy; told to leave at the end, and killed if it does not."""
-    argv = machine.command(sys.executable, "-m", "kvflow.cli", name, "--drain-timeout-s", "1", *flags)
+    """`kvflow NAME` on a machine, until it is healthy; told to leave at the end, and killed if it
+    does not.
+    """
+    argv = machine.command(
+        sys.executable, "-m", "kvflow.cli", name, "--drain-timeout-s", "1", *flags
+    )
     process = await asyncio.create_subprocess_exec(*argv, stderr=asyncio.subprocess.PIPE)
     assert process.stderr is not None
     said = asyncio.create_task(process.stderr.read())
     try:
-        async with aiohttp.ClientSession(connector=machine.connector()) as session, asyncio.timeout(START_S):
+        async with (
+            aiohttp.ClientSession(connector=machine.connector()) as session,
+            asyncio.timeout(START_S),
+        ):
             while not await is_healthy(session, url):
                 if process.returncode is not None:
                     raise AssertionError(f"{name} ended: {(await said).decode()}")
@@ -103,7 +115,12 @@ async def roles(seed: int, *of_prefill: str) -> AsyncIterator[Roles]:
         here, there, line = await stack.enter_async_context(two_machines(seed))
         prefill, decode = f"http://{here.address}:30000", f"http://{there.address}:30001"
         workers = (
-            (here, "prefill", ("--port", "30000", "--disaggregation-bootstrap-port", "8998", *of_prefill), prefill),
+            (
+                here,
+                "prefill",
+                ("--port", "30000", "--disaggregation-bootstrap-port", "8998", *of_prefill),
+                prefill,
+            ),
             (there, "decode", ("--port", "30001"), decode),
         )
         for machine, name, flags, url in workers:
@@ -120,7 +137,9 @@ async def single_machine() -> list[list[int]]:
     async with running() as fleet, aiohttp.ClientSession() as session:
         found = []
         for prompt in PROMPTS:
-            async with session.post(f"{fleet.url}/generate", json={"text": prompt, "sampling_params": SAMPLING}) as got:
+            async with session.post(
+                f"{fleet.url}/generate", json={"text": prompt, "sampling_params": SAMPLING}
+            ) as got:
                 found.append((await got.json())["output_ids"])
         return found
 
@@ -159,8 +178,9 @@ async def test_tokens_are_those_of_one_machine_and_an_abort_storm_leaves_nothing
 
 
 async def test_a_line_that_is_cut_for_longer_than_patience(seed: int) -> None:
-    """Requests end with an error of their own, or wait for a line, and the same processes serve as before: nobody is
-    restarted or declared dead. TCP sends again later and later, so what was on its way may take as long as the cut."""
+    """Requests end with an error of their own, or wait for a line, and the same processes serve as
+    before: nobody is restarted or declared dead. TCP sends again later and later, so what was on
+    its way may take as long as the cut."""
     async with roles(seed, "--transfer-rate-limit", "8000000") as pair:
         long = PROMPTS[-1]
         status, reference = await pair.generate(long)

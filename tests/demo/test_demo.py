@@ -20,7 +20,16 @@ from kvflow.demo.run import TICK_S, Outcome, _prompts
 from kvflow.demo.show import TerminalOutput
 from kvflow.launch.doctor import nixl_unavailable_reason
 
-KEYS = ["backend", "requests", "identical", "aborted", "bytes_at_abort", "bytes_total", "pages_home", "bytes_moved"]
+KEYS = [
+    "backend",
+    "requests",
+    "identical",
+    "aborted",
+    "bytes_at_abort",
+    "bytes_total",
+    "pages_home",
+    "bytes_moved",
+]
 GOOD = Outcome(
     backend="local",
     requests=16,
@@ -44,7 +53,13 @@ def test_json_has_exactly_the_promised_keys() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"identical": 15}, {"aborted": 0}, {"bytes_at_abort": 0}, {"bytes_at_abort": 2}, {"pages_home": False}],
+    [
+        {"identical": 15},
+        {"aborted": 0},
+        {"bytes_at_abort": 0},
+        {"bytes_at_abort": 2},
+        {"pages_home": False},
+    ],
 )
 def test_anything_that_did_not_hold_is_no_success(changes: dict[str, int]) -> None:
     assert GOOD.good
@@ -63,15 +78,32 @@ def test_no_number_of_the_table_is_cut_off_at_80_columns(
     streamed = Streamed(prompt=prompt, output_ids=[0] * 512, ttft_s=12.345, total_s=123.456)
     TerminalOutput().table([streamed], [True], "mooncake")
     text = capsys.readouterr().out
-    words = ("Attribute access can be", "tokens", "TTFT", "total", "stock", "512", "12345", "123456", "yes")
+    words = (
+        "Attribute access can be",
+        "tokens",
+        "TTFT",
+        "total",
+        "stock",
+        "512",
+        "12345",
+        "123456",
+        "yes",
+    )
     assert [word for word in words if word not in text] == []
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("…") == 1  # the prompt's
 
 
 def test_writing_time_counts_overlapping_chunks_once() -> None:
-    told = [("matched", 0.0), ("chunk_queued", 1.0), ("chunk_queued", 2.0), ("write_ended", 3.0), ("write_ended", 5.0),
-            ("chunk_queued", 7.0), ("write_ended", 8.0)]  # fmt: skip
+    told = [
+        ("matched", 0.0),
+        ("chunk_queued", 1.0),
+        ("chunk_queued", 2.0),
+        ("write_ended", 3.0),
+        ("write_ended", 5.0),
+        ("chunk_queued", 7.0),
+        ("write_ended", 8.0),
+    ]
     assert _writing_s([{"what": what, "at_s": at} for what, at in told]) == 5.0
 
 
@@ -99,9 +131,25 @@ def test_the_demo_holds_what_it_promises(backend: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("printed")
 def test_what_a_pipe_sees_of_it() -> None:
-    """Something at least every few seconds, figures, and one room drawn in 80 columns; other settings do not matter."""
-    environment = {**os.environ, "COLUMNS": "80", "KVFLOW_API_KEY": "secret", "KVFLOW_PAGE_SIZE": "3"}
-    command = [sys.executable, "-m", "kvflow", "demo", "--transfer-backend", "local", "--requests", "4"]
+    """Something at least every few seconds, figures, and one room drawn in 80 columns; other
+    settings do not matter.
+    """
+    environment = {
+        **os.environ,
+        "COLUMNS": "80",
+        "KVFLOW_API_KEY": "secret",
+        "KVFLOW_PAGE_SIZE": "3",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "kvflow",
+        "demo",
+        "--transfer-backend",
+        "local",
+        "--requests",
+        "4",
+    ]
     lines, at_s = [], [time.monotonic()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -109,7 +157,8 @@ def test_what_a_pipe_sees_of_it() -> None:
             lines.append(line.rstrip("\n"))
             at_s.append(time.monotonic())
     assert process.returncode == 0
-    assert max(b - a for a, b in itertools.pairwise(at_s)) < 10 * TICK_S  # a busy machine is slow, not silent
+    # A busy machine is slow, not silent.
+    assert max(b - a for a, b in itertools.pairwise(at_s)) < 10 * TICK_S
     text = "\n".join(lines)
     assert re.search(r"tokens/s: [\d,]+ alone, [\d,]+ with 2 at once", text)
     first = next(n for n, line in enumerate(lines) if line.startswith("comparing"))
@@ -117,7 +166,10 @@ def test_what_a_pipe_sees_of_it() -> None:
     good, aborted = text.split("from both sides:")[1:]
     # Whichever leg sees first that its client is gone tells the other.
     ends = "◀─── drained" if "◀─── drained" in aborted else "◀──── failed"
-    for drawn, parts in ((good, ("◀═══ 32 pages ═══", "-> success")), (aborted, ("╳═══ 32 pages ═══", ends))):
+    for drawn, parts in (
+        (good, ("◀═══ 32 pages ═══", "-> success")),
+        (aborted, ("╳═══ 32 pages ═══", ends)),
+    ):
         times = [float(at) for at in re.findall(r"^ +(\d+\.\d) ", drawn, re.MULTILINE)]
         assert len(times) > 5 and times == sorted(times)
         assert all(part in drawn for part in parts), drawn

@@ -1,4 +1,6 @@
-"""A room drawn from both sides: in the order of time, whichever side's clock began first, and in 80 columns."""
+"""A room drawn from both sides: in the order of time, whichever side's clock began first, and in 80
+columns.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,15 @@ def test_both_sides_in_the_order_of_time() -> None:
 
 def test_long_texts_and_times_stay_within_the_width() -> None:
     text = "client_gone: " + "a reader of the tokens has stopped " * 5 + "x" * 200
-    drawn = draw({"decode": side(0.0, (0.0, "lent", "", ""), (99_999.0, "ended_locally", "draining", text))})
+    drawn = draw(
+        {"decode": side(0.0, (0.0, "lent", "", ""), (99_999.0, "ended_locally", "draining", text))}
+    )
     assert max(map(len, drawn)) <= WIDTH + 2  # a day in milliseconds
     assert "x" * 20 in "".join(drawn)
 
 
 def test_a_write_that_was_cancelled_does_not_arrive() -> None:
-    drawn = draw({"prefill": side(0.0, (0.0, "write_ended", "draining", "chunk 0, 32 pages: cancelled"))})
+    drawn = draw(
+        {"prefill": side(0.0, (0.0, "write_ended", "draining", "chunk 0, 32 pages: cancelled"))}
+    )
     assert "│╳═══ 32 pages ═══│" in drawn[1]

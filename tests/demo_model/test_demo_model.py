@@ -1,4 +1,6 @@
-"""The committed weights do what the demo asks of them: readable, different answers, in either precision."""
+"""The committed weights do what the demo asks of them: readable, different answers, in either
+precision.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def answers(dtype: torch.dtype) -> list[list[int]]:
 
 
 def test_model_is_small() -> None:
-    assert sum(path.stat().st_size for path in DEMO_MODEL_DIR.rglob("*") if path.is_file()) < SIZE_BYTES_MAX
+    assert (
+        sum(path.stat().st_size for path in DEMO_MODEL_DIR.rglob("*") if path.is_file())
+        < SIZE_BYTES_MAX
+    )
 
 
 def test_prompts_are_enough_and_distinct() -> None:
@@ -48,7 +53,9 @@ def test_answers_differ_pairwise(dtype: torch.dtype) -> None:
 
 def test_answers_are_made_of_words() -> None:
     known = set(re.findall(r"[a-z]{2,}", " ".join(topics.values()).lower()))
-    words = re.findall(r"[a-z]{2,}", " ".join(map(tokenizer().decode, answers(torch.float32))).lower())
+    words = re.findall(
+        r"[a-z]{2,}", " ".join(map(tokenizer().decode, answers(torch.float32))).lower()
+    )
     assert sum(word in known for word in words) > 0.9 * len(words)
 
 
@@ -59,7 +66,9 @@ def test_answers_seldom_end_early() -> None:
 
 def test_chat_template_marks_the_turns() -> None:
     text = tokenizer().apply_chat_template(
-        [{"role": "user", "content": "What is a class?"}], add_generation_prompt=True, tokenize=False
+        [{"role": "user", "content": "What is a class?"}],
+        add_generation_prompt=True,
+        tokenize=False,
     )
     assert text == "<s><|user|>\nWhat is a class?\n<|assistant|>\n"
 

@@ -1,4 +1,6 @@
-"""Tiny models on disk, what stock transformers makes of a prompt, and two processes that are compared with it."""
+"""Tiny models on disk, what stock transformers makes of a prompt, and two processes that are
+compared with it.
+"""
 
 from __future__ import annotations
 

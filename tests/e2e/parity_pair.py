@@ -1,4 +1,7 @@
-"""The driver of two parity workers: what a test holds. Everything waits with a deadline; whatever breaks is killed."""
+"""The driver of two parity workers: what a test holds.
+
+Everything waits with a deadline; whatever breaks is killed.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +56,18 @@ class Worker:
             raise AssertionError(f"{self.role} has ended:\n{self.last_words()}") from None
 
     def reply(self) -> dict[str, Any]:
-        """Raises: WorkerError for what the worker could not do; AssertionError when it says nothing at all."""
+        """Raises: WorkerError for what the worker could not do; AssertionError when it says nothing
+        at all.
+        """
         assert self.process.stdout is not None
         descriptor, until = self.process.stdout.fileno(), time.monotonic() + REPLY_S
         while b"\n" not in self._unread:
             ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
             read = os.read(descriptor, 1 << 20) if ready else b""
             if not read:
-                raise AssertionError(f"{self.role} said nothing in {REPLY_S:g} s, or ended:\n{self.last_words()}")
+                raise AssertionError(
+                    f"{self.role} said nothing in {REPLY_S:g} s, or ended:\n{self.last_words()}"
+                )
             self._unread += read
         line, self._unread = self._unread.split(b"\n", 1)
         found: dict[str, Any] = json.loads(line)
@@ -89,7 +96,13 @@ class Model:
     """One model that both workers have loaded."""
 
     def __init__(
-        self, prefill: Worker, decode: Worker, page_size: int, page_bytes: int, row_bytes: int, rooms: Iterator[int]
+        self,
+        prefill: Worker,
+        decode: Worker,
+        page_size: int,
+        page_bytes: int,
+        row_bytes: int,
+        rooms: Iterator[int],
     ) -> None:
         self.prefill, self.decode = prefill, decode
         self.page_size, self.page_bytes, self.row_bytes = page_size, page_bytes, row_bytes
@@ -110,18 +123,25 @@ class Model:
         zero: tuple[int, str] | None = None,
         meanwhile: Callable[[], Any] = lambda: None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """All prompts at once through both processes: what prefill and what decode saw. Checks that pages came home.
+        """All prompts at once through both processes: what prefill and what decode saw.
+
+        Checks that pages came home.
 
         `meanwhile` runs in this process while they work.
         """
-        requests = [{"room": next(self._rooms), "prompt": p, "params": params, "zero": zero} for p in prompts]
+        requests = [
+            {"room": next(self._rooms), "prompt": p, "params": params, "zero": zero}
+            for p in prompts
+        ]
         for prompt in prompts:
             self.bytes_sent += -(-len(prompt) // self.page_size) * self.page_bytes + self.row_bytes
         for worker in (self.prefill, self.decode):
             worker.tell("serve", requests=requests, lockstep=lockstep, retract=retract)
         meanwhile()
         decode, prefill = self.decode.reply(), self.prefill.reply()
-        assert (prefill["at_rest"], decode["at_rest"]) == (True, True), "pages are still away after the last token"
+        assert (prefill["at_rest"], decode["at_rest"]) == (True, True), (
+            "pages are still away after the last token"
+        )
         return prefill, decode
 
     def single(self, prompts: list[list[int]], params: dict[str, Any]) -> dict[str, Any]:
@@ -132,8 +152,11 @@ class Model:
         return found
 
     def close(self) -> None:
-        """End both nodes: no page missing, nothing failed on the way, and every byte came through rooms."""
-        # Prefill first: its answer to the last heartbeat of a decode that has just gone cannot be delivered.
+        """End both nodes: no page missing, nothing failed on the way, and every byte came through
+        rooms.
+        """
+        # Prefill first: its answer to the last heartbeat of a decode that has just gone cannot be
+        # delivered.
         for left in (self.prefill.ask("close"), self.decode.ask("close")):
             assert left["at_rest"] and not left["owned"], left
             assert not left["troubles"], left
@@ -142,7 +165,9 @@ class Model:
 
 
 class ProcessPair:
-    """A prefill and a decode process for many models, one after the other; new ones where the last ones broke."""
+    """A prefill and a decode process for many models, one after the other; new ones where the last
+    ones broke.
+    """
 
     def __init__(self) -> None:
         self._workers: tuple[Worker, ...] = ()
@@ -166,16 +191,27 @@ class ProcessPair:
         sliding_window_rows: str = "auto",
         **chunks: int,
     ) -> Iterator[Model]:
-        """A model on both sides. Closes it with all of its checks; whoever fails inside costs the two processes."""
+        """A model on both sides.
+
+        Closes it with all of its checks; whoever fails inside costs the two processes.
+        """
         prefill, decode = self.workers
-        shape = {"path": str(path), "dtype": dtype, "page_size": page_size, "plane": plane, "chunks": CHUNKS | chunks}
+        shape = {
+            "path": str(path),
+            "dtype": dtype,
+            "page_size": page_size,
+            "plane": plane,
+            "chunks": CHUNKS | chunks,
+        }
         shape["sliding_window_rows"] = sliding_window_rows
         try:
             prefill.tell("load", order=orders[0], ranks=[], **shape)
             ready = prefill.reply()
             there = decode.ask("load", order=orders[1], ranks=ready["ranks"], **shape)
             assert ready["pid"] != there["pid"]
-            model = Model(prefill, decode, page_size, ready["page_bytes"], ready["row_bytes"], self._rooms)
+            model = Model(
+                prefill, decode, page_size, ready["page_bytes"], ready["row_bytes"], self._rooms
+            )
             yield model
             model.close()
         except BaseException:

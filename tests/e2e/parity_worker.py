@@ -2,8 +2,9 @@
 
     python -m tests.e2e.parity_worker prefill|decode
 
-Commands: load (a model, with pool, data plane, node and engine of the role), serve (requests, all at once), single (the
-same requests through one process), close (the model; the process goes on to the next), quit.
+Commands: load (a model, with pool, data plane, node and engine of the role), serve (requests, all
+at once), single (the same requests through one process), close (the model; the process goes on to
+the next), quit.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ CONTEXT = 512  # where the model has no limit
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One request. `zero`: before decoding starts, the landed page at this place of the prompt is zeroed, or what of it
-    belongs to streams whose names end so, or the row, where these are kept in one."""
+    """One request.
+
+    `zero`: before decoding starts, the landed page at this place of the prompt is zeroed, or what
+    of it belongs to streams whose names end so, or the row, where these are kept in one."""
 
     room: int
     prompt: list[int]
@@ -93,7 +96,8 @@ Turn = Callable[[], Awaitable[None]]
 
 
 class Turns:
-    """In lockstep a request joins the batch when the one before it has; then the order of rows is known too.
+    """In lockstep a request joins the batch when the one before it has; then the order of rows is
+    known too.
 
     (One process needs no turns: it prefills prompts in order, and they join as they are done.)
     """
@@ -113,11 +117,20 @@ class Turns:
         await self._events[-1].wait()
 
 
-def new_pool(model: LoadedModel, *, page_size: int, order: Any, shared: bool) -> tuple[PagedPool, PageAllocator]:
-    """Enough for 16 full contexts. Every byte is poison, so that who reads what nobody wrote gets NaN; pages come out
-    in no order."""
-    num_pages, num_rows = 16 * -(-min(model.context_length, CONTEXT) // page_size), 16 if model.has_rows else 0
-    layout = build_layout(model.streams, page_size=page_size, num_pages=num_pages, num_rows=num_rows, order=order)
+def new_pool(
+    model: LoadedModel, *, page_size: int, order: Any, shared: bool
+) -> tuple[PagedPool, PageAllocator]:
+    """Enough for 16 full contexts.
+
+    Every byte is poison, so that who reads what nobody wrote gets NaN; pages come out in no
+    order."""
+    num_pages, num_rows = (
+        16 * -(-min(model.context_length, CONTEXT) // page_size),
+        16 if model.has_rows else 0,
+    )
+    layout = build_layout(
+        model.streams, page_size=page_size, num_pages=num_pages, num_rows=num_rows, order=order
+    )
     pool = PagedPool.allocate(layout, shared=shared)
     for component in layout.components:
         pool.tensor(component.name).fill_(float("nan"))
@@ -129,7 +142,9 @@ def new_pool(model: LoadedModel, *, page_size: int, order: Any, shared: bool) ->
 
 
 async def home(pages: PageAllocator | PlaceAllocator) -> bool:
-    """Whether all pages and rows come back: those of a burst of steps do when it has ended, after its last token."""
+    """Whether all pages and rows come back: those of a burst of steps do when it has ended, after
+    its last token.
+    """
     try:
         await until(pages.at_rest, HOME_S)
     except TimeoutError:
@@ -166,9 +181,17 @@ class Worker:
         self.pool_shape: dict[str, Any] = {}
 
     async def load(
-        self, *, path: str, dtype: str, page_size: int, order: str, plane: str, chunks: dict[str, Any],
-        ranks: list[Any], sliding_window_rows: str = "auto",
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        *,
+        path: str,
+        dtype: str,
+        page_size: int,
+        order: str,
+        plane: str,
+        chunks: dict[str, Any],
+        ranks: list[Any],
+        sliding_window_rows: str = "auto",
+    ) -> dict[str, Any]:
         """`chunks`: the prefill engine's limits. `ranks`: where decode finds prefill."""
         loop = asyncio.get_running_loop()
         load = partial(load_model, path, dtype, sliding_window_rows=sliding_window_rows)
@@ -185,16 +208,29 @@ class Worker:
             self.node = DecodeNode(self.pool, data_plane, pages=self.places)
             layout = self.pool.layout
             limit = layout.num_pages * layout.page_bytes + layout.num_rows * layout.row_bytes
-            self.snapshots = await asyncio.to_thread(SnapshotStore, self.pool, limit, pages=self.pages)
-            self.engine = DecodeEngine(self.model, self.pool, self.pages, self.executor, snapshots=self.snapshots)
+            self.snapshots = await asyncio.to_thread(
+                SnapshotStore, self.pool, limit, pages=self.pages
+            )
+            self.engine = DecodeEngine(
+                self.model, self.pool, self.pages, self.executor, snapshots=self.snapshots
+            )
         await self.node.start()
         await self.engine.start()
-        told = {"pid": os.getpid(), "page_bytes": self.pool.layout.page_bytes, "row_bytes": self.pool.layout.row_bytes}
-        return {**told, "ranks": [rank_to_json(self.node.info)] if isinstance(self.node, PrefillNode) else []}
+        told = {
+            "pid": os.getpid(),
+            "page_bytes": self.pool.layout.page_bytes,
+            "row_bytes": self.pool.layout.row_bytes,
+        }
+        return {
+            **told,
+            "ranks": [rank_to_json(self.node.info)] if isinstance(self.node, PrefillNode) else [],
+        }
 
     async def serve(self, *, requests: list[Any], lockstep: bool, retract: bool) -> dict[str, Any]:
-        """Run all requests at once; `outs` by request. `lockstep`: decode steps have all of them, in this order.
-        `retract`: all of them are retracted once, after some steps together."""
+        """Run all requests at once; `outs` by request.
+
+        `lockstep`: decode steps have all of them, in this order. `retract`: all of them are
+        retracted once, after some steps together."""
         asks = msgspec.convert(requests, list[Ask])
         if isinstance(self.engine, PrefillEngine):
             reply = await self._prefill(asks)
@@ -202,19 +238,25 @@ class Worker:
             engine = self.engine
             if retract:
                 retract_after(engine, RETRACT_AFTER)
-            reply = await self._decode(asks, engine, lambda ask, turn: self._decode_one(ask, engine, turn), lockstep)
+            reply = await self._decode(
+                asks, engine, lambda ask, turn: self._decode_one(ask, engine, turn), lockstep
+            )
             reply["retracts"] = engine.retraction.retracts
             assert not self.snapshots.used_bytes
         return {**reply, "at_rest": await home(self.places)}
 
     async def single(self, *, requests: list[Any], lockstep: bool) -> dict[str, Any]:
-        """The same in one process, on a pool of its own, without a room, a socket or a data plane."""
+        """The same in one process, on a pool of its own, without a room,
+        a socket or a data plane.
+        """
         asks = msgspec.convert(requests, list[Ask])
         pool, pages = new_pool(self.model, **self.pool_shape, shared=False)
         engine = SingleEngine(self.model, pool, pages, self.executor, **self.chunks)
         await engine.start()
         try:
-            reply = await self._decode(asks, engine.decode, lambda a, _: engine.generate(a.prompt, a.params), lockstep)
+            reply = await self._decode(
+                asks, engine.decode, lambda a, _: engine.generate(a.prompt, a.params), lockstep
+            )
             reply["at_rest"] = await home(pool.places_over(pages))
         finally:
             await engine.close()
@@ -234,17 +276,24 @@ class Worker:
             "owned": {str(owner): count for owner, count in pages.owned().items()},
             "endings": counts.endings,
             "bytes_moved": counts.bytes_moved,
-            "troubles": self.engine.failed_steps + counts.handler_errors + counts.malformed + counts.undelivered,
+            "troubles": self.engine.failed_steps
+            + counts.handler_errors
+            + counts.malformed
+            + counts.undelivered,
         }
 
     async def _prefill(self, asks: list[Ask]) -> dict[str, Any]:
         assert isinstance(self.node, PrefillNode) and isinstance(self.engine, PrefillEngine)
         rooms = [CountedSends(self.node.room(ask.room, ask.prompt)) for ask in asks]
         legs = zip(rooms, asks, strict=True)
-        await asyncio.gather(*(self.engine.prefill(room, ask.prompt, ask.params) for room, ask in legs))
+        await asyncio.gather(
+            *(self.engine.prefill(room, ask.prompt, ask.params) for room, ask in legs)
+        )
         return {"sends": [room.sends for room in rooms]}
 
-    async def _decode_one(self, ask: Ask, engine: DecodeEngine, turn: Turn) -> AsyncGenerator[TokenOut, None]:
+    async def _decode_one(
+        self, ask: Ask, engine: DecodeEngine, turn: Turn
+    ) -> AsyncGenerator[TokenOut, None]:
         assert isinstance(self.node, DecodeNode)
         admission = await engine.admit(ask.prompt, ask.params)
         session: Any = await self.node.room(ask.room, self.ranks, ask.prompt)
@@ -287,7 +336,9 @@ class Worker:
 async def serve(role: str, replies: Any) -> None:
     worker = Worker(role)
     reader = asyncio.StreamReader(limit=1 << 26)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     while line := await reader.readline():
         command = json.loads(line)
         name = command.pop("do")

@@ -1,7 +1,9 @@
-"""What each leg of a request is told that cannot be served, and when: posted by hand, and through sglang_router.
+"""What each leg of a request is told that cannot be served, and when: posted by hand, and through
+sglang_router.
 
-`python -m tests.e2e.refusals [CASE ...]` prints the table. Prefill waits 30 s for a decode that has not announced
-itself, so that a leg which is not told shows; but for a decode that is gone, where that wait is the bound.
+`python -m tests.e2e.refusals [CASE ...]` prints the table. Prefill waits 30 s for a decode that has
+not announced itself, so that a leg which is not told shows; but for a decode that is gone, where
+that wait is the bound.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Case(NamedTuple):
-    """`fault`: what happens to `victim` ("" nothing): "draining", "gone" before the request, "killed" during it."""
+    """`fault`: what happens to `victim` ("" nothing): "draining", "gone" before the request,
+    "killed" during it.
+    """
 
     name: str
     reason: str  # what every leg that lives is told
@@ -52,7 +56,8 @@ class Case(NamedTuple):
 
 BRIEF: Mapping[str, Any] = {"rendezvous_s": 5.0}  # the default
 SLOW: Mapping[str, Any] = {"transfer_rate_limit": 1 << 17}
-POOL_TOO_SMALL = "prompt tokens in the KV pool (--num-pages, --pool-bytes): asked for 3"  # hundred and some
+# Hundred and some.
+POOL_TOO_SMALL = "prompt tokens in the KV pool (--num-pages, --pool-bytes): asked for 3"
 CASES = (
     Case("decode's pool too small", POOL_TOO_SMALL, decode={"num_pages": 8}),
     Case("page size", "page_size: prefill 16, decode 32", decode={"page_size": 32}),
@@ -86,7 +91,10 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         tries = f" ({self.attempts} attempts)" if self.leg == "client" else ""
-        return f"{self.case:<26} {self.leg:<8} {self.status} {self.code:<16} {self.seconds:6.2f} s{tries}  {self.text}"
+        return (
+            f"{self.case:<26} {self.leg:<8} {self.status} {self.code:<16} {self.seconds:6.2f} "
+            f"s{tries}  {self.text}"
+        )
 
 
 class Answer(NamedTuple):
@@ -112,7 +120,9 @@ async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 class Roles:
     """One prefill and one decode of a case."""
 
-    def __init__(self, case: Case, prefill: Child, decode: Child, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, case: Case, prefill: Child, decode: Child, session: aiohttp.ClientSession
+    ) -> None:
         self.case, self.prefill, self.decode, self.session = case, prefill, decode, session
         self._held: list[asyncio.Task[Answer]] = []
 
@@ -126,9 +136,14 @@ class Roles:
     def legs(self, **changes: Any) -> dict[str, asyncio.Task[Answer]]:
         """Both legs of one request, as a router posts them."""
         port = self.prefill.bootstrap_port
-        body = self.body(bootstrap_host="127.0.0.1", bootstrap_port=port, bootstrap_room=next(_rooms), **changes)
+        body = self.body(
+            bootstrap_host="127.0.0.1", bootstrap_port=port, bootstrap_room=next(_rooms), **changes
+        )
         children = {"prefill": self.prefill, "decode": self.decode}
-        return {leg: asyncio.create_task(post(self.session, child.url, body)) for leg, child in children.items()}
+        return {
+            leg: asyncio.create_task(post(self.session, child.url, body))
+            for leg, child in children.items()
+        }
 
     async def inject_fault(self) -> None:
         """What happens before the request."""
@@ -154,7 +169,10 @@ class Roles:
     async def killed(self) -> float:
         """When the victim was killed, in the middle of a transfer."""
         async with asyncio.timeout(START_S):
-            while "transferring" not in (await ask(self.session, f"{self.prefill.url}/server_info"))["rooms"]:
+            while (
+                "transferring"
+                not in (await ask(self.session, f"{self.prefill.url}/server_info"))["rooms"]
+            ):
                 await asyncio.sleep(0.01)
         self.victim.process.kill()
         return monotonic()
@@ -164,7 +182,13 @@ class Roles:
         child = self.prefill if self.victim is self.decode else self.decode
         async with self.session.get(f"{child.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
-        return int(sum(float(ln.split()[-1]) for ln in lines if "requests_total{" in ln and '"/generate"' in ln))
+        return int(
+            sum(
+                float(ln.split()[-1])
+                for ln in lines
+                if "requests_total{" in ln and '"/generate"' in ln
+            )
+        )
 
     async def _health(self) -> int:
         async with self.session.get(f"{self.victim.url}/health") as answer:
@@ -180,14 +204,27 @@ class Roles:
 
 
 @asynccontextmanager
-async def roles_of(case: Case, session: aiohttp.ClientSession, other_model: Path) -> AsyncIterator[Roles]:
-    common = {"model_path": str(DEMO_MODEL_DIR), "num_pages": 512, "dtype": "float32", "drain_timeout_s": 60, "port": 0}
+async def roles_of(
+    case: Case, session: aiohttp.ClientSession, other_model: Path
+) -> AsyncIterator[Roles]:
+    common = {
+        "model_path": str(DEMO_MODEL_DIR),
+        "num_pages": 512,
+        "dtype": "float32",
+        "drain_timeout_s": 60,
+        "port": 0,
+    }
     own = {"disaggregation_bootstrap_port": 0, "rendezvous_s": HOLD_S}
     settings = {"prefill": {**common, **own, **case.prefill}, "decode": {**common, **case.decode}}
     if "model_path" in case.decode:
         settings["decode"]["model_path"] = str(other_model)
     children = [
-        Child(role, role, [word for name, value in given.items() for word in (flag_of(name), str(value))], quiet=True)
+        Child(
+            role,
+            role,
+            [word for name, value in given.items() for word in (flag_of(name), str(value))],
+            quiet=True,
+        )
         for role, given in settings.items()
     ]
     roles = Roles(case, children[0], children[1], session)
@@ -207,7 +244,9 @@ async def by_hand(roles: Roles) -> list[Row]:
     rows = []
     for leg, task in legs.items():
         answer = await task
-        rows.append(Row(roles.case.name, leg, answer.status, answer.code, answer.text, answer.at_s - since))
+        rows.append(
+            Row(roles.case.name, leg, answer.status, answer.code, answer.text, answer.at_s - since)
+        )
     return rows
 
 
@@ -223,7 +262,17 @@ async def through_the_router(roles: Roles) -> list[Row]:
             since = await roles.killed()
         answer = await asking
         attempts = await roles.attempts() - before
-    return [Row(roles.case.name, "client", answer.status, answer.code, answer.text, answer.at_s - since, attempts)]
+    return [
+        Row(
+            roles.case.name,
+            "client",
+            answer.status,
+            answer.code,
+            answer.text,
+            answer.at_s - since,
+            attempts,
+        )
+    ]
 
 
 def make_other_model(directory: Path) -> Path:
@@ -236,9 +285,13 @@ def make_other_model(directory: Path) -> Path:
 
 
 async def rows_of(case: Case, other_model: Path) -> list[Row]:
-    """By hand and through the router; fresh roles for each where one of them does not live through the case."""
+    """By hand and through the router; fresh roles for each where one of them does not live through
+    the case.
+    """
     timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)
+    ) as session:
         async with roles_of(case, session, other_model) as roles:
             rows = await by_hand(roles)
             if not case.fault:

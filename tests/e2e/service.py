@@ -1,4 +1,6 @@
-"""Prefills and decodes as processes that a test starts, stops, kills and starts again, each at its own address."""
+"""Prefills and decodes as processes that a test starts, stops, kills and starts again, each at its
+own address.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,20 @@ def free_port() -> int:
 
 
 class Service:
-    """Prefills and decodes, as many of each, at ports of their own, which they keep when they are restarted."""
+    """Prefills and decodes, as many of each, at ports of their own, which they keep when they are
+    restarted.
+    """
 
     def __init__(self, pairs: int, **changes: Any) -> None:
-        """`keys` are for all of them; other changes are settings of those workers that have them."""
-        common = {"model_path": str(DEMO_MODEL_DIR), "num_pages": 512, "dtype": "float32", "drain_timeout_s": 60}
+        """`keys` are for all of them; other changes are settings of those workers
+        that have them.
+        """
+        common = {
+            "model_path": str(DEMO_MODEL_DIR),
+            "num_pages": 512,
+            "dtype": "float32",
+            "drain_timeout_s": 60,
+        }
         self.keys: Keys = changes.pop("keys", NO_KEYS)
         given = {"KVFLOW_API_KEY": self.keys.api, "KVFLOW_ADMIN_API_KEY": self.keys.admin}
         self._environment = {**os.environ, **{name: key for name, key in given.items() if key}}
@@ -44,7 +55,10 @@ class Service:
         self.router: Child | None = None
 
     def add(self, role: str, **own: Any) -> str:
-        """One more worker, which is still to be started, with settings of its own. Returns its name."""
+        """One more worker, which is still to be started, with settings of its own.
+
+        Returns its name.
+        """
         name = f"{role}-{len(self.names(role))}"
         self._ports[name], self._own[name] = (free_port(), free_port()), own
         return name
@@ -68,7 +82,10 @@ class Service:
         await self.workers[name].start(self._environment, START_S)
 
     async def restart(self, name: str) -> float:
-        """SIGTERM, wait for its end, start it again at the same port. Returns the seconds that its drain took."""
+        """SIGTERM, wait for its end, start it again at the same port.
+
+        Returns the seconds that its drain took.
+        """
         began = time.monotonic()
         assert await self.workers[name].stop(START_S) == 0
         drained_s = time.monotonic() - began
@@ -102,7 +119,9 @@ async def serving(pairs: int = 2, **changes: Any) -> AsyncIterator[Service]:
     """As many prefills and decodes, started; no router."""
     service = Service(pairs, **changes)
     try:
-        await asyncio.gather(*(service.start(name) for role in ("prefill", "decode") for name in service.names(role)))
+        await asyncio.gather(
+            *(service.start(name) for role in ("prefill", "decode") for name in service.names(role))
+        )
         yield service
     finally:
         await service.stop()

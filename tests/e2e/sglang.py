@@ -27,8 +27,13 @@ async def sglang_router(fleet: Fleet) -> AsyncIterator[str]:
 
 
 @contextlib.asynccontextmanager
-async def router_of(prefill: str, bootstrap_port: int, decode: str, *, served: bool = True) -> AsyncIterator[str]:
-    """In front of one pair. Without `served` it is enough that it knows both, whatever they answer."""
+async def router_of(
+    prefill: str, bootstrap_port: int, decode: str, *, served: bool = True
+) -> AsyncIterator[str]:
+    """In front of one pair.
+
+    Without `served` it is enough that it knows both, whatever they answer.
+    """
     async with router_over([(prefill, bootstrap_port)], [decode], served=served) as url:
         yield url
 
@@ -45,17 +50,32 @@ async def router_over(
     workers = [word for url, port in prefills for word in ("--prefill", url, str(port))]
     workers += [word for url in decodes for word in ("--decode", url)]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation",
-        *workers, *options,
-        "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port),
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        "--pd-disaggregation",
+        *workers,
+        *options,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--prometheus-port",
+        str(metrics_port),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         async with asyncio.timeout(60), aiohttp.ClientSession() as session:
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
-                    ready = session.post(f"{url}/generate", json=ONE) if served else session.get(f"{url}/readiness")
+                    ready = (
+                        session.post(f"{url}/generate", json=ONE)
+                        if served
+                        else session.get(f"{url}/readiness")
+                    )
                     async with ready as answer:
                         if answer.status == 200:
                             break

@@ -1,4 +1,6 @@
-"""The same parity through the real thing: `kvflow up` on a model on disk, /generate over HTTP; and what it refuses."""
+"""The same parity through the real thing: `kvflow up` on a model on disk, /generate over HTTP; and
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,16 @@ class Running:
     def __init__(self, model_path: Path, more: str = "") -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         arguments = (
-            f"--port 0 --dtype float32 --page-size {PAGE_SIZE} --num-pages 512 --chunked-prefill-size {CHUNK} {more}"
+            f"--port 0 --dtype float32 --page-size {PAGE_SIZE} --num-pages 512 "
+            f"--chunked-prefill-size {CHUNK} {more}"
         )
         self.process = cli(
-            "up", "--model-path", str(model_path), *arguments.split(), stdout=subprocess.PIPE, stderr=self._stderr
+            "up",
+            "--model-path",
+            str(model_path),
+            *arguments.split(),
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
         )
         self.urls: dict[str, str] = {}
         self.pids: list[int] = []
@@ -104,7 +112,11 @@ def call(url: str, body: dict[str, Any] | None = None) -> bytes:
 
 
 def body_of(prompt: list[int], **more: Any) -> dict[str, Any]:
-    return {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": NEW}, **more}
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": NEW},
+        **more,
+    }
 
 
 def output_ids(answer: bytes, stream: bool) -> list[int]:
@@ -119,11 +131,16 @@ def output_ids(answer: bytes, stream: bool) -> list[int]:
 
 
 def check_home(running: Running) -> None:
-    """Every page of both pools is free again. The answer's last byte may be out before they are, hence the looks."""
+    """Every page of both pools is free again.
+
+    The answer's last byte may be out before they are, hence the looks.
+    """
     until = time.monotonic() + HOME_S
     infos: list[Any] = []
     while time.monotonic() < until:
-        infos = [json.loads(call(f"{running.urls[role]}/server_info")) for role in ("prefill", "decode")]
+        infos = [
+            json.loads(call(f"{running.urls[role]}/server_info")) for role in ("prefill", "decode")
+        ]
         if all(info["pages"]["home"] and not info["quarantine_pages"] for info in infos):
             return
     raise AssertionError([info["pages"] for info in infos])
@@ -135,7 +152,9 @@ def test_sixteen_at_once_equal_generate(
 ) -> None:
     prompts = [prompt_of(length, length) for length in LENGTHS]
     with ThreadPoolExecutor(len(prompts)) as clients:
-        answers = clients.map(lambda p: call(f"{up.urls['router']}/generate", body_of(p, stream=stream)), prompts)
+        answers = clients.map(
+            lambda p: call(f"{up.urls['router']}/generate", body_of(p, stream=stream)), prompts
+        )
         found = [output_ids(answer, stream) for answer in answers]
     for prompt, ids in zip(prompts, found, strict=True):
         assert ids == expected("llama", prompt, NEW), f"prompt of {len(prompt)} tokens"
@@ -145,7 +164,9 @@ def test_sixteen_at_once_equal_generate(
 def test_both_legs_without_a_router_equal_generate(
     up: Running, expected: Callable[[str, list[int], int], list[int]]
 ) -> None:
-    """What any PD router does: the same body to prefill and to decode, which meet in a room (0 is one)."""
+    """What any PD router does: the same body to prefill and to decode, which meet in a room (0 is
+    one).
+    """
     port = json.loads(call(f"{up.urls['prefill']}/server_info"))["disaggregation_bootstrap_port"]
     prompts = [prompt_of(length, length) for length in LENGTHS]
     bodies = [
@@ -172,7 +193,9 @@ def test_a_model_with_states_equals_generate(
         running.wait_until_up()
         prompts = [prompt_of(length, length) for length in LENGTHS]
         with ThreadPoolExecutor(len(prompts)) as clients:
-            answers = clients.map(lambda p: call(f"{running.urls['router']}/generate", body_of(p)), prompts)
+            answers = clients.map(
+                lambda p: call(f"{running.urls['router']}/generate", body_of(p)), prompts
+            )
             found = [output_ids(answer, False) for answer in answers]
         assert found == [expected("falcon_h1", prompt, NEW) for prompt in prompts]
         check_home(running)
@@ -182,21 +205,32 @@ def test_a_model_with_states_equals_generate(
 
 
 @pytest.mark.slow
-def test_unsupported_models_are_refused_with_one_line_and_status_2(tiny: Callable[[str], Path]) -> None:
+def test_unsupported_models_are_refused_with_one_line_and_status_2(
+    tiny: Callable[[str], Path],
+) -> None:
     commands = {"prefill": "--disaggregation-bootstrap-port 0", "decode": ""}
     started = {
         role: cli(
-            role, "--model-path", str(tiny("minimax")), "--port", "0", *more.split(),
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            role,
+            "--model-path",
+            str(tiny("minimax")),
+            "--port",
+            "0",
+            *more.split(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for role, more in commands.items()
-    }  # fmt: skip
+    }
     try:
         for role, process in started.items():
             _, errors = process.communicate(timeout=START_S)
             lines = [line for line in errors.decode().splitlines() if line.strip()]
             assert process.returncode == 2, lines
-            assert [line for line in lines if line.startswith(f"kvflow {role}: error: ")] == lines[-1:]
+            assert [line for line in lines if line.startswith(f"kvflow {role}: error: ")] == lines[
+                -1:
+            ]
             assert "minimax' cannot be probed: MiniMax uses cache of its own" in lines[-1]
             assert not any("Traceback" in line for line in lines)
     finally:

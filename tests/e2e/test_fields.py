@@ -1,5 +1,6 @@
-"""The table of request fields against running servers: what works is seen in values, what is refused is named, and what
-is harmless changes nothing. Chat and completions are asked by the official client."""
+"""The table of request fields against running servers: what works is seen in values, what is
+refused is named, and what is harmless changes nothing. Chat and completions are asked by the
+official client."""
 
 from __future__ import annotations
 
@@ -24,25 +25,40 @@ from tests.e2e.fleet import all_home, running
 
 pytestmark = pytest.mark.xdist_group("fields")  # one fleet for the module
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
-TEMPLATE = "{{ lead }}{{ reasoning_effort }}{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = (
+    "{{ lead }}{{ reasoning_effort }}{% for message in messages %}{{ message.content }}{% endfor %}"
+)
 PROMPTED = "{% if add_generation_prompt %} =>{% endif %}"
 PROMPT = DEMO_PROMPTS[0]
 EOS = 2
 PART = 170  # the first byte of a character of three
 TOKENIZER: Any = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
-PATHS = {"c": "/v1/chat/completions", "t": "/v1/completions", "g": "/generate", "k": "/tokenize", "d": "/detokenize"}
+PATHS = {
+    "c": "/v1/chat/completions",
+    "t": "/v1/completions",
+    "g": "/generate",
+    "k": "/tokenize",
+    "d": "/detokenize",
+}
 OUTER = {"s": "g", "o": "t"}
 LIMITS = {"c": "max_tokens", "t": "max_tokens", "s": "max_new_tokens"}
 
 
 class Service:
-    """The fleet's router, asked for each kind of body in the same way: greedy, six tokens unless a field says else."""
+    """The fleet's router, asked for each kind of body in the same way: greedy, six tokens unless a
+    field says else.
+    """
 
-    def __init__(self, fleet: Fleet, client: openai.AsyncOpenAI, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, fleet: Fleet, client: openai.AsyncOpenAI, session: aiohttp.ClientSession
+    ) -> None:
         self.fleet, self.client, self.session = fleet, client, session
 
     async def ask(self, body: str, **fields: Any) -> Any:
-        """The answer as a document. `s` and `o` put the fields inside /generate's and completions' own."""
+        """The answer as a document.
+
+        `s` and `o` put the fields inside /generate's and completions' own.
+        """
         if body in ("c", "t", "o"):
             return await self._openai(body, fields)
         return await self.post(PATHS[OUTER.get(body, body)], self.document(body, fields))
@@ -56,19 +72,36 @@ class Service:
             "k": {"prompt": PROMPT},
             "d": {"tokens": [EOS, 300]},
         }
-        drop = {"g": "text" if "input_ids" in fields else "", "k": "prompt" if "messages" in fields else ""}.get(body)
+        drop = {
+            "g": "text" if "input_ids" in fields else "",
+            "k": "prompt" if "messages" in fields else "",
+        }.get(body)
         return {name: value for name, value in {**base[body], **fields}.items() if name != drop}
 
     async def _openai(self, body: str, fields: dict[str, Any]) -> Any:
         if body == "o":
             fields = {"stream": True, "stream_options": fields}
-        named: dict[str, Any] = {"model": fields.pop("model", "kvflow-fields"), "temperature": 0, "max_tokens": 6}
-        named |= {"messages": [{"role": "user", "content": PROMPT}]} if body == "c" else {"prompt": PROMPT}
+        named: dict[str, Any] = {
+            "model": fields.pop("model", "kvflow-fields"),
+            "temperature": 0,
+            "max_tokens": 6,
+        }
+        named |= (
+            {"messages": [{"role": "user", "content": PROMPT}]}
+            if body == "c"
+            else {"prompt": PROMPT}
+        )
         if "max_completion_tokens" in fields:
             del named["max_tokens"]
         streamed = bool(fields.get("stream"))
-        named |= {name: fields.pop(name) for name in list(fields) if name in {*named, "stream", "stream_options"}}
-        create: Any = self.client.chat.completions.create if body == "c" else self.client.completions.create
+        named |= {
+            name: fields.pop(name)
+            for name in list(fields)
+            if name in {*named, "stream", "stream_options"}
+        }
+        create: Any = (
+            self.client.chat.completions.create if body == "c" else self.client.completions.create
+        )
         answer = await create(**named, extra_body=fields)
         return [chunk.to_dict() async for chunk in answer] if streamed else answer.to_dict()
 
@@ -83,15 +116,25 @@ class Service:
 def text_of(answer: Any) -> str:
     """The text of the first choice of any answer."""
     if isinstance(answer, list) and "choices" in answer[0]:  # a stream
-        return "".join(text_of({"choices": chunk["choices"]}) for chunk in answer if chunk["choices"])
+        return "".join(
+            text_of({"choices": chunk["choices"]}) for chunk in answer if chunk["choices"]
+        )
     if "choices" in answer:
         choice = answer["choices"][0]
-        return str(choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or "")
+        return str(
+            choice.get("text")
+            or choice.get("message", choice.get("delta", {})).get("content")
+            or ""
+        )
     return str(answer.get("text", answer.get("tokens")))
 
 
 def count_of(answer: Any) -> int:
-    return int(answer["usage"]["completion_tokens"] if "usage" in answer else answer["meta_info"]["completion_tokens"])
+    return int(
+        answer["usage"]["completion_tokens"]
+        if "usage" in answer
+        else answer["meta_info"]["completion_tokens"]
+    )
 
 
 def prompt_count(answer: Any) -> int:
@@ -103,8 +146,12 @@ def id_of(answer: Any) -> str:
 
 
 def model_dir(path: Path) -> Path:
-    """The demo model with a template that has variables, and a recommended sampling that is greedy."""
-    shutil.copytree(DEMO_MODEL_DIR, path, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__"))
+    """The demo model with a template that has variables,
+    and a recommended sampling that is greedy.
+    """
+    shutil.copytree(
+        DEMO_MODEL_DIR, path, ignore=shutil.ignore_patterns("*.py", "*.md", "__pycache__")
+    )
     (path / "chat_template.jinja").write_text(TEMPLATE + PROMPTED)
     recommended = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps({**recommended, "top_k": 1}))
@@ -239,29 +286,45 @@ async def _bad_words(on: Service, body: str, name: str) -> None:
 
 @of("cts:frequency_penalty", "cts:presence_penalty")
 async def _penalties(on: Service, body: str, name: str) -> None:
-    """Each token is the best of the model's twenty best, less the penalty of what has been generated."""
+    """Each token is the best of the model's twenty best, less the penalty of what has been
+    generated.
+    """
     penalty = 2.0
     seen: Counter[Any] = Counter()
     for chosen, top in await _scored(on, body, {name: penalty, LIMITS[body]: 16}):
-        times = {token: seen[token] if name == "frequency_penalty" else min(seen[token], 1) for token in top}
+        times = {
+            token: seen[token] if name == "frequency_penalty" else min(seen[token], 1)
+            for token in top
+        }
         assert chosen == max(top, key=lambda token: top[token] - penalty * times[token])
         seen[chosen] += 1
     assert len(seen) > 4
 
 
-async def _scored(on: Service, body: str, fields: dict[str, Any]) -> list[tuple[Any, dict[Any, float]]]:
+async def _scored(
+    on: Service, body: str, fields: dict[str, Any]
+) -> list[tuple[Any, dict[Any, float]]]:
     """Each generated token, and the model's twenty best with their log-probabilities."""
     if body == "s":
         document = {**on.document("s", fields), "return_logprob": True, "top_logprobs_num": 20}
         meta = (await on.post("/generate", document))["meta_info"]
-        top = [{token: logprob for logprob, token, _ in best} for best in meta["output_top_logprobs"]]
-        return [(one[1], best) for one, best in zip(meta["output_token_logprobs"], top, strict=True)]
-    wanted: dict[str, Any] = {"logprobs": True, "top_logprobs": 20} if body == "c" else {"logprobs": 20}
+        top = [
+            {token: logprob for logprob, token, _ in best} for best in meta["output_top_logprobs"]
+        ]
+        return [
+            (one[1], best) for one, best in zip(meta["output_token_logprobs"], top, strict=True)
+        ]
+    wanted: dict[str, Any] = (
+        {"logprobs": True, "top_logprobs": 20} if body == "c" else {"logprobs": 20}
+    )
     logprobs = (await on.ask(body, **fields, **wanted))["choices"][0]["logprobs"]
     if body == "t":
         return list(zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
     return [
-        (tuple(one["bytes"]), {tuple(best["bytes"]): best["logprob"] for best in one["top_logprobs"]})
+        (
+            tuple(one["bytes"]),
+            {tuple(best["bytes"]): best["logprob"] for best in one["top_logprobs"]},
+        )
         for one in logprobs["content"]
     ]
 
@@ -272,7 +335,12 @@ async def _repetition(on: Service, body: str, name: str) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32)
     prompt = PROMPT + " =>" if body == "c" else PROMPT
     ids = torch.tensor([TOKENIZER.encode(prompt)])
-    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "repetition_penalty": 1.5}
+    options = {
+        "max_new_tokens": 16,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "repetition_penalty": 1.5,
+    }
     stock = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
     answer = await on.ask(body, repetition_penalty=1.5, **{LIMITS[body]: 16})
     assert text_of(answer) == TOKENIZER.decode(stock, skip_special_tokens=True)
@@ -283,17 +351,27 @@ async def _echo(on: Service, body: str, name: str) -> None:
     assert text_of(await on.ask("t", echo=True)) == PROMPT + text_of(await on.ask("t"))
 
 
-@of("ct:logprobs", "c:top_logprobs", "g:return_logprob", "g:top_logprobs_num", "g:return_text_in_logprobs")
+@of(
+    "ct:logprobs",
+    "c:top_logprobs",
+    "g:return_logprob",
+    "g:top_logprobs_num",
+    "g:return_text_in_logprobs",
+)
 async def _logprobs(on: Service, body: str, name: str) -> None:
     if body == "g":
-        answer = await on.ask("g", return_logprob=True, top_logprobs_num=2, return_text_in_logprobs=True)
+        answer = await on.ask(
+            "g", return_logprob=True, top_logprobs_num=2, return_text_in_logprobs=True
+        )
         chosen = answer["meta_info"]["output_token_logprobs"]
         top = answer["meta_info"]["output_top_logprobs"]
         assert [one[1] for one in chosen] == answer["output_ids"]
         assert "".join(one[2] for one in chosen) == answer["text"]
         assert [pair[0] for pair in top] == chosen  # greedy
     elif body == "c":
-        answer = await on.ask("c", logprobs=True, top_logprobs=2, logit_bias={str(PART): 100}, max_tokens=1)
+        answer = await on.ask(
+            "c", logprobs=True, top_logprobs=2, logit_bias={str(PART): 100}, max_tokens=1
+        )
         (one,) = answer["choices"][0]["logprobs"]["content"]
         assert (one["token"], len(one["bytes"]), len(one["top_logprobs"])) == ("\ufffd", 1, 2)
     else:
@@ -313,7 +391,9 @@ async def _prompt_logprobs(on: Service, body: str, name: str) -> None:
     for cut in (1, len(ids) // 2):
         forced = {"temperature": 0, "max_new_tokens": 1, "logit_bias": {str(ids[cut]): 100}}
         one = await on.ask("g", input_ids=ids[:cut], return_logprob=True, sampling_params=forced)
-        assert one["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(scores[cut][0], abs=1e-3)
+        assert one["meta_info"]["output_token_logprobs"][0][0] == pytest.approx(
+            scores[cut][0], abs=1e-3
+        )
 
 
 @of("ctg:stream", "ct:stream_options", "o:include_usage", "o:continuous_usage_stats")
@@ -324,16 +404,34 @@ async def _streams(on: Service, body: str, name: str) -> None:
         assert json.loads(events[-2])["text"] == text_of(await on.ask("g"))
         return
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = await on.ask("o", **options) if body == "o" else await on.ask(body, stream=True, stream_options=options)
+    chunks = (
+        await on.ask("o", **options)
+        if body == "o"
+        else await on.ask(body, stream=True, stream_options=options)
+    )
     assert text_of(chunks) == text_of(await on.ask("t" if body == "o" else body))
     assert chunks[-1]["usage"]["completion_tokens"] == 6
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]][-6:] == [1, 2, 3, 4, 5, 6]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]][-6:] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
-@of("ck:chat_template_kwargs", "ck:reasoning_effort", "k:add_generation_prompt", "tk:add_special_tokens")
+@of(
+    "ck:chat_template_kwargs",
+    "ck:reasoning_effort",
+    "k:add_generation_prompt",
+    "tk:add_special_tokens",
+)
 async def _templates(on: Service, body: str, name: str) -> None:
     if name == "add_special_tokens":  # this model's tokenizer adds none
-        assert prompt_count(await on.ask(body, add_special_tokens=False)) == len(TOKENIZER.encode(PROMPT))
+        assert prompt_count(await on.ask(body, add_special_tokens=False)) == len(
+            TOKENIZER.encode(PROMPT)
+        )
         return
     value = {"chat_template_kwargs": {"lead": "first "}, "reasoning_effort": "low"}.get(name, False)
     lead = {"chat_template_kwargs": "first ", "reasoning_effort": "low"}.get(name, "")
@@ -361,20 +459,26 @@ async def _ids(on: Service, body: str, name: str) -> None:
 
 @of("g:return_hidden_states")
 async def _hidden_states(on: Service, body: str, name: str) -> None:
-    """Of the last token: what transformers' body says of the token that it was chosen from, here and at the prompt."""
+    """Of the last token: what transformers' body says of the token that it was chosen from, here
+    and at the prompt.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_DIR, dtype=torch.float32)
     for count in (0, 1, 6):
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
         answer = await on.ask("g", sampling_params=sampling, return_hidden_states="last")
         ids = TOKENIZER.encode(PROMPT) + answer["output_ids"][: max(0, count - 1)]
         want = model.base_model(torch.tensor([ids])).last_hidden_state[0, -1]
-        torch.testing.assert_close(torch.tensor(answer["meta_info"]["hidden_states"]), want, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(
+            torch.tensor(answer["meta_info"]["hidden_states"]), want, atol=1e-3, rtol=1e-3
+        )
     assert "hidden_states" not in (await on.ask("g", return_hidden_states=False))["meta_info"]
 
 
 @of("ctg:priority")
 async def _priority(on: Service, body: str, name: str) -> None:
-    """It decides who waits, never what is generated; through the router, both legs know its limits."""
+    """It decides who waits, never what is generated; through the router,
+    both legs know its limits.
+    """
     for value in (-5, 5):
         assert text_of(await on.ask(body, priority=value)) == text_of(await on.ask(body))
     with pytest.raises((openai.BadRequestError, AssertionError), match=r"400.*`priority`"):
@@ -383,9 +487,13 @@ async def _priority(on: Service, body: str, name: str) -> None:
 
 @of("ctg:cache_salt", "ctg:extra_key")
 async def _salts(on: Service, body: str, name: str) -> None:
-    """They say what may be shared (tests/server/test_prefixes.py), never what is generated; both legs check them."""
+    """They say what may be shared (tests/server/test_prefixes.py), never what is generated; both
+    legs check them.
+    """
     assert text_of(await on.ask(body, **{name: "mine"})) == text_of(await on.ask(body))
-    with pytest.raises((openai.BadRequestError, AssertionError), match=rf"400.*{name}: 513 characters, limit 512"):
+    with pytest.raises(
+        (openai.BadRequestError, AssertionError), match=rf"400.*{name}: 513 characters, limit 512"
+    ):
         await on.ask(body, **{name: "a" * 513})
 
 
@@ -398,9 +506,13 @@ async def _meeting(on: Service, body: str, name: str) -> None:
 
 @of("ctg:routed_dp_rank", "ctg:data_parallel_rank", "ctg:disagg_prefill_dp_rank")
 async def _groups(on: Service, body: str, name: str) -> None:
-    """Both roles of a fleet are one group each; either leg's word may be the one that comes first."""
+    """Both roles of a fleet are one group each;
+    either leg's word may be the one that comes first.
+    """
     assert text_of(await on.ask(body, **{name: 0})) == text_of(await on.ask(body))
-    with pytest.raises((openai.BadRequestError, AssertionError), match=rf"400.*{name}:? '?1'? is .*0\.\.0"):
+    with pytest.raises(
+        (openai.BadRequestError, AssertionError), match=rf"400.*{name}:? '?1'? is .*0\.\.0"
+    ):
         await on.ask(body, **{name: 1})
 
 
@@ -416,7 +528,9 @@ async def test_what_works_is_seen_in_values(service: Service, body: str, name: s
 
 @in_one_loop
 async def test_the_models_recommended_sampling_is_the_default(service: Service) -> None:
-    """top_k 1 in generation_config.json: hot as it may be, the answer is greedy; /generate does not read it."""
+    """top_k 1 in generation_config.json: hot as it may be, the answer is greedy; /generate does not
+    read it.
+    """
     for body, same in (("c", True), ("t", True), ("s", False)):
         answer = await service.ask(body, temperature=3.0, seed=1)
         assert (text_of(answer) == text_of(await service.ask(body))) == same, body
@@ -434,7 +548,9 @@ async def test_what_is_refused_is_named(service: Service) -> None:
             else:
                 raise AssertionError(f"{where} was accepted")
             accepted = next((value for value in field.accepts if value is not None), None)
-            await service.ask(body, **{field.name: accepted, **({LIMITS[body]: 1} if body in LIMITS else {})})
+            await service.ask(
+                body, **{field.name: accepted, **({LIMITS[body]: 1} if body in LIMITS else {})}
+            )
 
 
 @in_one_loop
@@ -442,4 +558,7 @@ async def test_what_is_harmless_changes_nothing(service: Service) -> None:
     plain = {body: text_of(await service.ask(body)) for body in BODIES}
     for field in TABLE[HARMLESS]:
         for body in field.bodies:
-            assert text_of(await service.ask(body, **{field.name: field.example})) == plain[body], (body, field.name)
+            assert text_of(await service.ask(body, **{field.name: field.example})) == plain[body], (
+                body,
+                field.name,
+            )

@@ -1,5 +1,6 @@
-"""A fleet that changes under load: workers are killed, restarted, drained, join, leave and switch their role, while a
-thousand requests and more are answered, each compared with what stock transformers makes of its prompt."""
+"""A fleet that changes under load: workers are killed, restarted, drained, join, leave and switch
+their role, while a thousand requests and more are answered, each compared with what stock
+transformers makes of its prompt."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Prompt(NamedTuple):
 
 @pytest.fixture(scope="module")
 def prompts() -> list[Prompt]:
-    """Two a prompt of the demo model, with their greedy continuations, made before anything is served."""
+    """Two a prompt of the demo model, with their greedy continuations, made before anything is
+    served.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
     stock = tiny_models.load_stock(DEMO_MODEL_DIR)
     made = []
@@ -53,7 +56,9 @@ def prompts() -> list[Prompt]:
 
 
 class Ended(NamedTuple):
-    """How a request ended: "done", "wrong", or the error that its client got; `tokens` it had by then."""
+    """How a request ended: "done", "wrong", or the error that its client got; `tokens` it had by
+    then.
+    """
 
     how: str
     tokens: int = 0
@@ -75,10 +80,15 @@ class Client:
             async with self._session.post(f"{self._url}/generate", json=body) as answer:
                 if answer.status != 200:
                     text = await answer.text()
-                    return Ended(" ".join([str(answer.status), *re.findall(r'"code": ?"(\w+)"', text)]), message=text)
+                    return Ended(
+                        " ".join([str(answer.status), *re.findall(r'"code": ?"(\w+)"', text)]),
+                        message=text,
+                    )
                 if stream:
                     return await self._streamed(answer, prompt)
-                return _compared(msgspec.json.decode(await answer.read())["output_ids"], prompt.expected)
+                return _compared(
+                    msgspec.json.decode(await answer.read())["output_ids"], prompt.expected
+                )
         except (aiohttp.ClientError, msgspec.DecodeError) as error:
             return Ended(type(error).__name__, message=str(error))
 
@@ -106,7 +116,12 @@ class OpenAIClient:
 
     async def ask(self, number: int) -> Ended:
         prompt = self._prompts[number % len(self._prompts)]
-        asked: Any = {"model": "default", "prompt": prompt.ids, "max_tokens": TOKENS, "temperature": 0}
+        asked: Any = {
+            "model": "default",
+            "prompt": prompt.ids,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+        }
         asked["extra_body"] = {"ignore_eos": True}
         text = ""
         try:
@@ -123,18 +138,24 @@ class OpenAIClient:
 
 
 def _compared(got: list[int], expected: list[int]) -> Ended:
-    return Ended("done" if got == expected else "wrong", len(got), "" if got == expected else str(got))
+    return Ended(
+        "done" if got == expected else "wrong", len(got), "" if got == expected else str(got)
+    )
 
 
 async def under_load(client: Client | OpenAIClient, least: int, disturb: Disturb) -> list[Ended]:
-    """At least so many requests, from `CLIENTS` clients, and more until `disturb` is through; each is answered."""
+    """At least so many requests, from `CLIENTS` clients, and more until `disturb` is through; each
+    is answered.
+    """
     numbers, ended = itertools.count(), list[Ended]()
     disturbing = asyncio.ensure_future(disturb())
 
     async def go_on() -> None:
         while len(ended) < least or not disturbing.done():
             began = time.monotonic()
-            ended.append((await client.ask(next(numbers)))._replace(seconds=time.monotonic() - began))
+            ended.append(
+                (await client.ask(next(numbers)))._replace(seconds=time.monotonic() - began)
+            )
             if disturbing.done() and disturbing.exception():
                 return
 
@@ -183,7 +204,11 @@ class Operator:
         await self._service.start(name)
         if not own:  # it does not do so by itself
             url = self._service.url(name)
-            assert (await self.call("POST", f"{self._router}/workers", {"url": url, "worker_type": role}))[0] == 202
+            assert (
+                await self.call(
+                    "POST", f"{self._router}/workers", {"url": url, "worker_type": role}
+                )
+            )[0] == 202
         await self.served(name, 10)
         print(f"  {name} has joined and serves")
         return name
@@ -216,7 +241,11 @@ async def at_rest(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
             while not owners or any(owners.values()):
                 async with session.get(f"{url}/metrics") as answer:
                     text = await answer.text()
-                samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+                samples = [
+                    sample
+                    for family in text_string_to_metric_families(text)
+                    for sample in family.samples
+                ]
                 rooms = sum(sample.value for sample in samples if sample.name == "kvflow_rooms")
                 pages = [sample for sample in samples if sample.name == "kvflow_pages"]
                 out = sum(sample.value for sample in pages if sample.labels["owner"] != "free")
@@ -232,7 +261,8 @@ def told(name: str, ended: list[Ended]) -> None:
     seconds = sorted(one.seconds for one in ended)
     ways = dict(Counter(one.how for one in ended))
     print(
-        f"{name}: {len(ended)} requests: {ways}; {seconds[len(seconds) // 2]:.2f} s median, {seconds[-1]:.2f} s at most"
+        f"{name}: {len(ended)} requests: {ways}; {seconds[len(seconds) // 2]:.2f} s median, "
+        f"{seconds[-1]:.2f} s at most"
     )
 
 
@@ -252,7 +282,9 @@ def session_with(key: str) -> aiohttp.ClientSession:
 
 
 @pytest.mark.parametrize("plane", ["local", "mooncake"])
-async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(prompts: list[Prompt], plane: str) -> None:
+async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(
+    prompts: list[Prompt], plane: str
+) -> None:
     least = REQUESTS
     if plane == "mooncake":
         pytest.importorskip("mooncake")
@@ -276,7 +308,9 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(pro
             await operator.switch("prefill-1", "prefill")
             await operator.switch("decode-0", "decode")
             await operator.restart(joined)
-            assert (await operator.call("POST", f"{router}/workers", {"url": service.url("decode-1")}))[0] == 202
+            assert (
+                await operator.call("POST", f"{router}/workers", {"url": service.url("decode-1")})
+            )[0] == 202
             await operator.served("decode-1", 10)
 
         ended = await under_load(Client(session, router, prompts), least, disturb)
@@ -286,7 +320,9 @@ async def test_a_fleet_that_changes_under_load_answers_every_request_rightly(pro
             await at_rest(session, service.url(name))
 
 
-async def test_the_official_client_sees_a_fleet_that_changes_as_one_server(prompts: list[Prompt]) -> None:
+async def test_the_official_client_sees_a_fleet_that_changes_as_one_server(
+    prompts: list[Prompt],
+) -> None:
     async with serving(keys=KEYS, prefix_cache="off") as service, session_with(KEYS.api) as session:
         router = await service.start_router()
         operator = Operator(session, service, router)
@@ -298,7 +334,9 @@ async def test_the_official_client_sees_a_fleet_that_changes_as_one_server(promp
             await operator.leave("prefill-1")
             await operator.switch("decode-0", "prefill")
 
-        async with openai.AsyncOpenAI(base_url=f"{router}/v1", api_key=KEYS.api, max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{router}/v1", api_key=KEYS.api, max_retries=0
+        ) as client:
             ended = await under_load(OpenAIClient(client, prompts), FEWER_REQUESTS, disturb)
         told("the openai client", ended)
         only_the_killed_lose(ended, operator.killed)
@@ -308,15 +346,26 @@ async def test_the_official_client_sees_a_fleet_that_changes_as_one_server(promp
 
 SGLANG = (
     *("--disable-circuit-breaker", "--policy", "round_robin", "--retry-max-retries", "10"),
-    *("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"),
+    *(
+        "--health-check-interval-secs",
+        "1",
+        "--health-failure-threshold",
+        "1",
+        "--health-success-threshold",
+        "1",
+    ),
 )
 
 
 async def test_behind_sglang_router_workers_join_leave_and_come_back(prompts: list[Prompt]) -> None:
     """It says which workers it uses by the same routes, and knows nothing of roles that change."""
     async with serving(prefix_cache="off") as service, session_with("") as session:
-        prefills = [(service.url(name), service.bootstrap_port(name)) for name in service.names("prefill")]
-        async with router_over(prefills, [*map(service.url, service.names("decode"))], *SGLANG) as router:
+        prefills = [
+            (service.url(name), service.bootstrap_port(name)) for name in service.names("prefill")
+        ]
+        async with router_over(
+            prefills, [*map(service.url, service.names("decode"))], *SGLANG
+        ) as router:
             operator = Operator(session, service, router)
 
             async def disturb() -> None:
@@ -349,7 +398,10 @@ async def test_a_role_that_cannot_start_leaves_the_old_one_and_a_busy_worker_kee
             status, answer = await operator.call("POST", switch, {"role": "prefill"})
             print(answer["error"]["message"])
             assert status == 500
-            assert f"port {service.bootstrap_port('decode-0')} on 127.0.0.1 is in use" in answer["error"]["message"]
+            assert (
+                f"port {service.bootstrap_port('decode-0')} on 127.0.0.1 is in use"
+                in answer["error"]["message"]
+            )
             assert [(await client.ask(number)).how for number in range(4)] == ["done"] * 4
         body = {
             "input_ids": prompts[0].ids,
@@ -359,17 +411,28 @@ async def test_a_role_that_cannot_start_leaves_the_old_one_and_a_busy_worker_kee
         async with session.post(f"{router}/generate", json=body) as stream:
             await stream.content.readuntil(b"\n\n")
             status, answer = await operator.call("POST", switch, {"role": "prefill"})
-            assert (status, answer["error"]["message"]) == (409, "this worker is not idle: 1 requests")
+            assert (status, answer["error"]["message"]) == (
+                409,
+                "this worker is not idle: 1 requests",
+            )
             assert b"[DONE]" in await stream.read()
-        assert (await operator.call("POST", switch, {"role": "prefill", "drain_timeout_s": 10}))[0] == 200
+        assert (await operator.call("POST", switch, {"role": "prefill", "drain_timeout_s": 10}))[
+            0
+        ] == 200
         assert (await operator.call("POST", switch, {"role": "decode"}))[0] == 200
         assert (await client.ask(0)).how == "done"
         info = (await operator.call("GET", f"{service.url('decode-0')}/server_info"))[1]
-        assert (info["started_as"], info["last_switch"]["ok"], info["rooms"]) == ("decode", True, {})
+        assert (info["started_as"], info["last_switch"]["ok"], info["rooms"]) == (
+            "decode",
+            True,
+            {},
+        )
         assert await service.workers["decode-0"].stop(START_S) == 0
 
 
-async def test_a_router_that_is_restarted_while_a_worker_drains_does_not_get_it(prompts: list[Prompt]) -> None:
+async def test_a_router_that_is_restarted_while_a_worker_drains_does_not_get_it(
+    prompts: list[Prompt],
+) -> None:
     port = free_port()
     router = f"http://127.0.0.1:{port}"
     slow = {"join": router, "transfer_rate_limit": 1 << 17}
@@ -382,15 +445,26 @@ async def test_a_router_that_is_restarted_while_a_worker_drains_does_not_get_it(
                 while known != [*roles]:
                     await asyncio.sleep(0.01)
                     found = (await operator.call("GET", f"{router}/workers"))[1]["workers"]
-                    known = sorted(worker["worker_type"] for worker in found if worker["is_healthy"])
+                    known = sorted(
+                        worker["worker_type"] for worker in found if worker["is_healthy"]
+                    )
 
         await service.start_router(alone=True, port=port)
         await until_known("decode", "prefill")
         assert (await Client(session, router, prompts).ask(0)).how == "done"
-        meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": service.bootstrap_port("prefill-0")}
-        body = {"input_ids": [i for prompt in prompts for i in prompt.ids], "bootstrap_room": 7, **meeting}
+        meeting = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": service.bootstrap_port("prefill-0"),
+        }
+        body = {
+            "input_ids": [i for prompt in prompts for i in prompt.ids],
+            "bootstrap_room": 7,
+            **meeting,
+        }
         # Not by the router, which is to be stopped.
-        legs = [session.post(f"{service.url(name)}/generate", json=body) for name in service.workers]
+        legs = [
+            session.post(f"{service.url(name)}/generate", json=body) for name in service.workers
+        ]
         asking = [asyncio.ensure_future(leg) for leg in legs]
         info: dict[str, Any] = {"rooms": {}}
         async with asyncio.timeout(START_S):

@@ -1,4 +1,6 @@
-"""Real roles behind real HTTP: the official client, sglang_router, disconnects, and roles killed under load."""
+"""Real roles behind real HTTP: the official client, sglang_router, disconnects, and roles killed
+under load.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,20 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 async def generate(session: aiohttp.ClientSession, url: str, **changes: Any) -> tuple[int, Any]:
-    body = {"text": DEMO_PROMPTS[0], "sampling_params": {"temperature": 0, "max_new_tokens": 8}, **changes}
+    body = {
+        "text": DEMO_PROMPTS[0],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+        **changes,
+    }
     async with session.post(f"{url}/generate", json=body) as answer:
         raw = await answer.read()
         return answer.status, (raw if changes.get("stream") else msgspec.json.decode(raw))
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_stranger_is_kept_from_the_control_link_of_a_fleet_that_was_given_no_key(fleet: Fleet) -> None:
+async def test_a_stranger_is_kept_from_the_control_link_of_a_fleet_that_was_given_no_key(
+    fleet: Fleet,
+) -> None:
     [info] = await RegistryClient().resolve(f"127.0.0.1:{fleet.prefills[0].bootstrap_port}")
     stranger = connect_dealer(info.control, 1)
     try:
@@ -62,10 +70,14 @@ async def test_a_stranger_is_kept_from_the_control_link_of_a_fleet_that_was_give
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_official_client(fleet: Fleet) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{fleet.url}/v1", api_key="none", max_retries=0
+    ) as client:
         [model] = [model.id async for model in client.models.list()]
         messages: Any = [{"role": "user", "content": "What is a class?"}]
-        plain = await client.chat.completions.create(model=model, messages=messages, max_tokens=12, temperature=0)
+        plain = await client.chat.completions.create(
+            model=model, messages=messages, max_tokens=12, temperature=0
+        )
         text = plain.choices[0].message.content or ""
         stream = await client.chat.completions.create(
             model=model, messages=messages, max_tokens=12, temperature=0, stream=True
@@ -73,13 +85,25 @@ async def test_the_official_client(fleet: Fleet) -> None:
         parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
         assert text
         assert "".join(parts) == text
-        several = await client.completions.create(model=model, prompt=list(DEMO_PROMPTS[:2]), n=2, max_tokens=5, seed=7)
+        several = await client.completions.create(
+            model=model, prompt=list(DEMO_PROMPTS[:2]), n=2, max_tokens=5, seed=7
+        )
         assert len({choice.text for choice in several.choices}) > 1
-        again = await client.completions.create(model=model, prompt=list(DEMO_PROMPTS[:2]), n=2, max_tokens=5, seed=7)
-        assert [choice.text for choice in again.choices] == [choice.text for choice in several.choices]
-        scored = await client.completions.create(model=model, prompt=DEMO_PROMPTS[0], max_tokens=3, logprobs=2)
+        again = await client.completions.create(
+            model=model, prompt=list(DEMO_PROMPTS[:2]), n=2, max_tokens=5, seed=7
+        )
+        assert [choice.text for choice in again.choices] == [
+            choice.text for choice in several.choices
+        ]
+        scored = await client.completions.create(
+            model=model, prompt=DEMO_PROMPTS[0], max_tokens=3, logprobs=2
+        )
         logprobs = scored.choices[0].logprobs
-        assert logprobs is not None and logprobs.token_logprobs is not None and logprobs.top_logprobs is not None
+        assert (
+            logprobs is not None
+            and logprobs.token_logprobs is not None
+            and logprobs.top_logprobs is not None
+        )
         assert all(value <= 0 for value in logprobs.token_logprobs)
         with pytest.raises(openai.BadRequestError, match="context"):
             await client.completions.create(model=model, prompt="class " * 5000, max_tokens=1)
@@ -99,15 +123,24 @@ async def test_behind_sglang_router(fleet: Fleet) -> None:
         assert msgspec.json.decode(events[-2])["output_ids"] == direct["output_ids"]
         _, scored = await generate(session, url, return_logprob=True)
         assert len(scored["meta_info"]["output_token_logprobs"]) == 8
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0
+        ) as client:
             messages: Any = [{"role": "user", "content": "What is a class?"}]
-            chat = await client.chat.completions.create(model="default", messages=messages, max_tokens=4, temperature=0)
+            chat = await client.chat.completions.create(
+                model="default", messages=messages, max_tokens=4, temperature=0
+            )
             assert chat.choices[0].message.content
-            text = await client.completions.create(model="default", prompt=DEMO_PROMPTS[0], max_tokens=8, temperature=0)
+            text = await client.completions.create(
+                model="default", prompt=DEMO_PROMPTS[0], max_tokens=8, temperature=0
+            )
             assert text.choices[0].text == direct["text"]
-            async with asyncio.timeout(WITHIN_S):  # both legs refuse by themselves: neither waits for the other
+            # Both legs refuse by themselves: neither waits for the other.
+            async with asyncio.timeout(WITHIN_S):
                 with pytest.raises(openai.BadRequestError, match="regex is not supported"):
-                    await client.completions.create(model="default", prompt="a", extra_body={"regex": "a+"})
+                    await client.completions.create(
+                        model="default", prompt="a", extra_body={"regex": "a+"}
+                    )
                 with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
                     await client.completions.create(model="other", prompt="a")
         assert await all_home(session, prefill, decode)
@@ -118,7 +151,9 @@ async def test_a_client_that_leaves_frees_its_pages(fleet: Fleet) -> None:
     prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
     async with aiohttp.ClientSession() as session:
         for stream in (True, False):
-            request = asyncio.create_task(generate(session, fleet.url, stream=stream, sampling_params=LONG))
+            request = asyncio.create_task(
+                generate(session, fleet.url, stream=stream, sampling_params=LONG)
+            )
             async with asyncio.timeout(WITHIN_S):
                 while not (info := await ask(session, f"{decode}/server_info"))["running"]:
                     await asyncio.sleep(0.01)
@@ -135,7 +170,9 @@ async def test_clients_that_leave_do_not_hurt_their_neighbours(fleet: Fleet) -> 
     async with aiohttp.ClientSession() as session:
         neighbour = asyncio.create_task(generate(session, fleet.url, sampling_params=neighbourly))
         for _ in range(20):
-            leaver = asyncio.create_task(generate(session, fleet.url, stream=True, sampling_params=LONG))
+            leaver = asyncio.create_task(
+                generate(session, fleet.url, stream=True, sampling_params=LONG)
+            )
             async with asyncio.timeout(WITHIN_S):
                 info = await ask(session, f"{decode}/server_info")
                 while info["running"] < 2 and not neighbour.done():
@@ -156,11 +193,15 @@ async def aborted(session: aiohttp.ClientSession, url: str, **body: Any) -> int:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_abort_answers_with_what_there_is_and_frees_its_pages(fleet: Fleet, stream: bool) -> None:
+async def test_an_abort_answers_with_what_there_is_and_frees_its_pages(
+    fleet: Fleet, stream: bool
+) -> None:
     prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
     async with aiohttp.ClientSession() as session:
         asked = [
-            asyncio.create_task(generate(session, fleet.url, rid=rid, stream=stream, sampling_params=LONG))
+            asyncio.create_task(
+                generate(session, fleet.url, rid=rid, stream=stream, sampling_params=LONG)
+            )
             for rid in ("first", "second", "third")
         ]
         async with asyncio.timeout(WITHIN_S):
@@ -176,7 +217,11 @@ async def test_an_abort_answers_with_what_there_is_and_frees_its_pages(fleet: Fl
             events = body.decode().split("\n\n") if stream else []
             document = msgspec.json.decode(events[-3].removeprefix("data: ")) if stream else body
             assert document["meta_info"]["finish_reason"]["type"] == "abort"
-            assert document["meta_info"]["completion_tokens"] == len(document["output_ids"]) < LONG["max_new_tokens"]
+            assert (
+                document["meta_info"]["completion_tokens"]
+                == len(document["output_ids"])
+                < LONG["max_new_tokens"]
+            )
         assert await all_home(session, prefill, decode)
 
 
@@ -184,7 +229,9 @@ async def test_an_abort_answers_with_what_there_is_and_frees_its_pages(fleet: Fl
 async def test_an_http2_preface_prints_nothing(fleet: Fleet) -> None:
     for child in fleet.children:
         before = list(child.last_lines)
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(child.url.rsplit(":", 1)[1]))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(child.url.rsplit(":", 1)[1])
+        )
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
         assert b" 400 " in await asyncio.wait_for(reader.read(), 5)
         writer.close()
@@ -196,11 +243,15 @@ async def test_an_http2_preface_prints_nothing(fleet: Fleet) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["prefill", "decode", "router"])
-@pytest.mark.parametrize(("num_pages", "backend"), [(512, "local"), (160, "mooncake")], ids=["for some", "for one"])
+@pytest.mark.parametrize(
+    ("num_pages", "backend"), [(512, "local"), (160, "mooncake")], ids=["for some", "for one"]
+)
 async def test_a_role_killed_under_load(
     victim: str, backend: str, num_pages: int, session: aiohttp.ClientSession
 ) -> None:
-    """Clients get an answer, survivors get their pages back, within ten seconds; those that wait for pages too."""
+    """Clients get an answer, survivors get their pages back, within ten seconds; those that wait
+    for pages too.
+    """
     if backend == "mooncake":
         pytest.importorskip("mooncake.engine")
     rate = 2 << 20  # slow enough that some rooms are in mid-transfer
@@ -210,7 +261,13 @@ async def test_a_role_killed_under_load(
         long_prompt = " ".join(DEMO_PROMPTS) * 4
         loads = [
             asyncio.create_task(
-                generate(session, fleet.url, text=f"{long_prompt} {i}", stream=bool(i % 2), sampling_params=LONG)
+                generate(
+                    session,
+                    fleet.url,
+                    text=f"{long_prompt} {i}",
+                    stream=bool(i % 2),
+                    sampling_params=LONG,
+                )
             )
             for i in range(8)
         ]
@@ -221,9 +278,12 @@ async def test_a_role_killed_under_load(
                 info = await ask(session, f"{roles['decode'].url}/server_info")
         roles[victim].process.kill()
         survivors = [child.url for role, child in roles.items() if role not in (victim, "router")]
-        if victim == "prefill":  # who had not landed has an error now; who had landed goes on, until its client leaves
+        # Who had not landed has an error now; who had landed goes on, until its client leaves.
+        if victim == "prefill":
             await until_no_rooms(session, roles["decode"].url)
-            done, landed = await asyncio.wait(loads, timeout=WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+            done, landed = await asyncio.wait(
+                loads, timeout=WITHIN_S, return_when=asyncio.FIRST_COMPLETED
+            )
             for load in landed:
                 load.cancel()
             await asyncio.wait(loads)
@@ -249,7 +309,9 @@ async def until_no_rooms(session: aiohttp.ClientSession, url: str) -> None:
 
 
 @pytest.mark.slow
-async def test_pools_that_do_not_fit_are_a_clear_error(tmp_path: Path, session: aiohttp.ClientSession) -> None:
+async def test_pools_that_do_not_fit_are_a_clear_error(
+    tmp_path: Path, session: aiohttp.ClientSession
+) -> None:
     config = tmp_path / "kvflow.toml"
     config.write_text("[prefill]\npage_size = 16\n[decode]\npage_size = 32\n")
     given = {"model_path": str(DEMO_MODEL_DIR), "port": 0, "num_pages": 64}
@@ -295,7 +357,18 @@ WITH_STORE = ("--prefix-cache", "lru", "--cache-host-bytes", str(1 << 24), "--l3
 async def test_up_leaves_no_orphan(number: signal.Signals, more: tuple[str, ...]) -> None:
     if more:
         pytest.importorskip("mooncake")
-    command = (sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--num-pages", "64", "--decode-workers", "2")
+    command = (
+        sys.executable,
+        "-m",
+        "kvflow.cli",
+        "up",
+        "--port",
+        "0",
+        "--num-pages",
+        "64",
+        "--decode-workers",
+        "2",
+    )
     process = await asyncio.create_subprocess_exec(
         *command, *more, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )
@@ -319,7 +392,10 @@ async def test_up_leaves_no_orphan(number: signal.Signals, more: tuple[str, ...]
 async def test_the_chat_example(fleet: Fleet) -> None:
     example = Path(__file__).parents[2] / "examples" / "chat.py"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(example), env={**os.environ, "KVFLOW_URL": fleet.url}, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        str(example),
+        env={**os.environ, "KVFLOW_URL": fleet.url},
+        stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0

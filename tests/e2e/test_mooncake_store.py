@@ -67,7 +67,9 @@ async def another(master: MooncakeMaster, pid: int) -> None:
 
 async def test_a_missing_program_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake_master, "NAME", "no_such_master")
-    with pytest.raises(MisuseError, match=r"there is no no_such_master: pip install 'kvflow\[mooncake\]'"):
+    with pytest.raises(
+        MisuseError, match=r"there is no no_such_master: pip install 'kvflow\[mooncake\]'"
+    ):
         await MooncakeMaster().start()
 
 
@@ -85,7 +87,9 @@ async def test_the_master_comes_back_and_leaves_with_who_has_started_it() -> Non
     await master.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", _MASTER, stdout=asyncio.subprocess.PIPE)
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _MASTER, stdout=asyncio.subprocess.PIPE
+    )
     assert parent.stdout is not None
     pid = int(await parent.stdout.readline())
     parent.kill()
@@ -139,9 +143,18 @@ async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mooncake")
-    monkeypatch.setattr(mooncake_master, "FIRST_PAUSE_S", 4.0)  # long enough to be served without it
-    tier = {"prefix_cache": "lru", "page_size": PAGE_SIZE, "cache_host_bytes": 1 << 24, "l3": "mooncake"}
-    async with running(**tier, mooncake_global_segment_size=1 << 26) as fleet, aiohttp.ClientSession() as session:
+    # Long enough to be served without it.
+    monkeypatch.setattr(mooncake_master, "FIRST_PAUSE_S", 4.0)
+    tier = {
+        "prefix_cache": "lru",
+        "page_size": PAGE_SIZE,
+        "cache_host_bytes": 1 << 24,
+        "l3": "mooncake",
+    }
+    async with (
+        running(**tier, mooncake_global_segment_size=1 << 26) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         assert fleet.store is not None
         users = Users(session, fleet, seed)
         users.new_prompts(4)
@@ -156,7 +169,11 @@ async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
                 pass
         await users.forget()
         turns = await users.ask(users.prompts)
-        print("read back from the store:", [turn.cached_tokens for turn in turns], await users.stores())
+        print(
+            "read back from the store:",
+            [turn.cached_tokens for turn in turns],
+            await users.stores(),
+        )
         assert all(turn.cached_tokens == 96 for turn in turns)
         assert all(cache["fetched_pages"] >= 12 for cache in await users.stores())
         await users.forget()
@@ -165,25 +182,40 @@ async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
         pid, killed_s = fleet.store.pid, time.monotonic()
         os.kill(pid, signal.SIGKILL)
         await users.ask(users.prompts)
-        dead = await users.until_stores(lambda caches: not any(c["storage"]["readable"] for c in caches))
+        dead = await users.until_stores(
+            lambda caches: not any(c["storage"]["readable"] for c in caches)
+        )
         await users.ask(users.new_prompts(4))
-        waited = [cache["storage"]["stalls"] - n for cache, n in zip(await users.stores(), before, strict=True)]
-        assert max(waited) <= 2, "of each role one read and one write at most wait for a store that is gone"
+        waited = [
+            cache["storage"]["stalls"] - n
+            for cache, n in zip(await users.stores(), before, strict=True)
+        ]
+        assert max(waited) <= 2, (
+            "of each role one read and one write at most wait for a store that is gone"
+        )
         async with session.get(f"{fleet.prefills[0].url}/metrics") as answer:
             metrics = await answer.text()
         assert fleet.store.pid == pid, "the master was back before it was asked for"
         print(f"without a master, {time.monotonic() - killed_s:.1f} s after its death:", dead)
-        assert "kvflow_cache_storage_readable 0.0" in metrics and "kvflow_cache_storage_trips_total" in metrics
+        assert (
+            "kvflow_cache_storage_readable 0.0" in metrics
+            and "kvflow_cache_storage_trips_total" in metrics
+        )
 
         await another(fleet.store, pid)
-        back = await users.until_stores(lambda caches: all(c["storage"]["readable"] for c in caches))
+        back = await users.until_stores(
+            lambda caches: all(c["storage"]["readable"] for c in caches)
+        )
         await users.until_stores(lambda caches: all(c["storage"]["writable"] for c in caches))
         before = [cache["stored_pages"] for cache in back]
 
         async def stored_again() -> bool:
             """There is no room before the workers have lent theirs again."""
             await users.ask(users.new_prompts(1))
-            return all(c["stored_pages"] >= n + 4 for c, n in zip(await users.stores(), before, strict=True))
+            return all(
+                c["stored_pages"] >= n + 4
+                for c, n in zip(await users.stores(), before, strict=True)
+            )
 
         async with asyncio.timeout(40):
             while not await stored_again():

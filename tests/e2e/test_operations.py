@@ -1,4 +1,6 @@
-"""An operator's day: keys on both planes, a prefill that freezes with pages in its hands, and how it is ended."""
+"""An operator's day: keys on both planes, a prefill that freezes with pages in its hands, and how
+it is ended.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from kvflow.transports.control.curve import write_key
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 
 KEY = "sesame"
-BODY = {"text": " ".join(DEMO_PROMPTS) * 4, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+BODY = {
+    "text": " ".join(DEMO_PROMPTS) * 4,
+    "sampling_params": {"temperature": 0, "max_new_tokens": 4},
+}
 
 
 async def generate(session: aiohttp.ClientSession, url: str, **changes: Any) -> tuple[int, Any]:
@@ -35,10 +40,19 @@ async def health(session: aiohttp.ClientSession, url: str) -> tuple[int, str]:
 
 async def declare_dead(url: str, key: str, incarnation: str) -> tuple[int | None, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvflow.cli", "declare-dead", "--url", url, "--why", "it burnt down", incarnation,
+        sys.executable,
+        "-m",
+        "kvflow.cli",
+        "declare-dead",
+        "--url",
+        url,
+        "--why",
+        "it burnt down",
+        incarnation,
         env={**os.environ, "KVFLOW_ADMIN_API_KEY": key},
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
     out, _ = await process.communicate()
     return process.returncode, out.decode()
 
@@ -57,7 +71,12 @@ async def busy(session: aiohttp.ClientSession, prefills: list[Child]) -> tuple[C
 @pytest.mark.xdist_group("fleets")
 async def test_a_frozen_prefill_of_this_host_is_ended_and_not_declared_dead(tmp_path: Path) -> None:
     write_key(str(tmp_path / "key"))
-    limits = {"prefill_workers": 2, "max_quarantine_share": 0.0, "transfer_rate_limit": 1 << 17, "num_pages": 512}
+    limits = {
+        "prefill_workers": 2,
+        "max_quarantine_share": 0.0,
+        "transfer_rate_limit": 1 << 17,
+        "num_pages": 512,
+    }
     keys = {"api_key": "clients", "admin_api_key": KEY, "control_key_file": str(tmp_path / "key")}
     async with (
         running(**limits, **keys) as fleet,
@@ -70,28 +89,45 @@ async def test_a_frozen_prefill_of_this_host_is_ended_and_not_declared_dead(tmp_
         await freeze(frozen.process.pid)
         try:
             status, answer = await asyncio.wait_for(asking, 40)
-            # The prefill is lost before the first token, so the router tries the other one: at the same decode. Unless
-            # a check has found that decode in quarantine before its answer was there: then there is none to try.
+            # The prefill is lost before the first token, so the router tries the other one: at the
+            # same decode. Unless a check has found that decode in quarantine before its answer was
+            # there: then there is none to try.
             error = answer["error"]
             refused = status == 503 and "pages are in quarantine" in error["message"]
             assert refused or (status, error["code"]) == (502, "peer_lost"), answer
             status, text = await health(session, decode)
             assert status == 503 and "pages are in quarantine" in text
-            meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": other.bootstrap_port, "bootstrap_room": 5}
+            meeting = {
+                "bootstrap_host": "127.0.0.1",
+                "bootstrap_port": other.bootstrap_port,
+                "bootstrap_room": 5,
+            }
             status, answer = await generate(session, decode, **meeting)
             assert status == 503 and "pages are in quarantine" in answer["error"]["message"]
             async with session.get(f"{decode}/metrics") as metrics:
                 lines = (await metrics.text()).splitlines()
-            assert 'kvflow_peers{phase="silent"} 1.0' in lines and "kvflow_quarantine_limit_pages 0.0" in lines
-            [peer] = [p for p in (await ask(session, f"{decode}/peers"))["peers"] if p["phase"] == "silent"]
-            assert peer["incarnation"] == incarnation and peer["quarantine_pages"] > 0 and peer["loans"] == 1
+            assert (
+                'kvflow_peers{phase="silent"} 1.0' in lines
+                and "kvflow_quarantine_limit_pages 0.0" in lines
+            )
+            [peer] = [
+                p
+                for p in (await ask(session, f"{decode}/peers"))["peers"]
+                if p["phase"] == "silent"
+            ]
+            assert (
+                peer["incarnation"] == incarnation
+                and peer["quarantine_pages"] > 0
+                and peer["loans"] == 1
+            )
             code, said = await declare_dead(decode, "guessed", incarnation)
             assert code == 2 and "401" in said
             assert (await health(session, decode))[0] == 503
             code, said = await declare_dead(decode, KEY, incarnation)
             assert code == 2 and f"end that process (kill -9 {frozen.process.pid})" in said
             assert (await health(session, decode))[0] == 503
-            frozen.process.send_signal(signal.SIGKILL)  # what it may still write ends with it: that is proof
+            # What it may still write ends with it: that is proof.
+            frozen.process.send_signal(signal.SIGKILL)
             assert await all_home(session, decode)
             assert (await health(session, decode))[0] == 200
         finally:

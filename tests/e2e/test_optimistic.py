@@ -1,4 +1,6 @@
-"""Optimistic prefill through HTTP: prefill legs that come long before decode's, and some whose decode stays away."""
+"""Optimistic prefill through HTTP: prefill legs that come long before decode's, and some whose
+decode stays away.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ OTHER = " ".join(reversed(PROMPTS[-1].split(" ")))
 FAST = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
-async def generate(session: aiohttp.ClientSession, url: str, prompt: str, **meeting: Any) -> tuple[int, Any]:
+async def generate(
+    session: aiohttp.ClientSession, url: str, prompt: str, **meeting: Any
+) -> tuple[int, Any]:
     body = {"text": prompt, "sampling_params": FAST, **meeting}
     async with session.post(f"{url}/generate", json=body) as answer:
         return answer.status, msgspec.json.decode(await answer.read())
@@ -35,13 +39,21 @@ async def counted(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     async with session.get(f"{url}/metrics") as answer:
         families = list(text_string_to_metric_families(await answer.text()))
     samples = [sample for family in families for sample in family.samples]
-    return {s.name.removeprefix("kvflow_optimistic_"): s.value for s in samples if "_optimistic_" in s.name}
+    return {
+        s.name.removeprefix("kvflow_optimistic_"): s.value
+        for s in samples
+        if "_optimistic_" in s.name
+    }
 
 
 @pytest.mark.parametrize(("pp", "requests"), [(1, 120), (2, 72)])
-async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests: int, seed: int) -> None:
-    """A pool of some two prompts. Who meets gets its tokens; who does not is told at the rendezvous; nothing leaks, at
-    any rank."""
+async def test_a_storm_of_legs_that_come_before_their_decodes(
+    pp: int, requests: int, seed: int
+) -> None:
+    """A pool of some two prompts.
+
+    Who meets gets its tokens; who does not is told at the rendezvous; nothing leaks, at any
+    rank."""
     chance = random.Random(seed)
     rooms = itertools.count(1)
     async with (
@@ -49,7 +61,9 @@ async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests:
         aiohttp.ClientSession() as session,
     ):
         [prefill], [decode] = fleet.prefills, fleet.decodes
-        expected = [(await generate(session, fleet.url, prompt))[1]["output_ids"] for prompt in PROMPTS]
+        expected = [
+            (await generate(session, fleet.url, prompt))[1]["output_ids"] for prompt in PROMPTS
+        ]
         ended: Counter[str] = Counter()
 
         async def holding(count: int) -> None:
@@ -83,14 +97,22 @@ async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests:
         async def begun(before: float) -> None:
             """Prefill has begun one more since, or has nowhere to."""
             for _ in range(20):
-                if (await ask(session, f"{prefill.url}/server_info"))["optimistic_prefill"]["starts"] > before:
+                if (await ask(session, f"{prefill.url}/server_info"))["optimistic_prefill"][
+                    "starts"
+                ] > before:
                     return
 
         async def one(number: int) -> None:
             which, room = chance.randrange(len(PROMPTS)), next(rooms)
             how = chance.choice(("meets", "meets", "meets", "never", "leaves", "decode leaves"))
-            meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
-            before = (await ask(session, f"{prefill.url}/server_info"))["optimistic_prefill"]["starts"]
+            meeting = {
+                "bootstrap_host": "127.0.0.1",
+                "bootstrap_port": prefill.bootstrap_port,
+                "bootstrap_room": room,
+            }
+            before = (await ask(session, f"{prefill.url}/server_info"))["optimistic_prefill"][
+                "starts"
+            ]
             leg = asyncio.create_task(generate(session, prefill.url, PROMPTS[which], **meeting))
             await begun(before)
             if how == "never":
@@ -119,8 +141,12 @@ async def test_a_storm_of_legs_that_come_before_their_decodes(pp: int, requests:
         async with asyncio.timeout(120):
             await asyncio.gather(*(lane(number) for number in range(LANES)))
         assert await all_home(session, prefill.url, decode.url)
-        async with asyncio.timeout(WITHIN_S):  # what the other ranks told last may be some tenths of a second old
-            while not all(rank_is_home(rank) for rank in (await ask(session, f"{prefill.url}/server_info"))["ranks"]):
+        # What the other ranks told last may be some tenths of a second old.
+        async with asyncio.timeout(WITHIN_S):
+            while not all(
+                rank_is_home(rank)
+                for rank in (await ask(session, f"{prefill.url}/server_info"))["ranks"]
+            ):
                 pass
         found = await counted(session, prefill.url)
         print(f"seed {seed}, PP {pp}: {dict(ended)}, {found}")

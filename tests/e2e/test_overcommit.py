@@ -1,4 +1,6 @@
-"""`kvflow up` with 40 % of the pages that its requests need: all end, with the tokens of a pool that is large."""
+"""`kvflow up` with 40 % of the pages that its requests need: all end, with the tokens of a pool
+that is large.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,17 @@ SEED = 20
 
 
 def prompts(dice: random.Random) -> list[list[int]]:
-    return [[dice.randrange(10, 900) for _ in range(dice.randrange(8, 160))] for _ in range(REQUESTS)]
+    return [
+        [dice.randrange(10, 900) for _ in range(dice.randrange(8, 160))] for _ in range(REQUESTS)
+    ]
 
 
-async def answer(session: aiohttp.ClientSession, url: str, prompt: list[int], leave_after: int = 0) -> list[int]:
-    """The tokens of one streamed request, or its first `leave_after`, after which the client goes."""
+async def answer(
+    session: aiohttp.ClientSession, url: str, prompt: list[int], leave_after: int = 0
+) -> list[int]:
+    """The tokens of one streamed request, or its first `leave_after`,
+    after which the client goes.
+    """
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
     found: list[int] = []
@@ -40,10 +48,15 @@ async def answer(session: aiohttp.ClientSession, url: str, prompt: list[int], le
 async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     async with session.get(f"{url}/metrics") as got:
         lines = (await got.text()).splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] not in "#")}
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if line[:1] not in "#")
+    }
 
 
-async def tokens_of(fleet: Any, session: aiohttp.ClientSession, given: list[list[int]], ends: list[int]) -> Any:
+async def tokens_of(
+    fleet: Any, session: aiohttp.ClientSession, given: list[list[int]], ends: list[int]
+) -> Any:
     found = await asyncio.gather(
         *(answer(session, fleet.url, prompt, end) for prompt, end in zip(given, ends, strict=True))
     )
@@ -74,8 +87,18 @@ async def test_a_pool_of_40_percent_with_and_without_aborts() -> None:
                 assert bool(told["kvflow_resumes_total"]) == bool(host_bytes)
                 assert bool(told["kvflow_recomputes_total"]) == (host_bytes < 1 << 28)
                 got, told = await tokens_of(fleet, session, given, leave)
-                assert got == [tokens[: end or None] for tokens, end in zip(want, leave, strict=True)]
-                assert (told["kvflow_host_memory_bytes"], told["kvflow_retracted_requests"]) == (0, 0)
+                assert got == [
+                    tokens[: end or None] for tokens, end in zip(want, leave, strict=True)
+                ]
+                assert (told["kvflow_host_memory_bytes"], told["kvflow_retracted_requests"]) == (
+                    0,
+                    0,
+                )
                 print(
-                    host_bytes, {name: value for name, value in told.items() if "retract" in name or "resume" in name}
+                    host_bytes,
+                    {
+                        name: value
+                        for name, value in told.items()
+                        if "retract" in name or "resume" in name
+                    },
                 )

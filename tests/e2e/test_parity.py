@@ -1,7 +1,8 @@
-"""Token parity across two processes: prefill in one, decode in another, real sockets and a real data plane between.
+"""Token parity across two processes: prefill in one, decode in another, real sockets and a real
+data plane between.
 
-fp32 must equal `model.generate`; half precision one process of kvflow with the same batch composition (batching alone
-flips tokens in stock transformers).
+fp32 must equal `model.generate`; half precision one process of kvflow with the same batch
+composition (batching alone flips tokens in stock transformers).
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ DEFAULT_PAGES = {
     "deepseek_v3": 64,
     "falcon_h1": 16,  # pages and a row of states; more of its kind in test_states.py
 }
-OTHER_ORDERS = {"llama": ("layer_first", "layer_first"), "deepseek_v3": ("page_first", "layer_first")}
+OTHER_ORDERS = {
+    "llama": ("layer_first", "layer_first"),
+    "deepseek_v3": ("page_first", "layer_first"),
+}
 GREEDY = {"temperature": 0, "max_new_tokens": NEW}
 SAMPLED = {"temperature": 1.3, "top_k": 40, "top_p": 0.8, "seed": 7, "max_new_tokens": NEW}
 Tiny = Callable[[str], Path]
@@ -45,7 +49,9 @@ pytestmark = pytest.mark.xdist_group("parity")  # one pair of processes for the 
 
 
 def prompts_for(page: int) -> list[list[int]]:
-    """16 prompts: one token, one page and its neighbours, many pages, and more than one, more than many chunks."""
+    """16 prompts: one token, one page and its neighbours, many pages, and more than one, more than
+    many chunks.
+    """
     edges = [1, page - 1, page, page + 1, 3 * page - 1, 3 * page, 3 * page + 1, 5 * page + 2]
     chunks = [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7, 4 * CHUNK]
     lengths = list(dict.fromkeys(n for n in edges + chunks if n > 0))
@@ -59,7 +65,9 @@ def tokens_of(reply: dict[str, Any]) -> list[list[int]]:
 
 
 def check_fp32(model: Model, family: str, expected: Expected) -> None:
-    """16 requests at once equal stock transformers, and the bytes that moved are what made them equal."""
+    """16 requests at once equal stock transformers, and the bytes that moved are what made them
+    equal.
+    """
     prompts = prompts_for(model.page_size)
     wanted: list[list[int]] = []
     prefill, decode = model.run(
@@ -67,7 +75,9 @@ def check_fp32(model: Model, family: str, expected: Expected) -> None:
     )
     for prompt, found, want in zip(prompts, tokens_of(decode), wanted, strict=True):
         assert found == want, f"prompt of {len(prompt)} tokens"
-    assert len({tuple(found) for found in wanted}) == len(prompts), "outputs that are all the same prove nothing"
+    assert len({tuple(found) for found in wanted}) == len(prompts), (
+        "outputs that are all the same prove nothing"
+    )
     for prompt, sends in zip(prompts, prefill["sends"], strict=True):
         assert sum(sends) == model.places_for(prompt)
     assert max(map(len, prefill["sends"])) > 2, "no prompt left in chunks"
@@ -75,19 +85,26 @@ def check_fp32(model: Model, family: str, expected: Expected) -> None:
 
 
 def check_zeroed_page(model: Model, prompts: list[list[int]], wanted: list[list[int]]) -> None:
-    """The negative control: parity would not notice pages that nobody reads, or the row of a model that has all in it.
-    (A page of one token may go unnoticed by some prompt, so there are several.)"""
+    """The negative control: parity would not notice pages that nobody reads, or the row of a model
+    that has all in it. (A page of one token may go unnoticed by some prompt, so there are
+    several.)"""
     chosen = [i for i, prompt in enumerate(prompts) if 2 <= len(prompt) <= 60][:4]
-    _, decode = model.run([prompts[i] for i in chosen], GREEDY, zero=(-1, "" if model.page_bytes else RINGS))
+    _, decode = model.run(
+        [prompts[i] for i in chosen], GREEDY, zero=(-1, "" if model.page_bytes else RINGS)
+    )
     spoiled = tokens_of(decode)
-    assert [tokens[0] for tokens in spoiled] == [wanted[i][0] for i in chosen], "the first token is prefill's"
+    assert [tokens[0] for tokens in spoiled] == [wanted[i][0] for i in chosen], (
+        "the first token is prefill's"
+    )
     changed = [tokens != wanted[i] for tokens, i in zip(spoiled, chosen, strict=True)]
     whole = model.page_size > 1 or not model.page_bytes
     assert len(changed) == 4 and (all(changed) if whole else any(changed))
 
 
 @pytest.mark.parametrize("family", DEFAULT_PAGES)
-def test_fp32_equals_generate(family: str, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_equals_generate(
+    family: str, pair: ProcessPair, tiny: Tiny, expected: Expected
+) -> None:
     with pair.open(tiny(family), page_size=DEFAULT_PAGES[family]) as model:
         check_fp32(model, family, expected)
 
@@ -108,9 +125,12 @@ def test_fp32_over_nixl(pair: ProcessPair, tiny: Tiny, expected: Expected) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "page"), [(f, page) for f in FAMILIES for page in PAGE_SIZES if page != DEFAULT_PAGES[f]]
+    ("family", "page"),
+    [(f, page) for f in FAMILIES for page in PAGE_SIZES if page != DEFAULT_PAGES[f]],
 )
-def test_fp32_matrix(family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_matrix(
+    family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
+) -> None:
     with pair.open(tiny(family), page_size=page) as model:
         check_fp32(model, family, expected)
 
@@ -118,7 +138,9 @@ def test_fp32_matrix(family: str, page: int, pair: ProcessPair, tiny: Tiny, expe
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGE_SIZES)
 @pytest.mark.parametrize("family", OTHER_ORDERS)
-def test_fp32_other_orders(family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_other_orders(
+    family: str, page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
+) -> None:
     """Layer-first on both sides, and page-first into layer-first."""
     with pair.open(tiny(family), page_size=page, orders=OTHER_ORDERS[family]) as model:
         check_fp32(model, family, expected)
@@ -126,15 +148,21 @@ def test_fp32_other_orders(family: str, page: int, pair: ProcessPair, tiny: Tiny
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGE_SIZES)
-def test_fp32_over_mooncake_all_page_sizes(page: int, pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+def test_fp32_over_mooncake_all_page_sizes(
+    page: int, pair: ProcessPair, tiny: Tiny, expected: Expected
+) -> None:
     if reason := mooncake_unavailable_reason():
         pytest.skip(reason)
     with pair.open(tiny("deepseek_v2"), page_size=page, plane="mooncake") as model:
         check_fp32(model, "deepseek_v2", expected)
 
 
-def check_one_process(model: Model, prompts: list[list[int]], params: dict[str, Any]) -> list[list[int]]:
-    """Tokens and logprobs of two processes are those of one, to the last bit, step by step in the same batch."""
+def check_one_process(
+    model: Model, prompts: list[list[int]], params: dict[str, Any]
+) -> list[list[int]]:
+    """Tokens and logprobs of two processes are those of one, to the last bit, step by step in the
+    same batch.
+    """
     params = {**params, "logprobs": 3}
     _, two = model.run(prompts, params, lockstep=True)
     one = model.single(prompts, params)
@@ -153,7 +181,12 @@ def check_bf16(model: Model) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=() if f in ("llama", "gemma3", "deepseek_v3") else (pytest.mark.slow,)) for f in FAMILIES],
+    [
+        pytest.param(
+            f, marks=() if f in ("llama", "gemma3", "deepseek_v3") else (pytest.mark.slow,)
+        )
+        for f in FAMILIES
+    ],
 )
 def test_bf16_equals_one_process(family: str, pair: ProcessPair, tiny: Tiny) -> None:
     with pair.open(tiny(family), dtype="bfloat16", max_batch_rooms=1) as model:
@@ -162,7 +195,9 @@ def test_bf16_equals_one_process(family: str, pair: ProcessPair, tiny: Tiny) -> 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_seeded_sampling_equals_one_process(dtype: str, pair: ProcessPair, tiny: Tiny) -> None:
-    """The same seed gives the same tokens, whatever restricts the choice; another seed gives others."""
+    """The same seed gives the same tokens, whatever restricts the choice; another seed gives
+    others.
+    """
     prompts = [prompt_of(n, n) for n in (3, 16, 41, 90)]
     variants: list[dict[str, Any]] = [
         {"temperature": 1.3},
@@ -175,7 +210,9 @@ def test_seeded_sampling_equals_one_process(dtype: str, pair: ProcessPair, tiny:
         for seed, variant in enumerate(variants):
             params = {**variant, "seed": seed, "max_new_tokens": NEW}
             seen += check_one_process(model, prompts, params)
-        seen += check_one_process(model, prompts, {**variants[-1], "seed": 99, "max_new_tokens": NEW})
+        seen += check_one_process(
+            model, prompts, {**variants[-1], "seed": 99, "max_new_tokens": NEW}
+        )
     assert len(set(map(tuple, seen))) == len(seen)
 
 
@@ -190,10 +227,18 @@ def test_seeded_sampling_ignores_the_company(pair: ProcessPair, tiny: Tiny) -> N
     assert len(set(map(tuple, together))) == len(prompts)
 
 
-def test_unsupported_models_are_refused_at_load(pair: ProcessPair, tiny: Tiny, expected: Expected) -> None:
+def test_unsupported_models_are_refused_at_load(
+    pair: ProcessPair, tiny: Tiny, expected: Expected
+) -> None:
     """One clear line from either role; the process is none the worse for it."""
     for worker in pair.workers:
-        shape = {"dtype": "float32", "page_size": 16, "order": "page_first", "plane": "local", "chunks": CHUNKS}
+        shape = {
+            "dtype": "float32",
+            "page_size": 16,
+            "order": "page_first",
+            "plane": "local",
+            "chunks": CHUNKS,
+        }
         with pytest.raises(
             WorkerError, match=r"^MisuseError: .*minimax' cannot be probed: MiniMax uses cache"
         ) as refusal:

@@ -1,4 +1,6 @@
-"""`kvflow up --prefix-cache`: conversations whose turns cost what is new in them, by what official clients see."""
+"""`kvflow up --prefix-cache`: conversations whose turns cost what is new in them, by what official
+clients see.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ async def chats(url: str, seed: int) -> list[list[Turn]]:
     dice = random.Random(seed)
     system = [dice.randrange(10, 900) for _ in range(200)]
     said = [
-        [[dice.randrange(10, 900) for _ in range(dice.randrange(5, 40))] for _ in range(TURNS)] for _ in range(USERS)
+        [[dice.randrange(10, 900) for _ in range(dice.randrange(5, 40))] for _ in range(TURNS)]
+        for _ in range(USERS)
     ]
 
     async def chat(user: int) -> list[Turn]:
@@ -87,28 +90,41 @@ async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
             urls = [child.url for child in (*fleet.prefills, *fleet.decodes)]
             assert await all_home(session, *urls)
             infos = [await ask(session, f"{url}/server_info") for url in urls]
-            assert all(info["pages"]["cache"] == info["prefix_cache"]["pages"] > 0 for info in infos)
+            assert all(
+                info["pages"]["cache"] == info["prefix_cache"]["pages"] > 0 for info in infos
+            )
             await session.post(f"{fleet.url}/flush_cache")
             for url in urls:
                 info = await ask(session, f"{url}/server_info")
-                assert info["pages"]["free"] == info["pages"]["total"] and not info["prefix_cache"]["pages"]
+                assert (
+                    info["pages"]["free"] == info["pages"]["total"]
+                    and not info["prefix_cache"]["pages"]
+                )
         # A pool that holds half of the conversations, and host memory that holds all of them.
-        async with running(num_pages=140, page_size=PAGE_SIZE, prefix_cache="lru", cache_host_bytes=1 << 26) as fleet:
+        async with running(
+            num_pages=140, page_size=PAGE_SIZE, prefix_cache="lru", cache_host_bytes=1 << 26
+        ) as fleet:
             tiered = await chats(fleet.url, seed)
             urls = [child.url for child in (*fleet.prefills, *fleet.decodes)]
             assert await all_home(session, *urls)
             caches = [(await ask(session, f"{url}/server_info"))["prefix_cache"] for url in urls]
             print("tiers, prefill and decode:", caches)
             assert all(cache["evicted_pages"] and cache["loaded_pages"] for cache in caches)
-    assert [[turn.tokens for turn in turns] for turns in tiered] == [[turn.tokens for turn in turns] for turns in found]
+    assert [[turn.tokens for turn in turns] for turns in tiered] == [
+        [turn.tokens for turn in turns] for turns in found
+    ]
     assert [[turn.tokens for turn in turns] for turns in found] == [
         [turn.tokens for turn in turns] for turns in expected
     ]
     assert all(turn.cached_tokens == 0 for turns in expected for turn in turns)
     for turns in found:
         for before, turn in itertools.pairwise(turns):
-            assert turn.cached_tokens >= before.prompt_tokens // PAGE_SIZE * PAGE_SIZE, "the turn before was not cached"
-    late = [statistics.median(turns[-1].first_token_s for turns in chat) for chat in (expected, found)]
+            assert turn.cached_tokens >= before.prompt_tokens // PAGE_SIZE * PAGE_SIZE, (
+                "the turn before was not cached"
+            )
+    late = [
+        statistics.median(turns[-1].first_token_s for turns in chat) for chat in (expected, found)
+    ]
     print("first token of the last turn, cache off and on:", late, "bytes moved", bytes_moved)
     # Each turn moves what is new, in whole pages, where all of it moved before.
     assert bytes_moved["lru"] < 0.5 * bytes_moved["off"]
@@ -117,17 +133,30 @@ async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("fleets")
 async def test_subscribers_know_what_is_cached() -> None:
-    """The events of a prefill and a decode, as vLLM's subscribers read them: every cached page, per tier."""
+    """The events of a prefill and a decode, as vLLM's subscribers read them: every cached page, per
+    tier.
+    """
     dice = random.Random(7)
     prompt = [dice.randrange(10, 900) for _ in range(100)]
-    events = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*", "topic": "kv"}
+    events = {
+        "endpoint": "tcp://127.0.0.1:*",
+        "replay_endpoint": "tcp://127.0.0.1:*",
+        "topic": "kv",
+    }
     settings = {"prefix_cache": "lru", "page_size": PAGE_SIZE, "cache_host_bytes": 1 << 24}
-    async with running(**settings, kv_events_config=json.dumps(events)) as fleet, aiohttp.ClientSession() as session:
+    async with (
+        running(**settings, kv_events_config=json.dumps(events)) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         turn = await say(session, fleet.url, prompt, 30)
-        known = [digest_chain(tokens, PAGE_SIZE) for tokens in (prompt, (prompt + turn.tokens)[:-1])]
+        known = [
+            digest_chain(tokens, PAGE_SIZE) for tokens in (prompt, (prompt + turn.tokens)[:-1])
+        ]
         for child, digests in zip((*fleet.prefills, *fleet.decodes), known, strict=True):
             async with asyncio.timeout(20):  # a thread copies them to the host
-                while (await ask(session, f"{child.url}/server_info"))["prefix_cache"]["saved_pages"] < len(digests):
+                while (await ask(session, f"{child.url}/server_info"))["prefix_cache"][
+                    "saved_pages"
+                ] < len(digests):
                     await asyncio.sleep(0.02)
             told = (await ask(session, f"{child.url}/server_info"))["kv_events"]
             held, newest = await replayed(told["replay_endpoint"])
@@ -141,7 +170,9 @@ async def test_subscribers_know_what_is_cached() -> None:
                 async with asyncio.timeout(20):
                     while not (batch := await next_batch(live))[1].events:
                         pass
-                assert [type(event).__name__ for event in batch[1].events] == ["VllmAllBlocksCleared"]
+                assert [type(event).__name__ for event in batch[1].events] == [
+                    "VllmAllBlocksCleared"
+                ]
                 assert batch[0] > newest
 
 
@@ -172,7 +203,12 @@ async def test_what_was_cached_outlives_the_processes(tmp_path: Path) -> None:
     """A fleet that is killed, and the next one over the same directories."""
     dice = random.Random(11)
     prompt = [dice.randrange(10, 900) for _ in range(120)]
-    settings = {"prefix_cache": "lru", "page_size": PAGE_SIZE, "cache_host_bytes": 1 << 24, "l3": "file"}
+    settings = {
+        "prefix_cache": "lru",
+        "page_size": PAGE_SIZE,
+        "cache_host_bytes": 1 << 24,
+        "l3": "file",
+    }
     async with aiohttp.ClientSession() as session:
         async with running(**settings, l3_dir=str(tmp_path)) as fleet:
             first = await say(session, fleet.url, prompt, 20)
@@ -186,7 +222,8 @@ async def test_what_was_cached_outlives_the_processes(tmp_path: Path) -> None:
             again = await say(session, fleet.url, prompt, 20)
             assert again.tokens == first.tokens and again.cached_tokens == 112
             fetched = [
-                (await cache_of(session, child.url))["fetched_pages"] for child in (*fleet.prefills, *fleet.decodes)
+                (await cache_of(session, child.url))["fetched_pages"]
+                for child in (*fleet.prefills, *fleet.decodes)
             ]
             assert fetched == [7, 7]
 

@@ -1,4 +1,6 @@
-"""`kvflow up --prefix-cache` with a prefill of several ranks: all of them begin a prompt at one token."""
+"""`kvflow up --prefix-cache` with a prefill of several ranks: all of them begin a prompt at one
+token.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ USERS, TURNS, TOKENS = 4, 4, 8
 
 
 def chats() -> list[list[list[int]]]:
-    """By user and turn, what stock transformers makes of it is the answer, which is part of the next turn's prompt."""
+    """By user and turn, what stock transformers makes of it is the answer, which is part of the
+    next turn's prompt.
+    """
     stock, system = tiny_models.load_stock(DEMO_MODEL_DIR), prompt_of(100, 1)
     found = []
     for user in range(USERS):
@@ -48,7 +52,8 @@ async def caches_of(session: aiohttp.ClientSession, prefill: str) -> list[Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"pp": 2, "num_pages": 30, "cache_host_bytes": 1 << 24},  # part of the conversations, and all of them
+        # Part of the conversations, and all of them.
+        {"pp": 2, "num_pages": 30, "cache_host_bytes": 1 << 24},
         {"pp": 2, "tp": 2, "decode_tp": 2, "optimistic_prefill": 2},
     ],
 )
@@ -78,14 +83,24 @@ async def test_a_turn_begins_where_the_caches_of_all_ranks_can(options: dict[str
         else:
             for prompts, found in zip(conversations, hits, strict=True):
                 whole = [len(prompt) // PAGE_SIZE * PAGE_SIZE for prompt in prompts]
-                assert all(hit >= before for before, hit in zip(whole, found[1:], strict=False)), (whole, found)
+                assert all(hit >= before for before, hit in zip(whole, found[1:], strict=False)), (
+                    whole,
+                    found,
+                )
         shown = await gauges(session, prefill)
         for rank, cache in enumerate(caches):
-            assert shown[f'kvflow_rank_cache_hit_tokens_total{{rank="{rank}"}}'] == cache["hit_tokens"]
+            assert (
+                shown[f'kvflow_rank_cache_hit_tokens_total{{rank="{rank}"}}'] == cache["hit_tokens"]
+            )
         await session.post(f"{fleet.url}/flush_cache")
         async with asyncio.timeout(20):
-            while any(cache["pages"] or cache["host_pages"] for cache in await caches_of(session, prefill)):
+            while any(
+                cache["pages"] or cache["host_pages"] for cache in await caches_of(session, prefill)
+            ):
                 await asyncio.sleep(0.05)
         info = await ask(session, f"{prefill}/server_info")
         assert all(rank["pages_free"] == rank["pages_total"] for rank in info["ranks"])
-        assert not any(rank["internal_errors"]["handler"] or rank["internal_errors"]["step"] for rank in info["ranks"])
+        assert not any(
+            rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]
+            for rank in info["ranks"]
+        )

@@ -1,4 +1,6 @@
-"""Two prefills and two decodes with prefix caches: conversations by their cache events, beside round robin."""
+"""Two prefills and two decodes with prefix caches: conversations by their cache events, beside
+round robin.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ EVENTS = '{"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:
 
 
 async def chats(url: str, seed: int) -> list[Turn]:
-    """Every user's turns: one system prompt for all, a document of each user, then what was said."""
+    """Every user's turns: one system prompt for all, a document of each user,
+    then what was said.
+    """
     dice = random.Random(seed)
 
     def words(least: int, most: int) -> list[int]:
@@ -51,8 +55,13 @@ class Counted(msgspec.Struct):
 
 
 async def counted(session: aiohttp.ClientSession, service: Service, role: str) -> Counted:
-    caches = [(await ask(session, f"{service.url(name)}/server_info"))["prefix_cache"] for name in service.names(role)]
-    return Counted(sum(cache["asked_tokens"] for cache in caches), sum(cache["hit_tokens"] for cache in caches))
+    caches = [
+        (await ask(session, f"{service.url(name)}/server_info"))["prefix_cache"]
+        for name in service.names(role)
+    ]
+    return Counted(
+        sum(cache["asked_tokens"] for cache in caches), sum(cache["hit_tokens"] for cache in caches)
+    )
 
 
 async def followed(session: aiohttp.ClientSession, url: str, workers: int) -> None:
@@ -62,7 +71,10 @@ async def followed(session: aiohttp.ClientSession, url: str, workers: int) -> No
             async with session.get(f"{url}/metrics") as answer:
                 families = text_string_to_metric_families(await answer.text())
                 samples = [sample for family in families for sample in family.samples]
-            if sum(s.value for s in samples if s.name == "kvflow_router_worker_events_followed") == workers:
+            if (
+                sum(s.value for s in samples if s.name == "kvflow_router_worker_events_followed")
+                == workers
+            ):
                 return
 
 
@@ -76,8 +88,10 @@ async def test_conversations_find_their_turns_before(seed: int) -> None:
         aiohttp.ClientSession() as session,
         serving(2, **POOL, prefix_cache="lru", kv_events_config=EVENTS) as service,
     ):
-        for policy in ("cache_aware", "again", "round_robin"):  # what is slower only at first counts against the first
-            # Another router, which has sent nothing, knows from the workers' events who has which conversation.
+        # What is slower only at first counts against the first.
+        for policy in ("cache_aware", "again", "round_robin"):
+            # Another router, which has sent nothing, knows from the workers' events who has which
+            # conversation.
             url = await service.start_router(policy="cache_aware" if policy == "again" else policy)
             if policy != "round_robin":
                 await followed(session, url, 4)
@@ -86,17 +100,26 @@ async def test_conversations_find_their_turns_before(seed: int) -> None:
             assert [turn.tokens for turn in found] == [turn.tokens for turn in expected]
             after = {role: await counted(session, service, role) for role in before}
             hit_rates[policy] = {
-                role: (after[role].hits - old.hits) / (after[role].asked - old.asked) for role, old in before.items()
+                role: (after[role].hits - old.hits) / (after[role].asked - old.asked)
+                for role, old in before.items()
             }
             ttft_ms = 1e3 * statistics.median(turn.first_token_s for turn in found)
-            later_ms = 1e3 * statistics.median(turn.first_token_s for i, turn in enumerate(found) if i % TURNS)
+            later_ms = 1e3 * statistics.median(
+                turn.first_token_s for i, turn in enumerate(found) if i % TURNS
+            )
             rates = ", ".join(f"{role} {rate:.1%}" for role, rate in hit_rates[policy].items())
-            print(f"{policy}: hit rate {rates}; median TTFT {ttft_ms:.1f} ms, of later turns {later_ms:.1f} ms")
+            print(
+                f"{policy}: hit rate {rates}; median TTFT {ttft_ms:.1f} ms, of later turns "
+                f"{later_ms:.1f} ms"
+            )
             loads = [
-                (await ask(session, f"{service.url(n)}/server_info"))["bytes_moved"] for n in service.names("decode")
+                (await ask(session, f"{service.url(n)}/server_info"))["bytes_moved"]
+                for n in service.names("decode")
             ]
             assert min(loads) > 0, "one decode has it all"
-            assert await all_home(session, *map(service.url, (*service.names("prefill"), *service.names("decode"))))
+            assert await all_home(
+                session, *map(service.url, (*service.names("prefill"), *service.names("decode")))
+            )
             if policy != "cache_aware":
                 async with session.post(f"{url}/flush_cache") as flushed:
                     assert flushed.status == 200

@@ -1,4 +1,6 @@
-"""`kvflow up --prefix-cache` with a model that keeps a state for each request: turns go on from it."""
+"""`kvflow up --prefix-cache` with a model that keeps a state for each request:
+turns go on from it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ async def test_a_conversation_goes_on_from_its_last_state(
     tiny: Callable[[str], Path], expected: Callable[[str, list[int], int], list[int]]
 ) -> None:
     pool = {"page_size": 4, "chunked_prefill_size": 16, "num_pages": 256}
-    given = {**pool, "prefix_cache": "lru", "cache_host_bytes": 1 << 20, "cache_state_bytes": 1 << 20}
+    given = {
+        **pool,
+        "prefix_cache": "lru",
+        "cache_host_bytes": 1 << 20,
+        "cache_state_bytes": 1 << 20,
+    }
     async with (
         running(model_path=str(tiny("qwen3_next")), served_model_name="tiny", **given) as fleet,
         aiohttp.ClientSession() as session,
@@ -31,14 +38,20 @@ async def test_a_conversation_goes_on_from_its_last_state(
             assert found.tokens == expected("qwen3_next", prompt, NEW)
             cached.append(found.cached_tokens)
             prompt = prompt + found.tokens + prompt_of(5, turn)
-        assert cached == [0, 32, 48], "of 37 and of 50 tokens, what ends two tokens or more before the last"
-        whole = prompt_of(48)  # in whole pages, all of which decode has the second time: its row comes alone
+        assert cached == [0, 32, 48], (
+            "of 37 and of 50 tokens, what ends two tokens or more before the last"
+        )
+        # In whole pages, all of which decode has the second time: its row comes alone.
+        whole = prompt_of(48)
         tokens = [(await say(session, fleet.url, whole, NEW)).tokens for _ in range(2)]
         assert tokens == [expected("qwen3_next", whole, NEW)] * 2
         urls = [child.url for child in (*fleet.prefills, *fleet.decodes)]
         assert await all_home(session, *urls)
         prefill, decode = [(await ask(session, f"{url}/server_info")) for url in urls]
-        assert prefill["prefix_cache"]["states"] and prefill["rows"]["free"] == prefill["rows"]["total"]
+        assert (
+            prefill["prefix_cache"]["states"]
+            and prefill["rows"]["free"] == prefill["rows"]["total"]
+        )
         assert decode["prefix_cache"]["hit_tokens"] and not decode["prefix_cache"]["limit_states"]
         await session.post(f"{fleet.url}/flush_cache")
         for url in urls:

@@ -1,4 +1,6 @@
-"""Who goes first, seen from outside: the official client's `priority`, against a decode with one place."""
+"""Who goes first, seen from outside: the official client's `priority`, against a decode with one
+place.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ LONG = 1000  # tokens: some seconds, in which the others join the queue
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
 
-async def until_load(session: aiohttp.ClientSession, fleet: Fleet, running: int, waiting: int) -> None:
+async def until_load(
+    session: aiohttp.ClientSession, fleet: Fleet, running: int, waiting: int
+) -> None:
     """Decode serves so many requests, and so many stand in its queue."""
     info = None
     async with asyncio.timeout(WITHIN_S):

@@ -1,4 +1,6 @@
-"""`kvflow up` with a prefill of several ranks, as clients see it: the same tokens, one error, and a stage that dies."""
+"""`kvflow up` with a prefill of several ranks, as clients see it: the same tokens, one error, and a
+stage that dies.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ class Answer(NamedTuple):
         return self.document.get("error", {}).get("code")
 
 
-async def generate(session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int = TOKENS) -> Answer:
-    return await post(session, url, {"input_ids": prompt, "sampling_params": {**GREEDY, "max_new_tokens": tokens}})
+async def generate(
+    session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int = TOKENS
+) -> Answer:
+    return await post(
+        session, url, {"input_ids": prompt, "sampling_params": {**GREEDY, "max_new_tokens": tokens}}
+    )
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
@@ -54,7 +60,9 @@ async def post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
 async def some_served(session: aiohttp.ClientSession, url: str, count: int) -> Any:
     """What /server_info tells once so many rooms have succeeded."""
     async with asyncio.timeout(60):
-        while (info := await ask(session, f"{url}/server_info"))["rooms_ended"].get("success", 0) < count:
+        while (info := await ask(session, f"{url}/server_info"))["rooms_ended"].get(
+            "success", 0
+        ) < count:
             await asyncio.sleep(0.002)
     return info
 
@@ -67,8 +75,12 @@ async def served_again(session: aiohttp.ClientSession, url: str) -> Answer:
     return answer
 
 
-async def ranks_home(session: aiohttp.ClientSession, url: str, *, but: AbstractSet[int] = frozenset()) -> list[Any]:
-    """What each rank of a prefill has, once none of them (but for those of `but`) has anything of any request."""
+async def ranks_home(
+    session: aiohttp.ClientSession, url: str, *, but: AbstractSet[int] = frozenset()
+) -> list[Any]:
+    """What each rank of a prefill has, once none of them (but for those of `but`) has anything of
+    any request.
+    """
     found: list[Any] = []
     try:
         async with asyncio.timeout(WITHIN_S):
@@ -86,42 +98,70 @@ async def gauges(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """The series of /metrics that name a rank."""
     async with session.get(f"{url}/metrics") as answer:
         lines = (await answer.text()).splitlines()
-    return {line.split()[0]: float(line.split()[1]) for line in lines if 'rank="' in line and line[0] != "#"}
+    return {
+        line.split()[0]: float(line.split()[1])
+        for line in lines
+        if 'rank="' in line and line[0] != "#"
+    }
 
 
 @pytest.mark.parametrize(
     ("family", "pp", "tp", "plane"),
     [
         *(("llama", 4, 1, "local"), ("llama", 1, 2, "mooncake"), ("llama", 2, 2, "nixl")),
-        *(("deepseek_v3", 2, 1, "local"), ("deepseek_v3", 1, 2, "local"), ("deepseek_v3", 2, 2, "local")),
+        *(
+            ("deepseek_v3", 2, 1, "local"),
+            ("deepseek_v3", 1, 2, "local"),
+            ("deepseek_v3", 2, 2, "local"),
+        ),
     ],
 )
 async def test_the_ranks_of_a_prefill_give_the_tokens_of_one(
     family: str, pp: int, tp: int, plane: str, tiny: Callable[[str], Path], expected: Expected
 ) -> None:
-    """In chunks, several prompts at once, against stock transformers. Over planes that take blocks slices land in
-    staging."""
+    """In chunks, several prompts at once, against stock transformers.
+
+    Over planes that take blocks slices land in staging."""
     if plane == "mooncake":
         pytest.importorskip("mooncake.engine")
     if plane == "nixl" and (reason := nixl_unavailable_reason()):
         pytest.skip(reason)
     prompts = [prompt_of(n, n) for n in (1, 20, 77, 150, 33, 301, 64)]
-    ranks = {"model_path": str(tiny(family)), "pp": pp, "tp": tp, "chunked_prefill_size": 32, "max_batch_tokens": 64}
-    async with running(disaggregation_transfer_backend=plane, **ranks) as fleet, aiohttp.ClientSession() as session:
+    ranks = {
+        "model_path": str(tiny(family)),
+        "pp": pp,
+        "tp": tp,
+        "chunked_prefill_size": 32,
+        "max_batch_tokens": 64,
+    }
+    async with (
+        running(disaggregation_transfer_backend=plane, **ranks) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
         alone = await generate(session, fleet.url, prompts[3])
-        together = await asyncio.gather(*(generate(session, fleet.url, prompt) for prompt in prompts))
+        together = await asyncio.gather(
+            *(generate(session, fleet.url, prompt) for prompt in prompts)
+        )
         for prompt, answer in zip([prompts[3], *prompts], [alone, *together], strict=True):
             assert answer.tokens == expected(family, prompt, TOKENS), (len(prompt), answer)
         assert await all_home(session, prefill, decode)
         found = await ranks_home(session, prefill)
         assert len(found) == pp * tp
-        assert [rank for rank in found if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]] == []
+        assert [
+            rank
+            for rank in found
+            if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]
+        ] == []
         info = await ask(session, f"{prefill}/server_info")
         assert (info["pp_size"], info["tp_size"]) == (pp, tp)
         lines = await gauges(session, prefill)
-        assert [lines[f'kvflow_rank_up{{rank="{rank}"}}'] for rank in range(pp * tp)] == [1.0] * (pp * tp)
-        assert not any(value for name, value in lines.items() if "tickets" in name or "requests" in name)
+        assert [lines[f'kvflow_rank_up{{rank="{rank}"}}'] for rank in range(pp * tp)] == [1.0] * (
+            pp * tp
+        )
+        assert not any(
+            value for name, value in lines.items() if "tickets" in name or "requests" in name
+        )
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
@@ -130,12 +170,22 @@ async def test_the_shards_of_a_decode_give_the_tokens_of_one(
 ) -> None:
     """In a pool that is short, so that requests are retracted, and with clients that leave."""
     prompts = [prompt_of(n, n) for n in (1, 20, 77, 150, 33, 301, 64)]
-    short = {"chunked_prefill_size": 32, "max_batch_tokens": 64, "num_pages": 56, "new_token_ratio": 0.0}
-    async with running(model_path=str(tiny(family)), decode_tp=2, **short) as fleet, aiohttp.ClientSession() as session:
+    short = {
+        "chunked_prefill_size": 32,
+        "max_batch_tokens": 64,
+        "num_pages": 56,
+        "new_token_ratio": 0.0,
+    }
+    async with (
+        running(model_path=str(tiny(family)), decode_tp=2, **short) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
         alone = await generate(session, fleet.url, prompts[3])
         assert alone.tokens == expected(family, prompts[3], TOKENS), alone
-        together = await asyncio.gather(*(generate(session, fleet.url, prompt, 60) for prompt in prompts))
+        together = await asyncio.gather(
+            *(generate(session, fleet.url, prompt, 60) for prompt in prompts)
+        )
         for prompt, answer in zip(prompts, together, strict=True):
             assert answer.tokens == expected(family, prompt, 60), (len(prompt), answer)
         info = await ask(session, f"{decode}/server_info")
@@ -151,7 +201,9 @@ async def test_the_shards_of_a_decode_give_the_tokens_of_one(
 
         await asyncio.gather(*(client(number) for number in range(16)))
         assert await all_home(session, prefill, decode)
-        asked = {"sampling_params": {"temperature": 0, "max_new_tokens": 4, "n": 2, "ignore_eos": True}}
+        asked = {
+            "sampling_params": {"temperature": 0, "max_new_tokens": 4, "n": 2, "ignore_eos": True}
+        }
         more = {"input_ids": prompts[2], "return_logprob": True, "return_hidden_states": "last"}
         async with session.post(f"{fleet.url}/generate", json={**asked, **more}) as response:
             assert response.status == 200, await response.text()
@@ -169,13 +221,23 @@ async def test_the_shards_of_a_decode_give_the_tokens_of_one(
 
 
 async def test_a_shard_of_a_decode_is_killed_in_mid_decode(tiny: Callable[[str], Path]) -> None:
-    """Requests have their error at once, and the decode ends, so that whoever started it starts it again."""
+    """Requests have their error at once, and the decode ends, so that whoever started it starts it
+    again.
+    """
     slow = {"decode_tp": 2, "retry_timeout_s": 0.0}
-    async with running(model_path=str(tiny("llama")), **slow) as fleet, aiohttp.ClientSession() as session:
+    async with (
+        running(model_path=str(tiny("llama")), **slow) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0]
-        asking = [asyncio.create_task(generate(session, fleet.url, prompt_of(100, i), 400)) for i in range(8)]
+        asking = [
+            asyncio.create_task(generate(session, fleet.url, prompt_of(100, i), 400))
+            for i in range(8)
+        ]
         async with asyncio.timeout(60):
-            while (info := await ask(session, f"{decode.url}/server_info"))["ranks"][1]["requests"] < 8:
+            while (info := await ask(session, f"{decode.url}/server_info"))["ranks"][1][
+                "requests"
+            ] < 8:
                 await asyncio.sleep(0.002)
         os.kill(info["ranks"][1]["pid"], signal.SIGKILL)
         killed_s = time.monotonic()
@@ -184,11 +246,14 @@ async def test_a_shard_of_a_decode_is_killed_in_mid_decode(tiny: Callable[[str],
         slowest_s = max(answer.at_s for answer in answers) - killed_s
         status = await decode.process.wait()
         print(
-            f"8 requests failed, the last after {slowest_s:.3f} s; decode had ended {time.monotonic() - killed_s:.2f} s"
+            f"8 requests failed, the last after {slowest_s:.3f} s; decode had ended "
+            f"{time.monotonic() - killed_s:.2f} s"
         )
         assert slowest_s < WITHIN_S
         assert status == 1
-        assert decode.last_lines[-1].startswith("kvflow decode: error: shard 1 of the model is gone"), decode.last_lines
+        assert decode.last_lines[-1].startswith(
+            "kvflow decode: error: shard 1 of the model is gone"
+        ), decode.last_lines
         assert not Path(f"/proc/{info['ranks'][0]['pid']}").exists()
         assert await all_home(session, prefill)
 
@@ -201,36 +266,62 @@ async def test_a_shard_of_a_decode_is_killed_in_mid_decode(tiny: Callable[[str],
 async def test_ranks_over_a_plane_between_machines(
     plane: str, family: str, pp: int, tp: int, tiny: Callable[[str], Path], expected: Expected
 ) -> None:
-    """Through staging and with checksums, as on devices; legs that are posted by hand, and one of them wrong."""
+    """Through staging and with checksums, as on devices; legs that are posted by hand, and one of
+    them wrong.
+    """
     pytest.importorskip("mooncake.engine" if plane == "mooncake" else "nixl_cu12")
-    moved = {"disaggregation_transfer_backend": plane, "verify_transfers": True, "staging": "always"}
+    moved = {
+        "disaggregation_transfer_backend": plane,
+        "verify_transfers": True,
+        "staging": "always",
+    }
     chunks = {"chunked_prefill_size": 32, "max_batch_tokens": 64}
     ranks = {"model_path": str(tiny(family)), "pp": pp, "tp": tp}
     async with running(**ranks, **chunks, **moved) as fleet, aiohttp.ClientSession() as session:
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
         prompts = [prompt_of(n, n) for n in (1, 20, 77, 301)]
-        together = await asyncio.gather(*(generate(session, fleet.url, prompt) for prompt in prompts))
+        together = await asyncio.gather(
+            *(generate(session, fleet.url, prompt) for prompt in prompts)
+        )
         for prompt, answer in zip(prompts, together, strict=True):
             assert answer.tokens == expected(family, prompt, TOKENS), (len(prompt), answer)
         rooms = itertools.count(1)
 
         async def legs(at_prefill: dict[str, Any], at_decode: dict[str, Any]) -> list[Answer]:
-            where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": fleet.prefills[0].bootstrap_port}
-            body = {"input_ids": prompts[2], "sampling_params": GREEDY, **where, "bootstrap_room": next(rooms)}
+            where = {
+                "bootstrap_host": "127.0.0.1",
+                "bootstrap_port": fleet.prefills[0].bootstrap_port,
+            }
+            body = {
+                "input_ids": prompts[2],
+                "sampling_params": GREEDY,
+                **where,
+                "bootstrap_room": next(rooms),
+            }
             urls = ((prefill, at_prefill), (decode, at_decode))
-            return await asyncio.gather(*(post(session, url, {**body, **changes}) for url, changes in urls))
+            return await asyncio.gather(
+                *(post(session, url, {**body, **changes}) for url, changes in urls)
+            )
 
         first, all_of_it = await legs({}, {})
         assert (first.status, all_of_it.tokens) == (200, expected(family, prompts[2], TOKENS))
         wrong: list[dict[str, Any]] = [
-            {"input_ids": [1 << 20]}, {"input_ids": prompts[1]}, {"disagg_prefill_dp_rank": 1},
-        ]  # fmt: skip
+            {"input_ids": [1 << 20]},
+            {"input_ids": prompts[1]},
+            {"disagg_prefill_dp_rank": 1},
+        ]
         for changes, is_decodes in itertools.product(wrong, (False, True)):
             answers = await (legs({}, changes) if is_decodes else legs(changes, {}))
             # A leg that is not told ends by a timer, and with another status.
-            assert [answer.status for answer in answers] == [400, 400], (changes, is_decodes, answers)
+            assert [answer.status for answer in answers] == [400, 400], (
+                changes,
+                is_decodes,
+                answers,
+            )
         first, refused = await legs({}, {"sampling_params": {**GREEDY, "temperature": 1.0}})
-        assert (first.status, refused.status) == (200, 400) and "the first token" in str(refused.document)
+        assert (first.status, refused.status) == (200, 400) and "the first token" in str(
+            refused.document
+        )
 
         async def leaver(number: int) -> None:
             try:
@@ -244,7 +335,11 @@ async def test_ranks_over_a_plane_between_machines(
         assert answer.tokens == expected(family, prompts[3], TOKENS)
         assert await all_home(session, prefill, decode)
         found = await ranks_home(session, prefill)
-        assert [rank for rank in found if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]] == []
+        assert [
+            rank
+            for rank in found
+            if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]
+        ] == []
 
 
 @pytest.mark.parametrize(
@@ -255,22 +350,26 @@ async def test_ranks_over_a_plane_between_machines(
 async def test_a_stage_is_killed_in_mid_prefill(
     pp: int, tp: int, victim: int, stage: set[int], tiny: Callable[[str], Path], expected: Expected
 ) -> None:
-    """Each step is one chunk of one prompt, so that most of the prompts are not computed when it dies. The ranks of its
-    `stage` are started again."""
+    """Each step is one chunk of one prompt, so that most of the prompts are not computed when it
+    dies. The ranks of its `stage` are started again."""
     slow = {"chunked_prefill_size": 16, "max_batch_tokens": 16, "retry_timeout_s": 0.0}
     async with (
         running(model_path=str(tiny("llama")), pp=pp, tp=tp, **slow) as fleet,
         aiohttp.ClientSession() as session,
     ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
-        asking = [asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(12)]
+        asking = [
+            asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(12)
+        ]
         info = await some_served(session, prefill, 2)
         pids = {rank["rank"]: rank["pid"] for rank in info["ranks"]}
         os.kill(pids[victim], signal.SIGKILL)
         killed_s = time.monotonic()
         answers = await asyncio.gather(*asking)
         lost = [answer for answer in answers if answer.status != 200]
-        assert lost and {answer.code for answer in lost} == {"peer_lost"}, [a.document for a in lost]
+        assert lost and {answer.code for answer in lost} == {"peer_lost"}, [
+            a.document for a in lost
+        ]
         slowest_s = max(answer.at_s for answer in lost) - killed_s
         told = f"{len(lost)} of 12 requests failed, the last after {slowest_s:.3f} s"
         print(f"PP {pp} TP {tp}, rank {victim} killed: {told}")
@@ -282,14 +381,21 @@ async def test_a_stage_is_killed_in_mid_prefill(
         print(f"  served again after {time.monotonic() - killed_s:.2f} s")
         assert answer.tokens == expected("llama", prompt_of(100, 7), TOKENS)
         now = {rank["rank"]: rank["pid"] for rank in await ranks_home(session, prefill)}
-        assert {rank for rank in pids if pids[rank] != now[rank]} == stage, "the others keep their models"
+        assert {rank for rank in pids if pids[rank] != now[rank]} == stage, (
+            "the others keep their models"
+        )
         assert await all_home(session, prefill, decode)
 
 
-async def test_a_storm_of_aborts_leaves_nothing_at_any_rank(tiny: Callable[[str], Path], expected: Expected) -> None:
+async def test_a_storm_of_aborts_leaves_nothing_at_any_rank(
+    tiny: Callable[[str], Path], expected: Expected
+) -> None:
     """Clients leave at every moment of a request, and those that stay get their tokens."""
     slow = {"chunked_prefill_size": 16, "max_batch_tokens": 48}
-    async with running(model_path=str(tiny("llama")), pp=4, **slow) as fleet, aiohttp.ClientSession() as session:
+    async with (
+        running(model_path=str(tiny("llama")), pp=4, **slow) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
         began_s = time.monotonic()
         await generate(session, fleet.url, prompt_of(300, 0))
@@ -311,9 +417,15 @@ async def test_a_storm_of_aborts_leaves_nothing_at_any_rank(tiny: Callable[[str]
             await asyncio.gather(*(client(number) for number in range(first, first + 16)))
         assert await all_home(session, prefill, decode)
         found = await ranks_home(session, prefill)
-        assert [rank for rank in found if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]] == []
+        assert [
+            rank
+            for rank in found
+            if rank["internal_errors"]["handler"] or rank["internal_errors"]["step"]
+        ] == []
         lines = await gauges(session, prefill)
-        assert not any(value for name, value in lines.items() if "tickets" in name or "requests" in name)
+        assert not any(
+            value for name, value in lines.items() if "tickets" in name or "requests" in name
+        )
         answer = await generate(session, fleet.url, prompt_of(100, 7))
         assert answer.tokens == expected("llama", prompt_of(100, 7), TOKENS)
 
@@ -322,9 +434,14 @@ async def test_a_rank_that_is_frozen_fails_its_requests_and_may_go_on(
     tiny: Callable[[str], Path], expected: Expected
 ) -> None:
     slow = {"chunked_prefill_size": 16, "max_batch_tokens": 16, "retry_timeout_s": 0.0}
-    async with running(model_path=str(tiny("llama")), pp=2, **slow) as fleet, aiohttp.ClientSession() as session:
+    async with (
+        running(model_path=str(tiny("llama")), pp=2, **slow) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
-        asking = [asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(8)]
+        asking = [
+            asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(8)
+        ]
         info = await some_served(session, prefill, 2)
         pid = info["ranks"][1]["pid"]
         os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""Every leg of a request that cannot be served is told why by the side that knows, long before a timer ends it."""
+"""Every leg of a request that cannot be served is told why by the side that knows, long before a
+timer ends it.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ async def test_every_leg_is_told(case: Case, other_model: Path) -> None:
     for row in rows:
         within_s = case.limit_s * max(1, row.attempts) + SLACK_S
         assert row.seconds < within_s, row
-        assert within_s < HOLD_S or "rendezvous_s" in case.prefill, "prefill's own timer must not be what ends it"
+        assert within_s < HOLD_S or "rendezvous_s" in case.prefill, (
+            "prefill's own timer must not be what ends it"
+        )
         assert row.status in (RETRIED if may_pass(case) else {400}) or is_dead(case, row), row
         assert case.reason in row.text or is_dead(case, row) or row.leg == "client", row
 
 
 def may_pass(case: Case) -> bool:
-    """Another attempt, or another pair, may serve it; a prompt that a pool can never hold is its client's to change."""
+    """Another attempt, or another pair, may serve it; a prompt that a pool can never hold is its
+    client's to change.
+    """
     return "too small" not in case.name
 
 

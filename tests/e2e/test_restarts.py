@@ -26,7 +26,9 @@ TOKENS = 64
 
 
 class Ended(NamedTuple):
-    """How one request ended: "done", or the error that its client got; after how many tokens, and seconds."""
+    """How one request ended: "done", or the error that its client got; after how many tokens, and
+    seconds.
+    """
 
     how: str
     tokens: int
@@ -34,16 +36,23 @@ class Ended(NamedTuple):
     stream: bool
 
 
-async def generate(session: aiohttp.ClientSession, url: str, number: int, tokens: int = TOKENS) -> Ended:
+async def generate(
+    session: aiohttp.ClientSession, url: str, number: int, tokens: int = TOKENS
+) -> Ended:
     """One request, every other one streamed."""
     stream = bool(number % 2)
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"text": f"{DEMO_PROMPTS[number % len(DEMO_PROMPTS)]} {number}", "sampling_params": sampling}
+    body = {
+        "text": f"{DEMO_PROMPTS[number % len(DEMO_PROMPTS)]} {number}",
+        "sampling_params": sampling,
+    }
     began, got = time.monotonic(), 0
     try:
         async with session.post(f"{url}/generate", json={**body, "stream": stream}) as answer:
             if answer.status != 200:  # sglang_router's own text about a refused stream is not JSON
-                how = " ".join([str(answer.status), *re.findall(r'"code": ?"(\w+)"', await answer.text())])
+                how = " ".join(
+                    [str(answer.status), *re.findall(r'"code": ?"(\w+)"', await answer.text())]
+                )
             elif not stream:
                 how, got = "done", len(msgspec.json.decode(await answer.read())["output_ids"])
             else:
@@ -56,7 +65,9 @@ async def generate(session: aiohttp.ClientSession, url: str, number: int, tokens
 
 
 async def _read_stream(answer: aiohttp.ClientResponse) -> tuple[str, int]:
-    """How a stream ended, and after how many tokens; each event repeats what came before it, with one token more."""
+    """How a stream ended, and after how many tokens; each event repeats what came before it, with
+    one token more.
+    """
     got: list[int] = []
     async for line in answer.content:
         if not line.startswith(b"data: "):
@@ -72,7 +83,9 @@ async def _read_stream(answer: aiohttp.ClientResponse) -> tuple[str, int]:
 
 
 async def under_load(url: str, disturb: Callable[[], Awaitable[None]]) -> list[Ended]:
-    """`REQUESTS` from `CLIENTS` clients, spread over the time that `disturb` takes: none of them waits for it."""
+    """`REQUESTS` from `CLIENTS` clients, spread over the time that `disturb` takes: none of them
+    waits for it.
+    """
     numbers = iter(range(REQUESTS))
     ended: list[Ended] = []
     disturbing = asyncio.ensure_future(disturb())
@@ -80,11 +93,14 @@ async def under_load(url: str, disturb: Callable[[], Awaitable[None]]) -> list[E
     async def client(session: aiohttp.ClientSession) -> None:
         for number in numbers:
             ended.append(await generate(session, url, number))
-            if not disturbing.done() and REQUESTS - len(ended) < 2 * CLIENTS:  # the last ones come after it
+            # The last ones come after it.
+            if not disturbing.done() and REQUESTS - len(ended) < 2 * CLIENTS:
                 await asyncio.wait([disturbing])
 
     timeout = aiohttp.ClientTimeout(total=120)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
         await asyncio.gather(*(client(session) for _ in range(CLIENTS)))
     await disturbing
     assert len(ended) == REQUESTS
@@ -95,7 +111,10 @@ def told(name: str, ended: list[Ended]) -> None:
     """Print how the requests ended."""
     ways = Counter(one.how for one in ended)
     seconds = sorted(one.seconds for one in ended)
-    print(f"{name}: {dict(ways)}; {seconds[len(seconds) // 2]:.2f} s median, {seconds[-1]:.2f} s at most")
+    print(
+        f"{name}: {dict(ways)}; {seconds[len(seconds) // 2]:.2f} s median, {seconds[-1]:.2f} s at "
+        "most"
+    )
 
 
 async def retries(session: aiohttp.ClientSession, url: str) -> dict[str, int]:
@@ -123,12 +142,20 @@ async def test_a_rolling_restart_loses_nothing() -> None:
         assert await all_home(session, *map(service.url, service.workers))
 
 
-# As it comes, a worker that was away is out for its breaker's minute, and the next restart finds no pair left. Without
-# the breaker, asking for health every second; five tries, half a second of them, may all meet a worker that drains:
+# As it comes, a worker that was away is out for its breaker's minute, and the next restart finds no
+# pair left. Without the breaker, asking for health every second; five tries, half a second of them,
+# may all meet a worker that drains:
 SGLANG = {
     "as it comes": (),
     "no breaker": (
-        *("--health-check-interval-secs", "1", "--health-failure-threshold", "1", "--health-success-threshold", "1"),
+        *(
+            "--health-check-interval-secs",
+            "1",
+            "--health-failure-threshold",
+            "1",
+            "--health-success-threshold",
+            "1",
+        ),
         *("--disable-circuit-breaker", "--policy", "round_robin", "--retry-max-retries", "10"),
     ),
 }
@@ -137,9 +164,14 @@ SGLANG = {
 @pytest.mark.parametrize("options", SGLANG.values(), ids=SGLANG.keys())
 async def test_a_rolling_restart_behind_sglang_router(options: tuple[str, ...]) -> None:
     async with serving() as service, aiohttp.ClientSession() as session:
-        prefills = [(service.url(name), service.bootstrap_port(name)) for name in service.names("prefill")]
-        async with router_over(prefills, [*map(service.url, service.names("decode"))], *options) as url:
-            ended = await under_load(url, lambda: rolling(service, pause_s=3.0))  # it is not told who is back
+        prefills = [
+            (service.url(name), service.bootstrap_port(name)) for name in service.names("prefill")
+        ]
+        async with router_over(
+            prefills, [*map(service.url, service.names("decode"))], *options
+        ) as url:
+            # It is not told who is back.
+            ended = await under_load(url, lambda: rolling(service, pause_s=3.0))
         told(f"rolling restart, sglang_router {' '.join(options)}", ended)
         lost = [one for one in ended if one.how != "done"]
         assert all(one.how.startswith("50") and not one.tokens for one in lost), lost
@@ -172,14 +204,21 @@ async def test_a_killed_worker_costs_only_what_had_its_first_token(victim: str) 
 
 
 @pytest.mark.parametrize(
-    ("requests", "pairs", "most"), [(400, 2, 256), (400, 1, 256), (60, 2, 2)], ids=["two pairs", "one pair", "a queue"]
+    ("requests", "pairs", "most"),
+    [(400, 2, 256), (400, 1, 256), (60, 2, 2)],
+    ids=["two pairs", "one pair", "a queue"],
 )
 async def test_many_at_once_are_all_served(requests: int, pairs: int, most: int) -> None:
-    async with serving(pairs, max_running_requests=most) as service, aiohttp.ClientSession() as session:
+    async with (
+        serving(pairs, max_running_requests=most) as service,
+        aiohttp.ClientSession() as session,
+    ):
         url = await service.start_router()
         timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as flood:
-            ended = await asyncio.gather(*(generate(flood, url, number, 24) for number in range(requests)))
+            ended = await asyncio.gather(
+                *(generate(flood, url, number, 24) for number in range(requests))
+            )
         told(f"{requests} at once, {pairs} pairs, {most} running at most", ended)
         assert Counter(one.how for one in ended) == {"done": requests}
         assert await retries(session, url) == {}
@@ -194,12 +233,19 @@ async def test_legs_that_arrive_in_opposite_orders_do_not_wait_in_a_circle() -> 
         sampling = {"temperature": 0, "max_new_tokens": 4}
 
         async def post(name: str, room: int) -> int:
-            body = {"text": DEMO_PROMPTS[0], "sampling_params": sampling, "bootstrap_room": room, **meeting}
+            body = {
+                "text": DEMO_PROMPTS[0],
+                "sampling_params": sampling,
+                "bootstrap_room": room,
+                **meeting,
+            }
             async with session.post(f"{service.url(name)}/generate", json=body) as answer:
                 await answer.read()
                 return answer.status
 
-        legs = [post(prefill, room) for room in range(1, 33)] + [post(decode, room) for room in range(32, 0, -1)]
+        legs = [post(prefill, room) for room in range(1, 33)] + [
+            post(decode, room) for room in range(32, 0, -1)
+        ]
         async with asyncio.timeout(60):
             assert set(await asyncio.gather(*legs)) == {200}
         assert await all_home(session, *map(service.url, service.workers))
@@ -207,13 +253,19 @@ async def test_legs_that_arrive_in_opposite_orders_do_not_wait_in_a_circle() -> 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_worker_that_is_stopped_finishes_its_transfers(victim: str) -> None:
-    async with serving(1, transfer_rate_limit=1 << 17) as service, aiohttp.ClientSession() as session:
+    async with (
+        serving(1, transfer_rate_limit=1 << 17) as service,
+        aiohttp.ClientSession() as session,
+    ):
         url = await service.start_router()
         sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
         body = {"text": " ".join(DEMO_PROMPTS) * 4, "sampling_params": sampling}
         asking = asyncio.create_task(session.post(f"{url}/generate", json=body))
         async with asyncio.timeout(START_S):
-            while "transferring" not in (await ask(session, f"{service.url('prefill-0')}/server_info"))["rooms"]:
+            while (
+                "transferring"
+                not in (await ask(session, f"{service.url('prefill-0')}/server_info"))["rooms"]
+            ):
                 await asyncio.sleep(0.01)
         stopping = asyncio.create_task(service.workers[victim].stop(START_S))
         async with await asyncio.wait_for(asking, START_S) as answer:

@@ -15,12 +15,24 @@ from tests.server.test_measures import QUEUES, TRANSFER_NAMES, labelled, samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
-BODY = {"text": "The assert statement", "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}}
+BODY = {
+    "text": "The assert statement",
+    "sampling_params": {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+}
 OTHER_NAMES = (  # panels of SGLang's dashboard
     *("num_running_reqs", "num_queue_reqs", "gen_throughput", "cache_hit_rate", "token_usage"),
-    *("e2e_request_latency_seconds_count", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count"),
+    *(
+        "e2e_request_latency_seconds_count",
+        "time_to_first_token_seconds_count",
+        "inter_token_latency_seconds_count",
+    ),
     *("num_retracted_reqs", "num_retracted_requests_total", "new_token_ratio"),
-    *("queue_time_seconds_count", "prompt_tokens_total", "generation_tokens_total", "num_requests_total"),
+    *(
+        "queue_time_seconds_count",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "num_requests_total",
+    ),
 )
 
 
@@ -51,7 +63,11 @@ async def test_every_name_is_there_and_moves_with_requests() -> None:
         ) as answer:
             await answer.content.readuntil(b"\n\n")
         # and a room at which no prefill's half ever arrives
-        meeting = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": 5}
+        meeting = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": prefill.bootstrap_port,
+            "bootstrap_room": 5,
+        }
         assert await generate(session, decode.url, **meeting) == 504
         assert await all_home(session, prefill.url, decode.url)
         texts = {child.role: await scrape(session, child) for child in (prefill, decode, router)}
@@ -61,7 +77,10 @@ async def test_every_name_is_there_and_moves_with_requests() -> None:
                 assert f"sglang:kv_transfer_{name}_sum" in found
             for name in (*(f"num_{queue}_queue_reqs" for queue in QUEUES), *OTHER_NAMES):
                 assert f"sglang:{name}" in found
-            assert found["sglang:num_requests_total"] == found["sglang:e2e_request_latency_seconds_count"]
+            assert (
+                found["sglang:num_requests_total"]
+                == found["sglang:e2e_request_latency_seconds_count"]
+            )
             assert (
                 found["sglang:num_bootstrap_failed_reqs_total"] == 1
                 and found["sglang:num_transfer_failed_reqs_total"] == 0
@@ -70,14 +89,28 @@ async def test_every_name_is_there_and_moves_with_requests() -> None:
             assert refused == {("bad_request",): 1}
             assert found["kvflow_queue_seconds_count"] >= 7
         sent, received = samples(texts["prefill"]), samples(texts["decode"])
-        assert received["sglang:num_requests_total"] == 6 and received["sglang:num_aborted_requests_total"] == 1
+        assert (
+            received["sglang:num_requests_total"] == 6
+            and received["sglang:num_aborted_requests_total"] == 1
+        )
         assert received["sglang:generation_tokens_total"] >= 6 * 6 + 1
         assert received["sglang:generation_tokens_histogram_sum"] == 6 * 6
         assert received["kvflow_rooms_failed_total"] == 1
-        assert sent["sglang:num_requests_total"] == 7  # prefill has done its part of what the client left
-        assert [sent[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [7, 7, 7, 7, 7]
+        # prefill has done its part of what the client left.
+        assert sent["sglang:num_requests_total"] == 7
+        assert [sent[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [
+            7,
+            7,
+            7,
+            7,
+            7,
+        ]
         assert sent["sglang:kv_transfer_total_mb_sum"] * (1 << 20) == sent["kvflow_room_bytes_sum"]
-        assert received["sglang:kv_transfer_bootstrap_ms_count"] == received["sglang:kv_transfer_alloc_ms_count"] == 8
+        assert (
+            received["sglang:kv_transfer_bootstrap_ms_count"]
+            == received["sglang:kv_transfer_alloc_ms_count"]
+            == 8
+        )
 
 
 async def lines_of(child: Child, word: str, count: int) -> list[dict[str, Any]]:
@@ -91,7 +124,10 @@ async def lines_of(child: Child, word: str, count: int) -> list[dict[str, Any]]:
 
 
 async def test_an_id_given_by_a_client_is_in_the_logs_of_all_three() -> None:
-    async with running(log_format="json", log_level="debug", poll_s=60.0) as fleet, aiohttp.ClientSession() as session:
+    async with (
+        running(log_format="json", log_level="debug", poll_s=60.0) as fleet,
+        aiohttp.ClientSession() as session,
+    ):
         assert fleet.router is not None
         headers = {"X-Request-ID": "find-me"}
         async with session.post(f"{fleet.url}/generate", json=BODY, headers=headers) as answer:
@@ -100,11 +136,15 @@ async def test_an_id_given_by_a_client_is_in_the_logs_of_all_three() -> None:
         access: dict[str, Any] = {}
         for child in (fleet.router, *fleet.prefills, *fleet.decodes):
             lines = await lines_of(child, "find-me", 1 if child is fleet.router else 4)
-            assert {tuple(line["rooms"]) for line in lines} == {(room,)} and {line["role"] for line in lines} == {
-                child.role
-            }
+            assert {tuple(line["rooms"]) for line in lines} == {(room,)} and {
+                line["role"] for line in lines
+            } == {child.role}
             (access,) = [line for line in lines if line["logger"] == "kvflow.access"]
-            assert (access["status"], access["method"], access["path"]) == (200, "POST", "/generate")
+            assert (access["status"], access["method"], access["path"]) == (
+                200,
+                "POST",
+                "/generate",
+            )
             told = [line["message"] for line in lines if line["logger"] == "kvflow.rooms"]
             assert child is fleet.router or (told and any("success" in line for line in told))
         assert access["completion_tokens"] == 6 and access["prompt_tokens"] > 0

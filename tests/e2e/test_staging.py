@@ -1,4 +1,6 @@
-"""A fleet whose transfers pass through staging, as they do on a GPU: the tokens of one without, and all at rest."""
+"""A fleet whose transfers pass through staging, as they do on a GPU: the tokens of one without, and
+all at rest.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PLANES = ["local", "mooncake"]
 
 
 async def answers(backend: str, abort: bool = False, **changes: Any) -> list[str]:
-    """Eight prompts of one to eight sentences at once; with `abort` as many others are given up in mid-transfer."""
+    """Eight prompts of one to eight sentences at once; with `abort` as many others are given up in
+    mid-transfer.
+    """
     async with (
         running(disaggregation_transfer_backend=backend, **changes) as fleet,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
@@ -26,7 +30,10 @@ async def answers(backend: str, abort: bool = False, **changes: Any) -> list[str
 
         async def one(n: int, timeout_s: float = 60) -> str:
             body = {"text": " ".join(DEMO_PROMPTS[:1] * n), "sampling_params": GREEDY}
-            async with asyncio.timeout(timeout_s), session.post(f"{fleet.url}/generate", json=body) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                session.post(f"{fleet.url}/generate", json=body) as answer,
+            ):
                 assert answer.status == 200, await answer.text()
                 return str(msgspec.json.decode(await answer.read())["text"])
 
@@ -44,5 +51,6 @@ async def test_tokens_are_those_of_a_fleet_without(backend: str) -> None:
     pytest.importorskip("mooncake") if backend == "mooncake" else None
     plain = await answers(backend)
     assert await answers(backend, staging="always", verify_transfers=True) == plain
-    little = await answers(backend, abort=True, staging="always", staging_bytes=400_000)  # a prompt or two at a time
+    # A prompt or two at a time.
+    little = await answers(backend, abort=True, staging="always", staging_bytes=400_000)
     assert little == plain

@@ -1,7 +1,8 @@
-"""Models that keep more than K and V: prefill in one process, decode in another, sockets and shared memory between.
+"""Models that keep more than K and V: prefill in one process, decode in another, sockets and shared
+memory between.
 
-Token parity with stock transformers, also when every request leaves the pool in mid-decode and comes back; and what is
-lost on the way shows.
+Token parity with stock transformers, also when every request leaves the pool in mid-decode and
+comes back; and what is lost on the way shows.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ WINDOWED = ["gpt_oss", "gemma3", "mistral"]
 Tiny = Callable[[str], Path]
 Expected = Callable[[str, list[int], int], list[int]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("states")]  # one pair of processes for the module
+# One pair of processes for the module.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("states")]
 
 
 def prompts_for(page: int) -> list[list[int]]:
-    """Eight: one token, one more than the indexers choose, the edges of a chunk and of a page (of 16 tokens, which are
-    a window of gpt_oss), and many of both."""
-    return [prompt_of(n, n) for n in (1, 9, CHUNK, CHUNK + 1, page - 1, page, page + 1, 2 * page + CHUNK)]
+    """Eight: one token, one more than the indexers choose, the edges of a chunk and of a page (of
+    16 tokens, which are a window of gpt_oss), and many of both."""
+    return [
+        prompt_of(n, n)
+        for n in (1, 9, CHUNK, CHUNK + 1, page - 1, page, page + 1, 2 * page + CHUNK)
+    ]
 
 
 def run(model: Model, prompts: list[list[int]], **how: Any) -> list[list[int]]:
@@ -41,8 +46,8 @@ def run(model: Model, prompts: list[list[int]], **how: Any) -> list[list[int]]:
 
 
 def check(model: Model, family: str, zero: tuple[int, str], expected: Expected) -> None:
-    """Eight requests at once, also when all of them leave the pool in mid-decode, and the last one when what `zero`
-    names is lost."""
+    """Eight requests at once, also when all of them leave the pool in mid-decode, and the last one
+    when what `zero` names is lost."""
     prompts = prompts_for(model.page_size)
     wanted = [expected(family, prompt, NEW) for prompt in prompts]
     assert len({tuple(tokens) for tokens in wanted}) == len(prompts) == 8

@@ -1,4 +1,6 @@
-"""Sliding windows in rows, or in pages: what prefill and decode that were started otherwise say to a client."""
+"""Sliding windows in rows, or in pages: what prefill and decode that were started otherwise say to
+a client.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from kvflow.launch.child import Child
 from tests.e2e.fleet import all_home, ask, running
 
 PROMPT, NEW = [(i * i * 31 + i * 7) % 509 + 2 for i in range(50)], 12
-BODY = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}}
+BODY = {
+    "input_ids": PROMPT,
+    "sampling_params": {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True},
+}
 Tiny = Callable[[str], Path]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
@@ -37,22 +42,34 @@ async def test_one_flag_for_the_whole_fleet(
         aiohttp.ClientSession() as session,
     ):
         answers = await asyncio.gather(*(post(session, fleet.url, BODY) for _ in range(3)))
-        assert [answer["output_ids"] for answer in answers] == [expected("gpt_oss", PROMPT, NEW)] * 3
+        assert [answer["output_ids"] for answer in answers] == [
+            expected("gpt_oss", PROMPT, NEW)
+        ] * 3
         info = await ask(session, f"{fleet.decodes[0].url}/server_info")
         assert bool(info["rows"]["total"]) == (rings == "auto")
         assert await all_home(session, *(child.url for child in (*fleet.prefills, *fleet.decodes)))
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("sliding_window_rows", "never"), ("attention", "pad")], ids=["never", "pad"]
+    ("flag", "value"),
+    [("sliding_window_rows", "never"), ("attention", "pad")],
+    ids=["never", "pad"],
 )
-async def test_a_decode_that_was_started_otherwise_is_refused(flag: str, value: str, tiny: Tiny) -> None:
+async def test_a_decode_that_was_started_otherwise_is_refused(
+    flag: str, value: str, tiny: Tiny
+) -> None:
     """Both legs are told what differs, in the word of the flag."""
     given = {"model_path": str(tiny("gpt_oss")), "port": 0, "num_pages": 64, "dtype": "float32"}
-    settings = {"prefill": {**given, "disaggregation_bootstrap_port": 0}, "decode": {**given, flag: value}}
+    settings = {
+        "prefill": {**given, "disaggregation_bootstrap_port": 0},
+        "decode": {**given, flag: value},
+    }
     children = {
         role: Child(
-            role, role, [word for name, set_to in own.items() for word in (flag_of(name), str(set_to))], quiet=True
+            role,
+            role,
+            [word for name, set_to in own.items() for word in (flag_of(name), str(set_to))],
+            quiet=True,
         )
         for role, own in settings.items()
     }
@@ -61,9 +78,13 @@ async def test_a_decode_that_was_started_otherwise_is_refused(flag: str, value: 
         port = children["prefill"].bootstrap_port
         legs = {**BODY, "bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 7}
         async with aiohttp.ClientSession() as session:
-            answers = await asyncio.gather(*(post(session, child.url, legs) for child in children.values()))
+            answers = await asyncio.gather(
+                *(post(session, child.url, legs) for child in children.values())
+            )
         for answer in answers:
-            assert "layer0.k.sliding_window_rows: only prefill has it" in answer["error"]["message"], answer
+            assert (
+                "layer0.k.sliding_window_rows: only prefill has it" in answer["error"]["message"]
+            ), answer
     finally:
         for child in children.values():
             child.kill()

@@ -56,7 +56,9 @@ def llama(loaded: Callable[..., LoadedModel]) -> LoadedModel:
 
 @pytest.fixture
 def stages(tiny: Callable[[str], Path]) -> Iterator[list[LoadedModel]]:
-    """Both stages of the tiny llama, with a way of hidden states between them, which knows no generation yet."""
+    """Both stages of the tiny llama, with a way of hidden states between them, which knows no
+    generation yet.
+    """
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(STAGES) as threads:
         meeting = Meeting(Path(directory))
         path, parts = str(tiny("llama")), [ModelPart(stage, STAGES) for stage in range(STAGES)]

@@ -1,4 +1,6 @@
-"""A prefill and a decode engine in one process, each with a pool of its own; rooms between them without a network."""
+"""A prefill and a decode engine in one process, each with a pool of its own; rooms between them
+without a network.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,30 @@ from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
 
 
 class Side:
-    """One pool with its owners. Every byte is poison at first: whoever reads what nobody wrote gets NaN."""
+    """One pool with its owners.
+
+    Every byte is poison at first: whoever reads what nobody wrote gets NaN.
+    """
 
     def __init__(
-        self, model: LoadedModel, num_pages: int, page_size: int, order: Order, num_rows: int = 32, copies: int = 1
+        self,
+        model: LoadedModel,
+        num_pages: int,
+        page_size: int,
+        order: Order,
+        num_rows: int = 32,
+        copies: int = 1,
     ) -> None:
         """`num_rows`: of a model that keeps rows. `copies`: of every stream, for as many shards."""
         rows = num_rows if model.has_rows else 0
-        streams = [kind._replace(replica=n, replicas=copies) for n in range(copies) for kind in model.streams]
-        layout = build_layout(streams, page_size=page_size, num_pages=num_pages, num_rows=rows, order=order)
+        streams = [
+            kind._replace(replica=n, replicas=copies)
+            for n in range(copies)
+            for kind in model.streams
+        ]
+        layout = build_layout(
+            streams, page_size=page_size, num_pages=num_pages, num_rows=rows, order=order
+        )
         self.pool = PagedPool.allocate(layout, shared=copies > 1)
         self.pages = PageAllocator(num_pages)
         self.places = self.pool.places_over(self.pages)
@@ -72,14 +89,21 @@ class PrefillHalf:
 
 
 class FakeRoom:
-    """One room; itself decode's half, `prefill_half` is the other. Writes land while `gate` is open."""
+    """One room; itself decode's half, `prefill_half` is the other.
 
-    def __init__(self, source: Side, target: Side, prompt_tokens: int, prefix_tokens: int = 0) -> None:
+    Writes land while `gate` is open.
+    """
+
+    def __init__(
+        self, source: Side, target: Side, prompt_tokens: int, prefix_tokens: int = 0
+    ) -> None:
         self._source, self._target = source, target
         self._owner: Hashable = ("room", id(self))
         self._prefix_tokens = prefix_tokens
         places = target.pool.layout.places_for(prompt_tokens, prefix_tokens)
-        self.pages: PageIndices = (target.places.take_room if places else target.places.take)(places, self._owner)
+        self.pages: PageIndices = (target.places.take_room if places else target.places.take)(
+            places, self._owner
+        )
         self.gate = asyncio.Event()
         self.gate.set()
         self.sends: list[tuple[int, bool]] = []
@@ -112,7 +136,9 @@ class FakeRoom:
         source, target = self._source.pool, self._target.pool
         both = source.layout.split(pages), target.layout.split(targets)
         for c in target.layout.components:
-            s, t = (torch.from_numpy((p.rows if c.in_rows else p.pages).astype(np.int64)) for p in both)
+            s, t = (
+                torch.from_numpy((p.rows if c.in_rows else p.pages).astype(np.int64)) for p in both
+            )
             target.tensor(c.name, replica=c.replica)[t] = source.tensor(c.name)[s]
         self._source.places.unhold(pages)
         if handoff is not None and not self._landed.done():
@@ -171,10 +197,16 @@ class EnginePair:
         page_size, num_pages = options.pop("page_size", 16), options.pop("num_pages", 256)
         orders: tuple[Order, Order] = options.pop("orders", ("page_first", "layer_first"))
         decode = {"max_batch": options.pop("max_batch", 256)}
-        decode.update((name, options.pop(name)) for name in ("new_token_ratio", "recompute") if name in options)
+        decode.update(
+            (name, options.pop(name))
+            for name in ("new_token_ratio", "recompute")
+            if name in options
+        )
         host_pages, rows = options.pop("host_pages", 0), options.pop("num_rows", 32)
         source_rows = options.pop("source_rows", rows)
-        self.source = Side(model, options.pop("source_pages", num_pages), page_size, orders[0], source_rows)
+        self.source = Side(
+            model, options.pop("source_pages", num_pages), page_size, orders[0], source_rows
+        )
         self.target = Side(model, num_pages, page_size, orders[1], rows, options.pop("copies", 1))
         decode_model = options.pop("decode_model", model)
         self.source.scatter()
@@ -182,7 +214,10 @@ class EnginePair:
         self.caches: list[PrefixCache] = []
         self.host_tiers: list[HostTier] = []
         if policy := options.pop("cache", ""):
-            host_pages_of_cache, more = options.pop("cache_host_pages", 0), options.pop("cache_options", {})
+            host_pages_of_cache, more = (
+                options.pop("cache_host_pages", 0),
+                options.pop("cache_options", {}),
+            )
             limit = options.pop("cache_states", 32) * self.source.pool.layout.row_bytes
             states = StateStore(self.source.pool, limit) if limit else None
             for side in (self.source, self.target):
@@ -190,15 +225,25 @@ class EnginePair:
                 host = HostTier(side.pool, limit) if limit else None
                 self.host_tiers += [host] if host else []
                 kept = states if side is self.source else None
-                self.caches.append(PrefixCache(side.pages, page_size, policy, host=host, states=kept, **more))
+                self.caches.append(
+                    PrefixCache(side.pages, page_size, policy, host=host, states=kept, **more)
+                )
             options["cache"], decode["cache"] = self.caches
             decode["prefetch"] = options.get("prefetch", "wait_complete")
             options["prefetch"] = decode["prefetch"]
-        self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)  # one for each role, as in two processes
-        self.prefill = PrefillEngine(model, self.source.pool, self.source.pages, self._threads[0], **options)
+        # One for each role, as in two processes.
+        self._threads = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self.prefill = PrefillEngine(
+            model, self.source.pool, self.source.pages, self._threads[0], **options
+        )
         self.snapshots = self.target.snapshots(host_pages) if host_pages else None
         self.decode = DecodeEngine(
-            decode_model, self.target.pool, self.target.pages, self._threads[1], snapshots=self.snapshots, **decode
+            decode_model,
+            self.target.pool,
+            self.target.pages,
+            self._threads[1],
+            snapshots=self.snapshots,
+            **decode,
         )
         self.rooms: list[FakeRoom] = []
         self.on_room: Callable[[FakeRoom], None] = lambda room: None
@@ -237,7 +282,11 @@ class EnginePair:
                 found.append(out)
         finally:
             await asyncio.wait([leg])
-            if not leg.cancelled() and (error := leg.exception()) and not isinstance(error, KvflowError):
+            if (
+                not leg.cancelled()
+                and (error := leg.exception())
+                and not isinstance(error, KvflowError)
+            ):
                 raise error
         return found
 
@@ -248,8 +297,12 @@ class EnginePair:
     def home(self) -> bool:
         away = 0 if self.snapshots is None else self.snapshots.used_bytes
         states = [cache.states.slots for cache in self.caches if cache.states is not None]
-        used = sum(slots.num_pages - slots.free_pages for slots in states) - sum(c.stats().states for c in self.caches)
-        return self.source.places.at_rest() and self.target.places.at_rest() and not away and not used
+        used = sum(slots.num_pages - slots.free_pages for slots in states) - sum(
+            c.stats().states for c in self.caches
+        )
+        return (
+            self.source.places.at_rest() and self.target.places.at_rest() and not away and not used
+        )
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:

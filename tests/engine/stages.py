@@ -1,4 +1,6 @@
-"""Two stages of one model in one process, each a rank of a prefill over real sockets, nodes and rooms, and a decode."""
+"""Two stages of one model in one process, each a rank of a prefill over real sockets, nodes and
+rooms, and a decode.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,17 @@ class Stages:
     """A prefill of two ranks with `pages` each, and a decode of `PAGES`."""
 
     def __init__(
-        self, models: list[LoadedModel], whole: LoadedModel, stack: AsyncExitStack, pages: tuple[int, int],
-        rendezvous_s: float, caches: bool, host_pages: int,
-        write_policy: WritePolicy, decode_caches: bool,
-    ) -> None:  # fmt: skip
+        self,
+        models: list[LoadedModel],
+        whole: LoadedModel,
+        stack: AsyncExitStack,
+        pages: tuple[int, int],
+        rendezvous_s: float,
+        caches: bool,
+        host_pages: int,
+        write_policy: WritePolicy,
+        decode_caches: bool,
+    ) -> None:
         self.models, self.whole, self._stack, self._pages = models, whole, stack, pages
         self._timing = Timing(rendezvous_s=rendezvous_s)
         self.nodes = [self._node(rank) for rank in range(STAGES)]
@@ -63,14 +72,16 @@ class Stages:
         self.members: list[MemberShell] = []
         self.broken: list[str] = []
         self._lives = itertools.count(2)
-        layout = build_layout(whole.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=whole.fingerprint)
+        layout = build_layout(
+            whole.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=whole.fingerprint
+        )
         self.target = PagedPool.allocate(layout, shared=True)
         stack.callback(self.target.close)
         self.decode = DecodeNode(self.target, "local")
         self.decode_cache = PrefixCache(self.target.pages, PAGE_SIZE) if decode_caches else None
         self.decode_engine = DecodeEngine(
             whole, self.target, self.target.pages, self.threads[STAGES], cache=self.decode_cache
-        )  # fmt: skip
+        )
         self.rooms = iter(range(1, 1000))
 
     def _cache(self, node: PrefillNode) -> PrefixCache:
@@ -80,13 +91,18 @@ class Stages:
 
     def _node(self, rank: int) -> PrefillNode:
         model, pages = self.models[rank], self._pages[rank]
-        layout = build_layout(model.streams, page_size=PAGE_SIZE, num_pages=pages, fingerprint=model.fingerprint)
+        layout = build_layout(
+            model.streams, page_size=PAGE_SIZE, num_pages=pages, fingerprint=model.fingerprint
+        )
         pool = PagedPool.allocate(layout, shared=False)
         self._stack.callback(pool.close)
         return PrefillNode(pool, "local", rank=rank, world_size=STAGES, timing=self._timing)
 
     async def start(self, **options: Any) -> None:
-        (group_socket, self._group_port), (steps_socket, self._steps_port) = bind_router(HERE, 0), bind_router(HERE, 0)
+        (group_socket, self._group_port), (steps_socket, self._steps_port) = (
+            bind_router(HERE, 0),
+            bind_router(HERE, 0),
+        )
         self.steps_address = f"tcp://{HERE}:{self._steps_port}"
         steps = self.steps = StepLeader(
             steps_socket,
@@ -105,14 +121,24 @@ class Stages:
         self._tells_openings = options.get("optimistic_tries", 0) > 0
         pool = self.nodes[0].pool
         self.engine = PrefillEngine(
-            self.models[0], pool, pool.pages, self.threads[0], lockstep=steps, samples=False, cache=self.caches[0],
+            self.models[0],
+            pool,
+            pool.pages,
+            self.threads[0],
+            lockstep=steps,
+            samples=False,
+            cache=self.caches[0],
             **options,
-        )  # fmt: skip
+        )
         leader = GroupLeader(Incarnation(1000), STAGES, now=monotonic())
         self.leader = LeaderShell(
-            leader, socket=group_socket, refuse_room=self.nodes[0].refuse, wait_dead=wait_dead, counts=Counts(),
+            leader,
+            socket=group_socket,
+            refuse_room=self.nodes[0].refuse,
+            wait_dead=wait_dead,
+            counts=Counts(),
             now=monotonic,
-        )  # fmt: skip
+        )
         await self.decode.start()
         await self.nodes[0].start()
         first = self._member(0, 1, self._open_first)
@@ -138,7 +164,9 @@ class Stages:
         node, member = self.nodes[1], self.members[1]
         await self._stop_second(member)
         self._fence(node)
-        assert node.pool.pages.at_rest(), f"left at the rank that has ended: {node.pool.pages.owned()}"
+        assert node.pool.pages.at_rest(), (
+            f"left at the rank that has ended: {node.pool.pages.owned()}"
+        )
         self.leader.leader.member_died(member.member.incarnation)
         self.leader.run()
         self.steps.lost(1, "rank 1 of the group has died")
@@ -150,11 +178,14 @@ class Stages:
         await until(lambda: not self.group.unavailable_reason)
 
     def _fence(self, node: PrefillNode) -> None:
-        """Tell decode what it would see of a process that ends: this one goes on, and nothing else proves the end of
-        what was lent to the node while it closed, and was never read there."""
+        """Tell decode what it would see of a process that ends: this one goes on, and nothing else
+        proves the end of what was lent to the node while it closed, and was never read there."""
         shell = self.decode.shell
         for peer in list(shell.endpoint.peers):
-            if peer.key.incarnation == node.incarnation and peer.phase in (LinkPhase.UP, LinkPhase.SILENT):
+            if peer.key.incarnation == node.incarnation and peer.phase in (
+                LinkPhase.UP,
+                LinkPhase.SILENT,
+            ):
                 shell.endpoint.writer_died(peer.key, monotonic())
         shell.run()
 
@@ -206,9 +237,15 @@ class Stages:
         member = GroupMember(Incarnation(life), rank, STAGES, now=monotonic())
         socket = connect_dealer(f"tcp://{HERE}:{self._group_port}", life)
         shell = MemberShell(
-            member, socket=socket, open_room=open_room, refuse_room=self.nodes[rank].refuse, wait_dead=wait_dead,
-            counts=Counts(), now=monotonic, ready=functools.partial(ready, self.caches[rank], "wait_complete"),
-        )  # fmt: skip
+            member,
+            socket=socket,
+            open_room=open_room,
+            refuse_room=self.nodes[rank].refuse,
+            wait_dead=wait_dead,
+            counts=Counts(),
+            now=monotonic,
+            ready=functools.partial(ready, self.caches[rank], "wait_complete"),
+        )
         self.members[rank : rank + 1] = [shell]
         return shell
 
@@ -216,11 +253,15 @@ class Stages:
         node, model = self.nodes[1], self.models[1]
         self.dealer = connect_dealer(self.steps_address, life)
         info = node.info
-        told = wire.RankLife(incarnation=node.incarnation, control=info.control, backend="local", pool=info.pool)
+        told = wire.RankLife(
+            incarnation=node.incarnation, control=info.control, backend="local", pool=info.pool
+        )
         return StepFollower(
             PrefillSteps(model, node.pool, node.pool.pages, self.threads[1], cache=self.caches[1]),
             self.dealer,
-            hello=wire.Hello(member=Incarnation(life), rank=Rank(1), pages=self._pages[1], rows=0, info=told),
+            hello=wire.Hello(
+                member=Incarnation(life), rank=Rank(1), pages=self._pages[1], rows=0, info=told
+            ),
             status=self._status,
             neighbours=model.neighbours,
             tells_openings=self._tells_openings,
@@ -230,9 +271,20 @@ class Stages:
 
     def _status(self) -> wire.Status:
         return wire.Status(
-            rank=Rank(1), pid=1, pages_free=0, pages_total=PAGES, pages_at_rest=True, pinned_pages=0, rooms={},
-            requests=len(self.follower.requests), tickets=0, bytes_moved=0, failed_steps=0, handler_errors=0, dropped=0,
-        )  # fmt: skip
+            rank=Rank(1),
+            pid=1,
+            pages_free=0,
+            pages_total=PAGES,
+            pages_at_rest=True,
+            pinned_pages=0,
+            rooms={},
+            requests=len(self.follower.requests),
+            tickets=0,
+            bytes_moved=0,
+            failed_steps=0,
+            handler_errors=0,
+            dropped=0,
+        )
 
     def _open_first(self, key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
         asked = wire.parse_prompt(request)
@@ -252,24 +304,43 @@ class Stages:
             follower.started(request.key.ticket)
 
     def prefill(
-        self, room: int, prompt: list[int], params: SamplingParams, deadline_s: float = 60.0, namespace: Namespace = ANY
+        self,
+        room: int,
+        prompt: list[int],
+        params: SamplingParams,
+        deadline_s: float = 60.0,
+        namespace: Namespace = ANY,
     ) -> asyncio.Task[TokenOut]:
         checked = check_prompt(prompt)
         return asyncio.create_task(
             self.group.prefill(room, prompt, checked, params, deadline_s, namespace=namespace)
-        )  # fmt: skip
+        )
 
     async def decoded(
-        self, room: int, prompt: list[int], params: SamplingParams, begin: Callable[[], object] = lambda: None
+        self,
+        room: int,
+        prompt: list[int],
+        params: SamplingParams,
+        begin: Callable[[], object] = lambda: None,
     ) -> list[int]:
-        """Decode's half of a request; `begin` is called when it has been admitted. Raises what decode raises."""
+        """Decode's half of a request; `begin` is called when it has been admitted.
+
+        Raises what decode raises.
+        """
         admission = await self.decode_engine.admit(prompt, params)
         try:
             begin()
             infos = [node.info for node in self.nodes]
             prefix = await self.decode_engine.cached(prompt, admission=admission)
-            half = await self.decode.room(room, infos, prompt, prefix_tokens=prefix.tokens if prefix else 0)
-            return [out.token_id async for out in self.decode_engine.generate(half, prompt, params, admission, prefix)]
+            half = await self.decode.room(
+                room, infos, prompt, prefix_tokens=prefix.tokens if prefix else 0
+            )
+            return [
+                out.token_id
+                async for out in self.decode_engine.generate(
+                    half, prompt, params, admission, prefix
+                )
+            ]
         finally:
             admission.release()
 
@@ -297,7 +368,10 @@ class Stages:
         assert not (self.steps.dropped or self.follower.dropped or self.follower._dropped_ahead)
 
     async def home(self, within_s: float = 20.0) -> None:
-        """Nothing is left of any request, at either rank or at decode. Raises: AssertionError telling what is."""
+        """Nothing is left of any request, at either rank or at decode.
+
+        Raises: AssertionError telling what is.
+        """
         began_s = monotonic()
         while (left := self.left) and monotonic() - began_s < within_s:
             await asyncio.sleep(0.001)
@@ -309,11 +383,21 @@ class Stages:
         found = {
             "pages": [node.pool.pages.owned() for node in nodes if not node.pool.pages.at_rest()],
             "pages of decode": PAGES - self.target.pages.available_pages,
-            "rooms": [list(node.shell.endpoint.rooms) for node in nodes if node.shell.endpoint.rooms],
+            "rooms": [
+                list(node.shell.endpoint.rooms) for node in nodes if node.shell.endpoint.rooms
+            ],
             "requests": (*self.follower.requests, *self.group._asked),
-            "tickets": [key for shell in self.members for key in (*shell.requests, *shell.member.tickets)],
-            "in the engine": [*engine._placed, *engine._unmatched, *engine._running, *engine._waiting],
-            "early": [engine.optimism.holding_now] * bool(engine.optimism.holding_now) + [*engine._early._losses],
+            "tickets": [
+                key for shell in self.members for key in (*shell.requests, *shell.member.tickets)
+            ],
+            "in the engine": [
+                *engine._placed,
+                *engine._unmatched,
+                *engine._running,
+                *engine._waiting,
+            ],
+            "early": [engine.optimism.holding_now] * bool(engine.optimism.holding_now)
+            + [*engine._early._losses],
             "preempted": self.steps._preempted,
             "questions": self.steps._hits._numbers,
             "short": engine._beginnings._short,
@@ -323,11 +407,28 @@ class Stages:
 
 @asynccontextmanager
 async def group(
-    models: list[LoadedModel], whole: LoadedModel, *, pages: tuple[int, int] = (PAGES, PAGES), caches: bool = False,
-    host_pages: int = 0, write_policy: WritePolicy = "write_through", rendezvous_s: float = Timing().rendezvous_s,
-    decode_caches: bool = False, **options: Any,
-) -> AsyncIterator[Stages]:  # fmt: skip
+    models: list[LoadedModel],
+    whole: LoadedModel,
+    *,
+    pages: tuple[int, int] = (PAGES, PAGES),
+    caches: bool = False,
+    host_pages: int = 0,
+    write_policy: WritePolicy = "write_through",
+    rendezvous_s: float = Timing().rendezvous_s,
+    decode_caches: bool = False,
+    **options: Any,
+) -> AsyncIterator[Stages]:
     async with AsyncExitStack() as stack:
-        found = Stages(models, whole, stack, pages, rendezvous_s, caches, host_pages, write_policy, decode_caches)
+        found = Stages(
+            models,
+            whole,
+            stack,
+            pages,
+            rendezvous_s,
+            caches,
+            host_pages,
+            write_policy,
+            decode_caches,
+        )
         await found.start(**options)
         yield found

@@ -1,4 +1,6 @@
-"""Penalties, biases and bans: against transformers' `generate`, OpenAI's formula, and one process."""
+"""Penalties, biases and bans: against transformers' `generate`, OpenAI's formula,
+and one process.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def generated(stock: Any, count: int, **options: Any) -> list[int]:
     """What `model.generate` says, greedy."""
     ids = torch.tensor([PROMPT])
     out = stock.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, **options
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
     )
     found: list[int] = out[0, len(PROMPT) :].tolist()
     return found
@@ -64,7 +71,9 @@ async def ours(model: LoadedModel, **params: Any) -> list[int]:
 
 
 async def test_over_two_engines_equals_generate(llama: LoadedModel, stock: Stock) -> None:
-    """Prefill chooses the first token and decode the others: each option alone, then all at once."""
+    """Prefill chooses the first token and decode the others: each option alone,
+    then all at once.
+    """
     plain = generated(stock("llama"), NEW)
     bad = [[plain[0]], plain[3:5], plain[8:11], [PROMPT[-1], plain[1]]]
     bias = {plain[0]: -100.0, plain[5]: 3.5, 77: 2.25}
@@ -72,7 +81,10 @@ async def test_over_two_engines_equals_generate(llama: LoadedModel, stock: Stock
         ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
         ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),
         ({"bad_words": tuple(map(tuple, bad))}, {"bad_words_ids": bad}),
-        ({"logit_bias": tuple(bias.items())}, {"sequence_bias": {(i,): b for i, b in bias.items()}}),
+        (
+            {"logit_bias": tuple(bias.items())},
+            {"sequence_bias": {(i,): b for i, b in bias.items()}},
+        ),
     ]
     ours_all: dict[str, Any] = {}
     theirs_all: dict[str, Any] = {}
@@ -81,10 +93,14 @@ async def test_over_two_engines_equals_generate(llama: LoadedModel, stock: Stock
         assert found == generated(stock("llama"), NEW, eos_token_id=None, **theirs) != plain
         ours_all |= mine
         theirs_all |= theirs
-    assert await ours(llama, **ours_all) == generated(stock("llama"), NEW, eos_token_id=None, **theirs_all)
+    assert await ours(llama, **ours_all) == generated(
+        stock("llama"), NEW, eos_token_id=None, **theirs_all
+    )
 
 
-async def test_min_new_tokens_bars_what_would_end_the_request(llama: LoadedModel, stock: Stock) -> None:
+async def test_min_new_tokens_bars_what_would_end_the_request(
+    llama: LoadedModel, stock: Stock
+) -> None:
     plain = generated(stock("llama"), NEW)
     ends = (plain[0], plain[6])  # the first token, prefill's, is barred too
     for least in (1, 6, 7, 8, 15):
@@ -103,15 +119,24 @@ def test_min_new_tokens_leaves_an_ignored_eos_alone() -> None:
         assert choose(logits, [draw(params, [1, 2, 3], 2, best)])[0].token_id == want
 
 
-@pytest.mark.parametrize(("frequency", "presence"), [(0.7, 0.0), (0.0, 1.3), (-0.4, 0.9), (2.0, -2.0)])
+@pytest.mark.parametrize(
+    ("frequency", "presence"), [(0.7, 0.0), (0.0, 1.3), (-0.4, 0.9), (2.0, -2.0)]
+)
 async def test_frequency_and_presence_follow_openais_formula(
     llama: LoadedModel, stock: Stock, frequency: float, presence: float
 ) -> None:
-    """mu[j] - count[j] * frequency - (count[j] > 0) * presence, over generated tokens and not over the prompt."""
+    """mu[j] - count[j] * frequency - (count[j] > 0) * presence, over generated tokens and not over
+    the prompt.
+    """
     tokens: list[int] = []
     for _ in range(NEW):
         with torch.inference_mode():
-            logits = stock("llama")(torch.tensor([PROMPT + tokens])).logits[0, -1].numpy().astype(np.float64)
+            logits = (
+                stock("llama")(torch.tensor([PROMPT + tokens]))
+                .logits[0, -1]
+                .numpy()
+                .astype(np.float64)
+            )
         for token in set(tokens):
             logits[token] -= tokens.count(token) * frequency + presence
         tokens.append(int(logits.argmax()))
@@ -138,7 +163,9 @@ def test_a_penalty_counts_every_repetition() -> None:
     ],
 )
 def test_min_p_keeps_what_transformers_keeps(cuts: dict[str, Any]) -> None:
-    """The tokens drawn in many draws are those that transformers' warpers, in `generate`'s order, leave."""
+    """The tokens drawn in many draws are those that transformers' warpers, in `generate`'s order,
+    leave.
+    """
     temperature, count = 1.4, 6000
     logits = row(11, 60)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
@@ -175,7 +202,9 @@ def test_the_other_rows_of_a_batch_are_chosen_as_without_it() -> None:
     alone = [choose(logits[i : i + 1], [d])[0] for i, d in enumerate([*plain, *adjusted])]
     assert choose(logits, [*plain, *adjusted]) == alone
     order = [6, 0, 5, 2, 7, 1, 4, 3]
-    assert choose(logits[order], [[*plain, *adjusted][i] for i in order]) == [alone[i] for i in order]
+    assert choose(logits[order], [[*plain, *adjusted][i] for i in order]) == [
+        alone[i] for i in order
+    ]
     raw = torch.log_softmax(logits[4].float(), -1)
     assert alone[4].logprob == float(raw[alone[4].token_id])
     assert [i for i, _ in alone[4].top_logprobs] == raw.topk(2).indices.tolist()
@@ -189,7 +218,11 @@ async def test_adjusted_sampling_equals_one_process(dtype: str, loaded: Loader) 
         {"min_p": 0.05},
         {"frequency_penalty": 1.0, "presence_penalty": 0.5, "top_p": 0.9},
         {"repetition_penalty": 1.4, "logit_bias": ((9, 4.0),), "min_p": 0.02, "top_k": 50},
-        {"bad_words": ((11,), (12, 13)), "min_new_tokens": 5, "stop_token_ids": tuple(range(20, 60))},
+        {
+            "bad_words": ((11,), (12, 13)),
+            "min_new_tokens": 5,
+            "stop_token_ids": tuple(range(20, 60)),
+        },
     )
     for n, more in enumerate(options):
         params = SamplingParams(temperature=1.3, seed=7 + n, max_new_tokens=NEW, logprobs=1, **more)
@@ -198,7 +231,9 @@ async def test_adjusted_sampling_equals_one_process(dtype: str, loaded: Loader) 
 
 
 async def test_company_does_not_change_an_adjusted_request(llama: LoadedModel) -> None:
-    params = SamplingParams(seed=5, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.01, max_new_tokens=NEW)
+    params = SamplingParams(
+        seed=5, repetition_penalty=1.3, frequency_penalty=0.5, min_p=0.01, max_new_tokens=NEW
+    )
     async with EnginePair(llama) as pair:
         alone = await pair.tokens(PROMPT, params)
         others = [pair.tokens(prompt_of(n, n), greedy(NEW)) for n in (9, 31, 70)]
@@ -227,7 +262,10 @@ async def test_company_does_not_change_an_adjusted_request(llama: LoadedModel) -
             f"logit_bias: {MAX_LOGIT_BIAS + 1} entries, limit {MAX_LOGIT_BIAS}",
         ),
         ({"bad_words": ((1,), ())}, "bad_words: a word of no tokens"),
-        ({"bad_words": ((1, 2),) * MAX_BAD_WORD_TOKENS}, f"bad_words: {2 * MAX_BAD_WORD_TOKENS} tokens in all, limit"),
+        (
+            {"bad_words": ((1, 2),) * MAX_BAD_WORD_TOKENS},
+            f"bad_words: {2 * MAX_BAD_WORD_TOKENS} tokens in all, limit",
+        ),
     ],
 )
 def test_values_out_of_range_are_named(params: dict[str, Any], text: str) -> None:
@@ -242,11 +280,16 @@ def test_values_out_of_range_are_named(params: dict[str, Any], text: str) -> Non
             {"logit_bias": ((1, 1.0), (512, 1.0))},
             r"logit_bias: token id 512 is outside the model's vocabulary, 0\.\.511",
         ),
-        ({"bad_words": ((1, 2), (3, 900))}, r"bad_words: token id 900 is outside the model's vocabulary, 0\.\.511"),
+        (
+            {"bad_words": ((1, 2), (3, 900))},
+            r"bad_words: token id 900 is outside the model's vocabulary, 0\.\.511",
+        ),
         ({"bad_words": tuple((i,) for i in range(500))}, "may leave none of 512 tokens"),
     ],
 )
-async def test_ids_that_the_model_does_not_have(llama: LoadedModel, params: dict[str, Any], text: str) -> None:
+async def test_ids_that_the_model_does_not_have(
+    llama: LoadedModel, params: dict[str, Any], text: str
+) -> None:
     """By the limits, which the server consults before a room opens, and by both engines."""
     with pytest.raises(MisuseError, match=text):
         EngineLimits(512, 512, 16, 100).check_sampling(PROMPT, SamplingParams(**params))
@@ -259,14 +302,19 @@ async def test_ids_that_the_model_does_not_have(llama: LoadedModel, params: dict
 def test_ids_beyond_the_logits_are_never_generated_anyway() -> None:
     """An embedding may be larger than the output layer."""
     logits = row(1, 100)
-    params = greedy(9, logit_bias=((150, 5.0),), bad_words=((120,), (3, 140)), repetition_penalty=1.2)
+    params = greedy(
+        9, logit_bias=((150, 5.0),), bad_words=((120,), (3, 140)), repetition_penalty=1.2
+    )
     (choice,) = choose(logits, [draw(params, [130, 5], 1)])
     assert choice.token_id == int(logits.argmax())
 
 
 @pytest.mark.parametrize(("ids", "outside"), [([-1, 5], -1), ([5, 512], 512)])
 def test_the_least_and_the_greatest_token_id_are_looked_at(ids: list[int], outside: int) -> None:
-    limits, said = EngineLimits(512, 512, 16, 100), rf"token id {outside} is outside the model's vocabulary, 0\.\.511"
+    limits, said = (
+        EngineLimits(512, 512, 16, 100),
+        rf"token id {outside} is outside the model's vocabulary, 0\.\.511",
+    )
     with pytest.raises(MisuseError, match=f"prompt: {said}"):
         limits.check_prompt(ids)
     with pytest.raises(MisuseError, match=f"token_ids_logprob: {said}"):

@@ -1,4 +1,6 @@
-"""Prompts whose places are not there yet begin in the order in which they came, as far as there are places."""
+"""Prompts whose places are not there yet begin in the order in which they came, as far as there are
+places.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ def test_those_that_are_short_begin_in_order_and_no_later_one_passes() -> None:
     steps, begun = Steps(), list[Any]()
     beginnings = Beginnings(steps, None, begun.append)  # type: ignore[arg-type]
     requests: list[Any] = [
-        SimpleNamespace(wants=wants, is_asking=True, agreed=None, sequence=SimpleNamespace(computed=8), cached_tokens=8)
+        SimpleNamespace(
+            wants=wants,
+            is_asking=True,
+            agreed=None,
+            sequence=SimpleNamespace(computed=8),
+            cached_tokens=8,
+        )
         for wants in (2, 5, 1)
     ]
     first, large, small = requests

@@ -140,7 +140,9 @@ async def test_no_more_than_most_run_and_the_others_come_in_their_order() -> Non
     assert budget.waiting == 0
 
 
-async def test_who_waits_for_pages_that_nobody_will_free_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waits_for_pages_that_nobody_will_free_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
     pages = PageAllocator(10)
     budget = PageBudget(pages)
@@ -150,7 +152,9 @@ async def test_who_waits_for_pages_that_nobody_will_free_is_told(monkeypatch: py
     await asyncio.sleep(0.1)
     assert not waiting.done(), "a running request may free its pages"
     running.release()
-    with pytest.raises(CapacityError, match=r"no running request will free more: asked for 7, limit 4"):
+    with pytest.raises(
+        CapacityError, match=r"no running request will free more: asked for 7, limit 4"
+    ):
         await asyncio.wait_for(waiting, 5)
     (await budget.admit(4)).release()
 
@@ -195,7 +199,9 @@ async def test_priority_then_arrival_and_whoever_was_retracted_first() -> None:
         order.append(name)
         admission.release()
 
-    waiting = [asyncio.ensure_future(wait(name, p)) for name, p in (("a", 0), ("b", 5), ("c", 0), ("d", 5))]
+    waiting = [
+        asyncio.ensure_future(wait(name, p)) for name, p in (("a", 0), ("b", 5), ("c", 0), ("d", 5))
+    ]
     await settled()
     budget.retract(running[0], 5)
     assert running[0].granted.done(), "it comes first, and there is room"
@@ -286,7 +292,10 @@ async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
     rows = PageAllocator(1, unit="row")
     rows.take(1, "quarantine")
-    with pytest.raises(CapacityError, match="free rows, and no running request will free more: asked for 1, limit 0"):
+    with pytest.raises(
+        CapacityError,
+        match="free rows, and no running request will free more: asked for 1, limit 0",
+    ):
         await asyncio.wait_for(PageBudget(PageAllocator(4), rows=rows).admit(1), 5)
 
 
@@ -316,7 +325,9 @@ class Growing:
 def growing(free: int, *needs: tuple[int, int]) -> tuple[Growth, list[Any]]:
     pages = PageAllocator(8)
     pages.take(8 - free, "others")
-    return Growth(PageBudget(pages), pages, lambda request, error: None), [Growing(*n) for n in needs]
+    return Growth(PageBudget(pages), pages, lambda request, error: None), [
+        Growing(*n) for n in needs
+    ]
 
 
 async def test_who_needs_no_page_for_one_step_takes_it_in_the_fullest_pool() -> None:

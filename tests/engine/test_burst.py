@@ -1,4 +1,6 @@
-"""Several steps for one call of the model thread: tokens leave at once, and whatever happens ends the burst."""
+"""Several steps for one call of the model thread: tokens leave at once, and whatever happens ends
+the burst.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
 
 class Watched:
-    """The decode engine of a pair: calls of its model thread, widths of its steps; with a gate, a step at a time."""
+    """The decode engine of a pair: calls of its model thread, widths of its steps; with a gate, a
+    step at a time.
+    """
 
     def __init__(self, pair: EnginePair) -> None:
         self.widths: list[int] = []
@@ -51,11 +55,17 @@ class Watched:
         await until(lambda: len(self.widths) >= number)
 
 
-async def started(pair: EnginePair, prompt: list[int], count: int) -> AsyncGenerator[TokenOut, None]:
+async def started(
+    pair: EnginePair, prompt: list[int], count: int
+) -> AsyncGenerator[TokenOut, None]:
     """A request whose first token has been read."""
     room = pair.room(prompt)
-    asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(count)))  # noqa: RUF006
-    stream = pair.decode.generate(room, prompt, greedy(count), await pair.decode.admit(prompt, greedy(count)))
+    asyncio.ensure_future(  # noqa: RUF006
+        pair.prefill.prefill(room.prefill_half, prompt, greedy(count)),
+    )
+    stream = pair.decode.generate(
+        room, prompt, greedy(count), await pair.decode.admit(prompt, greedy(count))
+    )
     assert (await anext(stream)).finish_reason is None
     return stream
 
@@ -87,7 +97,9 @@ async def test_the_token_of_a_step_that_is_not_short_leaves_when_it_has_ended(
         await stream.aclose()
 
 
-async def test_short_steps_share_a_delivery(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_short_steps_share_a_delivery(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(20), greedy(MOST_STEPS + 2))
@@ -99,14 +111,20 @@ async def test_short_steps_share_a_delivery(llama: LoadedModel, monkeypatch: pyt
         assert pair.decode.steps == before
         watched.allow(1)  # the burst ends, and all of its tokens leave
         found = [await anext(stream) for _ in range(MOST_STEPS)]
-        assert [out.token_id for out in found] == want[1:-1] and pair.decode.steps == before + MOST_STEPS
+        assert [out.token_id for out in found] == want[
+            1:-1
+        ] and pair.decode.steps == before + MOST_STEPS
         watched.allow(1)  # a last token does not wait
         assert (await anext(stream)).finish_reason == "length"
         await stream.aclose()
 
 
-async def test_a_turn_of_the_loop_wakes_few_readers(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reader writes to its client: those of a large batch come in many turns, each with all that is his."""
+async def test_a_turn_of_the_loop_wakes_few_readers(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every reader writes to its client: those of a large batch come in many turns, each with all
+    that is his.
+    """
     monkeypatch.setattr(decode, "READERS_PER_TURN", 2)
     monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
     prompts = [prompt_of(9 + i, i) for i in range(5)]
@@ -158,12 +176,17 @@ async def test_a_request_that_joins_is_in_the_next_step(llama: LoadedModel) -> N
 
 
 async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel) -> None:
-    """Its pages are held while the step runs that reads them, and free after it, not after the whole burst."""
+    """Its pages are held while the step runs that reads them, and free after it, not after the
+    whole burst.
+    """
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(21, 1), greedy(30))
         watched = Watched(pair)
         watched.gated = True
-        leaves, stays = await started(pair, prompt_of(40), 30), await started(pair, prompt_of(21, 1), 30)
+        leaves, stays = (
+            await started(pair, prompt_of(40), 30),
+            await started(pair, prompt_of(21, 1), 30),
+        )
         watched.allow(3)
         await watched.at_step(4)
         assert watched.widths[-1] == 2
@@ -181,7 +204,9 @@ async def test_a_request_that_leaves_is_not_in_the_next_step(llama: LoadedModel)
 async def test_several_steps_while_a_request_waits_which_is_granted_when_they_have_ended(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pages came free with the burst, and were seen when the budget looked again by itself, up to 20 ms later."""
+    """Its pages came free with the burst, and were seen when the budget looked again by itself, up
+    to 20 ms later.
+    """
     monkeypatch.setattr(budget, "RECHECK_S", 3600.0)
     async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
         watched = Watched(pair)
@@ -198,11 +223,16 @@ async def test_several_steps_while_a_request_waits_which_is_granted_when_they_ha
 
 
 async def test_a_burst_ends_with_the_first_request_that_ends(llama: LoadedModel) -> None:
-    """Others may wait for its pages; there is no further step while the event loop is busy with something else."""
+    """Others may wait for its pages; there is no further step while the event loop is busy with
+    something else.
+    """
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(21, 1), greedy(30))
         pair.decode.pause()
-        ends, stays = await started(pair, prompt_of(20), 4), await started(pair, prompt_of(21, 1), 30)
+        ends, stays = (
+            await started(pair, prompt_of(20), 4),
+            await started(pair, prompt_of(21, 1), 30),
+        )
         watched, returned = Watched(pair), threading.Event()
         run = pair.decode._burst.run
 
@@ -213,14 +243,18 @@ async def test_a_burst_ends_with_the_first_request_that_ends(llama: LoadedModel)
         pair.decode._burst.run = noted  # type: ignore[method-assign,assignment]
         pair.decode.resume()
         await until(lambda: bool(watched.calls))
-        assert returned.wait(20), "while the event loop stands still here, nothing else tells the burst"
+        assert returned.wait(20), (
+            "while the event loop stands still here, nothing else tells the burst"
+        )
         assert watched.widths == [2, 2, 2]
         assert len([out async for out in ends]) == 3
         assert [out.token_id async for out in stays] == want[1:]
         await until(lambda: pair.home)
 
 
-async def test_a_step_that_fails_ends_a_burst_after_the_tokens_before_it(llama: LoadedModel) -> None:
+async def test_a_step_that_fails_ends_a_burst_after_the_tokens_before_it(
+    llama: LoadedModel,
+) -> None:
     async with EnginePair(llama) as pair:
         want = await pair.tokens(prompt_of(20), greedy(9))
         watched = Watched(pair)

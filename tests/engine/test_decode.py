@@ -14,7 +14,15 @@ from kvflow.engine.model.load import LoadedModel
 from kvflow.engine.model.step import Row
 from kvflow.engine.scheduler.handoff import HandOff
 from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.protocols.errors import AbortedError, CapacityError, Cause, Code, KvflowError, MisuseError, WireError
+from kvflow.protocols.errors import (
+    AbortedError,
+    CapacityError,
+    Cause,
+    Code,
+    KvflowError,
+    MisuseError,
+    WireError,
+)
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
 
@@ -29,9 +37,12 @@ async def test_requests_join_and_leave_a_running_batch(llama: LoadedModel) -> No
             return honest(rows)
 
         pair.decode._runner.forward = forward  # type: ignore[method-assign]
-        among = await asyncio.gather(*(pair.tokens(prompt_of(n, n), greedy(n)) for n in (5, 30, 12)))
+        among = await asyncio.gather(
+            *(pair.tokens(prompt_of(n, n), greedy(n)) for n in (5, 30, 12))
+        )
         assert among == alone
-        await until(lambda: pair.home)  # the last burst holds its pages until its thread has returned
+        # The last burst holds its pages until its thread has returned.
+        await until(lambda: pair.home)
     assert max(widths) > 1 and widths[-1] == 1 and sum(widths) == 4 + 29 + 11
 
 
@@ -76,12 +87,22 @@ async def test_new_tokens_are_cut_to_the_context(llama: LoadedModel) -> None:
 async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None:
     async with EnginePair(llama, num_pages=8) as pair:
         for prompt, params, said in (
-            (prompt_of(200), greedy(1), "prompt tokens in the KV pool .*: asked for 200, limit 128"),
-            (prompt_of(100), greedy(60), r"prompt \+ max_new_tokens in the KV pool .*: asked for 160, limit 129"),
+            (
+                prompt_of(200),
+                greedy(1),
+                "prompt tokens in the KV pool .*: asked for 200, limit 128",
+            ),
+            (
+                prompt_of(100),
+                greedy(60),
+                r"prompt \+ max_new_tokens in the KV pool .*: asked for 160, limit 129",
+            ),
         ):
             with pytest.raises(CapacityError, match=said):
                 await pair.decode.admit(prompt, params)
-        assert pair.decode.limits.max_tokens == 129, "8 pages, and the last token, which is never fed back"
+        assert pair.decode.limits.max_tokens == 129, (
+            "8 pages, and the last token, which is never fed back"
+        )
         assert len(await pair.tokens(prompt_of(100), greedy(29))) == 29, "8 pages exactly"
         with pytest.raises(CapacityError, match="asked for 130, limit 129"):
             await pair.decode.admit(prompt_of(100), greedy(30))
@@ -89,7 +110,10 @@ async def test_what_can_never_run_is_refused_at_once(llama: LoadedModel) -> None
 
 
 async def test_nobody_starves_in_a_small_pool(llama: LoadedModel) -> None:
-    """Twelve requests, each of which grows; at most two fit at once. All of them end, with the right tokens."""
+    """Twelve requests, each of which grows; at most two fit at once.
+
+    All of them end, with the right tokens.
+    """
     prompts = [prompt_of(20 + n, n) for n in range(12)]
     async with EnginePair(llama) as roomy:
         want = [await roomy.tokens(p, greedy(30)) for p in prompts]
@@ -98,13 +122,17 @@ async def test_nobody_starves_in_a_small_pool(llama: LoadedModel) -> None:
         await until(lambda: pair.home)
 
 
-async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(llama: LoadedModel) -> None:
+async def test_without_admission_a_full_pool_ends_a_request_instead_of_all(
+    llama: LoadedModel,
+) -> None:
     """Rooms took every page before anybody was admitted: one gives up, the others can go on."""
     async with EnginePair(llama, page_size=4, num_pages=20, source_pages=64) as pair:
 
         async def one(n: int) -> int:
             room = pair.room(prompt_of(20, n))
-            leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(20, n), greedy(20)))
+            leg = asyncio.ensure_future(
+                pair.prefill.prefill(room.prefill_half, prompt_of(20, n), greedy(20))
+            )
             await asyncio.wait([leg])
             return len([o async for o in pair.decode.generate(room, prompt_of(20, n), greedy(20))])
 
@@ -129,11 +157,15 @@ def blocked(pair: EnginePair) -> tuple[threading.Event, threading.Event]:
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled", "engine closed"])
-async def test_pages_of_a_dropped_request_are_free_when_its_step_has_ended(how: str, llama: LoadedModel) -> None:
+async def test_pages_of_a_dropped_request_are_free_when_its_step_has_ended(
+    how: str, llama: LoadedModel
+) -> None:
     async with EnginePair(llama) as pair:
         entered, gate = blocked(pair)
         room = pair.room(prompt_of(40))
-        asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(9)))  # noqa: RUF006
+        asyncio.ensure_future(  # noqa: RUF006
+            pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(9)),
+        )
         stream = pair.decode.generate(room, prompt_of(40), greedy(9))
         assert (await anext(stream)).finish_reason is None
         await until(entered.is_set)
@@ -174,7 +206,9 @@ async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: Loaded
     async with EnginePair(llama) as pair:
         room = pair.room(prompt_of(40))
         admission = await pair.decode.admit(prompt_of(40), greedy(9))
-        reader = asyncio.ensure_future(anext(pair.decode.generate(room, prompt_of(40), greedy(9), admission)))
+        reader = asyncio.ensure_future(
+            anext(pair.decode.generate(room, prompt_of(40), greedy(9), admission))
+        )
         await asyncio.sleep(0)
         reader.cancel()
         await asyncio.wait([reader])
@@ -186,13 +220,27 @@ async def test_a_reader_that_leaves_before_landing_aborts_the_room(llama: Loaded
     ("handoff", "text"),
     [
         (b"junk", "cannot decode a 4-byte hand-over"),
-        (HandOff(first_token=1, prompt_tokens=39).encode(), "the hand-over is for a prompt of 39 tokens, not 40"),
-        (HandOff(first_token=512, prompt_tokens=40).encode(), r"the hand-over's first token 512 is outside 0\.\.511"),
-        (HandOff(first_token=1, prompt_tokens=40, top_logprobs=((-1, -0.5),)).encode(), r"tokens outside 0\.\.511"),
-        (HandOff(first_token=1, prompt_tokens=40, top_logprobs=((512, -0.5),)).encode(), r"tokens outside 0\.\.511"),
+        (
+            HandOff(first_token=1, prompt_tokens=39).encode(),
+            "the hand-over is for a prompt of 39 tokens, not 40",
+        ),
+        (
+            HandOff(first_token=512, prompt_tokens=40).encode(),
+            r"the hand-over's first token 512 is outside 0\.\.511",
+        ),
+        (
+            HandOff(first_token=1, prompt_tokens=40, top_logprobs=((-1, -0.5),)).encode(),
+            r"tokens outside 0\.\.511",
+        ),
+        (
+            HandOff(first_token=1, prompt_tokens=40, top_logprobs=((512, -0.5),)).encode(),
+            r"tokens outside 0\.\.511",
+        ),
     ],
 )
-async def test_a_hand_over_for_something_else_ends_the_request(handoff: bytes, text: str, llama: LoadedModel) -> None:
+async def test_a_hand_over_for_something_else_ends_the_request(
+    handoff: bytes, text: str, llama: LoadedModel
+) -> None:
     async with EnginePair(llama) as pair:
         room = pair.room(prompt_of(40))
         room._landed.set_result(handoff)
@@ -238,9 +286,13 @@ async def test_an_engine_that_ends_leaves_nobody_waiting(stage: str, llama: Load
     async with EnginePair(llama, num_pages=8) as pair:
         room = pair.room(prompt_of(40))
         if stage == "waiting for pages":
-            request: asyncio.Future[Any] = asyncio.ensure_future(pair.decode.admit(prompt_of(100), greedy(5)))
+            request: asyncio.Future[Any] = asyncio.ensure_future(
+                pair.decode.admit(prompt_of(100), greedy(5))
+            )
         else:
-            request = asyncio.ensure_future(anext(pair.decode.generate(room, prompt_of(40), greedy(9))))
+            request = asyncio.ensure_future(
+                anext(pair.decode.generate(room, prompt_of(40), greedy(9)))
+            )
         await asyncio.sleep(0)
         if stage == "loop gone":
             assert pair.decode._task is not None
@@ -261,8 +313,12 @@ async def test_an_engine_that_ends_leaves_nobody_waiting(stage: str, llama: Load
 async def test_pages_of_a_finished_request_do_not_wait_for_its_reader(llama: LoadedModel) -> None:
     async with EnginePair(llama, num_pages=8) as pair:
         room = pair.room(prompt_of(40))
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(20)))
-        slow = pair.decode.generate(room, prompt_of(40), greedy(20), await pair.decode.admit(prompt_of(40), greedy(20)))
+        leg = asyncio.ensure_future(
+            pair.prefill.prefill(room.prefill_half, prompt_of(40), greedy(20))
+        )
+        slow = pair.decode.generate(
+            room, prompt_of(40), greedy(20), await pair.decode.admit(prompt_of(40), greedy(20))
+        )
         first = await anext(slow)
         await leg
         await until(lambda: not pair.decode.load().running)

@@ -1,4 +1,7 @@
-"""Devices: which one is meant, and that all of a step is there. Runs without one: see tests/gpu for the rest."""
+"""Devices: which one is meant, and that all of a step is there.
+
+Runs without one: see tests/gpu for the rest.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ from tests.engine.test_runner import sequence_of
         ("cuda:1", ["one", "two"], "cuda:1"),
     ],
 )
-def test_a_device_is_found(wanted: str, there: list[str], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_is_found(
+    wanted: str, there: list[str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device, "cuda_devices", lambda: there)
     assert str(find_device(wanted)) == found
 
@@ -49,7 +54,11 @@ def test_a_device_is_found(wanted: str, there: list[str], found: str, monkeypatc
     ("wanted", "there", "text"),
     [
         ("cuda", [], r"--device cuda: it is not there; torch .* sees no CUDA device"),
-        ("cuda:2", ["A", "B"], r"--device cuda:2: it is not there; torch .* sees cuda:0 \(A\), cuda:1 \(B\)"),
+        (
+            "cuda:2",
+            ["A", "B"],
+            r"--device cuda:2: it is not there; torch .* sees cuda:0 \(A\), cuda:1 \(B\)",
+        ),
         ("gpu", ["A"], "--device gpu: not auto, cpu, cuda or cuda:N"),
         ("cuda:", ["A"], "--device cuda:: not auto"),
         ("cuda:-1", ["A"], "--device cuda:-1: not auto"),
@@ -64,19 +73,27 @@ def test_one_that_is_not_there_is_refused_with_what_there_is(
 
 
 class OneDevice(TorchDispatchMode):
-    """Every operation finds all of its tensors on `device`, but for one that brings a tensor there."""
+    """Every operation finds all of its tensors on `device`,
+    but for one that brings a tensor there.
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.where, self.operations = where, 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.operations += 1
         if function not in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            tensors = [
+                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            ]
             elsewhere = [t for t in tensors if t.device.type != self.where and t.dim()]
             if len(elsewhere) not in (0, len(tensors)):
-                raise AssertionError(f"{function} finds {tuple(elsewhere[0].shape)} on {elsewhere[0].device}")
+                raise AssertionError(
+                    f"{function} finds {tuple(elsewhere[0].shape)} on {elsewhere[0].device}"
+                )
         return function(*args, **kwargs or {})
 
 
@@ -84,15 +101,22 @@ def elsewhere(model: LoadedModel, mode: str) -> Runner:
     """The model and a pool of 40 pages on torch's device `meta`, which computes shapes only."""
     layout = build_layout(model.streams, page_size=4, num_pages=40, num_rows=int(model.has_rows))
     pool = PagedPool.allocate(layout, device="meta")
-    return Runner(copy.deepcopy(model.model).to("meta"), model.layers, pool, packed=mode == "packed")
+    return Runner(
+        copy.deepcopy(model.model).to("meta"), model.layers, pool, packed=mode == "packed"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_every_tensor_of_a_step_is_where_the_model_is(family: str, loaded: Callable[..., LoadedModel]) -> None:
-    """Chunks behind other chunks, decoding rows beside chunks, and rows of unlike lengths that decode ahead; gemma2
-    keeps windows of 16 tokens in rows."""
+def test_every_tensor_of_a_step_is_where_the_model_is(
+    family: str, loaded: Callable[..., LoadedModel]
+) -> None:
+    """Chunks behind other chunks, decoding rows beside chunks, and rows of unlike lengths that
+    decode ahead; gemma2 keeps windows of 16 tokens in rows."""
     runner = elsewhere(loaded(family), "packed")
-    rows = [sequence_of(prompt_of(n, n), list(range(at, at + (n + 11) // 4))) for n, at in ((9, 0), (3, 7), (22, 14))]
+    rows = [
+        sequence_of(prompt_of(n, n), list(range(at, at + (n + 11) // 4)))
+        for n, at in ((9, 0), (3, 7), (22, 14))
+    ]
     steps = [
         [Row(rows[0], 4), Row(rows[1], 3)],
         [Row(rows[0], 5, 2), Row(rows[1], 1), Row(rows[2], 22, 0)],
@@ -102,7 +126,9 @@ def test_every_tensor_of_a_step_is_where_the_model_is(family: str, loaded: Calla
     with OneDevice("meta") as seen:
         for step in steps:
             logits = runner.forward(step)
-            assert logits.device.type == "meta" and logits.shape[0] == sum(row.logits for row in step)
+            assert logits.device.type == "meta" and logits.shape[0] == sum(
+                row.logits for row in step
+            )
             for row in step:
                 row.sequence.computed += row.new
                 while row.sequence.length <= row.sequence.computed:
@@ -118,11 +144,22 @@ def test_a_tensor_that_is_left_behind_is_found(loaded: Callable[..., LoadedModel
 
 
 class Makers(torch.overrides.TorchFunctionMode):
-    """Every tensor that is made from numbers is told where to be, but for those from numpy, which are brought there."""
+    """Every tensor that is made from numbers is told where to be, but for those from numpy, which
+    are brought there.
+    """
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
-        if function in (torch.tensor, torch.arange, torch.zeros, torch.ones, torch.empty, torch.full):
+        if function in (
+            torch.tensor,
+            torch.arange,
+            torch.zeros,
+            torch.ones,
+            torch.empty,
+            torch.full,
+        ):
             assert kwargs.get("device") is not None, f"{function} makes a tensor on the CPU"
         return function(*args, **kwargs)
 
@@ -147,7 +184,9 @@ def test_sampling_makes_its_tensors_where_the_logits_are(seed: int) -> None:
 
 
 async def test_a_step_has_ended_when_its_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step has queued still reads and writes its pages, also when its Python part has failed (I13)."""
+    """What the step has queued still reads and writes its pages, also when its Python part has
+    failed (I13).
+    """
     pages = PageAllocator(2)
     sequence = Sequence("mine", [1], 0, 1)
     sequence.add_pages(pages.take(1, "mine"))

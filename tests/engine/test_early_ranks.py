@@ -1,4 +1,6 @@
-"""Prompts that several ranks begin before decode's half has come: in one order on all of them, and nothing is left."""
+"""Prompts that several ranks begin before decode's half has come: in one order on all of them, and
+nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ class Early:
     @property
     def computed(self) -> tuple[int, int]:
         """Tokens, at either rank."""
-        asked, followed = self.ranks.group._asked[self.ticket], self.ranks.follower.requests[self.ticket]
+        asked, followed = (
+            self.ranks.group._asked[self.ticket],
+            self.ranks.follower.requests[self.ticket],
+        )
         first = asked.computing.sequence.computed if asked.computing else 0
         return first, followed.request.sequence.computed if followed.request else 0
 
@@ -60,7 +65,12 @@ class Early:
     def phases(self) -> list[PrefillPhase]:
         """Of its rooms."""
         found = [shell.requests.values() for shell in self.ranks.members]
-        return [request.room.phase for requests in found for request in requests if request.room.room == self.number]
+        return [
+            request.room.phase
+            for requests in found
+            for request in requests
+            if request.room.room == self.number
+        ]
 
     async def whole(self) -> None:
         """It is computed at both ranks, and the first one knows the token."""
@@ -93,12 +103,18 @@ async def test_what_is_computed_leaves_every_rank_when_decode_comes(
     async with group(stages, llama, chunk_tokens=10, optimistic_tries=1) as ranks:
         early = await begun(ranks, 27)
         await early.whole()
-        assert counts(ranks) == (1, 0, 0, 1) and early.phases == [PrefillPhase.EXPECTED] * 2 and not early.leg.done()
+        assert (
+            counts(ranks) == (1, 0, 0, 1)
+            and early.phases == [PrefillPhase.EXPECTED] * 2
+            and not early.leg.done()
+        )
         load, steps = ranks.engine.load(), ranks.steps._step
         assert (load.running, load.waiting) == (1, 0)
         assert await early.meet() == expected(early.prompt)
         assert (await early.leg).token_id == expected(early.prompt)[0]
-        assert counts(ranks) == (1, 1, 0, 0) and ranks.steps._step == steps == 3, "nothing was computed after it"
+        assert counts(ranks) == (1, 1, 0, 0) and ranks.steps._step == steps == 3, (
+            "nothing was computed after it"
+        )
         await ranks.rest()
 
 
@@ -116,9 +132,14 @@ async def test_without_tries_nothing_begins_before_decode_comes(
         await ranks.rest()
 
 
-@pytest.mark.parametrize("pages", [(SMALL, SMALL), (SMALL, 40), (40, SMALL)], ids=["equal", "first", "second"])
+@pytest.mark.parametrize(
+    "pages", [(SMALL, SMALL), (SMALL, 40), (40, SMALL)], ids=["equal", "first", "second"]
+)
 async def test_every_rank_gives_places_back_for_whoever_has_both_halves(
-    pages: tuple[int, int], stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    pages: tuple[int, int],
+    stages: list[LoadedModel],
+    llama: LoadedModel,
+    expected: Callable[[list[int]], list[int]],
 ) -> None:
     """The early prompt has all pages of the smallest pool, whichever rank has that."""
     async with group(stages, llama, pages=pages, chunk_tokens=10, optimistic_tries=2) as ranks:
@@ -136,8 +157,12 @@ async def test_every_rank_gives_places_back_for_whoever_has_both_halves(
 async def test_a_prompt_that_shares_cached_pages_gives_way_to_whom_no_page_is_missing_here(
     stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    """Both fit into the pools that cache their pages, and one alone into a pool that has lost them."""
-    async with group(stages, llama, pages=(10, 10), caches=True, chunk_tokens=10, optimistic_tries=2) as ranks:
+    """Both fit into the pools that cache their pages,
+    and one alone into a pool that has lost them.
+    """
+    async with group(
+        stages, llama, pages=(10, 10), caches=True, chunk_tokens=10, optimistic_tries=2
+    ) as ranks:
         assert await ranks.tokens(prompt_of(24), greedy(4)) == expected(prompt_of(24))
         early = await begun(ranks, 24)
         await early.whole()
@@ -156,8 +181,12 @@ async def test_after_its_last_try_a_prompt_waits_for_its_match(
     async with group(stages, llama, pages=(SMALL, SMALL), optimistic_tries=2) as ranks:
         early = await begun(ranks, 24)
         for lost in range(2):
-            await until(lambda lost=lost: counts(ranks) == (lost + 1, 0, lost, 1))  # type: ignore[misc]
-            assert await ranks.tokens(prompt_of(24, lost), greedy(4)) == expected(prompt_of(24, lost))
+            await until(
+                lambda lost=lost: counts(ranks) == (lost + 1, 0, lost, 1),  # type: ignore[misc]
+            )
+            assert await ranks.tokens(prompt_of(24, lost), greedy(4)) == expected(
+                prompt_of(24, lost)
+            )
         await until(lambda: all(node.pool.pages.at_rest() for node in ranks.nodes))
         assert counts(ranks) == (2, 0, 2, 0) and ranks.engine._early.first is None
         assert await early.meet() == expected(early.prompt)
@@ -168,7 +197,9 @@ async def test_after_its_last_try_a_prompt_waits_for_its_match(
 async def test_a_prompt_loses_its_places_when_only_the_other_rank_knows_that_it_has_started(
     stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    """That rank must not send what it has: the first one's word about places comes in the order of the steps."""
+    """That rank must not send what it has: the first one's word about places comes in the order of
+    the steps.
+    """
     async with group(stages, llama, pages=(SMALL, SMALL), optimistic_tries=1) as ranks:
         early = await begun(ranks, 24)
         await early.whole()
@@ -182,7 +213,9 @@ async def test_a_prompt_loses_its_places_when_only_the_other_rank_knows_that_it_
         decoded = early.meet()
         await until(lambda: bool(held) and ranks.follower.requests[early.ticket].started)
         assert await ranks.tokens(prompt_of(24, 1), greedy(4)) == expected(prompt_of(24, 1))
-        assert counts(ranks) == (1, 0, 1, 0) and early.phases == [PrefillPhase.WAITING_FOR_INPUT] * 2
+        assert (
+            counts(ranks) == (1, 0, 1, 0) and early.phases == [PrefillPhase.WAITING_FOR_INPUT] * 2
+        )
         start(held[0])
         ranks.engine.wake()
         assert await decoded == expected(early.prompt)
@@ -259,16 +292,20 @@ async def test_the_token_of_a_computation_that_was_lost_is_not_taken(
         computing = ranks.group._asked[early.ticket].computing
         assert computing is not None and counts(ranks)[2] == 1
         wrong = wire.FirstToken(
-            generation=held[0].generation, step=held[0].step, ticket=early.ticket,
+            generation=held[0].generation,
+            step=held[0].step,
+            ticket=early.ticket,
             token=TokenOut(expected(early.prompt)[0] + 1),
-        )  # fmt: skip
+        )
         send(wire.encode(wrong))
         after: list[int] = []
         ranks.steps._on_opened = lambda rank, ticket: after.append(ticket)
         send(wire.encode(wire.Opened(ticket=1 << 40)))
         await until(lambda: after == [1 << 40])
         await early.whole()
-        assert [token for ticket, token in taken if ticket == early.ticket] == [expected(early.prompt)[0]]
+        assert [token for ticket, token in taken if ticket == early.ticket] == [
+            expected(early.prompt)[0]
+        ]
         assert await early.meet() == expected(early.prompt)
         assert (await early.leg).token_id == expected(early.prompt)[0]
         await ranks.rest()
@@ -277,10 +314,13 @@ async def test_the_token_of_a_computation_that_was_lost_is_not_taken(
 async def test_a_prompt_waits_until_every_rank_has_dropped_what_it_needs(
     stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    """The room of the one before has ended at the first rank, where there are pages enough, and the group has not
-    decided yet: the other rank could not take part in a step, and would not come to read that it may."""
+    """The room of the one before has ended at the first rank, where there are pages enough, and the
+    group has not decided yet: the other rank could not take part in a step, and would not come to
+    read that it may."""
     async with group(stages, llama, pages=(40, SMALL)) as ranks:
-        assert ranks.group.limits.max_tokens == SMALL * PAGE_SIZE + 1, "by the smallest pool of all ranks"
+        assert ranks.group.limits.max_tokens == SMALL * PAGE_SIZE + 1, (
+            "by the smallest pool of all ranks"
+        )
         with pytest.raises(CapacityError, match=f"limit {SMALL * PAGE_SIZE}"):
             await ranks.prefill(1, prompt_of(SMALL * PAGE_SIZE + 1), greedy(1))
         votes: list[Callable[[], None]] = []
@@ -349,7 +389,9 @@ class blocked:  # noqa: N801 - reads as a verb
 async def test_decode_never_comes(
     stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    async with group(stages, llama, pages=(SMALL, SMALL), rendezvous_s=1.5, optimistic_tries=1) as ranks:
+    async with group(
+        stages, llama, pages=(SMALL, SMALL), rendezvous_s=1.5, optimistic_tries=1
+    ) as ranks:
         early = await begun(ranks, 24)
         await early.whole()
         with pytest.raises(KvflowError) as caught:
@@ -359,7 +401,9 @@ async def test_decode_never_comes(
         await ranks.rest()
 
 
-async def test_no_step_names_what_a_generation_has_failed(stages: list[LoadedModel], llama: LoadedModel) -> None:
+async def test_no_step_names_what_a_generation_has_failed(
+    stages: list[LoadedModel], llama: LoadedModel
+) -> None:
     """The next one may begin before the clients have their answers."""
     async with group(stages, llama, optimistic_tries=1) as ranks:
         early = await begun(ranks, 24)
@@ -383,9 +427,15 @@ WAYS = ["its client leaves", "its room ends at one rank", "a step fails", "a ran
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("way", WAYS)
 async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
-    moment: str, way: str, stages: list[LoadedModel], llama: LoadedModel, expected: Callable[[list[int]], list[int]]
+    moment: str,
+    way: str,
+    stages: list[LoadedModel],
+    llama: LoadedModel,
+    expected: Callable[[list[int]], list[int]],
 ) -> None:
-    async with group(stages, llama, pages=(SMALL, SMALL + 2), chunk_tokens=8, optimistic_tries=1) as ranks:
+    async with group(
+        stages, llama, pages=(SMALL, SMALL + 2), chunk_tokens=8, optimistic_tries=1
+    ) as ranks:
         gate = blocked(ranks.follower.steps)
         if moment == "in a step":
             gate.__enter__()
@@ -404,7 +454,9 @@ async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
             [request] = ranks.members[1].requests.values()
             request.room.close(Cause(Code.ENGINE_ERROR, "planted"))
         elif way == "a step fails":
-            ranks.follower._receive(wire.Plan(generation=1, step=99, rows=(wire.PlannedRow(early.ticket, 0, 1, 0),)))
+            ranks.follower._receive(
+                wire.Plan(generation=1, step=99, rows=(wire.PlannedRow(early.ticket, 0, 1, 0),))
+            )
         elif way == "a rank is lost":
             replacing = asyncio.create_task(ranks.replace_second())
             await asyncio.sleep(0)
@@ -413,7 +465,9 @@ async def test_an_end_at_any_moment_leaves_nothing_at_any_rank(
         if replacing is not None:
             await replacing
         if (way, moment) == ("a step fails", "lost"):
-            assert await early.meet() == expected(early.prompt), "it had nothing that a step could have named"
+            assert await early.meet() == expected(early.prompt), (
+                "it had nothing that a step could have named"
+            )
         await asyncio.wait([early.leg])
         codes = {"its room ends at one rank": Code.ENGINE_ERROR, "a rank is lost": Code.PEER_LOST}
         if way in codes:

@@ -1,7 +1,9 @@
-"""A storm over two ranks that begin prompts early, in pools of a few prompts, one smaller than the other.
+"""A storm over two ranks that begin prompts early, in pools of a few prompts, one smaller than the
+other.
 
-Matches come late or never, clients leave, rooms fail at one rank, a step fails, a rank is replaced. Who has met gets
-its tokens, and in the end no rank has anything of any request. Bugs that are planted are found by it.
+Matches come late or never, clients leave, rooms fail at one rank, a step fails, a rank is replaced.
+Who has met gets its tokens, and in the end no rank has anything of any request. Bugs that are
+planted are found by it.
 """
 
 from __future__ import annotations
@@ -37,12 +39,20 @@ OF_A_BREAK = {Code.PROTOCOL_ERROR, Code.PEER_LOST, Code.SHUTDOWN}
 
 def prompt_in(length: int, caches: bool) -> list[int]:
     """With caches, one that begins like the others."""
-    return [*prompt_of(10, 1), *prompt_of(length, length)][:length] if caches else prompt_of(length, length)
+    return (
+        [*prompt_of(10, 1), *prompt_of(length, length)][:length]
+        if caches
+        else prompt_of(length, length)
+    )
 
 
 class Storm:
     def __init__(
-        self, ranks: Stages, chance: random.Random, expected: dict[int, list[int]], breaks: dict[int, str]
+        self,
+        ranks: Stages,
+        chance: random.Random,
+        expected: dict[int, list[int]],
+        breaks: dict[int, str],
     ) -> None:
         self.ranks, self.chance, self.expected, self._breaks = ranks, chance, expected, breaks
         self.ended: Counter[str] = Counter()
@@ -75,7 +85,9 @@ class Storm:
         self.breaks += 1
         if how == "a step fails":
             row = wire.PlannedRow(1, 0, 1, 0)
-            ranks.follower._receive(wire.Plan(generation=ranks.follower._generation, step=1 << 40, rows=(row,)))
+            ranks.follower._receive(
+                wire.Plan(generation=ranks.follower._generation, step=1 << 40, rows=(row,))
+            )
         else:
             await ranks.replace_second()
         await until(lambda: len(ranks.broken) > ended and not ranks.group.unavailable_reason)
@@ -107,7 +119,9 @@ class Storm:
             half.cancel()
         results = await asyncio.gather(leg, *([half] if half else []), return_exceptions=True)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, KvflowError | asyncio.CancelledError):
+            if isinstance(result, BaseException) and not isinstance(
+                result, KvflowError | asyncio.CancelledError
+            ):
                 raise result
         if how == "meets" and any(isinstance(result, KvflowError) for result in results):
             codes = {result.cause().code for result in results if isinstance(result, KvflowError)}
@@ -133,8 +147,13 @@ async def played(
     tries: int = 2,
     **options: Any,
 ) -> tuple[Counter[str], Any]:
-    """How the requests of one storm have ended, and what the engine has counted. Raises what is wrong."""
-    expected = {length: tiny_models.generate(stock, prompt_in(length, caches), 4) for length in LENGTHS}
+    """How the requests of one storm have ended, and what the engine has counted.
+
+    Raises what is wrong.
+    """
+    expected = {
+        length: tiny_models.generate(stock, prompt_in(length, caches), 4) for length in LENGTHS
+    }
     options |= {"chunk_tokens": 8, "max_batch_tokens": 16, "optimistic_tries": tries}
     async with group(stages, llama, pages=POOLS, caches=caches, **options) as ranks:
         storm = Storm(ranks, random.Random(seed), expected, breaks)
@@ -143,7 +162,11 @@ async def played(
                 await storm.run(requests)
         except TimeoutError:
             placed = {request.ticket for request in ranks.engine._placed.values()}
-            kept = {owner[1] for owner in ranks.nodes[1].pool.pages.owned() if owner != CACHED} - placed  # type: ignore[index]
+            kept = {
+                owner[1]  # type: ignore[index]
+                for owner in ranks.nodes[1].pool.pages.owned()
+                if owner != CACHED
+            } - placed
             assert not kept, f"it stands still: the second rank kept the places of {kept}"
             raise
         await ranks.home(within_s / 2)
@@ -156,8 +179,13 @@ async def played(
 async def test_a_storm_leaves_nothing_at_any_rank(
     seed: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
 ) -> None:
-    ended, counts = await played(stages, llama, seed, stock("llama"), BREAKS, requests=40, within_s=60)
-    print(f"seed {seed}: {dict(ended)}; {counts.starts} starts, {counts.hits} hits, {counts.lost} lost")
+    ended, counts = await played(
+        stages, llama, seed, stock("llama"), BREAKS, requests=40, within_s=60
+    )
+    print(
+        f"seed {seed}: {dict(ended)}; {counts.starts} starts, {counts.hits} hits, {counts.lost} "
+        "lost"
+    )
     assert counts.starts >= counts.hits + counts.lost and counts.holding_now == 0
     assert ended["meets"]
 
@@ -203,11 +231,16 @@ FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", FOUND_BY)
 async def test_a_planted_bug_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], seed: int, stages: list[LoadedModel], llama: LoadedModel,
-    stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    plant: Callable[[pytest.MonkeyPatch], None],
+    seed: int,
+    stages: list[LoadedModel],
+    llama: LoadedModel,
+    stock: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plant(monkeypatch)
-    stands_still = plant is not send_before_the_match  # which needs one that meets after it was begun early
+    # Which needs one that meets after it was begun early.
+    stands_still = plant is not send_before_the_match
     requests, within_s = (60, 8) if stands_still else (800, 90)
     with pytest.raises((AssertionError, KvflowError, TimeoutError, ExceptionGroup)) as found:
         await played(stages, llama, seed, stock("llama"), {}, requests=requests, within_s=within_s)

@@ -1,4 +1,6 @@
-"""Every wait of the engines' requests and of their close is cancelled: pages come home, no step is forgotten (I12)."""
+"""Every wait of the engines' requests and of their close is cancelled: pages come home, no step is
+forgotten (I12).
+"""
 
 from __future__ import annotations
 
@@ -99,10 +101,16 @@ async def test_every_wait(llama: LoadedModel, scene: Scene, how: str) -> None:
     before = asyncio.all_tasks()
     for first in itertools.count():
         plan = range(first, first + {"once": 1, "late": 1, "twice": 2, "throughout": 6}[how])
-        async with EnginePair(llama, page_size=4, chunk_tokens=10, num_pages=16, source_pages=9) as pair:
+        async with EnginePair(
+            llama, page_size=4, chunk_tokens=10, num_pages=16, source_pages=9
+        ) as pair:
             steps = Steps(await scene(pair), *plan, after_s=0.003 if how == "late" else 0.0)
             (result,) = await asyncio.gather(steps.task(), return_exceptions=True)
-            assert result is None or not isinstance(result, Exception) or isinstance(result, KvflowError), result
+            assert (
+                result is None
+                or not isinstance(result, Exception)
+                or isinstance(result, KvflowError)
+            ), result
             if scene is closing_prefill:
                 assert not pair.source.pages.held_pages, "a step outlived its engine"
             if scene is closing_decode:

@@ -1,4 +1,6 @@
-"""The first token is prefill's: decode takes it only where both halves of the request choose it in the same way."""
+"""The first token is prefill's: decode takes it only where both halves of the request choose it in
+the same way.
+"""
 
 from __future__ import annotations
 
@@ -18,38 +20,75 @@ WARM: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_new_tokens": 4}
 @pytest.mark.parametrize(
     "other",
     [
-        *({"temperature": 0.8}, {"temperature": 0.0}, {"seed": 6}, {"seed": None}, {"top_p": 0.5}, {"top_k": 3}),
-        *({"min_p": 0.1}, {"repetition_penalty": 1.1}, {"logit_bias": ((7, 1.0),)}, {"bad_words": ((7,),)}),
+        *(
+            {"temperature": 0.8},
+            {"temperature": 0.0},
+            {"seed": 6},
+            {"seed": None},
+            {"top_p": 0.5},
+            {"top_k": 3},
+        ),
+        *(
+            {"min_p": 0.1},
+            {"repetition_penalty": 1.1},
+            {"logit_bias": ((7, 1.0),)},
+            {"bad_words": ((7,),)},
+        ),
         *({"min_new_tokens": 2}, {"min_new_tokens": 2, "ignore_eos": True}),
     ],
 )
 def test_what_decides_the_first_token_is_in_its_digest(other: dict[str, Any]) -> None:
-    assert SamplingParams(**WARM).first_token_digest() != SamplingParams(**{**WARM, **other}).first_token_digest()
+    assert (
+        SamplingParams(**WARM).first_token_digest()
+        != SamplingParams(**{**WARM, **other}).first_token_digest()
+    )
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        *({"max_new_tokens": 1}, {"stop": ("a",)}, {"stop_token_ids": (4,)}, {"ignore_eos": True}, {"logprobs": 2}),
-        *({"frequency_penalty": 1.0}, {"presence_penalty": 1.0}, {"priority": 3}, {"hidden_states": True}),
+        *(
+            {"max_new_tokens": 1},
+            {"stop": ("a",)},
+            {"stop_token_ids": (4,)},
+            {"ignore_eos": True},
+            {"logprobs": 2},
+        ),
+        *(
+            {"frequency_penalty": 1.0},
+            {"presence_penalty": 1.0},
+            {"priority": 3},
+            {"hidden_states": True},
+        ),
         {"top_k": 0},
     ],
 )
 def test_what_does_not_is_left_out(other: dict[str, Any]) -> None:
-    assert SamplingParams(**WARM).first_token_digest() == SamplingParams(**{**WARM, **other}).first_token_digest()
+    assert (
+        SamplingParams(**WARM).first_token_digest()
+        == SamplingParams(**{**WARM, **other}).first_token_digest()
+    )
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"temperature": 1, "top_p": 1, "min_p": 0}, {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}),
+        (
+            {"temperature": 1, "top_p": 1, "min_p": 0},
+            {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0},
+        ),
         ({"repetition_penalty": 1}, {"repetition_penalty": 1.0}),
         ({"logit_bias": ((7, 1), (8, -2.0))}, {"logit_bias": ((8, -2), (7, 1.0))}),
         ({"bad_words": ((7, 8), (9,))}, {"bad_words": ((9,), (7, 8), (9,))}),
-        ({"min_new_tokens": 1, "stop_token_ids": (4, 5)}, {"min_new_tokens": 2, "stop_token_ids": (5, 4, 4)}),
+        (
+            {"min_new_tokens": 1, "stop_token_ids": (4, 5)},
+            {"min_new_tokens": 2, "stop_token_ids": (5, 4, 4)},
+        ),
     ],
 )
-def test_one_thing_in_other_words_has_one_digest(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_one_thing_in_other_words_has_one_digest(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
     """A proxy may write the body of each leg anew."""
     assert (
         SamplingParams(**{**WARM, **one}).first_token_digest()
@@ -58,21 +97,33 @@ def test_one_thing_in_other_words_has_one_digest(one: dict[str, Any], other: dic
 
 
 def test_a_prefill_that_was_asked_for_exactly_one_token() -> None:
-    """Proxies of vLLM's kind send prefill `max_tokens` and `min_tokens` 1; what a client asked for stays decode's."""
-    leg = SamplingParams(**{**WARM, "max_new_tokens": 1, "min_new_tokens": 1, "stop_token_ids": (4,)})
+    """Proxies of vLLM's kind send prefill `max_tokens` and `min_tokens` 1; what a client asked for
+    stays decode's.
+    """
+    leg = SamplingParams(
+        **{**WARM, "max_new_tokens": 1, "min_new_tokens": 1, "stop_token_ids": (4,)}
+    )
     client = SamplingParams(**WARM, stop_token_ids=(4,))
     assert client.may_take_first_token(leg.first_token_digest())
     assert client.may_take_first_token(client.first_token_digest())
-    assert not leg.may_take_first_token(client.first_token_digest()), "a token that ends the answer was not asked for"
+    assert not leg.may_take_first_token(client.first_token_digest()), (
+        "a token that ends the answer was not asked for"
+    )
     for other in ({"stop_token_ids": (5,)}, {"stop_token_ids": (4,), "seed": 6}):
-        assert not SamplingParams(**{**WARM, **other}).may_take_first_token(leg.first_token_digest())
+        assert not SamplingParams(**{**WARM, **other}).may_take_first_token(
+            leg.first_token_digest()
+        )
 
 
 @pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.3, "logit_bias": ((7, 2.0),)}])
-async def test_legs_that_ask_for_one_token_in_other_words_agree(llama: LoadedModel, penalties: dict[str, Any]) -> None:
+async def test_legs_that_ask_for_one_token_in_other_words_agree(
+    llama: LoadedModel, penalties: dict[str, Any]
+) -> None:
     prompt = prompt_of(20)
     asked = SamplingParams(**{**WARM, **penalties})
-    leg = SamplingParams(**{**WARM, **penalties, "max_new_tokens": 1, "min_new_tokens": 1, "priority": 1})
+    leg = SamplingParams(
+        **{**WARM, **penalties, "max_new_tokens": 1, "min_new_tokens": 1, "priority": 1}
+    )
     async with EnginePair(llama) as pair:
         room = pair.room(prompt)
         prefilled = asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, leg))
@@ -83,19 +134,24 @@ async def test_legs_that_ask_for_one_token_in_other_words_agree(llama: LoadedMod
 
 
 def test_greedy_requests_draw_nothing() -> None:
-    greedy = [SamplingParams(temperature=0.0, seed=1, top_p=0.5), SamplingParams(temperature=0.9, top_k=1)]
+    greedy = [
+        SamplingParams(temperature=0.0, seed=1, top_p=0.5),
+        SamplingParams(temperature=0.9, top_k=1),
+    ]
     assert len({params.first_token_digest() for params in greedy}) == 1
 
 
 async def test_a_token_that_was_chosen_for_another_request_is_refused(llama: LoadedModel) -> None:
-    """As where a room id is used again at once, for the same prompt: the first leg at prefill meets the second one's
-    other half."""
+    """As where a room id is used again at once, for the same prompt: the first leg at prefill meets
+    the second one's other half."""
     prompt = prompt_of(20)
     first, second = SamplingParams(**WARM), SamplingParams(**{**WARM, "temperature": 0.0})
     async with EnginePair(llama) as pair:
         room = pair.room(prompt)
         leg = asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, first))
-        with pytest.raises(MisuseError, match="chosen the first token by other sampling parameters than") as refused:
+        with pytest.raises(
+            MisuseError, match="chosen the first token by other sampling parameters than"
+        ) as refused:
             await anext(pair.decode.generate(room, prompt, second))
         assert refused.value.code is Code.BAD_REQUEST
         await leg

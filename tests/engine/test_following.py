@@ -1,4 +1,6 @@
-"""A rank whose steps cannot go on says so: else the first one would wait for it for ever, and call itself healthy."""
+"""A rank whose steps cannot go on says so: else the first one would wait for it for ever, and call
+itself healthy.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from kvflow.testing.pair import until
 
 
 class Socket:
-    """Implements `ControlSocket`, in memory. Frames as they are put into `frames`; an error is raised instead."""
+    """Implements `ControlSocket`, in memory.
+
+    Frames as they are put into `frames`; an error is raised instead.
+    """
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[bytes | Exception] = asyncio.Queue()
@@ -45,16 +50,25 @@ class Follower:
     def __init__(self, rank: int = 1, shards: int = 1) -> None:
         socket: Any = Socket()
         self.socket = socket
-        steps: Any = SimpleNamespace(cache=None, runner=SimpleNamespace(rest=lambda: None), give_back=self._give_back)
+        steps: Any = SimpleNamespace(
+            cache=None, runner=SimpleNamespace(rest=lambda: None), give_back=self._give_back
+        )
         hello: Any = SimpleNamespace(rank=rank)
         self.aborts: list[bool] = []  # for each: of the other shards too
         neighbours: Any = SimpleNamespace(
-            begin=lambda generation: None, abort=lambda *, shards: self.aborts.append(shards), broken=False
+            begin=lambda generation: None,
+            abort=lambda *, shards: self.aborts.append(shards),
+            broken=False,
         )
         self.steps = StepFollower(
-            steps, socket, hello=hello, status=self._status, neighbours=neighbours, eos_ids=frozenset(),
+            steps,
+            socket,
+            hello=hello,
+            status=self._status,
+            neighbours=neighbours,
+            eos_ids=frozenset(),
             shards=shards,
-        )  # fmt: skip
+        )
         self.steps._say_hello = lambda: None  # type: ignore[method-assign]
         self.status_error: Exception | None = None
 
@@ -93,7 +107,10 @@ async def test_a_task_that_ends_makes_the_rank_unusable(
     follower = Follower()
     await follower.steps.start()
     fail(follower)
-    with caplog.at_level(logging.ERROR), pytest.raises(LostError, match=f"steps of this rank have ended: {text}"):
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(LostError, match=f"steps of this rank have ended: {text}"),
+    ):
         await asyncio.wait_for(follower.steps.unusable, 5)
     assert "ended" in caplog.text
     await follower.steps.close()
@@ -101,7 +118,15 @@ async def test_a_task_that_ends_makes_the_rank_unusable(
 
 @pytest.mark.parametrize(
     ("rank", "failed", "finishes"),
-    [(1, None, True), (1, 2, True), (1, 3, True), (1, 0, False), (1, 1, False), (2, None, False), (2, 0, False)],
+    [
+        (1, None, True),
+        (1, 2, True),
+        (1, 3, True),
+        (1, 0, False),
+        (1, 1, False),
+        (2, None, False),
+        (2, 0, False),
+    ],
 )
 async def test_shards_of_the_first_stage_finish_a_step_that_failed_in_another_stage(
     rank: int, failed: int | None, finishes: bool
@@ -111,7 +136,9 @@ async def test_shards_of_the_first_stage_finish_a_step_that_failed_in_another_st
     steps._receive(wire.Begin(generation=1))
     steps._stepping = True
     cause = Cause(Code.ENGINE_ERROR, "it broke down")
-    steps._receive(wire.End(generation=1, cause=cause, failed=None if failed is None else Rank(failed)))
+    steps._receive(
+        wire.End(generation=1, cause=cause, failed=None if failed is None else Rank(failed))
+    )
     assert steps._finishing is finishes and follower.aborts == [not finishes]
 
 
@@ -141,10 +168,19 @@ def first_rank(world_size: int, told: list[KvflowError]) -> tuple[StepLeader, An
     nothing: Any = lambda *_: None  # noqa: E731
     neighbours: Any = SimpleNamespace(begin=nothing, abort=nothing, broken=False)
     steps = StepLeader(
-        socket, world_size=world_size, shards=1, places=(1, 0), neighbours=neighbours, on_hello=nothing,
-        on_opened=nothing, on_token=nothing, on_agreed=nothing, on_broken=nothing, on_ready=nothing,
+        socket,
+        world_size=world_size,
+        shards=1,
+        places=(1, 0),
+        neighbours=neighbours,
+        on_hello=nothing,
+        on_opened=nothing,
+        on_token=nothing,
+        on_agreed=nothing,
+        on_broken=nothing,
+        on_ready=nothing,
         on_unusable=told.append,
-    )  # fmt: skip
+    )
     return steps, socket
 
 

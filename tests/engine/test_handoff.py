@@ -1,4 +1,6 @@
-"""The hand-over: what it may carry, and that every field of it belongs to the request that keeps it."""
+"""The hand-over: what it may carry, and that every field of it belongs to the request that keeps
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ VOCABULARY, HIDDEN, PROMPT = 1_000, 96, 5
 NUMPY_DTYPES = ["<f4", ">f4", "<f2", "<i4", ">i4", "<i8", ">i8"]
 
 
-@given(arrays.arrays(st.sampled_from(NUMPY_DTYPES), arrays.array_shapes(max_dims=4, max_side=5), unique=False))
+@given(
+    arrays.arrays(
+        st.sampled_from(NUMPY_DTYPES), arrays.array_shapes(max_dims=4, max_side=5), unique=False
+    )
+)
 def test_an_array_comes_back_as_it_was(array: Any) -> None:
     packed = PackedArray.of(array)
     assert packed.fault == ""
@@ -40,27 +46,43 @@ def test_an_array_comes_back_as_it_was(array: Any) -> None:
     np.testing.assert_array_equal(packed.tensor().numpy(), array)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64]
+)
 def test_so_does_a_tensor_of_any_strides(dtype: torch.dtype) -> None:
     whole = torch.arange(48).reshape(4, 12).to(dtype)
-    for tensor in (whole, whole.T, whole[1:, ::3], whole.clone().requires_grad_(dtype.is_floating_point)):
+    for tensor in (
+        whole,
+        whole.T,
+        whole[1:, ::3],
+        whole.clone().requires_grad_(dtype.is_floating_point),
+    ):
         packed = PackedArray.of(tensor)
         assert (packed.fault, packed.shape) == ("", tuple(tensor.shape))
         assert torch.equal(packed.tensor(), tensor) and packed.tensor().dtype == dtype
         np.testing.assert_array_equal(packed.floats(), tensor.detach().float().numpy())
     bits = PackedArray.of(torch.tensor([1.0, -2.0], dtype=torch.bfloat16)).array()
-    assert bits.tolist() == [struct.unpack("<I", struct.pack("<f", x))[0] >> 16 for x in (1.0, -2.0)]
+    assert bits.tolist() == [
+        struct.unpack("<I", struct.pack("<f", x))[0] >> 16 for x in (1.0, -2.0)
+    ]
 
 
-@pytest.mark.parametrize("array", [np.zeros(3, np.uint16), np.zeros(3), torch.zeros(3, dtype=torch.bool), [1.0, 2.0]])
+@pytest.mark.parametrize(
+    "array", [np.zeros(3, np.uint16), np.zeros(3), torch.zeros(3, dtype=torch.bool), [1.0, 2.0]]
+)
 def test_what_cannot_be_packed_is_said_at_once(array: Any) -> None:
-    with pytest.raises(MisuseError, match="cannot be handed over; use one of float32, float16, bfloat16, int32, int64"):
+    with pytest.raises(
+        MisuseError,
+        match="cannot be handed over; use one of float32, float16, bfloat16, int32, int64",
+    ):
         PackedArray.of(array)
 
 
 def draft(probabilities: Any = None, ids: Any = None) -> dict[str, Any]:
     return {
-        "draft_probabilities": PackedArray.of(np.array([0.5, 0.25], "f4") if probabilities is None else probabilities),
+        "draft_probabilities": PackedArray.of(
+            np.array([0.5, 0.25], "f4") if probabilities is None else probabilities
+        ),
         "draft_token_ids": PackedArray.of(np.array([7, 8]) if ids is None else ids),
     }
 
@@ -72,22 +94,52 @@ def hidden(*shape: int, dtype: str = "f4") -> dict[str, Any]:
 MANY = MAX_DRAFT_ENTRIES + 1
 WRONG: list[tuple[dict[str, Any], str]] = [
     (hidden(8), r"hidden_states: \(8,\) of float32 are not \[tokens, hidden\]"),
-    (hidden(1, 8, dtype="i4"), r"hidden_states: \(1, 8\) of int32 are not \[tokens, hidden\] of floating-point"),
+    (
+        hidden(1, 8, dtype="i4"),
+        r"hidden_states: \(1, 8\) of int32 are not \[tokens, hidden\] of floating-point",
+    ),
     (hidden(PROMPT + 1, 8), r"hidden_states: of 6 tokens, limit 5 \(the prompt\)"),
-    (hidden(1, MAX_HIDDEN_BYTES // 4 + 1), f"hidden_states: {MAX_HIDDEN_BYTES + 4} bytes, limit {MAX_HIDDEN_BYTES}"),
-    ({"hidden_states": PackedArray("float64", (1, 1), bytes(8))}, "hidden_states: its dtype 'float64' is not one of"),
-    ({"hidden_states": PackedArray("float32", (1, 2), bytes(7))}, r"hidden_states: 7 bytes are given, 8 make \(1, 2\)"),
+    (
+        hidden(1, MAX_HIDDEN_BYTES // 4 + 1),
+        f"hidden_states: {MAX_HIDDEN_BYTES + 4} bytes, limit {MAX_HIDDEN_BYTES}",
+    ),
+    (
+        {"hidden_states": PackedArray("float64", (1, 1), bytes(8))},
+        "hidden_states: its dtype 'float64' is not one of",
+    ),
+    (
+        {"hidden_states": PackedArray("float32", (1, 2), bytes(7))},
+        r"hidden_states: 7 bytes are given, 8 make \(1, 2\)",
+    ),
     ({"hidden_states": PackedArray("float32", (1, 0), b"")}, r"hidden_states: its shape \(1, 0\)"),
-    ({"hidden_states": PackedArray("float32", (-1, -2), bytes(8))}, r"hidden_states: its shape \(-1, -2\)"),
-    ({"hidden_states": PackedArray("float32", (1,) * 9, bytes(4))}, r"hidden_states: its shape \(1, 1, 1, 1, 1\) is"),
-    ({"hidden_states": PackedArray("float32", (1 << 62, 1 << 62), b"")}, "hidden_states: 0 bytes are given"),
+    (
+        {"hidden_states": PackedArray("float32", (-1, -2), bytes(8))},
+        r"hidden_states: its shape \(-1, -2\)",
+    ),
+    (
+        {"hidden_states": PackedArray("float32", (1,) * 9, bytes(4))},
+        r"hidden_states: its shape \(1, 1, 1, 1, 1\) is",
+    ),
+    (
+        {"hidden_states": PackedArray("float32", (1 << 62, 1 << 62), b"")},
+        "hidden_states: 0 bytes are given",
+    ),
     ({"draft_token_ids": draft()["draft_token_ids"]}, "draft_probabilities: missing"),
     ({"draft_probabilities": draft()["draft_probabilities"]}, "draft_token_ids: missing"),
-    (draft(np.zeros(2, "f2")), "draft_probabilities, draft_token_ids: float16 and int64, not float32 and int32 or"),
+    (
+        draft(np.zeros(2, "f2")),
+        "draft_probabilities, draft_token_ids: float16 and int64, not float32 and int32 or",
+    ),
     (draft(None, np.zeros(2, "f4")), "draft_probabilities, draft_token_ids: float32 and float32"),
-    (draft(np.zeros(3, "f4")), r"draft_token_ids: \(2,\), and \(3,\) of probabilities, are not \[k\] or \[steps, k\]"),
+    (
+        draft(np.zeros(3, "f4")),
+        r"draft_token_ids: \(2,\), and \(3,\) of probabilities, are not \[k\] or \[steps, k\]",
+    ),
     (draft(np.zeros((1, 1, 2), "f4"), np.zeros((1, 1, 2), "i4")), r"draft_token_ids: \(1, 1, 2\)"),
-    (draft(np.zeros(MANY, "f4"), np.zeros(MANY, "i4")), f"draft_probabilities: {MANY} entries, limit {MANY - 1}"),
+    (
+        draft(np.zeros(MANY, "f4"), np.zeros(MANY, "i4")),
+        f"draft_probabilities: {MANY} entries, limit {MANY - 1}",
+    ),
     (draft(np.array([0.5, 1.01], "f4")), r"draft_probabilities: a number is outside 0\.\.1"),
     (draft(np.array([0.5, np.nan], "f4")), r"draft_probabilities: a number is outside 0\.\.1"),
     (draft(None, np.array([3, -1])), "draft_token_ids: a token id is below 0"),
@@ -98,7 +150,9 @@ def test_a_hand_over_that_is_nested_too_deep_is_refused() -> None:
     """In a field that this version does not know, and would skip."""
     good = HandOff(first_token=1, prompt_tokens=PROMPT).encode()
     deep = bytes([good[0] + 1]) + good[1:] + b"\xa3new" + b"\x91" * 60_000 + b"\x01"
-    with pytest.raises(WireError, match=f"cannot decode a {len(deep)}-byte hand-over: maximum recursion depth"):
+    with pytest.raises(
+        WireError, match=f"cannot decode a {len(deep)}-byte hand-over: maximum recursion depth"
+    ):
         HandOff.decode(deep)
 
 
@@ -112,12 +166,16 @@ def test_both_sides_name_the_field_and_its_limit(fields: dict[str, Any], text: s
 
 
 def test_it_is_for_one_model() -> None:
-    made = HandOff.decode(HandOff(first_token=1, prompt_tokens=PROMPT, **hidden(1, 8), **draft()).encode())
+    made = HandOff.decode(
+        HandOff(first_token=1, prompt_tokens=PROMPT, **hidden(1, 8), **draft()).encode()
+    )
     made.check_fits(PROMPT, 9, 8)
     made.check(PROMPT, SamplingParams(), 9)
     with pytest.raises(WireError, match=r"draft_token_ids name tokens outside 0\.\.7"):
         made.check(PROMPT, SamplingParams(), 8)
-    with pytest.raises(WireError, match="hidden_states are of 8 numbers a token, those of the model of 16"):
+    with pytest.raises(
+        WireError, match="hidden_states are of 8 numbers a token, those of the model of 16"
+    ):
         made.check_fits(PROMPT, 9, 16)
 
 
@@ -132,7 +190,9 @@ def test_the_largest_fits_into_a_message() -> None:
 
 
 class Buffers:
-    """Where an engine leaves the outputs of its last step: every request overwrites those of the one before."""
+    """Where an engine leaves the outputs of its last step: every request overwrites those of the
+    one before.
+    """
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
@@ -154,7 +214,9 @@ class Buffers:
             asked_logprobs=top[:1],
             prompt_tokens=PROMPT,
             cached_tokens=number % PROMPT,
-            prompt_logprobs=PromptLogprobs.pack(0, scores[0], self.ids[0, :4], scores[1], scores[2]),
+            prompt_logprobs=PromptLogprobs.pack(
+                0, scores[0], self.ids[0, :4], scores[1], scores[2]
+            ),
             hidden_states=PackedArray.of(self.hidden),
             draft_probabilities=PackedArray.of(self.probabilities),
             draft_token_ids=PackedArray.of(self.ids),
@@ -166,8 +228,17 @@ def values(handoff: HandOff) -> list[Any]:
     found: list[Any] = []
     for name in handoff.__struct_fields__:
         value = getattr(handoff, name)
-        found.append([name, value.array().tolist() if isinstance(value, PackedArray) else msgspec.to_builtins(value)])
-    assert None not in [value for _, value in found], "a field that no hand-over sets is not looked at"
+        found.append(
+            [
+                name,
+                value.array().tolist()
+                if isinstance(value, PackedArray)
+                else msgspec.to_builtins(value),
+            ]
+        )
+    assert None not in [value for _, value in found], (
+        "a field that no hand-over sets is not looked at"
+    )
     return found
 
 
@@ -211,7 +282,9 @@ async def hand_over(node: PrefillNode, open_room: Open, room: int, handoff: byte
 Read = Callable[[bytes], HandOff]
 
 
-async def changed_after(later: int, connected: Any, read: Read, random: np.random.Generator) -> list[str]:
+async def changed_after(
+    later: int, connected: Any, read: Read, random: np.random.Generator
+) -> list[str]:
     """Fields of the first hand-overs that are not what prefill said, after `later` more."""
     buffers, kept = Buffers(random), list[tuple[HandOff, list[Any]]]()
     async with connected() as (node, open_room):
@@ -221,7 +294,12 @@ async def changed_after(later: int, connected: Any, read: Read, random: np.rando
             found = read(await hand_over(node, open_room, room, made.encode()))
             if room < 8:
                 kept.append((found, told))
-    return [now[0] for found, told in kept for now, then in zip(values(found), told, strict=True) if now != then]
+    return [
+        now[0]
+        for found, told in kept
+        for now, then in zip(values(found), told, strict=True)
+        if now != then
+    ]
 
 
 @pytest.mark.parametrize("connected", [in_memory, over_zmq])
@@ -233,7 +311,9 @@ async def test_no_field_changes_with_a_thousand_later_hand_overs(
 
 
 async def test_a_view_into_a_slot_would_be_seen() -> None:
-    """What it protects from: a reader that keeps views of one buffer, which the next hand-over fills."""
+    """What it protects from: a reader that keeps views of one buffer, which the next hand-over
+    fills.
+    """
     slot = bytearray(1 << 20)
 
     def read(data: bytes) -> HandOff:
@@ -242,9 +322,13 @@ async def test_a_view_into_a_slot_would_be_seen() -> None:
         assert states is not None
         slot[: len(states.data)] = states.data
         view: Any = memoryview(slot)[: len(states.data)]
-        return msgspec.structs.replace(made, hidden_states=PackedArray(states.dtype, states.shape, view))
+        return msgspec.structs.replace(
+            made, hidden_states=PackedArray(states.dtype, states.shape, view)
+        )
 
-    assert await changed_after(3, in_memory, read, np.random.default_rng(1)) == ["hidden_states"] * 8
+    assert (
+        await changed_after(3, in_memory, read, np.random.default_rng(1)) == ["hidden_states"] * 8
+    )
 
 
 @settings(max_examples=20)
@@ -267,8 +351,15 @@ def test_a_reader_of_before_skips_what_it_does_not_know() -> None:
         prompt_tokens: int
 
     made = HandOff(first_token=1, prompt_tokens=PROMPT, **hidden(1, 8), **draft())
-    assert msgspec.msgpack.decode(made.encode(), type=Before) == Before(first_token=1, prompt_tokens=PROMPT)
-    assert HandOff.decode(msgspec.msgpack.encode(Before(first_token=1, prompt_tokens=PROMPT))).hidden_states is None
+    assert msgspec.msgpack.decode(made.encode(), type=Before) == Before(
+        first_token=1, prompt_tokens=PROMPT
+    )
+    assert (
+        HandOff.decode(
+            msgspec.msgpack.encode(Before(first_token=1, prompt_tokens=PROMPT))
+        ).hidden_states
+        is None
+    )
 
 
 def test_an_array_of_the_other_byte_order_is_handed_over_as_its_numbers() -> None:

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.model.parallel.link import MAX_IN_FLIGHT, HiddenReceiver, HiddenSender, check_address
+from kvflow.engine.model.parallel.link import (
+    MAX_IN_FLIGHT,
+    HiddenReceiver,
+    HiddenSender,
+    check_address,
+)
 from kvflow.protocols.errors import LostError, MisuseError, PeerError
 
 Ends = tuple[HiddenReceiver, HiddenSender]
@@ -74,7 +79,9 @@ def test_what_is_no_contiguous_tensor_arrives_too(ends: Ends) -> None:
     assert torch.equal(receiver.receive(hidden), hidden)
 
 
-def test_the_earlier_stage_runs_ahead_so_far_and_no_further(ends: Ends, thread: ThreadPoolExecutor) -> None:
+def test_the_earlier_stage_runs_ahead_so_far_and_no_further(
+    ends: Ends, thread: ThreadPoolExecutor
+) -> None:
     receiver, sender = ends
     sent = [torch.full((1, 4, 8), float(n)) for n in range(MAX_IN_FLIGHT + 3)]
     for hidden in sent[:MAX_IN_FLIGHT]:
@@ -88,7 +95,9 @@ def test_the_earlier_stage_runs_ahead_so_far_and_no_further(ends: Ends, thread: 
         assert torch.equal(receiver.receive(hidden), hidden)
 
 
-def test_abort_ends_a_wait_on_either_side_until_the_next_generation(ends: Ends, thread: ThreadPoolExecutor) -> None:
+def test_abort_ends_a_wait_on_either_side_until_the_next_generation(
+    ends: Ends, thread: ThreadPoolExecutor
+) -> None:
     receiver, sender = ends
     hidden = torch.ones(1, 2, 3)
     waiting = blocked(thread, lambda: receiver.receive(hidden))
@@ -132,14 +141,18 @@ def test_other_hidden_states_than_this_step_needs_are_refused(ends: Ends) -> Non
     receiver, sender = ends
     wanted = r"float32 \[1, 2, 3\] of step 0, call 0"
     sender.send(torch.ones(1, 3, 3))
-    with pytest.raises(PeerError, match=rf"hidden states are float32 \[1, 3, 3\] of step 0, call 0, not {wanted}"):
+    with pytest.raises(
+        PeerError, match=rf"hidden states are float32 \[1, 3, 3\] of step 0, call 0, not {wanted}"
+    ):
         receiver.receive(torch.ones(1, 2, 3))
     for end, generation in ((sender, 1), (receiver, 1)):
         end.begin(generation)
         end.next_step()
     sender.next_step()
     sender.send(torch.ones(1, 2, 3, dtype=torch.bfloat16))
-    with pytest.raises(PeerError, match=rf"hidden states are bfloat16 \[1, 2, 3\] of step 1, call 0, not {wanted}"):
+    with pytest.raises(
+        PeerError, match=rf"hidden states are bfloat16 \[1, 2, 3\] of step 1, call 0, not {wanted}"
+    ):
         receiver.receive(torch.ones(1, 2, 3))
 
 
@@ -191,11 +204,22 @@ def test_a_stage_that_is_started_again_is_found_at_its_address(ends: Ends, addre
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://0.0.0.0:0", "tcp://10.0.0.1:5", "tcp://*:5", "ipc://@x", "inproc://x", "x", "tcp://localhost:1"]
+    "address",
+    [
+        "tcp://0.0.0.0:0",
+        "tcp://10.0.0.1:5",
+        "tcp://*:5",
+        "ipc://@x",
+        "inproc://x",
+        "x",
+        "tcp://localhost:1",
+    ],
 )
 def test_addresses_that_others_can_reach_are_refused(address: str) -> None:
     for end in (HiddenReceiver, HiddenSender):
-        with pytest.raises(MisuseError, match=r"neither ipc://PATH nor tcp:// of a loopback address"):
+        with pytest.raises(
+            MisuseError, match=r"neither ipc://PATH nor tcp:// of a loopback address"
+        ):
             end(address)
 
 

@@ -1,4 +1,6 @@
-"""The last hidden states of each token: those of transformers' own forward, from prefill and from decode."""
+"""The last hidden states of each token: those of transformers' own forward, from prefill and from
+decode.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ NEW_TOKENS = 6
 def states_of(stock: Any, tokens: list[int]) -> torch.Tensor:
     """What the model's body says of every token, before its output layer."""
     with torch.inference_mode():
-        found: torch.Tensor = stock.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+        found: torch.Tensor = stock.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[
+            0
+        ]
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "deepseek_v3", "bloom", "falcon_h1", "mamba2"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt2", "deepseek_v3", "bloom", "falcon_h1", "mamba2"]
+)
 async def test_they_are_those_of_one_forward(
     family: str, loaded: Callable[..., LoadedModel], stock: Callable[[str], Any]
 ) -> None:
@@ -39,12 +45,18 @@ async def test_they_are_those_of_one_forward(
         plain = [await pair.tokens(p, greedy(NEW_TOKENS)) for p in prompts]
         asked = [True, True, False]
         found = await asyncio.gather(
-            *(pair.outputs(p, greedy(NEW_TOKENS, hidden_states=a)) for p, a in zip(prompts, asked, strict=True))
+            *(
+                pair.outputs(p, greedy(NEW_TOKENS, hidden_states=a))
+                for p, a in zip(prompts, asked, strict=True)
+            )
         )
-        alone = await pair.outputs(prompts[2], greedy(NEW_TOKENS, **ASKED))  # none of the first chunk's tokens is kept
+        # None of the first chunk's tokens is kept.
+        alone = await pair.outputs(prompts[2], greedy(NEW_TOKENS, **ASKED))
         await until(lambda: pair.home)
     assert [[out.token_id for out in outs] for outs in (*found, alone)] == [*plain, plain[2]]
-    for prompt, outs, wanted in zip((*prompts, prompts[2]), (*found, alone), (*asked, True), strict=True):
+    for prompt, outs, wanted in zip(
+        (*prompts, prompts[2]), (*found, alone), (*asked, True), strict=True
+    ):
         if not wanted:
             assert all(out.hidden_states is None for out in outs)
             continue
@@ -55,7 +67,9 @@ async def test_they_are_those_of_one_forward(
         torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
 
 
-async def test_prefill_gives_the_prompts_and_hands_them_over(llama: LoadedModel, stock: Callable[[str], Any]) -> None:
+async def test_prefill_gives_the_prompts_and_hands_them_over(
+    llama: LoadedModel, stock: Callable[[str], Any]
+) -> None:
     prompt = prompt_of(21)
     async with EnginePair(llama) as pair:
         room = pair.room(prompt)
@@ -81,11 +95,15 @@ async def test_retracted_requests_have_theirs_too(llama: LoadedModel) -> None:
     for one, other in zip(found, want, strict=True):
         for a, b in zip(one, other, strict=True):
             assert a.token_id == b.token_id and a.hidden_states and b.hidden_states
-            torch.testing.assert_close(a.hidden_states.tensor(), b.hidden_states.tensor(), atol=2e-3, rtol=1e-3)
+            torch.testing.assert_close(
+                a.hidden_states.tensor(), b.hidden_states.tensor(), atol=2e-3, rtol=1e-3
+            )
 
 
 def test_a_model_without_an_output_layer_of_its_own_says_so() -> None:
-    with pytest.raises(MisuseError, match="return_hidden_states: the hidden states of this model are not to be had"):
+    with pytest.raises(
+        MisuseError, match="return_hidden_states: the hidden states of this model are not to be had"
+    ):
         EngineLimits(512, 512, 16, 100).check_sampling([1], SamplingParams(hidden_states=True))
     EngineLimits(512, 512, 16, 100, 64).check_sampling([1], SamplingParams(hidden_states=True))
 

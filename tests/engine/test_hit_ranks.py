@@ -1,4 +1,6 @@
-"""The prefix caches of two ranks: a prompt begins where both can, whatever one of them has alone."""
+"""The prefix caches of two ranks: a prompt begins where both can,
+whatever one of them has alone.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ WHOLE = 28  # tokens of its whole pages
     answers=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     order=st.randoms(use_true_random=False),
 )
-def test_the_rank_that_has_the_least_decides_in_any_order(own: int, answers: list[int], order: Any) -> None:
+def test_the_rank_that_has_the_least_decides_in_any_order(
+    own: int, answers: list[int], order: Any
+) -> None:
     votes = HitVotes(len(answers) + 1)
     number = votes.ask(7, own)
     ranks = list(range(1, len(answers) + 1))
@@ -88,11 +92,16 @@ def cache_at(ranks: Stages, rank: int) -> PrefixCache:
     return cache
 
 
-async def tokens_and_cached(ranks: Stages, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+async def tokens_and_cached(
+    ranks: Stages, prompt: list[int], **options: Any
+) -> tuple[list[int], int]:
     """Its tokens, and how many of its prompt were cached."""
     room, legs = next(ranks.rooms), []
     found = await ranks.decoded(
-        room, prompt, greedy(4), lambda: legs.append(ranks.prefill(room, prompt, greedy(4), **options))
+        room,
+        prompt,
+        greedy(4),
+        lambda: legs.append(ranks.prefill(room, prompt, greedy(4), **options)),
     )
     first = await legs[0]
     assert first.token_id == found[0]
@@ -117,14 +126,20 @@ async def test_a_prompt_begins_with_what_both_ranks_have(
         cache_at(ranks, 1).evict(99)
         assert await tokens_and_cached(ranks, PROMPT) == (expected, 0)
         longer = [*PROMPT[:20], *prompt_of(20, 2)]
-        assert await tokens_and_cached(ranks, longer) == (tiny_models.generate(stock("llama"), longer, 4), 20)
+        assert await tokens_and_cached(ranks, longer) == (
+            tiny_models.generate(stock("llama"), longer, 4),
+            20,
+        )
         assert (await tokens_and_cached(ranks, PROMPT, namespace=Namespace("salt")))[1] == 0
         assert (await tokens_and_cached(ranks, PROMPT, namespace=Namespace("salt")))[1] == WHOLE
         ranks.engine.flush()
         assert await tokens_and_cached(ranks, PROMPT) == (expected, 0)
         await ranks.rest()
         stats = [cache_at(ranks, rank).stats() for rank in range(2)]
-        assert stats[0].asked_tokens == stats[1].asked_tokens and stats[0].hit_tokens == stats[1].hit_tokens > 0
+        assert (
+            stats[0].asked_tokens == stats[1].asked_tokens
+            and stats[0].hit_tokens == stats[1].hit_tokens > 0
+        )
         assert [stat.pages - stat.evictable_pages for stat in stats] == [0, 0]
 
 
@@ -133,11 +148,19 @@ async def test_ranks_send_what_decode_lacks(
     tries: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
 ) -> None:
     """Of prompts of whole pages and others, whoever has more of them."""
-    async with group(stages, llama, caches=True, decode_caches=True, optimistic_tries=tries, chunk_tokens=8) as ranks:
+    async with group(
+        stages, llama, caches=True, decode_caches=True, optimistic_tries=tries, chunk_tokens=8
+    ) as ranks:
         for length in (1, 4, 5, 16, 17, 30):
             prompt = prompt_of(length, length)
-            expected, whole = tiny_models.generate(stock("llama"), prompt, 4), (length - 1) // PAGE_SIZE * PAGE_SIZE
-            cold, warm = await tokens_and_cached(ranks, prompt), await tokens_and_cached(ranks, prompt)
+            expected, whole = (
+                tiny_models.generate(stock("llama"), prompt, 4),
+                (length - 1) // PAGE_SIZE * PAGE_SIZE,
+            )
+            cold, warm = (
+                await tokens_and_cached(ranks, prompt),
+                await tokens_and_cached(ranks, prompt),
+            )
             assert (cold, warm) == ((expected, 0), (expected, whole))
             ranks.engine.flush()
             assert await tokens_and_cached(ranks, prompt) == (expected, 0)
@@ -165,7 +188,10 @@ async def test_who_has_lost_its_places_asks_again(
 
 
 async def test_both_lose_what_is_flushed_before_its_first_step(
-    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    stages: list[LoadedModel],
+    llama: LoadedModel,
+    stock: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At whatever moment: while the ranks are asked, when one has answered, and when all have."""
     expected = tiny_models.generate(stock("llama"), PROMPT, 4)
@@ -206,7 +232,9 @@ async def test_both_lose_what_is_flushed_before_its_first_step(
 async def test_each_rank_loads_what_it_has_in_host_memory(
     stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
 ) -> None:
-    """When the first rank asks: so a pool that has lost a prefix is no reason for the others to compute theirs."""
+    """When the first rank asks: so a pool that has lost a prefix is no reason for the others to
+    compute theirs.
+    """
     expected = tiny_models.generate(stock("llama"), PROMPT, 4)
     async with group(stages, llama, caches=True, host_pages=32) as ranks:
         await tokens_and_cached(ranks, PROMPT)
@@ -224,7 +252,9 @@ async def test_prompts_that_queue_lose_nothing_of_what_the_hosts_of_both_ranks_h
 ) -> None:
     """Either pool has room for one prompt."""
     prompts = [prompt_of(30, salt) for salt in range(6)]
-    async with group(stages, llama, caches=True, host_pages=64, pages=(12, 13), chunk_tokens=8) as ranks:
+    async with group(
+        stages, llama, caches=True, host_pages=64, pages=(12, 13), chunk_tokens=8
+    ) as ranks:
         expected = [(await tokens_and_cached(ranks, prompt))[0] for prompt in prompts]
         await ranks.rest()
         for rank in range(2):
@@ -264,7 +294,9 @@ async def test_a_rank_that_loads_for_a_request_that_ends_holds_nothing(
         if how == "flush":
             assert results[1] == expected
         else:
-            assert all(isinstance(result, KvflowError | asyncio.CancelledError) for result in results), results
+            assert all(
+                isinstance(result, KvflowError | asyncio.CancelledError) for result in results
+            ), results
         if ending is not None:
             await ending
         await ranks.home()
@@ -274,19 +306,30 @@ async def test_a_rank_that_loads_for_a_request_that_ends_holds_nothing(
         assert (await tokens_and_cached(ranks, PROMPT))[0] == expected
 
 
-def test_what_ranks_store_is_not_taken_for_one_anothers(stages: list[LoadedModel], llama: LoadedModel) -> None:
-    """Whether they share a store or not: stages, the shards of each, and shards that have copies of the same."""
+def test_what_ranks_store_is_not_taken_for_one_anothers(
+    stages: list[LoadedModel], llama: LoadedModel
+) -> None:
+    """Whether they share a store or not: stages, the shards of each, and shards that have copies of
+    the same.
+    """
     parts = [llama.streams]
     for stage in stages:
         heads, *rest = map(int, stage.streams[0].shape)
         parts.append(stage.streams)
         for n in range(2):
             half = (heads // 2, *rest)
-            parts.append([kind._replace(shape=half, start=n * half[0], whole=heads) for kind in stage.streams])
+            parts.append(
+                [
+                    kind._replace(shape=half, start=n * half[0], whole=heads)
+                    for kind in stage.streams
+                ]
+            )
             parts.append([kind._replace(replica=n, replicas=2) for kind in stage.streams])
     identities = set()
     for streams in parts:
-        layout = build_layout(streams, page_size=PAGE_SIZE, num_pages=8, fingerprint=llama.fingerprint)
+        layout = build_layout(
+            streams, page_size=PAGE_SIZE, num_pages=8, fingerprint=llama.fingerprint
+        )
         identities.add(identity_of(host_layout(layout, 1 << 16)))
     assert len(identities) == len(parts) == 11
 
@@ -345,7 +388,9 @@ async def test_a_rank_that_does_not_answer_holds_nothing_once_the_client_has_lef
         half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
         leg = ranks.prefill(room, PROMPT, greedy(4))
         await until(lambda: bool(answers))
-        assert [cache_at(ranks, rank).evictable_pages for rank in range(2)] == [0, 0], "locked at both"
+        assert [cache_at(ranks, rank).evictable_pages for rank in range(2)] == [0, 0], (
+            "locked at both"
+        )
         assert not any(request.has_begun for request in ranks.engine._placed.values())
         other = prompt_of(9, 5)  # has nothing cached: nobody is asked
         assert (await tokens_and_cached(ranks, other))[1] == 0
@@ -357,10 +402,16 @@ async def test_a_rank_that_does_not_answer_holds_nothing_once_the_client_has_lef
         await ranks.rest()
 
 
-async def agreed_on(ranks: Stages, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
-    """Both legs of a request whose ranks have answered how much they have of it, and no step has named it."""
+async def agreed_on(
+    ranks: Stages, monkeypatch: pytest.MonkeyPatch
+) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """Both legs of a request whose ranks have answered how much they have of it, and no step has
+    named it.
+    """
     agreed: list[int] = []
-    monkeypatch.setattr(PrefillEngine, "agreed", lambda self, request, tokens: agreed.append(tokens))
+    monkeypatch.setattr(
+        PrefillEngine, "agreed", lambda self, request, tokens: agreed.append(tokens)
+    )
     room = next(ranks.rooms)
     half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
     leg = ranks.prefill(room, PROMPT, greedy(4))
@@ -370,7 +421,10 @@ async def agreed_on(ranks: Stages, monkeypatch: pytest.MonkeyPatch) -> tuple[asy
 
 
 async def test_a_rank_that_is_lost_between_its_answer_and_the_step(
-    stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    stages: list[LoadedModel],
+    llama: LoadedModel,
+    stock: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     expected = tiny_models.generate(stock("llama"), PROMPT, 4)
     async with group(stages, llama, caches=True) as ranks:
@@ -416,9 +470,13 @@ STORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", STORMS)
 async def test_a_storm_over_caches_leaves_no_lock(
-    how: str, seed: int, stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any],
+    how: str,
+    seed: int,
+    stages: list[LoadedModel],
+    llama: LoadedModel,
+    stock: Callable[[str], Any],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     shorter: list[int] = []
     start_again = PrefillSteps.start_again
 
@@ -430,9 +488,20 @@ async def test_a_storm_over_caches_leaves_no_lock(
     monkeypatch.setattr(PrefillSteps, "start_again", counted)
     breaks = {50: "a rank is lost"}
     ended, _ = await played(
-        stages, llama, seed, stock("llama"), breaks, requests=60, within_s=60, caches=True, **STORMS[how]
+        stages,
+        llama,
+        seed,
+        stock("llama"),
+        breaks,
+        requests=60,
+        within_s=60,
+        caches=True,
+        **STORMS[how],
     )
-    print(f"seed {seed}: {dict(ended)}; {len(shorter)} began with less than the first rank had: {shorter}")
+    print(
+        f"seed {seed}: {dict(ended)}; {len(shorter)} began with less than the first rank had: "
+        f"{shorter}"
+    )
     assert ended["meets"]
 
 
@@ -440,7 +509,9 @@ async def test_a_storm_over_caches_leaves_no_lock(
 
 
 async def unlike_caches(ranks: Stages) -> None:
-    """Either rank has more than the other, and a third one, of which only the answer is there, less than both."""
+    """Either rank has more than the other, and a third one, of which only the answer is there, less
+    than both.
+    """
     await tokens_and_cached(ranks, PROMPT)
     for rank in range(2):
         await ranks.rest()
@@ -469,7 +540,9 @@ async def left_before_a_step(ranks: Stages) -> None:
         half = asyncio.create_task(ranks.decoded(room, PROMPT, greedy(4)))
         leg = ranks.prefill(room, PROMPT, greedy(4))
         await until(lambda: bool(told))
-        assert [cache_at(ranks, rank).evictable_pages for rank in range(2)] == [0, 0], "locked at both"
+        assert [cache_at(ranks, rank).evictable_pages for rank in range(2)] == [0, 0], (
+            "locked at both"
+        )
     leg.cancel()
     await asyncio.gather(leg, half, return_exceptions=True)
     await ranks.home(0.5)
@@ -477,7 +550,9 @@ async def left_before_a_step(ranks: Stages) -> None:
 
 def begin_with_ones_own(patch: pytest.MonkeyPatch) -> None:
     """The second rank."""
-    patch.setattr(PrefillSteps, "agree", lambda self, request, tokens: setattr(request, "agreed", None))
+    patch.setattr(
+        PrefillSteps, "agree", lambda self, request, tokens: setattr(request, "agreed", None)
+    )
 
 
 def begin_where_the_first_rank_does(patch: pytest.MonkeyPatch) -> None:
@@ -494,7 +569,11 @@ def forget_a_lock(patch: pytest.MonkeyPatch) -> None:
 
     def planted(self: StepFollower, ticket: int, **how: Any) -> None:
         found = self.requests.get(ticket)
-        if found is not None and found.request is not None and not found.request.sequence.page_count:
+        if (
+            found is not None
+            and found.request is not None
+            and not found.request.sequence.page_count
+        ):
             found.request = None
         drop(self, ticket, **how)
 
@@ -513,8 +592,14 @@ def lock_no_more(patch: pytest.MonkeyPatch) -> None:
 
 
 FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[Callable[[Stages], Any], str]] = {
-    begin_with_ones_own: (unlike_caches, "a step begins at token 0 of request 2, and this rank at 28"),
-    begin_where_the_first_rank_does: (unlike_caches, "a step begins at token 28 of request 3, and this rank at 0"),
+    begin_with_ones_own: (
+        unlike_caches,
+        "a step begins at token 0 of request 2, and this rank at 28",
+    ),
+    begin_where_the_first_rank_does: (
+        unlike_caches,
+        "a step begins at token 28 of request 3, and this rank at 0",
+    ),
     forget_a_lock: (left_before_a_step, "left: "),
     lock_no_more: (left_before_a_step, "locked at both"),
 }
@@ -530,9 +615,11 @@ async def test_what_finds_planted_bugs_finds_none_in_what_is_there(
 
 @pytest.mark.parametrize("plant", FOUND_BY)
 async def test_a_planted_bug_is_found(
-    plant: Callable[[pytest.MonkeyPatch], None], stages: list[LoadedModel], llama: LoadedModel,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    stages: list[LoadedModel],
+    llama: LoadedModel,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     plant(monkeypatch)
     scenario, text = FOUND_BY[plant]
     async with group(stages, llama, caches=True) as ranks:

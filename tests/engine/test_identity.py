@@ -1,4 +1,6 @@
-"""Which model it is: the same wherever it lies, another one when its configuration or a weight is."""
+"""Which model it is: the same wherever it lies,
+another one when its configuration or a weight is.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def test_another_fine_tune_is_refused_with_both_names(tiny: Tiny, copied: Path) 
 def test_a_digest_is_that_of_earlier_versions() -> None:
     """Peers whose digests differ are refused, also while one after the other is upgraded."""
     assert config_digest({}) == "44136fa3"
-    assert config_digest({"a": 1, "b": {"c": None}}) == config_digest({"b": {"c": None}, "a": 1}) == "66282992"
+    assert (
+        config_digest({"a": 1, "b": {"c": None}})
+        == config_digest({"b": {"c": None}, "a": 1})
+        == "66282992"
+    )
 
 
 def test_of_a_large_weight_a_sample_is_read_from_end_to_end() -> None:

@@ -1,4 +1,6 @@
-"""Loading: what is taken, what is refused with one clear line, and which mode the self-test chooses."""
+"""Loading: what is taken, what is refused with one clear line, and which mode the self-test
+chooses.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ Tiny = Callable[[str], Path]
 
 
 def test_a_model_with_a_cache_of_its_own_is_refused(tiny: Tiny) -> None:
-    with pytest.raises(MisuseError, match="cannot be probed: MiniMax uses cache of its own") as caught:
+    with pytest.raises(
+        MisuseError, match="cannot be probed: MiniMax uses cache of its own"
+    ) as caught:
         load_model(str(tiny("minimax")))
     assert "\n" not in str(caught.value)
 
@@ -56,19 +60,28 @@ def test_threads_that_load_at_once_leave_transformers_as_it_was(tiny: Tiny) -> N
         assert len({model.fingerprint for model in models}) == 1
 
 
-def test_a_stream_that_is_not_known_is_refused_by_name(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_not_known_is_refused_by_name(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Side buffers that a layer of another version of transformers keeps, plain or in a table."""
     stock = AutoModelForCausalLM.from_pretrained(tiny("deepseek_v32")).eval()
     update = DynamicIndexedLayer.update_indexer
-    for name, value in (("indexer_scales", lambda k: k[..., :1]), ("summaries", lambda k: {0: None, 1: [(k,)]})):
+    for name, value in (
+        ("indexer_scales", lambda k: k[..., :1]),
+        ("summaries", lambda k: {0: None, 1: [(k,)]}),
+    ):
 
-        def keeping(layer: Any, keys: torch.Tensor, name: str = name, value: Any = value) -> torch.Tensor:
+        def keeping(
+            layer: Any, keys: torch.Tensor, name: str = name, value: Any = value
+        ) -> torch.Tensor:
             setattr(layer, name, value(keys))
             found: torch.Tensor = update(layer, keys)
             return found
 
         monkeypatch.setattr(DynamicIndexedLayer, "update_indexer", keeping)
-        with pytest.raises(MisuseError, match=rf"layer 0 keeps {name}.*, which is not known as state of a request"):
+        with pytest.raises(
+            MisuseError, match=rf"layer 0 keeps {name}.*, which is not known as state of a request"
+        ):
             probe(stock, "deepseek_v32")
 
 
@@ -82,13 +95,20 @@ def test_what_is_kept_is_described_as_it_is(loaded: Callable[..., LoadedModel]) 
     ]
     assert loaded("deepseek_v32").streams[2] == StateKind("layer0.index_k", "float32", (16,))
     assert {kind.unit for kind in loaded("mamba2").streams} == {ROW}
-    assert [kind.name for kind in loaded("lfm2").streams[:3]] == ["layer0.conv0", "layer1.k", "layer1.v"]
+    assert [kind.name for kind in loaded("lfm2").streams[:3]] == [
+        "layer0.conv0",
+        "layer1.k",
+        "layer1.v",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("family", "mode"), [("llama", "packed"), ("llama4_chunked", "pad"), ("bloom", "pad"), ("qwen3_next", "pad")]
+    ("family", "mode"),
+    [("llama", "packed"), ("llama4_chunked", "pad"), ("bloom", "pad"), ("qwen3_next", "pad")],
 )
-def test_the_self_test_chooses_the_mode(family: str, mode: str, loaded: Callable[..., LoadedModel]) -> None:
+def test_the_self_test_chooses_the_mode(
+    family: str, mode: str, loaded: Callable[..., LoadedModel]
+) -> None:
     """llama4's chunked masks never reach an attention function; bloom takes no positions."""
     assert loaded(family).mode == mode
 
@@ -97,25 +117,41 @@ def test_the_recommended_sampling_is_read(tiny: Tiny, tmp_path: Path) -> None:
     source = tiny("llama")
     assert load_model(str(source)).sampling_defaults == {}
     path = shutil.copytree(source, tmp_path / "model")
-    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
-    (path / "generation_config.json").write_text(json.dumps({**recommended, "do_sample": True, "eos_token_id": 2}))
+    recommended = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+    }
+    (path / "generation_config.json").write_text(
+        json.dumps({**recommended, "do_sample": True, "eos_token_id": 2})
+    )
     assert load_model(str(path)).sampling_defaults == recommended
 
 
-def test_mla_and_shared_layers_are_described_as_they_are(loaded: Callable[..., LoadedModel]) -> None:
+def test_mla_and_shared_layers_are_described_as_they_are(
+    loaded: Callable[..., LoadedModel],
+) -> None:
     mla = loaded("deepseek_v3").layers[0]
     assert mla is not None and [kind.shape for kind in mla.kinds] == [(1, 24), (1, 8)]
     shared = loaded("gemma4_shared_kv")
-    assert [layer is None for layer in shared.layers[:2]] == [False, False] and len(shared.streams) == 4
+    assert [layer is None for layer in shared.layers[:2]] == [False, False] and len(
+        shared.streams
+    ) == 4
     assert loaded("mistral").layers[0].window == 16  # type: ignore[union-attr]
     half = loaded("llama", "bfloat16")
     assert half.dtype == "bfloat16" and {kind.dtype for kind in half.streams} == {"bfloat16"}
 
 
-def test_a_model_wrong_on_our_pages_fails_its_self_test(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_wrong_on_our_pages_fails_its_self_test(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = selftest._paged
     monkeypatch.setattr(selftest, "_paged", lambda *a, **k: honest(*a, **k).roll(1, -1))
-    with pytest.raises(MisuseError, match=r"self-test failed \(packed: logits differ by .*; pad: logits differ"):
+    with pytest.raises(
+        MisuseError, match=r"self-test failed \(packed: logits differ by .*; pad: logits differ"
+    ):
         load_model(str(tiny("llama")))
 
 
@@ -131,7 +167,10 @@ def test_a_model_wrong_on_our_pages_fails_its_self_test(tiny: Tiny, monkeypatch:
     ],
 )
 def test_the_reference_is_a_whole_prompt_or_chunks_and_the_last_token_alone(
-    chunk: int, fed: list[tuple[int, int]], stock: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+    chunk: int,
+    fed: list[tuple[int, int]],
+    stock: Callable[[str], Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[tuple[int, int]] = []
     model, forward = stock("llama"), selftest._forward
@@ -143,7 +182,9 @@ def test_the_reference_is_a_whole_prompt_or_chunks_and_the_last_token_alone(
     monkeypatch.setattr(selftest, "_forward", counted)
     logits = selftest._stock(model, list(range(1, 10)), chunk)
     assert found == fed
-    assert torch.allclose(logits, model(input_ids=torch.arange(1, 10)[None]).logits[:, -1], atol=1e-4)
+    assert torch.allclose(
+        logits, model(input_ids=torch.arange(1, 10)[None]).logits[:, -1], atol=1e-4
+    )
 
 
 class TakesPositions:
@@ -151,8 +192,12 @@ class TakesPositions:
 
     device = "cpu"
 
-    def forward(self, input_ids: torch.Tensor, past_key_values: Any, position_ids: Any = None, **_: Any) -> Any:
-        return SimpleNamespace(logits=(input_ids.tolist(), None if position_ids is None else position_ids.tolist()))
+    def forward(
+        self, input_ids: torch.Tensor, past_key_values: Any, position_ids: Any = None, **_: Any
+    ) -> Any:
+        return SimpleNamespace(
+            logits=(input_ids.tolist(), None if position_ids is None else position_ids.tolist())
+        )
 
     def __call__(self, **given: Any) -> Any:
         return self.forward(**given)
@@ -164,23 +209,35 @@ class TakesNone(TakesPositions):
         return SimpleNamespace(logits=(input_ids.tolist(), None))
 
 
-@pytest.mark.parametrize(("model", "positions"), [(TakesPositions(), [[3, 4]]), (TakesNone(), None)])
-def test_the_reference_says_where_a_token_stands_to_whoever_asks(model: Any, positions: list[list[int]] | None) -> None:
+@pytest.mark.parametrize(
+    ("model", "positions"), [(TakesPositions(), [[3, 4]]), (TakesNone(), None)]
+)
+def test_the_reference_says_where_a_token_stands_to_whoever_asks(
+    model: Any, positions: list[list[int]] | None
+) -> None:
     """Some models count from 0 at each call where they are told nothing."""
     cache: Any = None
     found: Any = selftest._forward(model, cache, [10, 11, 12, 13, 14, 15], 3, 5)
     assert found == ([[13, 14]], positions)
 
 
-def test_a_model_that_disagrees_with_itself_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_disagrees_with_itself_is_refused(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
     honest = selftest._stock
     monkeypatch.setattr(
         selftest,
         "_stock",
-        lambda model, prompt, chunk: honest(model, prompt, chunk) + (chunk < len(prompt)) * torch.rand(512),
+        lambda model, prompt, chunk: (
+            honest(model, prompt, chunk) + (chunk < len(prompt)) * torch.rand(512)
+        ),
     )
     with pytest.raises(
-        MisuseError, match=r"logits differ between a chunked and a whole prompt \(relative error \S+, allowed 0\.01\)"
+        MisuseError,
+        match=(
+            r"logits differ between a chunked and a whole prompt \(relative error \S+, allowed "
+            r"0\.01\)"
+        ),
     ):
         load_model(str(tiny("llama")))
 
@@ -189,7 +246,9 @@ def test_asking_for_a_mode_takes_that_or_refuses(tiny: Tiny) -> None:
     assert load_model(str(tiny("llama")), attention="pad").mode == "pad"
     with pytest.raises(MisuseError, match="packed: "):
         load_model(str(tiny("llama4_chunked")), attention="packed")
-    with pytest.raises(MisuseError, match=r"packed: the model keeps more than K and V \(layer0\.conv0\)"):
+    with pytest.raises(
+        MisuseError, match=r"packed: the model keeps more than K and V \(layer0\.conv0\)"
+    ):
         load_model(str(tiny("lfm2")), attention="packed")
 
 
@@ -228,7 +287,10 @@ def test_a_checkpoint_with_holes_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     weights = load_file(broken / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(MisuseError, match=r"the checkpoint lacks 1 weights, 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+    with pytest.raises(
+        MisuseError,
+        match=r"the checkpoint lacks 1 weights, 'model\.layers\.1\.mlp\.up_proj\.weight'",
+    ):
         load_model(str(broken))
 
 
@@ -238,7 +300,9 @@ def test_a_configuration_need_not_name_the_architecture(tiny: Tiny, tmp_path: Pa
     del config["architectures"]
     (path / "config.json").write_text(json.dumps(config))
     model = load_model(str(path))
-    assert model.architectures == ("LlamaForCausalLM",) and model.fingerprint.startswith("LlamaForCausalLM 4x64 ")
+    assert model.architectures == ("LlamaForCausalLM",) and model.fingerprint.startswith(
+        "LlamaForCausalLM 4x64 "
+    )
     assert model.context_length == config["max_position_embeddings"]
 
 
@@ -261,14 +325,19 @@ def test_what_transformers_raises_becomes_one_line(error: Exception, text: str) 
     assert str(told.value) == f"model 'm': {text}"
 
 
-def test_loading_is_silent_and_tells_how_far_it_is(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_is_silent_and_tells_how_far_it_is(
+    tiny: Tiny, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = str(tiny("llama"))
     capfd.readouterr()
     before = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     told: list[tuple[str, float]] = []
     load_model(path, progress=lambda stage, done: told.append((stage, done)))
     assert capfd.readouterr() == ("", "")
-    assert (transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()) == before
+    assert (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    ) == before
     stages = list(dict.fromkeys(stage for stage, _ in told))
     assert stages == ["configuration", "weights", "self-test", "ready"]
     assert (told[0], told[-2:]) == (("configuration", 1.0), [("self-test", 0.0), ("ready", 1.0)])
@@ -298,8 +367,15 @@ def test_only_the_bar_of_the_weights_reports(monkeypatch: pytest.MonkeyPatch) ->
     weights = {"desc": "Loading weights"}
     monkeypatch.setattr(quiet._reporting, "report", None, raising=False)
     assert quiet._with_report(bar, ([1, 2],), weights) == "the bar"
-    monkeypatch.setattr(quiet._reporting, "report", lambda what, share: reported.append((what, share)), raising=False)
+    monkeypatch.setattr(
+        quiet._reporting,
+        "report",
+        lambda what, share: reported.append((what, share)),
+        raising=False,
+    )
     assert quiet._with_report(bar, ([1, 2],), {"desc": "Downloading"}) == "the bar"
-    assert quiet._with_report(bar, (iter([1, 2]),), weights) == "the bar", "of which nobody knows how many there are"
+    assert quiet._with_report(bar, (iter([1, 2]),), weights) == "the bar", (
+        "of which nobody knows how many there are"
+    )
     assert list(quiet._with_report(bar, ([1, 2],), weights)) == [1, 2]
     assert reported == [("weights", 0.0), ("weights", 0.5), ("weights", 1.0)]

@@ -26,7 +26,9 @@ async def test_pages_and_row_of_a_step_are_free_when_it_has_ended(rows: int) -> 
     sequence.add(layout.split(pool.places.take_room(layout.places_for(3), "mine")))
     gate = threading.Event()
     with ThreadPoolExecutor(1) as executor:
-        step = asyncio.ensure_future(ModelThread(executor, pool.places, layout).run([sequence], lambda: gate.wait(10)))
+        step = asyncio.ensure_future(
+            ModelThread(executor, pool.places, layout).run([sequence], lambda: gate.wait(10))
+        )
         await asyncio.sleep(0)
         pool.places.give_back(layout.numbered(sequence.places), "mine")
         assert pool.pages.free_pages == 6 and pool.pages.returning_pages == 2

@@ -1,4 +1,6 @@
-"""A step beside other processes of the model: whose hidden states it takes, and what the loss of a shard becomes."""
+"""A step beside other processes of the model: whose hidden states it takes, and what the loss of a
+shard becomes.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ from kvflow.protocols.errors import LostError, PeerError
 
 GROUP: Any = SimpleNamespace()
 GONE = (
-    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:40351. This may "
-    "indicate a remote process failure."
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer "
+    "[127.0.0.1]:40351. This may indicate a remote process failure."
 )
 
 
 def test_what_gloo_says_of_a_shard_that_is_gone_ends_the_group() -> None:
     neighbours = Neighbours(shards=GROUP)
     with (
-        pytest.raises(LostError, match=r"^a shard of this stage is gone: Connection closed by peer \[127"),
+        pytest.raises(
+            LostError, match=r"^a shard of this stage is gone: Connection closed by peer \[127"
+        ),
         neighbours.step([]),
     ):
         raise RuntimeError(GONE)
@@ -33,7 +37,8 @@ def test_what_gloo_says_of_a_shard_that_is_gone_ends_the_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "shards"), [(RuntimeError("shapes differ"), GROUP), (ValueError(GONE), GROUP), (RuntimeError(GONE), None)]
+    ("error", "shards"),
+    [(RuntimeError("shapes differ"), GROUP), (ValueError(GONE), GROUP), (RuntimeError(GONE), None)],
 )
 def test_another_error_of_a_step_is_raised_as_it_is(error: Exception, shards: Any) -> None:
     neighbours = Neighbours(shards=shards)
@@ -44,7 +49,10 @@ def test_another_error_of_a_step_is_raised_as_it_is(error: Exception, shards: An
 
 
 def test_what_an_earlier_step_has_left_is_not_taken_for_that_of_this_one(tmp_path: Path) -> None:
-    receiver, sender = HiddenReceiver(f"ipc://{tmp_path}/hidden"), HiddenSender(f"ipc://{tmp_path}/hidden")
+    receiver, sender = (
+        HiddenReceiver(f"ipc://{tmp_path}/hidden"),
+        HiddenSender(f"ipc://{tmp_path}/hidden"),
+    )
     before, after = Neighbours(sink=sender), Neighbours(source=receiver)
     hidden = torch.ones(1, 2, 3)
     with before.step([]):
@@ -54,7 +62,10 @@ def test_what_an_earlier_step_has_left_is_not_taken_for_that_of_this_one(tmp_pat
         receiver.receive(hidden)
     with before.step([]):
         sender.send(hidden)
-    with pytest.raises(PeerError, match=r"of step 0, call 1, not .* of step 1, call 0"), after.step([]):
+    with (
+        pytest.raises(PeerError, match=r"of step 0, call 1, not .* of step 1, call 0"),
+        after.step([]),
+    ):
         receiver.receive(hidden)
     for neighbours in (before, after):
         neighbours.close()

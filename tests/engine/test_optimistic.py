@@ -1,4 +1,6 @@
-"""Prompts that begin before their room is matched: what leaves when, who gives way to whom, and what is left behind."""
+"""Prompts that begin before their room is matched: what leaves when, who gives way to whom, and
+what is left behind.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class Early:
 
     def __init__(self, pair: EnginePair) -> None:
         self.pair, self.prefill = pair, pair.prefill
-        self.steps: list[list[tuple[Any, int]]] = []  # per step, the owner and new tokens of every row
+        # Per step, the owner and new tokens of every row.
+        self.steps: list[list[tuple[Any, int]]] = []
         self.before_step: Callable[[], object] = lambda: None
         honest = pair.prefill.steps.runner.forward
 
@@ -75,14 +78,19 @@ class Early:
         return found.starts, found.hits, found.lost, found.holding_now
 
     def computed(self, tokens: int) -> bool:
-        return sum(new for step in self.steps for _, new in step) >= tokens and not self.source.held_pages
+        return (
+            sum(new for step in self.steps for _, new in step) >= tokens
+            and not self.source.held_pages
+        )
 
     @property
     def source(self) -> Any:
         return self.pair.source.pages
 
 
-async def test_a_prompt_that_is_computed_leaves_at_once_when_decode_comes(llama: LoadedModel) -> None:
+async def test_a_prompt_that_is_computed_leaves_at_once_when_decode_comes(
+    llama: LoadedModel,
+) -> None:
     async with EnginePair(llama, page_size=4, chunk_tokens=10, optimistic_tries=1) as pair:
         early = Early(pair)
         expected = (await pair.outputs(prompt_of(27), greedy(1)))[0].token_id
@@ -94,7 +102,9 @@ async def test_a_prompt_that_is_computed_leaves_at_once_when_decode_comes(llama:
         assert (load.running, load.waiting) == (1, 0)
         room.meet()
         assert (await leg).token_id == expected
-        assert [[new for _, new in step] for step in early.steps] == [[10], [10], [7]], "nothing was computed after it"
+        assert [[new for _, new in step] for step in early.steps] == [[10], [10], [7]], (
+            "nothing was computed after it"
+        )
         assert room.sends == [(7, True)] and early.counts == (1, 1, 0, 0)
         assert HandOff.decode(await room.landed()).first_token == expected
         room.close()
@@ -162,8 +172,12 @@ async def test_tokens_decode_has_already_are_computed_and_not_sent(
 
 
 async def test_a_pool_of_one_prompt_is_for_whoever_has_both_halves(llama: LoadedModel) -> None:
-    """The early prompt has the whole pool, and its decode waits behind that of the other: no deadlock."""
-    async with EnginePair(llama, page_size=4, source_pages=6, num_pages=64, optimistic_tries=2) as pair:
+    """The early prompt has the whole pool, and its decode waits behind that of the other: no
+    deadlock.
+    """
+    async with EnginePair(
+        llama, page_size=4, source_pages=6, num_pages=64, optimistic_tries=2
+    ) as pair:
         early = Early(pair)
         alone = [(await pair.outputs(prompt_of(24, n), greedy(1)))[0].token_id for n in range(2)]
         early.steps.clear()
@@ -187,7 +201,9 @@ async def test_a_pool_of_one_prompt_is_for_whoever_has_both_halves(llama: Loaded
 
 
 async def test_after_its_last_try_a_prompt_waits_for_its_match(llama: LoadedModel) -> None:
-    async with EnginePair(llama, page_size=4, source_pages=6, num_pages=256, optimistic_tries=3) as pair:
+    async with EnginePair(
+        llama, page_size=4, source_pages=6, num_pages=256, optimistic_tries=3
+    ) as pair:
         early = Early(pair)
         room, leg = early.begin(prompt_of(24))
         for number in range(1, 5):
@@ -205,9 +221,13 @@ async def test_after_its_last_try_a_prompt_waits_for_its_match(llama: LoadedMode
 
 
 async def test_those_with_the_least_work_give_way_and_none_in_vain(llama: LoadedModel) -> None:
-    """Early prompts of 16, 8, 24 and 4 tokens in a pool of 13 pages; matched ones need pages, one after the other."""
+    """Early prompts of 16, 8, 24 and 4 tokens in a pool of 13 pages; matched ones need pages, one
+    after the other.
+    """
     lengths = [16, 8, 24, 4]
-    async with EnginePair(llama, page_size=4, source_pages=13, num_pages=64, optimistic_tries=1) as pair:
+    async with EnginePair(
+        llama, page_size=4, source_pages=13, num_pages=64, optimistic_tries=1
+    ) as pair:
         early = Early(pair)
         begun = [early.begin(prompt_of(n, n)) for n in lengths]
         await until(lambda: early.computed(sum(lengths)))
@@ -223,7 +243,9 @@ async def test_those_with_the_least_work_give_way_and_none_in_vain(llama: Loaded
             return before - {owner[1] for owner in pair.source.pages.owned()}  # type: ignore[index]
 
         assert await lost_to(4) == {3}, "one page: the prompt of four tokens is enough"
-        assert await lost_to(12) == {0}, "three pages: with eight tokens lost first there would be one too few"
+        assert await lost_to(12) == {0}, (
+            "three pages: with eight tokens lost first there would be one too few"
+        )
         assert await lost_to(4) == set(), "the page that was left over"
         assert await lost_to(28) == {1, 2}
         for room, leg in begun[4:]:
@@ -245,7 +267,9 @@ async def test_no_place_is_taken_from_a_running_step(llama: LoadedModel) -> None
         entered.set()
         assert gate.wait(20)
 
-    async with EnginePair(llama, page_size=4, source_pages=6, num_pages=64, optimistic_tries=1) as pair:
+    async with EnginePair(
+        llama, page_size=4, source_pages=6, num_pages=64, optimistic_tries=1
+    ) as pair:
         early = Early(pair)
         early.before_step = block
         first, first_leg = early.begin(prompt_of(24))
@@ -294,15 +318,28 @@ async def test_matched_prompts_come_first_in_a_step_and_at_the_pages(llama: Load
 async def test_a_prompt_that_was_computed_twice_gives_what_it_would_have(
     family: str, loaded: Callable[..., LoadedModel]
 ) -> None:
-    """First token (drawn by its seed), log-probabilities and hidden states of the prompt, pages and row."""
+    """First token (drawn by its seed), log-probabilities and hidden states of the prompt, pages and
+    row.
+    """
     params = SamplingParams(
-        temperature=0.8, seed=11, max_new_tokens=1, logprobs=2, prompt_logprobs_from=3, hidden_states=True
+        temperature=0.8,
+        seed=11,
+        max_new_tokens=1,
+        logprobs=2,
+        prompt_logprobs_from=3,
+        hidden_states=True,
     )
     model = loaded(family)
     prompt = prompt_of(24)
     pages = 16 if model.has_rows else 6
     async with EnginePair(
-        model, page_size=4, source_pages=pages, num_pages=64, source_rows=1, chunk_tokens=10, optimistic_tries=2
+        model,
+        page_size=4,
+        source_pages=pages,
+        num_pages=64,
+        source_rows=1,
+        chunk_tokens=10,
+        optimistic_tries=2,
     ) as pair:
         early = Early(pair)
         room, leg = early.begin(prompt, params)
@@ -314,8 +351,12 @@ async def test_a_prompt_that_was_computed_twice_gives_what_it_would_have(
 
         def state(places: Any) -> list[np.ndarray[Any, Any]]:
             tensors = [(c, pair.target.pool.tensor(c.name)) for c in layout.components]
-            return [t[torch.from_numpy((places.rows if c.in_rows else places.pages).astype(np.int64))].float().numpy()
-                    for c, t in tensors]  # fmt: skip
+            return [
+                t[torch.from_numpy((places.rows if c.in_rows else places.pages).astype(np.int64))]
+                .float()
+                .numpy()
+                for c, t in tensors
+            ]
 
         before = state(kept)
         entered, gate = threading.Event(), threading.Event()
@@ -339,8 +380,10 @@ async def test_a_prompt_that_was_computed_twice_gives_what_it_would_have(
         found = HandOff.decode(await again.landed())
         assert early.counts == (2, 1, 1, 0)
         assert (found.first_token, found.logprob, found.prompt_logprobs) == (
-            expected.first_token, expected.logprob, expected.prompt_logprobs,
-        )  # fmt: skip
+            expected.first_token,
+            expected.logprob,
+            expected.prompt_logprobs,
+        )
         assert found.hidden_states is not None and found.hidden_states == expected.hidden_states
         valid = [(a, b) for a, b in zip(before, state(layout.split(again.pages)), strict=True)]
         assert all(np.array_equal(a, b, equal_nan=True) for a, b in valid)
@@ -353,13 +396,19 @@ MOMENTS = ["waiting for pages", "in a step", "computed", "lost", "matched"]
 ENDS = [(moment, how) for moment in MOMENTS for how in ("cancelled", "room ended", "engine closed")]
 
 
-@pytest.mark.parametrize(("moment", "how"), [*ENDS, ("in a step", "step failed"), ("matched", "step failed")])
-async def test_an_end_at_any_moment_leaves_nothing(moment: str, how: str, llama: LoadedModel) -> None:
+@pytest.mark.parametrize(
+    ("moment", "how"), [*ENDS, ("in a step", "step failed"), ("matched", "step failed")]
+)
+async def test_an_end_at_any_moment_leaves_nothing(
+    moment: str, how: str, llama: LoadedModel
+) -> None:
     entered, gate = threading.Event(), threading.Event()
     gate.set()
     failing = False
 
-    async with EnginePair(llama, page_size=4, source_pages=6, num_pages=64, optimistic_tries=1) as pair:
+    async with EnginePair(
+        llama, page_size=4, source_pages=6, num_pages=64, optimistic_tries=1
+    ) as pair:
         early = Early(pair)
 
         def block() -> None:
@@ -400,7 +449,8 @@ async def test_an_end_at_any_moment_leaves_nothing(moment: str, how: str, llama:
         elif how == "engine closed":
             closing = asyncio.ensure_future(pair.prefill.close())
             if not pair.prefill.optimism.holding_now and moment in ("waiting for pages", "lost"):
-                room.meet()  # it is refused then: of what only waits for its match, the node ends the room
+                # It is refused then: of what only waits for its match, the node ends the room.
+                room.meet()
         else:
             failing = True
             others.append(early.begin(prompt_of(24, 1)))
@@ -413,7 +463,9 @@ async def test_an_end_at_any_moment_leaves_nothing(moment: str, how: str, llama:
         assert leg.cancelled() or isinstance(leg.exception(), KvflowError)
         if how == "step failed":
             assert room.cause is not None and room.cause.code is Code.ENGINE_ERROR
-            assert [type(await leg) for _, leg in others] == [TokenOut], "which waited for the pages"
+            assert [type(await leg) for _, leg in others] == [TokenOut], (
+                "which waited for the pages"
+            )
         if closing is not None:
             await closing
         for other, other_leg in others:
@@ -429,14 +481,24 @@ async def test_an_end_at_any_moment_leaves_nothing(moment: str, how: str, llama:
 
 
 async def test_a_storm_in_a_small_pool(seed: int, llama: LoadedModel) -> None:
-    """Matches and aborts in any order, far more prompts than pages: whoever is matched gets its token."""
+    """Matches and aborts in any order, far more prompts than pages: whoever is matched gets its
+    token.
+    """
     chance = random.Random(seed)
     async with EnginePair(
-        llama, page_size=4, source_pages=14, num_pages=2048, chunk_tokens=8, max_batch_tokens=16, optimistic_tries=2
+        llama,
+        page_size=4,
+        source_pages=14,
+        num_pages=2048,
+        chunk_tokens=8,
+        max_batch_tokens=16,
+        optimistic_tries=2,
     ) as pair:
         early = Early(pair)
         lengths = [chance.choice((3, 12, 24, 40, 56)) for _ in range(60)]
-        expected = {n: (await pair.outputs(prompt_of(n), greedy(1)))[0].token_id for n in set(lengths)}
+        expected = {
+            n: (await pair.outputs(prompt_of(n), greedy(1)))[0].token_id for n in set(lengths)
+        }
         counted = early.counts
         begun: list[tuple[int, LateRoom, asyncio.Future[TokenOut]]] = []
         undecided: list[tuple[LateRoom, asyncio.Future[TokenOut]]] = []
@@ -448,7 +510,11 @@ async def test_a_storm_in_a_small_pool(seed: int, llama: LoadedModel) -> None:
                 begun.append((n, *undecided[-1]))
             room, leg = undecided.pop(chance.randrange(len(undecided)))
             ends.append(chance.choice(("match", "match", "match", "end", "cancel")))
-            ways: dict[str, Callable[[], object]] = {"match": room.meet, "end": room.close, "cancel": leg.cancel}
+            ways: dict[str, Callable[[], object]] = {
+                "match": room.meet,
+                "end": room.close,
+                "cancel": leg.cancel,
+            }
             ways[ends[-1]]()
             steps = len(early.steps) + chance.randrange(6)
 
@@ -456,16 +522,24 @@ async def test_a_storm_in_a_small_pool(seed: int, llama: LoadedModel) -> None:
                 engine, first = pair.prefill, pair.prefill._early.first
                 fits = (
                     first is not None
-                    and first.sequence.pages_missing(first.sequence.prompt_length) <= pair.source.pages.free_pages
+                    and first.sequence.pages_missing(first.sequence.prompt_length)
+                    <= pair.source.pages.free_pages
                 )
                 return not (fits or engine._waiting or any(engine._pick()[0]))
 
             for _ in range(8):  # the request hears of it, and the engine of the request
                 await asyncio.sleep(0)
-            await until(lambda: is_idle() or len(early.steps) >= steps)  # noqa: B023 - it is awaited here
+            # It is awaited here.
+            await until(lambda: is_idle() or len(early.steps) >= steps)  # noqa: B023
         done = await asyncio.gather(*(leg for _, _, leg in begun), return_exceptions=True)
-        tokens = [(n, out.token_id) for (n, _, _), out in zip(begun, done, strict=True) if isinstance(out, TokenOut)]
-        assert len(tokens) == ends.count("match") and all(token == expected[n] for n, token in tokens)
+        tokens = [
+            (n, out.token_id)
+            for (n, _, _), out in zip(begun, done, strict=True)
+            if isinstance(out, TokenOut)
+        ]
+        assert len(tokens) == ends.count("match") and all(
+            token == expected[n] for n, token in tokens
+        )
         starts, hits, lost, holding = early.counts
         print(f"seed {seed}: {starts - counted[0]} starts, {hits} hits, {lost} lost")
         assert starts >= hits + lost and holding == 0
@@ -483,15 +557,22 @@ def test_as_many_pages_as_are_missing_are_enough() -> None:
     class Request:
         def __init__(self, own: Any, shared: int) -> None:
             places = SimpleNamespace(pages=own[shared:])
-            self.sequence = SimpleNamespace(rows=pages[:0], prompt_pages=len(own), places=places, pages=own)
-            self.sequence.shared, self.sequence.computed, self.sequence.page_size = shared, len(own), 1
+            self.sequence = SimpleNamespace(
+                rows=pages[:0], prompt_pages=len(own), places=places, pages=own
+            )
+            self.sequence.shared, self.sequence.computed, self.sequence.page_size = (
+                shared,
+                len(own),
+                1,
+            )
             self.params = SamplingParams()
 
     first, second = Request(pages[[0, 1, 2, 3]], 2), Request(pages[[0, 4]], 1)
     for one in (first, second):
         starts.add(one)
         starts.began(one)
-    # The first has two pages of its own, and page 1 is cached for it alone; page 0 is the second one's, too.
+    # The first has two pages of its own, and page 1 is cached for it alone; page 0 is the second
+    # one's, too.
     assert starts.give_way(4, 0, 0, pages[:0]) == [second, first]
     for one in (first, second):
         starts._holding[id(one)] = one

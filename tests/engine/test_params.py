@@ -58,7 +58,9 @@ def test_what_ends_a_request(token: int, generated: int, params: dict[str, Any],
 
 
 def test_handoff_survives_the_wire() -> None:
-    told = HandOff(first_token=7, logprob=-0.25, top_logprobs=((7, -0.25), (8, -3.5)), prompt_tokens=40)
+    told = HandOff(
+        first_token=7, logprob=-0.25, top_logprobs=((7, -0.25), (8, -3.5)), prompt_tokens=40
+    )
     assert HandOff.decode(told.encode()) == told
 
 

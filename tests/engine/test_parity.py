@@ -1,6 +1,8 @@
-"""Token parity: two engines, two pools, whatever the family. fp32 against `generate`, bf16 against one process.
+"""Token parity: two engines, two pools, whatever the family. fp32 against `generate`, bf16 against
+one process.
 
-(bf16: batching alone flips tokens in stock transformers, so what is compared must have the same batch composition.)
+(bf16: batching alone flips tokens in stock transformers, so what is compared must have the same
+batch composition.)
 """
 
 from __future__ import annotations
@@ -41,10 +43,17 @@ def lengths(page: int) -> list[int]:
     return [*found, 5, 23, 37, 50, 64, 90, 111, 130, 17, 44][:16]
 
 
-async def compare(model: LoadedModel, stock: Any, family: str, page: int, orders: tuple[Order, Order]) -> None:
+async def compare(
+    model: LoadedModel, stock: Any, family: str, page: int, orders: tuple[Order, Order]
+) -> None:
     prompts = [prompt_of(n, salt) for salt, n in enumerate(lengths(page))]
     async with EnginePair(
-        model, page_size=page, num_pages=16 * 320 // page, orders=orders, chunk_tokens=CHUNK, max_batch_tokens=64
+        model,
+        page_size=page,
+        num_pages=16 * 320 // page,
+        orders=orders,
+        chunk_tokens=CHUNK,
+        max_batch_tokens=64,
     ) as pair:
         found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts))
         await until(lambda: pair.home)
@@ -55,24 +64,34 @@ async def compare(model: LoadedModel, stock: Any, family: str, page: int, orders
 
 
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, "bloom"])
-async def test_fp32_equals_generate(family: str, loaded: Loader, stock: Callable[[str], Any]) -> None:
+async def test_fp32_equals_generate(
+    family: str, loaded: Loader, stock: Callable[[str], Any]
+) -> None:
     await compare(loaded(family), stock(family), family, 16, ("page_first", "layer_first"))
 
 
 @pytest.mark.parametrize(("family", "page"), [("llama", 1), ("deepseek_v3", 64)])
-async def test_fp32_other_page_sizes(family: str, page: int, loaded: Loader, stock: Callable[[str], Any]) -> None:
+async def test_fp32_other_page_sizes(
+    family: str, page: int, loaded: Loader, stock: Callable[[str], Any]
+) -> None:
     await compare(loaded(family), stock(family), family, page, ("layer_first", "page_first"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "order"), [(1, "page_first"), (16, "layer_first"), (64, "page_first")])
+@pytest.mark.parametrize(
+    ("page", "order"), [(1, "page_first"), (16, "layer_first"), (64, "page_first")]
+)
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.CORNERS])
-async def test_fp32_matrix(family: str, page: int, order: Order, loaded: Loader, stock: Callable[[str], Any]) -> None:
+async def test_fp32_matrix(
+    family: str, page: int, order: Order, loaded: Loader, stock: Callable[[str], Any]
+) -> None:
     await compare(loaded(family), stock(family), family, page, (order, order))
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-async def test_a_zeroed_page_changes_the_output(family: str, loaded: Loader, stock: Callable[[str], Any]) -> None:
+async def test_a_zeroed_page_changes_the_output(
+    family: str, loaded: Loader, stock: Callable[[str], Any]
+) -> None:
     """The negative control: parity would not notice pages, or a row, that nobody reads."""
     prompt = prompt_of(60)
     async with EnginePair(loaded(family)) as pair:
@@ -93,7 +112,9 @@ async def test_a_zeroed_page_changes_the_output(family: str, loaded: Loader, sto
     assert tokens != whole
 
 
-async def together(pair: EnginePair, prompts: list[list[int]], params: SamplingParams) -> list[list[TokenOut]]:
+async def together(
+    pair: EnginePair, prompts: list[list[int]], params: SamplingParams
+) -> list[list[TokenOut]]:
     """All in one batch, from their first decode step to the last."""
     pair.decode.pause()
     running = [asyncio.ensure_future(pair.outputs(p, params)) for p in prompts]
@@ -102,10 +123,14 @@ async def together(pair: EnginePair, prompts: list[list[int]], params: SamplingP
     return list(await asyncio.gather(*running))
 
 
-async def single(model: LoadedModel, prompts: list[list[int]], params: SamplingParams) -> list[list[TokenOut]]:
+async def single(
+    model: LoadedModel, prompts: list[list[int]], params: SamplingParams
+) -> list[list[TokenOut]]:
     side = Side(model, 256, 16, "page_first")
     executor = ThreadPoolExecutor(1)
-    engine = SingleEngine(model, side.pool, side.pages, executor, chunk_tokens=CHUNK, max_batch_rooms=1)
+    engine = SingleEngine(
+        model, side.pool, side.pages, executor, chunk_tokens=CHUNK, max_batch_rooms=1
+    )
     await engine.start()
 
     async def one(prompt: list[int]) -> list[TokenOut]:
@@ -124,7 +149,9 @@ async def single(model: LoadedModel, prompts: list[list[int]], params: SamplingP
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-async def test_half_precision_equals_one_process_bit_for_bit(family: str, dtype: str, loaded: Loader) -> None:
+async def test_half_precision_equals_one_process_bit_for_bit(
+    family: str, dtype: str, loaded: Loader
+) -> None:
     """Tokens and log-probabilities, not one bit apart: alone, and eight at once."""
     model = loaded(family, dtype)
     params = greedy(NEW, logprobs=3)
@@ -139,7 +166,12 @@ async def test_seeded_sampling_equals_one_process(dtype: str, loaded: Loader) ->
     model = loaded("qwen3", dtype)
     prompts = [prompt_of(n, n) for n in (3, 16, 41)]
     texts = []
-    limits: tuple[dict[str, Any], ...] = ({}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.8})
+    limits: tuple[dict[str, Any], ...] = (
+        {},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"top_k": 40, "top_p": 0.8},
+    )
     for n, more in enumerate(limits):
         params = SamplingParams(temperature=1.3, seed=7 + n, max_new_tokens=NEW, logprobs=1, **more)
         async with EnginePair(model, chunk_tokens=CHUNK, max_batch_rooms=1) as pair:
@@ -155,13 +187,20 @@ async def test_seeded_sampling_in_fp32_ignores_the_company(llama: LoadedModel) -
     params = SamplingParams(temperature=1.0, top_p=0.95, seed=-5, max_new_tokens=NEW)
     async with EnginePair(llama) as pair:
         alone = await pair.tokens(prompt, params)
-        crowd = [pair.tokens(prompt_of(n, n), SamplingParams(seed=n, max_new_tokens=NEW)) for n in (9, 31, 70)]
+        crowd = [
+            pair.tokens(prompt_of(n, n), SamplingParams(seed=n, max_new_tokens=NEW))
+            for n in (9, 31, 70)
+        ]
         among, *_ = await asyncio.gather(pair.tokens(prompt, params), *crowd)
-        other = await pair.tokens(prompt, SamplingParams(temperature=1.0, top_p=0.95, seed=6, max_new_tokens=NEW))
+        other = await pair.tokens(
+            prompt, SamplingParams(temperature=1.0, top_p=0.95, seed=6, max_new_tokens=NEW)
+        )
     assert alone == among != other
 
 
-async def test_logprobs_are_those_of_the_stock_model(llama: LoadedModel, stock: Callable[[str], Any]) -> None:
+async def test_logprobs_are_those_of_the_stock_model(
+    llama: LoadedModel, stock: Callable[[str], Any]
+) -> None:
     prompt = prompt_of(21)
     async with EnginePair(llama) as pair:
         outs = await pair.outputs(prompt, greedy(6, logprobs=4))

@@ -1,4 +1,6 @@
-"""A model in parts, each in a process of its own: the same tokens, and the same pages, as the whole in one."""
+"""A model in parts, each in a process of its own: the same tokens, and the same pages, as the whole
+in one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, and not in its stubs
+
+# Public, and not in its stubs.
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transformers import AutoConfig, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
@@ -70,7 +74,10 @@ def check(found: list[Ran], whole: Ran, stages: int, shards: int) -> None:
     """Tokens, logits, pages and identity of all parts against those of the whole."""
     held: dict[str, list[tuple[int, int]]] = {}
     for rank, ran in enumerate(found):
-        assert ran.tokens == whole.tokens and (ran.mode, ran.fingerprint) == (whole.mode, whole.fingerprint)
+        assert ran.tokens == whole.tokens and (ran.mode, ran.fingerprint) == (
+            whole.mode,
+            whole.fingerprint,
+        )
         last = rank // shards == stages - 1
         assert len(ran.logits) == (len(whole.logits) if last else 0)
         for mine, wanted in zip(ran.logits, whole.logits, strict=last):
@@ -102,11 +109,14 @@ def one(path: Path, **options: str) -> Ran:
 
 
 @pytest.mark.parametrize(("stages", "shards"), [(2, 1), (1, 2)])
-def test_two_processes_are_one_model(two: World, tiny: Tiny, loaded: Loaded, stages: int, shards: int) -> None:
+def test_two_processes_are_one_model(
+    two: World, tiny: Tiny, loaded: Loaded, stages: int, shards: int
+) -> None:
     whole = run(loaded("llama"))
     found = two.run(tiny("llama"), stages, shards)
     check(found, whole, stages, shards)
-    assert max(ran.parameters for ran in found) < 0.7 * whole.parameters  # others' weights are not there
+    # others' weights are not there.
+    assert max(ran.parameters for ran in found) < 0.7 * whole.parameters
     assert all(ran.weights < 1.1 * ran.parameters * 4 for ran in found)  # nor their memory
 
 
@@ -122,12 +132,17 @@ def test_all_parts_choose_one_mode(two: World, tmp_path: Path) -> None:
     path = tiny_models.build("lfm2", tmp_path, layer_types=layer_types)
     found = two.run(path, 2, 1)
     check(found, one(path), 2, 1)
-    assert [ran.mode for ran in found] == ["pad", "pad"] and [len(ran.kept) for ran in found] == [2, 4]
+    assert [ran.mode for ran in found] == ["pad", "pad"] and [len(ran.kept) for ran in found] == [
+        2,
+        4,
+    ]
 
 
 def test_a_rank_that_cannot_load_is_named_by_the_others(two: World, tmp_path: Path) -> None:
     """The last layers of a nemotron_h may keep nothing."""
-    path = tiny_models.build("nemotron_h", tmp_path, layers_block_type=["attention"] * 2 + ["mlp"] * 2)
+    path = tiny_models.build(
+        "nemotron_h", tmp_path, layers_block_type=["attention"] * 2 + ["mlp"] * 2
+    )
     first, second = two.outcomes(path, 2, 1)
     assert "is not supported: the layers of this stage wrote nothing to its cache" in second
     assert "rank 1 cannot load its part of the model: model" in first
@@ -139,21 +154,44 @@ def test_an_abort_ends_what_a_shard_waits_for(two: World, tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("shards", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_process_that_is_killed_ends_the_step_of_the_others(two: World, tiny: Tiny, shards: int) -> None:
-    """One shard waits for the other in a collective. A stage sees nothing: it waits until it is told."""
+def test_a_process_that_is_killed_ends_the_step_of_the_others(
+    two: World, tiny: Tiny, shards: int
+) -> None:
+    """One shard waits for the other in a collective.
+
+    A stage sees nothing: it waits until it is told.
+    """
     killed, survivor = two.outcomes(tiny("llama"), 2 // shards, shards, killed={0: 3})
     assert killed == "ended"
-    assert ("LostError: a shard of this stage is gone" if shards == 2 else "LostError: passing hidden") in survivor
+    assert (
+        "LostError: a shard of this stage is gone" if shards == 2 else "LostError: passing hidden"
+    ) in survivor
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_while_it_loads_ends_the_wait_of_the_others(two: World, tiny: Tiny) -> None:
+def test_a_process_that_is_killed_while_it_loads_ends_the_wait_of_the_others(
+    two: World, tiny: Tiny
+) -> None:
     killed, survivor = two.outcomes(tiny("llama"), 2, 1, killed={0: 0})
-    assert killed == "ended" and "LostError: rank 0 has ended while it loaded its part of the model" in survivor
+    assert (
+        killed == "ended"
+        and "LostError: rank 0 has ended while it loaded its part of the model" in survivor
+    )
 
 
 WIDE = ["llama", "qwen3", "deepseek_v3", "gemma2", "gemma3"]
-STAGES_ONLY = ["gpt_oss", "gpt2", "bloom", "opt", "llama4_chunked", "falcon_h1", "lfm2", "bamba", "jamba", "mamba2"]
+STAGES_ONLY = [
+    "gpt_oss",
+    "gpt2",
+    "bloom",
+    "opt",
+    "llama4_chunked",
+    "falcon_h1",
+    "lfm2",
+    "bamba",
+    "jamba",
+    "mamba2",
+]
 
 
 @pytest.mark.slow
@@ -161,17 +199,25 @@ STAGES_ONLY = ["gpt_oss", "gpt2", "bloom", "opt", "llama4_chunked", "falcon_h1",
     ("family", "stages", "shards"),
     [(f, *shape) for f in WIDE for shape in ((2, 1), (4, 1), (1, 2), (2, 2))]
     + [(f, 4, 1) for f in STAGES_ONLY]
-    + [(f, *shape) for f in ("mistral", "mixtral", "deepseek_v2", "qwen3_next") for shape in ((1, 2), (2, 2))]
+    + [
+        (f, *shape)
+        for f in ("mistral", "mixtral", "deepseek_v2", "qwen3_next")
+        for shape in ((1, 2), (2, 2))
+    ]
     + [(f, 1, 2) for f in ("deepseek_v32", "glm_moe_dsa", "gemma4_shared_kv", "llama4_chunked")]
     + [(f, 1, 4) for f in ("llama", "deepseek_v3", "mixtral")],
 )
-def test_families_in_parts(four: World, tiny: Tiny, loaded: Loaded, family: str, stages: int, shards: int) -> None:
+def test_families_in_parts(
+    four: World, tiny: Tiny, loaded: Loaded, family: str, stages: int, shards: int
+) -> None:
     check(four.run(tiny(family), stages, shards), run(loaded(family)), stages, shards)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [2, 4])
-@pytest.mark.parametrize(("family", "heads"), [("llama", 1), ("llama", 2), ("llama", 4), ("gemma3", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(
+    ("family", "heads"), [("llama", 1), ("llama", 2), ("llama", 4), ("gemma3", 1), ("qwen3", 2)]
+)
 def test_fewer_heads_than_shards_are_repeated(
     four: World, tmp_path: Path, family: str, heads: int, shards: int
 ) -> None:
@@ -191,7 +237,9 @@ def test_tied_weights(four: World, tmp_path: Path, family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "lfm2", "gpt2"])
-def test_stages_in_half_precision_are_exact(four: World, tiny: Tiny, loaded: Loaded, family: str) -> None:
+def test_stages_in_half_precision_are_exact(
+    four: World, tiny: Tiny, loaded: Loaded, family: str
+) -> None:
     check(four.run(tiny(family), 4, 1, dtype="bfloat16"), run(loaded(family, "bfloat16")), 4, 1)
 
 
@@ -201,21 +249,56 @@ def test_windows_in_rows_and_in_pages(four: World, tiny: Tiny, rows: str) -> Non
     for family in ("mistral", "gemma3"):
         whole = one(tiny(family), sliding_window_rows=rows)
         for stages, shards in ((4, 1), (2, 2)):
-            check(four.run(tiny(family), stages, shards, sliding_window_rows=rows), whole, stages, shards)
+            check(
+                four.run(tiny(family), stages, shards, sliding_window_rows=rows),
+                whole,
+                stages,
+                shards,
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "stages", "shards", "changes", "said"),
     [
-        ("gpt2", 1, 2, {}, "cannot be divided among 2 shards: transformers has no tensor-parallel plan for it"),
-        ("qwen3", 1, 2, {"num_attention_heads": 3, "num_key_value_heads": 3}, "has 3 attention heads: 2 shards"),
-        ("qwen3", 1, 4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "has 3 K/V heads: 4 shards"),
-        ("glm_moe_dsa", 2, 1, {}, "cannot be cut into stages: its layers hand on more than hidden states"),
+        (
+            "gpt2",
+            1,
+            2,
+            {},
+            "cannot be divided among 2 shards: transformers has no tensor-parallel plan for it",
+        ),
+        (
+            "qwen3",
+            1,
+            2,
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            "has 3 attention heads: 2 shards",
+        ),
+        (
+            "qwen3",
+            1,
+            4,
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            "has 3 K/V heads: 4 shards",
+        ),
+        (
+            "glm_moe_dsa",
+            2,
+            1,
+            {},
+            "cannot be cut into stages: its layers hand on more than hidden states",
+        ),
     ],
 )
 def test_what_cannot_be_divided_gets_one_line(
-    four: World, tmp_path: Path, family: str, stages: int, shards: int, changes: dict[str, int], said: str
+    four: World,
+    tmp_path: Path,
+    family: str,
+    stages: int,
+    shards: int,
+    changes: dict[str, int],
+    said: str,
 ) -> None:
     path = tiny_models.build(family, tmp_path, **changes)
     for found in four.outcomes(path, stages, shards):
@@ -236,11 +319,19 @@ def meeting(tmp_path: Path) -> Meeting:
     ("family", "part", "said"),
     [
         ("llama", ModelPart(0, 5), "has 4 layers: they cannot be cut into 5 stages"),
-        ("falcon_h1", ModelPart(shards=2), r"\(falcon_h1\) cannot be divided among 2 shards: transformers has no"),
-        ("gemma4_shared_kv", ModelPart(1, 2), r"into 2 stages before layer 2: layers 2..3 use the K and V of layers 0 "
-         "and 1, so all of these have to be in one stage"),
+        (
+            "falcon_h1",
+            ModelPart(shards=2),
+            r"\(falcon_h1\) cannot be divided among 2 shards: transformers has no",
+        ),
+        (
+            "gemma4_shared_kv",
+            ModelPart(1, 2),
+            r"into 2 stages before layer 2: layers 2..3 use the K and V of layers 0 "
+            "and 1, so all of these have to be in one stage",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_the_configuration_forbids_is_refused_before_weights_are_read(
     tiny: Tiny, tmp_path: Path, meeting: Meeting, family: str, part: ModelPart, said: str
 ) -> None:
@@ -253,17 +344,24 @@ def test_what_the_configuration_forbids_is_refused_before_weights_are_read(
 
 def test_a_part_needs_a_meeting_that_is_private(tiny: Tiny, tmp_path: Path) -> None:
     path = str(tiny("llama"))
-    with pytest.raises(MisuseError, match="stage 0 of 2, shard 1 of 2 of a model needs a meeting directory"):
+    with pytest.raises(
+        MisuseError, match="stage 0 of 2, shard 1 of 2 of a model needs a meeting directory"
+    ):
         load_model(path, part=ModelPart(0, 2, 1, 2))
     os.chmod(tmp_path, 0o750)
-    with pytest.raises(MisuseError, match=r"has mode 750 and owner .*: it has to be a directory of user .* mode 700"):
+    with pytest.raises(
+        MisuseError,
+        match=r"has mode 750 and owner .*: it has to be a directory of user .* mode 700",
+    ):
         load_model(path, part=ModelPart(0, 2), meeting=Meeting(tmp_path))
     with pytest.raises(MisuseError, match="No such file"):
         load_model(path, part=ModelPart(0, 2), meeting=Meeting(tmp_path / "x"))
 
 
 def test_a_rank_that_does_not_come_ends_the_wait(tiny: Tiny, meeting: Meeting) -> None:
-    with pytest.raises(Exception, match=r"rank 1 has said nothing of its part of the model for 0\.1 s"):
+    with pytest.raises(
+        Exception, match=r"rank 1 has said nothing of its part of the model for 0\.1 s"
+    ):
         load_model(str(tiny("llama")), part=ModelPart(0, 2), meeting=meeting)
 
 
@@ -297,20 +395,33 @@ def test_what_is_no_connection_is_neither_kept_nor_left_open(tmp_path: Path) -> 
 
 
 def choose_together(
-    meeting: Meeting, model: LoadedModel, monkeypatch: pytest.MonkeyPatch, fingerprints: tuple[str, str], *pad: int
+    meeting: Meeting,
+    model: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    fingerprints: tuple[str, str],
+    *pad: int,
 ) -> list[Any]:
-    """What two stages choose, which `pad` can only run with the model's own attention: a `Fit`, or an error each."""
+    """What two stages choose, which `pad` can only run with the model's own attention: a `Fit`, or
+    an error each.
+    """
 
     def choose(_: Any, layers: Layers, name: str, requested: str, rings: str) -> Fit:
-        return Fit("pad" if requested == "pad" or int(name) in pad else "packed", int(name) in pad, layers)
+        return Fit(
+            "pad" if requested == "pad" or int(name) in pad else "packed", int(name) in pad, layers
+        )
 
     monkeypatch.setattr(joining, "choose_fit", choose)
     monkeypatch.setattr(joining, "set_packed", lambda model, packed: True)
-    parts, meeting = [ModelPart(stage, 2) for stage in range(2)], Meeting(meeting.directory, load_timeout_s=20)
+    parts, meeting = (
+        [ModelPart(stage, 2) for stage in range(2)],
+        Meeting(meeting.directory, load_timeout_s=20),
+    )
     with ThreadPoolExecutor(2) as threads:
         stages = [joining.Joined(part, meeting, Agreement(part, meeting)) for part in parts]
         asked = [
-            threads.submit(stage.choose_fit, model.model, model.layers, str(n), "auto", "never", fingerprint)
+            threads.submit(
+                stage.choose_fit, model.model, model.layers, str(n), "auto", "never", fingerprint
+            )
             for n, (stage, fingerprint) in enumerate(zip(stages, fingerprints, strict=True))
         ]
         return [one.exception(30) or one.result() for one in asked]
@@ -329,13 +440,21 @@ def test_parts_of_one_model_run_as_all_of_them_can(
     pad: tuple[int, ...], meeting: Meeting, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = choose_together(meeting, llama, monkeypatch, ("one", "one"), *pad)
-    assert [(fit.mode, fit.whole_prompts) for fit in found] == [("pad" if pad else "packed", bool(pad))] * 2
+    assert [(fit.mode, fit.whole_prompts) for fit in found] == [
+        ("pad" if pad else "packed", bool(pad))
+    ] * 2
 
 
 def test_a_layer_of_another_stage_is_stood_for_by_one_of_its_kind() -> None:
-    plain, sliding, linear = DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=4), LinearAttentionLayer()
+    plain, sliding, linear = (
+        DynamicLayer(),
+        DynamicSlidingWindowLayer(sliding_window=4),
+        LinearAttentionLayer(),
+    )
     assert _stand_in(DynamicLayer(), [sliding, plain]) is plain
-    assert _stand_in(DynamicLayer(), [linear, sliding]) is sliding, "any that knows how long a sequence is"
+    assert _stand_in(DynamicLayer(), [linear, sliding]) is sliding, (
+        "any that knows how long a sequence is"
+    )
     assert _stand_in(linear, [plain]) is linear, "no other one has what it has"
 
 
@@ -349,7 +468,9 @@ def test_what_stands_for_a_layer_shows_what_models_read_of_it_and_has_no_weights
     found: Any = ForeignLayer(layer, 3, _Convention("m"), follows=False)
     assert (found.attention_type, found.in_features, found.index) == ("sliding_attention", 2, 3)
     assert not hasattr(found, "_own")
-    assert {name: buffer is inner.get_buffer(name[6:]) for name, buffer in found.named_buffers()} == {
+    assert {
+        name: buffer is inner.get_buffer(name[6:]) for name, buffer in found.named_buffers()
+    } == {
         "inner.scale": True,
         "inner.shift": True,
     }
@@ -360,7 +481,11 @@ def test_only_connections_to_another_shard_are_kept(tmp_path: Path) -> None:
     """Not those of a listener, and none whose other end is in this process."""
     before, store = _open_files(), FileStore(str(tmp_path / "store"), -1)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ends = [end for _ in range(2) for end in (socket.create_connection(server.getsockname()), server.accept()[0])]
+        ends = [
+            end
+            for _ in range(2)
+            for end in (socket.create_connection(server.getsockname()), server.accept()[0])
+        ]
         here, there = str(ends[0].getsockname()), str(ends[0].getpeername())
         store.set("connections/1", msgspec.json.encode([(there, here)]).decode())
         made = _open_files()
@@ -375,7 +500,9 @@ def test_only_connections_to_another_shard_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_pool_may_hold_the_parts_of_several_shards(llama: LoadedModel) -> None:
-    """As at a decode whose shards share one: here both have copies of everything, and each uses its own."""
+    """As at a decode whose shards share one: here both have copies of everything, and each uses its
+    own.
+    """
     shards = [dataclasses.replace(llama, layers=copies(llama.layers, n, 2)) for n in range(2)]
     streams = [kind for shard in shards for kind in shard.streams]
     pages = sum(-(-(len(p) + NEW) // PAGE_SIZE) for p in PROMPTS)
@@ -397,12 +524,18 @@ def copies(layers: Layers, replica: int, replicas: int) -> Layers:
     def one(kind: StateKind | None) -> StateKind | None:
         return kind and kind._replace(replica=replica, replicas=replicas)
 
-    return tuple(layer and layer._replace(keys=one(layer.keys), values=one(layer.values)) for layer in layers)
+    return tuple(
+        layer and layer._replace(keys=one(layer.keys), values=one(layer.values)) for layer in layers
+    )
 
 
-@pytest.mark.parametrize("values", [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 0, 0, 1), (0, 1, 4, 4), (0, 1, 0, 2000)])
+@pytest.mark.parametrize(
+    "values", [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 0, 0, 1), (0, 1, 4, 4), (0, 1, 0, 2000)]
+)
 def test_parts_that_do_not_exist_are_refused(values: tuple[int, int, int, int]) -> None:
-    with pytest.raises(MisuseError, match=r"(stage|shard) -?\d+ of \d+: a (stage|shard) is 0..count-1"):
+    with pytest.raises(
+        MisuseError, match=r"(stage|shard) -?\d+ of \d+: a (stage|shard) is 0..count-1"
+    ):
         ModelPart(*values)
 
 
@@ -424,17 +557,27 @@ def test_stages_are_consecutive_and_cover_every_layer() -> None:
         (6, 2, 2, [None, None]),
     ],
 )
-def test_which_heads_a_shard_has(whole: int, mine: int, shards: int, found: list[Part | None]) -> None:
-    assert [split_of(whole, mine, ModelPart(shard=s, shards=shards)) for s in range(shards)] == found
+def test_which_heads_a_shard_has(
+    whole: int, mine: int, shards: int, found: list[Part | None]
+) -> None:
+    assert [
+        split_of(whole, mine, ModelPart(shard=s, shards=shards)) for s in range(shards)
+    ] == found
 
 
 def test_the_layers_that_share_are_found_in_the_configuration() -> None:
     """A cut before all of them is none between them."""
     kinds = ["sliding_attention", "full_attention"] * 3
     config = AutoConfig.for_model(
-        "gemma3n_text", num_hidden_layers=6, num_kv_shared_layers=2, layer_types=kinds, intermediate_size=[8] * 6
+        "gemma3n_text",
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        layer_types=kinds,
+        intermediate_size=[8] * 6,
     )
-    with pytest.raises(MisuseError, match=r"before layer 3: layers 4..5 use the K and V of layers 2 and 3"):
+    with pytest.raises(
+        MisuseError, match=r"before layer 3: layers 4..5 use the K and V of layers 2 and 3"
+    ):
         own_layers(config, ModelPart(1, 2), "m")
     config.num_kv_shared_layers = 0
     assert own_layers(config, ModelPart(1, 2), "m") == range(3, 6)

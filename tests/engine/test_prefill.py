@@ -20,7 +20,9 @@ from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 Forward = Callable[[list[Row]], torch.Tensor]
 
 
-def watch(pair: EnginePair, seen: list[list[int]], before: Callable[[], object] = lambda: None) -> None:
+def watch(
+    pair: EnginePair, seen: list[list[int]], before: Callable[[], object] = lambda: None
+) -> None:
     """Note the new tokens of every row of every prefill step."""
     honest: Forward = pair.prefill.steps.runner.forward
 
@@ -39,7 +41,9 @@ async def test_prompts_that_cannot_be_divided_share_a_step_as_far_as_its_limit_a
     async with EnginePair(loaded("jamba"), chunk_tokens=8, max_batch_tokens=24) as pair:
         steps: list[list[int]] = []
         watch(pair, steps)
-        await asyncio.gather(*(pair.tokens(prompt_of(length, length), greedy(1)) for length in (30, 14, 9, 13)))
+        await asyncio.gather(
+            *(pair.tokens(prompt_of(length, length), greedy(1)) for length in (30, 14, 9, 13))
+        )
         assert steps == [[30], [14, 9], [13]]
 
 
@@ -49,7 +53,9 @@ async def test_full_pages_leave_while_the_next_chunk_is_computed(llama: LoadedMo
         watch(pair, steps)
         room = pair.room(prompt_of(27))
         room.gate.clear()
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(27), greedy(1)))
+        leg = asyncio.ensure_future(
+            pair.prefill.prefill(room.prefill_half, prompt_of(27), greedy(1))
+        )
         await until(lambda: len(room.sends) == 3)
         assert steps == [[10], [10], [7]], "computing went on although nothing had landed"
         assert room.sends == [(2, False), (3, False), (2, True)]
@@ -62,7 +68,9 @@ async def test_full_pages_leave_while_the_next_chunk_is_computed(llama: LoadedMo
         room.close()
 
 
-async def test_what_was_gathered_for_a_last_chunk_of_one_token_is_let_go_of(llama: LoadedModel) -> None:
+async def test_what_was_gathered_for_a_last_chunk_of_one_token_is_let_go_of(
+    llama: LoadedModel,
+) -> None:
     """Such a chunk looks like a decode step, and up to 64 MiB were kept for a next one."""
     async with EnginePair(llama, chunk_tokens=16) as pair:
         steps: list[list[int]] = []
@@ -76,14 +84,20 @@ async def test_several_rooms_share_a_step_within_the_budgets(llama: LoadedModel)
     prompts = [prompt_of(n, n) for n in (20, 9, 30)]
     for options, want in (
         ({"chunk_tokens": 16, "max_batch_tokens": 24}, [[16, 8], [4, 1, 16], [14]]),
-        ({"chunk_tokens": 16, "max_batch_tokens": 24, "max_batch_rooms": 1}, [[16], [4], [9], [16], [14]]),
+        (
+            {"chunk_tokens": 16, "max_batch_tokens": 24, "max_batch_rooms": 1},
+            [[16], [4], [9], [16], [14]],
+        ),
     ):
         steps: list[list[int]] = []
         async with EnginePair(llama, **options) as pair:
             watch(pair, steps)
             rooms = [pair.room(p) for p in prompts]
             await asyncio.gather(
-                *(pair.prefill.prefill(r.prefill_half, p, greedy(1)) for r, p in zip(rooms, prompts, strict=True))
+                *(
+                    pair.prefill.prefill(r.prefill_half, p, greedy(1))
+                    for r, p in zip(rooms, prompts, strict=True)
+                )
             )
             for room in rooms:
                 room.close()
@@ -108,7 +122,9 @@ async def test_a_prompt_waits_for_pages_in_its_turn(llama: LoadedModel) -> None:
         assert pair.home
 
 
-async def test_of_prompts_that_wait_for_pages_the_more_urgent_gets_them_first(llama: LoadedModel) -> None:
+async def test_of_prompts_that_wait_for_pages_the_more_urgent_gets_them_first(
+    llama: LoadedModel,
+) -> None:
     """All need the whole pool; equals keep their order."""
     priorities = [0, 0, -5, 3, 0, 7, 3]
     async with EnginePair(llama, page_size=4, source_pages=6, num_pages=64) as pair:
@@ -124,7 +140,9 @@ async def test_of_prompts_that_wait_for_pages_the_more_urgent_gets_them_first(ll
         legs = []
         for number in range(len(priorities)):
             legs.append(asyncio.ensure_future(prefill(number)))
-            await until(lambda count=number: pair.prefill.load().waiting == count)  # type: ignore[misc]
+            await until(
+                lambda count=number: pair.prefill.load().waiting == count,  # type: ignore[misc]
+            )
         legs[4].cancel()  # it leaves the queue in its middle
         rooms[0].gate.set()
         await asyncio.gather(*legs, return_exceptions=True)
@@ -141,7 +159,9 @@ async def test_a_step_takes_the_more_urgent_prompt_first(llama: LoadedModel) -> 
         watch(pair, steps)
         rooms = [pair.room(p) for p in prompts]
         given = zip(rooms, prompts, (0, 1, 2), strict=True)
-        await asyncio.gather(*(pair.prefill.prefill(r.prefill_half, p, greedy(1, priority=n)) for r, p, n in given))
+        await asyncio.gather(
+            *(pair.prefill.prefill(r.prefill_half, p, greedy(1, priority=n)) for r, p, n in given)
+        )
         for room in rooms:
             room.close()
         assert pair.home
@@ -149,7 +169,9 @@ async def test_a_step_takes_the_more_urgent_prompt_first(llama: LoadedModel) -> 
 
 
 @pytest.mark.parametrize("how", ["cancelled", "room ended", "engine closed"])
-async def test_pages_of_an_ended_request_are_free_when_its_step_has_ended(how: str, llama: LoadedModel) -> None:
+async def test_pages_of_an_ended_request_are_free_when_its_step_has_ended(
+    how: str, llama: LoadedModel
+) -> None:
     entered, gate = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -160,7 +182,9 @@ async def test_pages_of_an_ended_request_are_free_when_its_step_has_ended(how: s
         steps: list[list[int]] = []
         watch(pair, steps, block)
         room = pair.room(prompt_of(30))
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1)))
+        leg = asyncio.ensure_future(
+            pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
+        )
         await until(entered.is_set)
         closing: asyncio.Future[Any] | None = None
         if how == "cancelled":
@@ -209,7 +233,11 @@ async def test_a_failing_step_ends_its_requests_and_nothing_else(llama: LoadedMo
         ([-1], MisuseError, "token id -1 is outside the model's vocabulary, 0..511"),
         ([1.5], MisuseError, "integers"),
         (prompt_of(512), CapacityError, "asked for 512, limit 511"),
-        (prompt_of(300), CapacityError, "prompt tokens in the KV pool .*: asked for 300, limit 256"),
+        (
+            prompt_of(300),
+            CapacityError,
+            "prompt tokens in the KV pool .*: asked for 300, limit 256",
+        ),
     ],
 )
 async def test_prompts_that_cannot_be_are_refused_and_decode_is_told(
@@ -251,7 +279,9 @@ async def test_a_match_that_comes_after_the_end_is_refused(llama: LoadedModel) -
             return 0
 
         room.prefill_half.matched = matched
-        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1)))
+        leg = asyncio.ensure_future(
+            pair.prefill.prefill(room.prefill_half, prompt_of(30), greedy(1))
+        )
         await asyncio.sleep(0)
         await pair.prefill.close()
         met.set()

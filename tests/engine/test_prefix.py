@@ -1,4 +1,6 @@
-"""Prompts that begin alike: what is cached is neither computed nor sent again, and no token is another for it."""
+"""Prompts that begin alike: what is cached is neither computed nor sent again, and no token is
+another for it.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,17 @@ async def test_what_is_cached_is_neither_computed_nor_sent_again(llama: LoadedMo
         steps.clear()
         found = await pair.outputs(longer, greedy(5))
         assert [out.token_id for out in found] == [out.token_id for out in expected]
-        # Prefill has the 7 whole pages of the prompt; decode those of all that was fed to it: 36 tokens, 9 pages.
+        # Prefill has the 7 whole pages of the prompt; decode those of all that was fed to it: 36
+        # tokens, 9 pages.
         assert found[0].cached_tokens == 28 and sum(map(sum, steps)) == len(longer) - 28
         assert sum(count for count, _ in pair.rooms[-1].sends) == -(-len(longer) // 4) - 9
         assert await flushed(pair)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "gpt2", "mixtral"])
-async def test_latents_indexers_and_experts_are_cached_too(family: str, loaded: Callable[[str], LoadedModel]) -> None:
+async def test_latents_indexers_and_experts_are_cached_too(
+    family: str, loaded: Callable[[str], LoadedModel]
+) -> None:
     async def talk(pair: EnginePair) -> tuple[list[list[int]], list[int]]:
         prompt, answers, cached = prompt_of(37), [], []
         for turn in range(3):
@@ -70,7 +75,9 @@ async def test_a_prompt_that_decode_has_whole_moves_nothing(llama: LoadedModel) 
         first = await pair.tokens(prompt, greedy(6))
         again = await pair.outputs(prompt, greedy(6))
         assert [out.token_id for out in again] == first
-        assert again[0].cached_tokens == 12, "the last token is computed once more: its logits are wanted"
+        assert again[0].cached_tokens == 12, (
+            "the last token is computed once more: its logits are wanted"
+        )
         assert pair.rooms[-1].sends[-1] == (0, True) and not pair.rooms[-1].pages.size
         assert await flushed(pair)
 
@@ -82,7 +89,9 @@ async def test_what_was_evicted_comes_back_from_the_host(llama: LoadedModel) -> 
         expected = await pair.tokens(prompt, greedy(7))
         longer = prompt + expected + prompt_of(9, 2)
         more = await pair.tokens(longer, greedy(5))
-    async with EnginePair(llama, page_size=4, cache="lru", cache_host_pages=64, num_pages=40) as pair:
+    async with EnginePair(
+        llama, page_size=4, cache="lru", cache_host_pages=64, num_pages=40
+    ) as pair:
         assert await pair.tokens(prompt, greedy(7)) == expected
         await until(lambda: [cache.stats().saved_pages for cache in pair.caches] == [7, 9])
         for cache, side in zip(pair.caches, (pair.source, pair.target), strict=True):
@@ -99,7 +108,9 @@ async def test_what_was_evicted_comes_back_from_the_host(llama: LoadedModel) -> 
 
 
 async def test_what_was_read_up_to_a_stop_string_is_cached(llama: LoadedModel) -> None:
-    """Its reader closes the tokens, maybe while a step runs: what that step writes is not among the pages kept."""
+    """Its reader closes the tokens, maybe while a step runs: what that step writes is not among the
+    pages kept.
+    """
     prompt = prompt_of(22)
     async with EnginePair(llama, page_size=4) as pair:
         expected = await pair.tokens(prompt, greedy(20))
@@ -111,7 +122,9 @@ async def test_what_was_read_up_to_a_stop_string_is_cached(llama: LoadedModel) -
             admission = await pair.decode.admit(prompt, greedy(20))
             room = pair.room(prompt)
             leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(20)))
-            tokens = pair.decode.generate(room, prompt, greedy(20), admission, await pair.decode.cached(prompt))
+            tokens = pair.decode.generate(
+                room, prompt, greedy(20), admission, await pair.decode.cached(prompt)
+            )
             found = [(await anext(tokens)).token_id for _ in range(read)]
             await tokens.aclose()
             await leg
@@ -141,7 +154,9 @@ async def test_namespaces_share_nothing(llama: LoadedModel) -> None:
 async def test_scores_of_cached_tokens_are_computed(llama: LoadedModel) -> None:
     prompt = prompt_of(40)
     for start in (0, 13):
-        params = SamplingParams(temperature=0, max_new_tokens=2, logprobs=2, prompt_logprobs_from=start)
+        params = SamplingParams(
+            temperature=0, max_new_tokens=2, logprobs=2, prompt_logprobs_from=start
+        )
         async with EnginePair(llama, page_size=4) as pair:
             expected = (await pair.outputs(prompt, params))[0].prompt_logprobs
         async with EnginePair(llama, page_size=4, cache="lru") as pair:
@@ -150,7 +165,8 @@ async def test_scores_of_cached_tokens_are_computed(llama: LoadedModel) -> None:
             assert found.cached_tokens == start // 4 * 4
             assert found.prompt_logprobs is not None and expected is not None
             mine, want = (
-                [s.logprob or 0.0 for s in scores.tokens(prompt)][1:] for scores in (found.prompt_logprobs, expected)
+                [s.logprob or 0.0 for s in scores.tokens(prompt)][1:]
+                for scores in (found.prompt_logprobs, expected)
             )
             assert len(mine) == 39 - start and np.allclose(mine, want, atol=1e-4)
             assert await flushed(pair)
@@ -209,22 +225,38 @@ async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
         assert not any(cache.stats().pages for cache in pair.caches)
 
 
-@pytest.mark.parametrize(("pages", "options"), [
-    (400, {}),
-    (30, {"cache_host_pages": 400}),
-    (30, {"cache_host_pages": 30}),
-    (30, {"cache_host_pages": 400, "cache_options": {"write_policy": "write_through_selective"}}),
-    (30, {"cache_host_pages": 400, "prefetch": "best_effort", "new_token_ratio": 0.2, "host_pages": 64}),
-    (30, {}),
-    (30, {"new_token_ratio": 0.2, "host_pages": 64}),
-    (30, {"new_token_ratio": 0.2}),
-    (60, {"optimistic_tries": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pages", "options"),
+    [
+        (400, {}),
+        (30, {"cache_host_pages": 400}),
+        (30, {"cache_host_pages": 30}),
+        (
+            30,
+            {"cache_host_pages": 400, "cache_options": {"write_policy": "write_through_selective"}},
+        ),
+        (
+            30,
+            {
+                "cache_host_pages": 400,
+                "prefetch": "best_effort",
+                "new_token_ratio": 0.2,
+                "host_pages": 64,
+            },
+        ),
+        (30, {}),
+        (30, {"new_token_ratio": 0.2, "host_pages": 64}),
+        (30, {"new_token_ratio": 0.2}),
+        (60, {"optimistic_tries": 2}),
+    ],
+)
 @pytest.mark.parametrize("policy", ["lru", "depth"])
 async def test_chats_get_the_tokens_that_they_get_without_a_cache(
     pages: int, options: dict[str, object], policy: str, llama: LoadedModel, seed: int
 ) -> None:
-    """Users whose conversations begin alike and grow, in pools that hold all of them, or hardly two at once."""
+    """Users whose conversations begin alike and grow, in pools that hold all of them, or hardly two
+    at once.
+    """
     rng = random.Random(seed)
     system = prompt_of(21, rng.randrange(100))
     chats = [system + prompt_of(rng.randrange(1, 12), 10 + user) for user in range(6)]

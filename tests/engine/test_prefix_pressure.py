@@ -1,4 +1,6 @@
-"""A pool that cached prefixes fill: who gets their pages, and that nobody waits for them in vain."""
+"""A pool that cached prefixes fill: who gets their pages,
+and that nobody waits for them in vain.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_of_evicted_pages_that_a_step_still_reads_others_are_asked_for_beside() 
     assert cache.evictable_pages == 2
 
 
-async def test_nothing_is_evicted_for_steps_ahead_that_find_no_pages_anyway(llama: LoadedModel) -> None:
+async def test_nothing_is_evicted_for_steps_ahead_that_find_no_pages_anyway(
+    llama: LoadedModel,
+) -> None:
     pages, cache = filled(10, 4)
     budget = PageBudget(pages)
     budget.reclaim(11)
@@ -73,7 +77,9 @@ async def test_where_nobody_runs_who_waits_lets_go_of_cached_pages() -> None:
 
 
 async def test_requests_that_are_away_do_not_starve_the_one_that_runs(llama: LoadedModel) -> None:
-    """The prefixes of all are locked, each runs on its own, and what it needs is a prefix of who waits for it."""
+    """The prefixes of all are locked, each runs on its own, and what it needs is a prefix of who
+    waits for it.
+    """
     prompts = [prompt_of(48, 3 * i + 1) for i in range(3)]
     async with EnginePair(llama, page_size=PAGE) as pair:
         expected = [await pair.tokens(prompt, greedy(60)) for prompt in prompts]
@@ -82,22 +88,30 @@ async def test_requests_that_are_away_do_not_starve_the_one_that_runs(llama: Loa
         async with EnginePair(llama, cache="lru", **small, **host) as pair:
             for prompt in prompts:
                 await pair.tokens(prompt, greedy(1))
-            async with asyncio.timeout(10):  # half of the time after which who is short would be failed
-                found = await asyncio.gather(*(pair.tokens(prompt, greedy(60)) for prompt in prompts))
+            # Half of the time after which who is short would be failed.
+            async with asyncio.timeout(10):
+                found = await asyncio.gather(
+                    *(pair.tokens(prompt, greedy(60)) for prompt in prompts)
+                )
             assert found == expected
             report = pair.decode.retraction
             assert report.retracts == report.resumes + report.recomputes and report.recomputes
-            assert pair.caches[1].stats().asked_tokens == 6 * 48, "who comes back is not counted again"
+            assert pair.caches[1].stats().asked_tokens == 6 * 48, (
+                "who comes back is not counted again"
+            )
             await until(lambda: pair.home)
             for cache in pair.caches:
                 cache.flush()
             assert pair.target.pages.free_pages == 46
 
 
-@pytest.mark.parametrize(("cached", "early", "matched"), [
-    (40, 44, 60),  # of the early one's 11 pages 10 are cached, and locked by it alone
-    (20, 40, 72),  # the early one's 10, and 5 that nobody reads, are just enough
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cached", "early", "matched"),
+    [
+        (40, 44, 60),  # of the early one's 11 pages 10 are cached, and locked by it alone
+        (20, 40, 72),  # the early one's 10, and 5 that nobody reads, are just enough
+    ],
+)
 async def test_nobody_waits_for_an_early_prompt_because_of_cached_pages(
     cached: int, early: int, matched: int, llama: LoadedModel
 ) -> None:
@@ -121,10 +135,14 @@ async def test_nobody_waits_for_an_early_prompt_because_of_cached_pages(
 
 
 async def test_a_prompt_that_waits_is_looked_up_once(llama: LoadedModel) -> None:
-    async with EnginePair(llama, page_size=PAGE, num_pages=256, source_pages=12, cache="lru") as pair:
+    async with EnginePair(
+        llama, page_size=PAGE, num_pages=256, source_pages=12, cache="lru"
+    ) as pair:
         blocker = pair.room(prompt_of(40, 5))
         blocker.gate.clear()
-        leg = asyncio.ensure_future(pair.prefill.prefill(blocker.prefill_half, prompt_of(40, 5), greedy(1)))
+        leg = asyncio.ensure_future(
+            pair.prefill.prefill(blocker.prefill_half, prompt_of(40, 5), greedy(1))
+        )
         await until(lambda: bool(blocker.sends) and blocker.sends[-1][1])
         waits = asyncio.ensure_future(pair.tokens(prompt_of(20), greedy(1)))
         await until(lambda: pair.prefill.load().waiting == 1)
@@ -136,26 +154,38 @@ async def test_a_prompt_that_waits_is_looked_up_once(llama: LoadedModel) -> None
         await leg
         await waits
         assert (before, pair.caches[0].stats().asked_tokens) == (40, 60)
-        assert not any(child.hits for root in index._residents.roots.values() for child in root.children.values())
+        assert not any(
+            child.hits
+            for root in index._residents.roots.values()
+            for child in root.children.values()
+        )
         blocker.close()
 
 
-async def test_without_an_admission_cached_pages_are_not_asked_for_again(llama: LoadedModel) -> None:
+async def test_without_an_admission_cached_pages_are_not_asked_for_again(
+    llama: LoadedModel,
+) -> None:
     """The pool has just the pages of one request, and the prefix is most of them."""
     prompt, params = prompt_of(32), greedy(8)
-    async with EnginePair(llama, page_size=PAGE, num_pages=10, source_pages=64, cache="lru") as pair:
+    async with EnginePair(
+        llama, page_size=PAGE, num_pages=10, source_pages=64, cache="lru"
+    ) as pair:
         expected = await pair.tokens(prompt, params)
         prefix = await pair.decode.cached(prompt)
         assert prefix is not None and prefix.tokens == 32
         room = pair.room(prompt, prefix.tokens)
         leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, params))
-        found = [out.token_id async for out in pair.decode.generate(room, prompt, params, None, prefix)]
+        found = [
+            out.token_id async for out in pair.decode.generate(room, prompt, params, None, prefix)
+        ]
         await leg
         assert found == expected
 
 
 class SlowStore:
-    """In the place of `PrefixCache.fetch`: it brings nothing, and ends when it was cancelled and `may_end`."""
+    """In the place of `PrefixCache.fetch`: it brings nothing, and ends when it was cancelled and
+    `may_end`.
+    """
 
     def __init__(self) -> None:
         self.reads: list[asyncio.Task[None]] = []
@@ -200,10 +230,17 @@ async def test_with_best_effort_storage_is_read_while_a_request_waits_and_no_lon
 async def test_with_write_back_a_request_begins_when_pages_have_left(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of a copy wakes whoever waits for its pages, at both roles; nothing is polled for them."""
+    """The end of a copy wakes whoever waits for its pages, at both roles; nothing is polled for
+    them.
+    """
     for module in (budget_module, decode_module, prefill_module):
         monkeypatch.setattr(module, "RECHECK_S", 3600.0)
-    options = {"cache": "lru", "cache_host_pages": 64, "num_pages": 16, "cache_options": {"write_policy": "write_back"}}
+    options = {
+        "cache": "lru",
+        "cache_host_pages": 64,
+        "num_pages": 16,
+        "cache_options": {"write_policy": "write_back"},
+    }
     async with EnginePair(llama, page_size=PAGE, **options) as pair:
         first, second = prompt_of(40, 1), prompt_of(40, 2)
         expected = await pair.tokens(first, greedy(4))

@@ -1,4 +1,6 @@
-"""Prefixes of models that keep a state for each request: usable where a copy of the state is, and never without."""
+"""Prefixes of models that keep a state for each request: usable where a copy of the state is, and
+never without.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def store_of(pair: EnginePair) -> StateStore:
 
 
 async def talk(pair: EnginePair) -> tuple[list[list[int]], list[int]]:
-    """Three turns of one conversation, then two prompts that begin as it did, and leave it at one place."""
+    """Three turns of one conversation, then two prompts that begin as it did, and leave it at one
+    place.
+    """
     prompt = prompt_of(37)
     prompts = [prompt_of(37), [], [], prompt[:29] + prompt_of(9, 3), prompt[:29] + prompt_of(6, 4)]
     answers, cached = [], []
@@ -61,15 +65,17 @@ async def check(model: LoadedModel) -> None:
     async with EnginePair(model, **HOW, cache="lru") as pair:
         answers, cached = await talk(pair)
         assert answers == expected
-        # Of 37 tokens a model with states computes no last one alone. The second prompt has 48: 12 whole pages. The
-        # fourth shares 28 tokens with what is cached, where there is a state after 16, and leaves one after 28.
+        # Of 37 tokens a model with states computes no last one alone. The second prompt has 48: 12
+        # whole pages. The fourth shares 28 tokens with what is cached, where there is a state after
+        # 16, and leaves one after 28.
         assert cached == [0, 32 if model.has_states else 36, 48, 16, 28]
         assert pair.caches[0].stats().states and await flushed(pair)
         assert store_of(pair).slots.free_pages == 32
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_next", "falcon_h1", "lfm2", "bamba", "granitemoehybrid", "nemotron_h", "mamba2"]
+    "family",
+    ["qwen3_next", "falcon_h1", "lfm2", "bamba", "granitemoehybrid", "nemotron_h", "mamba2"],
 )
 async def test_a_conversation_goes_on_from_its_last_state(family: str, loaded: Loaded) -> None:
     await check(loaded(family))
@@ -77,7 +83,9 @@ async def test_a_conversation_goes_on_from_its_last_state(family: str, loaded: L
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3"])
 @pytest.mark.parametrize("rings", ["always", "never"])
-async def test_a_conversation_goes_on_from_its_windows(family: str, rings: str, tiny: Callable[[str], Path]) -> None:
+async def test_a_conversation_goes_on_from_its_windows(
+    family: str, rings: str, tiny: Callable[[str], Path]
+) -> None:
     """In rows they are states; in pages every prefix has what its windows need."""
     model = load_model(str(tiny(family)), attention="packed", sliding_window_rows=rings)
     assert model.has_rows == (rings == "always")
@@ -92,7 +100,9 @@ async def test_a_conversation_goes_on_from_its_windows(family: str, rings: str, 
 
 
 async def test_a_prompt_is_divided_where_a_state_is_of_use(loaded: Loaded) -> None:
-    """At ends of pages where it has to be divided anyway, before its last page ends, and where it leaves others."""
+    """At ends of pages where it has to be divided anyway, before its last page ends, and where it
+    leaves others.
+    """
     async with EnginePair(loaded("lfm2"), page_size=4, chunk_tokens=18, cache="lru") as pair:
         steps: list[list[int]] = []
         watch(pair, steps)
@@ -108,10 +118,17 @@ async def test_a_prompt_is_divided_where_a_state_is_of_use(loaded: Loaded) -> No
 async def test_what_was_evicted_is_computed_again(loaded: Loaded) -> None:
     """A store of one state has that of the prompt that came last."""
     async with EnginePair(loaded("lfm2"), **HOW, cache="lru", cache_states=1) as pair:
-        found = [(await pair.outputs(prompt_of(30, salt), greedy(2)))[0].cached_tokens for salt in (0, 0, 1, 0, 0)]
+        found = [
+            (await pair.outputs(prompt_of(30, salt), greedy(2)))[0].cached_tokens
+            for salt in (0, 0, 1, 0, 0)
+        ]
         assert found == [0, 28, 0, 0, 28]
         stats = pair.caches[0].stats()
-        assert (stats.states, stats.limit_states, stats.pages) == (1, 1, 14) and stats.evicted_states >= 2
+        assert (stats.states, stats.limit_states, stats.pages) == (
+            1,
+            1,
+            14,
+        ) and stats.evicted_states >= 2
         assert await flushed(pair)
 
 
@@ -123,7 +140,8 @@ async def test_a_long_prompt_leaves_slots_to_others(loaded: Loaded) -> None:
         stats = pair.caches[0].stats()
         assert (stats.states, stats.evicted_states) == (8, 0)
         found = [
-            (await pair.outputs(prompt_of(n, salt), greedy(1)))[0].cached_tokens for salt, n in ((0, 30), (3, 110))
+            (await pair.outputs(prompt_of(n, salt), greedy(1)))[0].cached_tokens
+            for salt, n in ((0, 30), (3, 110))
         ]
         assert found == [28, 108]
         assert await flushed(pair)
@@ -134,21 +152,29 @@ async def test_a_prompt_that_decode_has_whole_moves_its_row(loaded: Loaded) -> N
     prompt = prompt_of(32)
     async with EnginePair(loaded("qwen3_next"), **HOW, cache="lru") as pair:
         first = await pair.tokens(prompt, greedy(9))
-        assert pair.caches[1].stats().pages == 8, "numbers of generated tokens may be others than those of a prompt's"
+        assert pair.caches[1].stats().pages == 8, (
+            "numbers of generated tokens may be others than those of a prompt's"
+        )
         again = await pair.outputs(prompt, greedy(9))
         assert [out.token_id for out in again] == first and again[0].cached_tokens == 28
         assert pair.rooms[-1].sends[-1] == (1, True) and pair.rooms[-1].pages.size == 1
         one_more = (await pair.outputs(prompt_of(33), greedy(1)))[0]
-        assert one_more.cached_tokens == 28, "there is a state after 32, and no token is computed alone"
+        assert one_more.cached_tokens == 28, (
+            "there is a state after 32, and no token is computed alone"
+        )
         assert await flushed(pair)
 
 
 @pytest.mark.parametrize("rings", [False, True])
 @pytest.mark.parametrize("what", ["zeroed", "swapped"])
-async def test_a_wrong_state_shows(what: str, rings: bool, loaded: Loaded, tiny: Callable[[str], Path]) -> None:
+async def test_a_wrong_state_shows(
+    what: str, rings: bool, loaded: Loaded, tiny: Callable[[str], Path]
+) -> None:
     """So what is right above is read."""
     model = (
-        load_model(str(tiny("gpt_oss")), attention="packed", sliding_window_rows="always") if rings else loaded("lfm2")
+        load_model(str(tiny("gpt_oss")), attention="packed", sliding_window_rows="always")
+        if rings
+        else loaded("lfm2")
     )
     prompt = prompt_of(30)
     async with EnginePair(model, **HOW, cache="lru") as pair:
@@ -258,7 +284,9 @@ async def test_slots_of_a_running_step_are_not_used_again(loaded: Loaded) -> Non
         watch(pair, steps, lambda: asyncio.run_coroutine_threadsafe(drop(), loop).result(10))
         prompt = prompt_of(30) + prompt_of(9, 1)
         room = pair.room(prompt)
-        legs.append(asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(1))))
+        legs.append(
+            asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(1)))
+        )
         await until(lambda: bool(seen))
         assert seen == [(2, 2)], "one is read, the other written"
         await until(lambda: slots.free_pages == 32 and pair.source.places.at_rest())
@@ -271,7 +299,9 @@ async def test_who_gives_way_has_his_slots_no_more(loaded: Loaded) -> None:
     early, other, params = prompt_of(30, 1), prompt_of(30, 2), greedy(4)
     async with EnginePair(model, **HOW) as pair:
         expected = [await pair.tokens(prompt, params) for prompt in (early, other)]
-    async with EnginePair(model, **HOW, cache="lru", cache_states=4, source_pages=12, optimistic_tries=2) as pair:
+    async with EnginePair(
+        model, **HOW, cache="lru", cache_states=4, source_pages=12, optimistic_tries=2
+    ) as pair:
         slots, room = store_of(pair).slots, LateRoom(pair.source, pair.target, len(early)).expect()
         leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, early, params))
         await until(lambda: slots.free_pages == 3)
@@ -292,7 +322,13 @@ async def test_caches_that_would_do_without_states_are_refused(loaded: Loaded) -
             PrefillEngine(loaded("lfm2"), side.pool, side.pages, executor, cache=pair.caches[1])
     async with EnginePair(loaded("jamba"), **HOW) as jamba:
         with pytest.raises(MisuseError, match="computes every prompt as a whole"):
-            PrefillEngine(loaded("jamba"), jamba.source.pool, jamba.source.pages, executor, cache=pair.caches[0])
+            PrefillEngine(
+                loaded("jamba"),
+                jamba.source.pool,
+                jamba.source.pages,
+                executor,
+                cache=pair.caches[0],
+            )
 
 
 @pytest.mark.parametrize(
@@ -315,7 +351,9 @@ async def test_by_default_a_prefill_caches_what_its_model_can_take(
         settings = resolve("prefill", {"model_path": model.name}, env={})
         async with prefix_cache(settings, parts, computes=True, ranks=ranks) as found:
             assert (found is None) is bool(why)
-        lines = [record.getMessage() for record in caplog.records if "not cached" in record.getMessage()]
+        lines = [
+            record.getMessage() for record in caplog.records if "not cached" in record.getMessage()
+        ]
         assert len(lines) == bool(why) and all(why in line for line in lines)
         off = resolve("prefill", {"model_path": model.name, "prefix_cache": "off"}, env={})
         async with prefix_cache(off, parts, computes=True, ranks=ranks) as found:
@@ -323,7 +361,9 @@ async def test_by_default_a_prefill_caches_what_its_model_can_take(
         for given in ({"prefix_cache": "lru"}, {"kv_events_config": "{}"}) if why else ():
             asked = resolve("prefill", {"model_path": model.name, **given}, env={})
             (name,) = given
-            with pytest.raises(MisuseError, match=f"--{name.replace('_', '-')} .*{why}.*leave it out"):
+            with pytest.raises(
+                MisuseError, match=f"--{name.replace('_', '-')} .*{why}.*leave it out"
+            ):
                 async with prefix_cache(asked, parts, computes=True, ranks=ranks):
                     pass
 
@@ -331,9 +371,21 @@ async def test_by_default_a_prefill_caches_what_its_model_can_take(
 @pytest.mark.parametrize(
     ("family", "given", "message"),
     [
-        ("jamba", {}, r"--prefix-cache lru: \S+ \(jamba\) computes every prompt as a whole; leave it out"),
-        ("lfm2", {"cache_state_bytes": 5}, "--cache-state-bytes 5: 5 bytes do not hold the state of one request"),
-        ("mamba2", {"cache_host_bytes": 1 << 20}, "--cache-host-bytes 1048576: .* those of this pool hold nothing"),
+        (
+            "jamba",
+            {},
+            r"--prefix-cache lru: \S+ \(jamba\) computes every prompt as a whole; leave it out",
+        ),
+        (
+            "lfm2",
+            {"cache_state_bytes": 5},
+            "--cache-state-bytes 5: 5 bytes do not hold the state of one request",
+        ),
+        (
+            "mamba2",
+            {"cache_host_bytes": 1 << 20},
+            "--cache-host-bytes 1048576: .* those of this pool hold nothing",
+        ),
     ],
 )
 async def test_what_a_prefill_cannot_cache_is_said_in_one_line(
@@ -341,9 +393,13 @@ async def test_what_a_prefill_cannot_cache_is_said_in_one_line(
 ) -> None:
     model = loaded(family)
     async with EnginePair(model, **HOW) as pair:
-        settings = resolve("prefill", {"model_path": model.name, "prefix_cache": "lru", **given}, env={})
+        settings = resolve(
+            "prefill", {"model_path": model.name, "prefix_cache": "lru", **given}, env={}
+        )
         with pytest.raises(MisuseError, match=message) as refused:
-            async with prefix_cache(settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True):
+            async with prefix_cache(
+                settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True
+            ):
                 pass
         assert "\n" not in str(refused.value)
 
@@ -354,14 +410,18 @@ async def test_a_prefill_starts_without_a_cache_where_states_have_no_memory(
     """The cache is only the default; one that is asked for by name is refused."""
     model = loaded("lfm2")
     async with EnginePair(model, **HOW) as pair:
-        monkeypatch.setattr("kvflow.memory.shared.available_memory", lambda: Available(100, "memory of the machine"))
+        monkeypatch.setattr(
+            "kvflow.memory.shared.available_memory", lambda: Available(100, "memory of the machine")
+        )
         parts = Parts(model, pair.source.pool, pair._threads[0])
         settings = resolve("prefill", {"model_path": model.name}, env={})
         async with prefix_cache(settings, parts, computes=True) as found:
             assert found is None
         assert caplog.text.count("prefixes are not cached: --cache-state-bytes 1073741824: ") == 1
         settings = resolve("prefill", {"model_path": model.name, "prefix_cache": "lru"}, env={})
-        with pytest.raises(MisuseError, match=r"--cache-state-bytes 1073741824: .*100 bytes are available"):
+        with pytest.raises(
+            MisuseError, match=r"--cache-state-bytes 1073741824: .*100 bytes are available"
+        ):
             async with prefix_cache(settings, parts, computes=True):
                 pass
 
@@ -370,13 +430,22 @@ async def test_a_prefill_leaves_storage_out_and_a_decode_keeps_no_states(
     loaded: Loaded, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = loaded("lfm2")
-    given = {"model_path": model.name, "prefix_cache": "lru", "cache_host_bytes": 1 << 20, "l3": "file"}
+    given = {
+        "model_path": model.name,
+        "prefix_cache": "lru",
+        "cache_host_bytes": 1 << 20,
+        "l3": "file",
+    }
     settings = resolve("prefill", {**given, "l3_dir": str(tmp_path), "l3_bytes": 1 << 20}, env={})
     async with EnginePair(model, **HOW) as pair:
         executor = pair._threads[0]
-        async with prefix_cache(settings, Parts(model, pair.source.pool, executor), computes=True) as found:
+        async with prefix_cache(
+            settings, Parts(model, pair.source.pool, executor), computes=True
+        ) as found:
             assert found is not None and found.states is not None and found.stats().storage is None
-            assert found.stats().limit_states == 256 + found.stats().host_limit_pages, "one for each page"
+            assert found.stats().limit_states == 256 + found.stats().host_limit_pages, (
+                "one for each page"
+            )
         assert "states are not stored" in caplog.text
         settings = resolve("decode", {"model_path": model.name, "prefix_cache": "lru"}, env={})
         async with prefix_cache(settings, Parts(model, pair.target.pool, executor)) as found:
@@ -389,16 +458,24 @@ async def test_memory_for_states_of_a_model_without_any_is_said_to_be_of_no_use(
     model = loaded("llama")
     async with EnginePair(model, **HOW) as pair:
         for given, lines in ({}, 0), ({"cache_state_bytes": 5}, 1):
-            settings = resolve("prefill", {"model_path": model.name, "prefix_cache": "lru", **given}, env={})
-            async with prefix_cache(settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True) as found:
+            settings = resolve(
+                "prefill", {"model_path": model.name, "prefix_cache": "lru", **given}, env={}
+            )
+            async with prefix_cache(
+                settings, Parts(model, pair.source.pool, pair._threads[0]), computes=True
+            ) as found:
                 assert found is not None and found.states is None
             assert caplog.text.count("--cache-state-bytes 5: ") == lines
 
 
 def test_memory_for_no_state_is_refused() -> None:
     kinds = [StateKind("k", "int8", (1,), SLOT), StateKind("state", "int8", (8,), ROW)]
-    pool = PagedPool.allocate(build_layout(kinds, page_size=2, num_pages=2, num_rows=2), shared=False)
-    with pytest.raises(MisuseError, match="7 bytes do not hold the state of one request, which is 8 bytes"):
+    pool = PagedPool.allocate(
+        build_layout(kinds, page_size=2, num_pages=2, num_rows=2), shared=False
+    )
+    with pytest.raises(
+        MisuseError, match="7 bytes do not hold the state of one request, which is 8 bytes"
+    ):
         StateStore(pool, 7)
     pool.close()
     pool = PagedPool.allocate(build_layout(kinds[:1], page_size=2, num_pages=2), shared=False)
@@ -428,6 +505,7 @@ def test_every_prompt_is_divided_into_chunks_that_the_model_takes(fewest: int, s
             sequence.computed += count
             ends.append(sequence.computed)
         assert sequence.computed == length
-        near = {prefix.branch_pages * size} - set(range(last - fewest + 1, last))  # too near to the last one
+        # Too near to the last one.
+        near = {prefix.branch_pages * size} - set(range(last - fewest + 1, last))
         for end in ({last} | near) - set(range(begin * size + fewest)):
             assert end in ends, (size, length, most, prefix.branch_pages, ends)

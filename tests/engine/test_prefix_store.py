@@ -1,4 +1,6 @@
-"""Engines over a store in trouble: a disk that is full, fails or hangs costs time, once, and never a token."""
+"""Engines over a store in trouble: a disk that is full, fails or hangs costs time, once, and never
+a token.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,19 @@ LIMITS = Limits(pause_s=0.05, max_pause_s=0.2)  # the waits that users have; ask
 class Serving:
     """A pair whose caches have a store behind them, each in a folder of its own."""
 
-    def __init__(self, pair: EnginePair, expected: list[list[int]], stores: list[GuardedStorage]) -> None:
+    def __init__(
+        self, pair: EnginePair, expected: list[list[int]], stores: list[GuardedStorage]
+    ) -> None:
         self.pair, self.expected, self.stores = pair, expected, stores
 
     async def ask(self) -> None:
         """Every prompt, a few at a time."""
 
         async def one(number: int) -> None:
-            assert await self.pair.tokens(prompts()[number], greedy(MOST_TOKENS)) == self.expected[number]
+            assert (
+                await self.pair.tokens(prompts()[number], greedy(MOST_TOKENS))
+                == self.expected[number]
+            )
 
         for first in range(0, len(self.expected), 4):
             await asyncio.gather(*map(one, range(first, min(first + 4, len(self.expected)))))
@@ -48,12 +55,22 @@ class Serving:
 @asynccontextmanager
 async def serving(model: LoadedModel, path: Path, disk: FaultyDisk) -> AsyncIterator[Serving]:
     expected = await expected_of(model)
-    options = {"page_size": 4, "chunk_tokens": 16, "num_pages": 300, "cache": "lru", "cache_host_pages": 300}
+    options = {
+        "page_size": 4,
+        "chunk_tokens": 16,
+        "num_pages": 300,
+        "cache": "lru",
+        "cache_host_pages": 300,
+    }
     async with EnginePair(model, **options, prefetch="timeout") as pair:
         stores = []
-        for name, cache, host in zip(("prefill", "decode"), pair.caches, pair.host_tiers, strict=True):
+        for name, cache, host in zip(
+            ("prefill", "decode"), pair.caches, pair.host_tiers, strict=True
+        ):
             identity = sha256(name.encode()).digest()
-            backend = FileBackend(str(path), identity, host.memory.layout.page_bytes, 64 << 20, disk=disk)
+            backend = FileBackend(
+                str(path), identity, host.memory.layout.page_bytes, 64 << 20, disk=disk
+            )
             stores.append(await GuardedStorage.open(backend, LIMITS))
             assert cache._tiers is not None
             cache._tiers.storage = StorageTier(stores[-1], host)
@@ -62,7 +79,9 @@ async def serving(model: LoadedModel, path: Path, disk: FaultyDisk) -> AsyncIter
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["full", "failing", "hanging"])
-async def test_a_disk_in_trouble_costs_time_once_and_no_token(trouble: str, llama: LoadedModel, tmp_path: Path) -> None:
+async def test_a_disk_in_trouble_costs_time_once_and_no_token(
+    trouble: str, llama: LoadedModel, tmp_path: Path
+) -> None:
     disk, go = FaultyDisk(), threading.Event()
     async with serving(llama, tmp_path, disk) as s:
         if trouble != "full":  # it has something that cannot be read
@@ -72,7 +91,11 @@ async def test_a_disk_in_trouble_costs_time_once_and_no_token(trouble: str, llam
         if trouble == "hanging":
             disk.waits = dict.fromkeys(("write", "read"), go)
         else:
-            disk.fails = {"write": errno.ENOSPC} if trouble == "full" else dict.fromkeys(("write", "read"), errno.EIO)
+            disk.fails = (
+                {"write": errno.ENOSPC}
+                if trouble == "full"
+                else dict.fromkeys(("write", "read"), errno.EIO)
+            )
         for _ in range(2):
             await s.ask()
         stalls = [store.counts.stalls for store in s.stores]
@@ -88,6 +111,7 @@ async def test_a_disk_in_trouble_costs_time_once_and_no_token(trouble: str, llam
         after = [cache.stats().fetched_pages for cache in s.pair.caches]
         assert all(count > n for count, n in zip(after, before, strict=True))
         print(f"{[store.counts for store in s.stores]}; calls that waited in vain: {stalls}")
-        # A store that hangs is left alone after that: of each kind of call no more than have a thread have met it.
+        # A store that hangs is left alone after that: of each kind of call no more than have a
+        # thread have met it.
         assert max(stalls) <= (2 * LIMITS.threads + 1 if trouble == "hanging" else 0)
         await until(lambda: s.pair.home)

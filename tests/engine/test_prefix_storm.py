@@ -1,6 +1,7 @@
-"""A storm over a prefill and a decode that cache prefixes, in pools of a few prompts: clients leave, writes are slow,
-caches are flushed and requests retracted, all at any moment. Who stays gets the tokens of a pair that has no cache; in
-the end nothing is locked, held, or owned by anybody but the caches.
+"""A storm over a prefill and a decode that cache prefixes, in pools of a few prompts: clients
+leave, writes are slow, caches are flushed and requests retracted, all at any moment. Who stays gets
+the tokens of a pair that has no cache; in the end nothing is locked, held, or owned by anybody but
+the caches.
 """
 
 from __future__ import annotations
@@ -48,7 +49,14 @@ POOLS: dict[str, dict[str, Any]] = {
 }
 
 
-STATEFUL_POOLS = ("retracts", "little host memory", "recomputes", "optimistic", "host tier", "write back")
+STATEFUL_POOLS = (
+    "retracts",
+    "little host memory",
+    "recomputes",
+    "optimistic",
+    "host tier",
+    "write back",
+)
 
 
 def prompts() -> list[list[int]]:
@@ -110,10 +118,16 @@ class Storm:
             assert isinstance(found, list | asyncio.CancelledError), found
             self.ended["gone"] += 1
         else:
-            assert how == "prefill leaves" and isinstance(found, KvflowError) and found.code is Code.CLIENT_GONE, found
+            assert (
+                how == "prefill leaves"
+                and isinstance(found, KvflowError)
+                and found.code is Code.CLIENT_GONE
+            ), found
             self.ended["gone"] += 1
 
-    async def _read(self, prompt: list[int], count: int, most_read: int, legs: list[asyncio.Task[Any]]) -> list[int]:
+    async def _read(
+        self, prompt: list[int], count: int, most_read: int, legs: list[asyncio.Task[Any]]
+    ) -> list[int]:
         pair, params = self.pair, greedy(count, priority=self.chance.randrange(3))
         admission = await pair.decode.admit(prompt, params)
         try:
@@ -128,7 +142,9 @@ class Storm:
         legs.append(asyncio.create_task(pair.prefill.prefill(room.prefill_half, prompt, params)))
         found: list[int] = []
         try:
-            async with aclosing(pair.decode.generate(room, prompt, params, admission, prefix)) as tokens:
+            async with aclosing(
+                pair.decode.generate(room, prompt, params, admission, prefix)
+            ) as tokens:
                 legs.append(asyncio.create_task(self._open(room)))
                 async for out in tokens:
                     found.append(out.token_id)
@@ -158,13 +174,17 @@ async def expected_of(model: LoadedModel) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-async def test_nothing_is_lost_and_nothing_is_wrong(pool: str, llama: LoadedModel, seed: int) -> None:
+async def test_nothing_is_lost_and_nothing_is_wrong(
+    pool: str, llama: LoadedModel, seed: int
+) -> None:
     await storm_over(llama, pool, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", STATEFUL_POOLS)
-async def test_states_are_neither_lost_nor_mixed_up(pool: str, loaded: Callable[[str], LoadedModel], seed: int) -> None:
+async def test_states_are_neither_lost_nor_mixed_up(
+    pool: str, loaded: Callable[[str], LoadedModel], seed: int
+) -> None:
     """Of a model that keeps one for each request, in a cache that has slots for a few."""
     await storm_over(loaded("lfm2"), pool, seed)
 

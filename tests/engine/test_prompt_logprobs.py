@@ -1,4 +1,6 @@
-"""Log-probabilities of the prompt: computed by prefill chunk by chunk, handed over, those of a plain forward."""
+"""Log-probabilities of the prompt: computed by prefill chunk by chunk, handed over, those of a
+plain forward.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,18 @@ async def scored(pair: EnginePair, prompt: list[int], **asked: Any) -> list[Scor
     return list(first.prompt_logprobs.tokens(prompt))
 
 
-def assert_like(found: list[ScoredToken], want: torch.Tensor, prompt: list[int], start: int, top: int) -> None:
+def assert_like(
+    found: list[ScoredToken], want: torch.Tensor, prompt: list[int], start: int, top: int
+) -> None:
     assert [one.token_id for one in found] == prompt[start:]
     assert found[0].logprob is None
     for i, one in enumerate(found[1:], start + 1):
         row = want[i - 1]
         assert one.logprob == pytest.approx(float(row[prompt[i]]), abs=2e-4)
         assert [t for t, _ in one.top_logprobs] == row.topk(top).indices.tolist()
-        assert [p for _, p in one.top_logprobs] == pytest.approx(row.topk(top).values.tolist(), abs=2e-4)
+        assert [p for _, p in one.top_logprobs] == pytest.approx(
+            row.topk(top).values.tolist(), abs=2e-4
+        )
 
 
 @pytest.mark.parametrize("attention", ["packed", "pad"])
@@ -64,12 +70,18 @@ async def test_they_are_those_of_a_plain_forward(
         plain = [pair.tokens(prompt_of(n, n), greedy(5)) for n in (1, 39, 80)]
         asked = [(0, 3), (0, 0), (1, 1), (39, 2), (40, 2), (41, 2), (100, 5), (148, 1), (149, 4)]
         got = await asyncio.gather(
-            *(scored(pair, prompt, logprobs=top, prompt_logprobs_from=start) for start, top in asked), *plain
+            *(
+                scored(pair, prompt, logprobs=top, prompt_logprobs_from=start)
+                for start, top in asked
+            ),
+            *plain,
         )
         await until(lambda: pair.home)
         for (start, top), found in zip(asked, got[: len(asked)], strict=True):
             assert_like(found, want, prompt, start, top)  # type: ignore[arg-type]
-        assert got[len(asked) :] == [await pair.tokens(prompt_of(n, n), greedy(5)) for n in (1, 39, 80)]
+        assert got[len(asked) :] == [
+            await pair.tokens(prompt_of(n, n), greedy(5)) for n in (1, 39, 80)
+        ]
 
 
 async def test_what_is_scored_in_one_step_is_bounded(
@@ -88,7 +100,9 @@ async def test_what_is_scored_in_one_step_is_bounded(
             return logits
 
         pair.prefill.steps.runner.forward = counted  # type: ignore[method-assign]
-        got = await asyncio.gather(*(scored(pair, p, logprobs=2, prompt_logprobs_from=0) for p in prompts))
+        got = await asyncio.gather(
+            *(scored(pair, p, logprobs=2, prompt_logprobs_from=0) for p in prompts)
+        )
     assert max(counts) <= 24
     for prompt, found in zip(prompts, got, strict=True):
         assert_like(found, reference(stock("llama"), prompt), prompt, 0, 2)
@@ -98,7 +112,9 @@ async def test_one_process_hands_over_the_same(loaded: Loader) -> None:
     """In bfloat16 not one bit apart; the tokens are those of a request that asks for none."""
     model = loaded("qwen3", "bfloat16")
     prompt = prompt_of(70)
-    params = SamplingParams(temperature=1.1, seed=3, max_new_tokens=9, logprobs=2, prompt_logprobs_from=5)
+    params = SamplingParams(
+        temperature=1.1, seed=3, max_new_tokens=9, logprobs=2, prompt_logprobs_from=5
+    )
     async with EnginePair(model, chunk_tokens=40, max_batch_rooms=1) as pair:
         outs = await pair.outputs(prompt, params)
         assert [outs] == await single(model, [prompt], params)
@@ -115,10 +131,14 @@ async def test_no_new_token_is_still_a_handed_over_prompt(llama: LoadedModel) ->
         await until(lambda: pair.home)
 
 
-async def test_tokens_that_are_named_have_theirs_at_every_place(llama: LoadedModel, stock: Stock) -> None:
+async def test_tokens_that_are_named_have_theirs_at_every_place(
+    llama: LoadedModel, stock: Stock
+) -> None:
     prompt, ids = prompt_of(60), (3, 500, 77)
     async with EnginePair(llama, chunk_tokens=16) as pair:
-        outs = await pair.outputs(prompt, greedy(6, logprobs=1, logprob_token_ids=ids, prompt_logprobs_from=20))
+        outs = await pair.outputs(
+            prompt, greedy(6, logprobs=1, logprob_token_ids=ids, prompt_logprobs_from=20)
+        )
         beside = await pair.outputs(prompt, greedy(6, logprobs=1))
     assert all(out.asked_logprobs == () for out in beside)
     tokens = [out.token_id for out in outs]
@@ -131,7 +151,9 @@ async def test_tokens_that_are_named_have_theirs_at_every_place(llama: LoadedMod
     first, *others = outs[0].prompt_logprobs.tokens(prompt, ids)
     assert first.asked_logprobs == []
     for i, one in enumerate(others, 20):
-        assert [p for _, p in one.asked_logprobs] == pytest.approx(want[i, list(ids)].tolist(), abs=2e-4)
+        assert [p for _, p in one.asked_logprobs] == pytest.approx(
+            want[i, list(ids)].tolist(), abs=2e-4
+        )
 
 
 def test_a_token_without_a_logit_has_none_and_fails_no_step() -> None:
@@ -161,16 +183,29 @@ def test_a_token_without_a_logit_has_none_and_fails_no_step() -> None:
             {"prompt_logprobs_from": 0},
             "logprobs of 249999 prompt tokens, 0 top ones at each, are 999996 bytes, limit 983040",
         ),
-        (20, {"logprobs": 0, "logprob_token_ids": (5, 512)}, "token_ids_logprob: token id 512 is outside the model's"),
+        (
+            20,
+            {"logprobs": 0, "logprob_token_ids": (5, 512)},
+            "token_ids_logprob: token id 512 is outside the model's",
+        ),
         (
             5000,
             {"prompt_logprobs_from": 0, "logprobs": 0, "logprob_token_ids": tuple(range(60))},
-            "logprobs of 4999 prompt tokens, 0 top ones and 60 asked for at each, are 1219756 bytes, limit 983040",
+            (
+                "logprobs of 4999 prompt tokens, 0 top ones and 60 asked for at each, are 1219756 "
+                "bytes, limit 983040"
+            ),
         ),
-        (7000, {"prompt_logprobs_from": 0, "logprobs": 20}, "logprobs of 6999 prompt tokens, 20 top ones at each"),
+        (
+            7000,
+            {"prompt_logprobs_from": 0, "logprobs": 20},
+            "logprobs of 6999 prompt tokens, 20 top ones at each",
+        ),
     ],
 )
-def test_more_than_a_handover_holds_is_refused_by_name(length: int, params: dict[str, Any], text: str) -> None:
+def test_more_than_a_handover_holds_is_refused_by_name(
+    length: int, params: dict[str, Any], text: str
+) -> None:
     limits = EngineLimits(1 << 20, 512, 16, 1 << 20)
     with pytest.raises(MisuseError, match=text):
         limits.check_sampling(prompt_of(length), SamplingParams(**params))
@@ -178,21 +213,26 @@ def test_more_than_a_handover_holds_is_refused_by_name(length: int, params: dict
 
 def test_no_more_logits_in_one_step_than_memory_is_meant_for() -> None:
     """65,536 logits of 4 bytes at each token: 4,096 tokens have a GiB of them."""
-    divided, whole = (EngineLimits(1 << 20, 1 << 16, 16, 1 << 20, whole_prompts=whole) for whole in (False, True))
+    divided, whole = (
+        EngineLimits(1 << 20, 1 << 16, 16, 1 << 20, whole_prompts=whole) for whole in (False, True)
+    )
     all_of_it = SamplingParams(logprobs=0, prompt_logprobs_from=0)
     divided.check_sampling(prompt_of(5000), all_of_it)
     whole.check_sampling(prompt_of(4096), all_of_it)
     whole.check_sampling(prompt_of(5000), SamplingParams())
     whole.check_sampling(prompt_of(5000), SamplingParams(logprobs=0, prompt_logprobs_from=904))
     text = (
-        "logprobs of 4999 prompt tokens: this model .* 1310720000 bytes of logits, limit 1073741824; ask from token 904"
+        "logprobs of 4999 prompt tokens: this model .* 1310720000 bytes of logits, limit "
+        "1073741824; ask from token 904"
     )
     with pytest.raises(MisuseError, match=text):
         whole.check_sampling(prompt_of(5000), all_of_it)
 
 
 @pytest.mark.parametrize("family", ["jamba", "llama"])
-async def test_both_legs_refuse_too_many_logits(family: str, loaded: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_both_legs_refuse_too_many_logits(
+    family: str, loaded: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Jamba computes a prompt in one step, llama in chunks: its own are bounded by them."""
     monkeypatch.setattr(limits, "MAX_LOGITS_BYTES", 1)
     prompt, params = prompt_of(40), greedy(3, logprobs=0, prompt_logprobs_from=0)
@@ -212,7 +252,9 @@ def test_the_most_that_is_accepted_fits_the_message(tokens: int, top: int) -> No
     count = tokens - 1
     scores = PromptLogprobs(0, b"x" * 4 * count, b"x" * 4 * count * top, b"x" * 4 * count * top)
     most = tuple((2**31 - 1, -1.0 / 3) for _ in range(128))
-    handoff = HandOff(first_token=1, logprob=-0.5, top_logprobs=most, prompt_tokens=tokens, prompt_logprobs=scores)
+    handoff = HandOff(
+        first_token=1, logprob=-0.5, top_logprobs=most, prompt_tokens=tokens, prompt_logprobs=scores
+    )
     assert len(handoff.encode()) <= MAX_HANDOFF_BYTES
     assert HandOff.decode(handoff.encode()) == handoff
 
@@ -224,8 +266,14 @@ def test_the_most_that_is_accepted_fits_the_message(tokens: int, top: int) -> No
         (PromptLogprobs(1, b"x" * 4 * 39), "from 1, not of 39 tokens"),
         (PromptLogprobs(0, b"x" * 4 * 38), "are \\(152, 0, 0, 0\\) bytes"),
         (PromptLogprobs(0, b"x" * 4 * 39, b"\0" * 4 * 39, b""), "are \\(156, 156, 0, 0\\) bytes"),
-        (PromptLogprobs(0, b"\0" * 4 * 39, b"\xff" * 4 * 39, b"\0" * 4 * 39), r"tokens outside 0\.\.511"),
-        (PromptLogprobs(0, b"\0" * 4 * 39, b"\x00\x02\0\0" * 39, b"\0" * 4 * 39), r"tokens outside 0\.\.511"),
+        (
+            PromptLogprobs(0, b"\0" * 4 * 39, b"\xff" * 4 * 39, b"\0" * 4 * 39),
+            r"tokens outside 0\.\.511",
+        ),
+        (
+            PromptLogprobs(0, b"\0" * 4 * 39, b"\x00\x02\0\0" * 39, b"\0" * 4 * 39),
+            r"tokens outside 0\.\.511",
+        ),
     ],
 )
 async def test_scores_that_were_not_asked_for_fail_the_room(
@@ -235,7 +283,9 @@ async def test_scores_that_were_not_asked_for_fail_the_room(
     params = greedy(3, logprobs=1, prompt_logprobs_from=0)
     async with EnginePair(llama) as pair:
         room: FakeRoom = pair.room(prompt)
-        room._landed.set_result(HandOff(first_token=1, prompt_tokens=40, prompt_logprobs=scores).encode())
+        room._landed.set_result(
+            HandOff(first_token=1, prompt_tokens=40, prompt_logprobs=scores).encode()
+        )
         with pytest.raises(KvflowError, match=text):
             async for _ in pair.decode.generate(room, prompt, params):
                 pass
@@ -248,7 +298,9 @@ async def test_other_ids_than_those_asked_for_fail_the_room(llama: LoadedModel) 
         told = HandOff(first_token=1, prompt_tokens=40, asked_logprobs=((6, -1.0),))
         room._landed.set_result(told.encode())
         with pytest.raises(KvflowError, match="not of the token ids that were asked for"):
-            async for _ in pair.decode.generate(room, prompt_of(40), greedy(3, logprobs=0, logprob_token_ids=(5,))):
+            async for _ in pair.decode.generate(
+                room, prompt_of(40), greedy(3, logprobs=0, logprob_token_ids=(5,))
+            ):
                 pass
         await until(lambda: pair.home)
 

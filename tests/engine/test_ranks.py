@@ -1,4 +1,6 @@
-"""Two stages of one model in one process, over real sockets, nodes and rooms: their steps, and how requests end."""
+"""Two stages of one model in one process, over real sockets, nodes and rooms: their steps, and how
+requests end.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ async def test_a_step_that_fails_at_one_rank_fails_what_runs_and_no_more(
                 await leg
         await ranks.rest()
         assert ranks.broken == ["engine_error: prefill step failed: RuntimeError"]
-        assert await ranks.tokens(prompt_of(40), greedy(4)) == tiny_models.generate(stock("llama"), prompt_of(40), 4)
+        assert await ranks.tokens(prompt_of(40), greedy(4)) == tiny_models.generate(
+            stock("llama"), prompt_of(40), 4
+        )
         await ranks.rest()
 
 
@@ -63,7 +67,9 @@ async def test_a_request_that_cannot_start_ends_and_the_next_one_starts(
     async with group(stages, llama) as ranks:
         with monkeypatch.context() as patched:
             patched.setattr(ranks.steps, "keep", lambda ticket: 1 // 0)
-            with pytest.raises(RefusedError, match="starting the request failed: ZeroDivisionError"):
+            with pytest.raises(
+                RefusedError, match="starting the request failed: ZeroDivisionError"
+            ):
                 await asyncio.wait_for(ranks.tokens(prompt_of(9), greedy(2)), 10)
         await ranks.rest()
         assert len(await asyncio.wait_for(ranks.tokens(prompt_of(9), greedy(2)), 10)) == 2
@@ -73,7 +79,9 @@ async def test_a_request_that_cannot_start_ends_and_the_next_one_starts(
 async def test_clients_that_leave_take_their_requests_along(
     stages: list[LoadedModel], llama: LoadedModel, stock: Callable[[str], Any]
 ) -> None:
-    """Before decode's half has come, and in the middle of their steps; the others get their tokens."""
+    """Before decode's half has come, and in the middle of their steps;
+    the others get their tokens.
+    """
     async with group(stages, llama, chunk_tokens=4, max_batch_tokens=12) as ranks:
         alone = ranks.prefill(next(ranks.rooms), prompt_of(20), greedy(1))
         await until(lambda: len(ranks.follower.requests) == 1)
@@ -88,20 +96,28 @@ async def test_clients_that_leave_take_their_requests_along(
             if not number % 2:
                 assert leg.cancelled()
             else:
-                assert leg.result() == tiny_models.generate(stock("llama"), prompt_of(40, number), 4)
+                assert leg.result() == tiny_models.generate(
+                    stock("llama"), prompt_of(40, number), 4
+                )
         assert not ranks.broken
 
 
-async def test_what_a_rank_must_not_say_changes_nothing(stages: list[LoadedModel], llama: LoadedModel) -> None:
+async def test_what_a_rank_must_not_say_changes_nothing(
+    stages: list[LoadedModel], llama: LoadedModel
+) -> None:
     async with group(stages, llama) as ranks:
         stranger = connect_dealer(ranks.steps_address, 77)
         info = ranks.follower._hello.info
         for frame in (
             b"",
             b"\xc1",
-            wire.encode(wire.Hello(member=Incarnation(2), rank=Rank(1), pages=1, rows=0, info=info)),
+            wire.encode(
+                wire.Hello(member=Incarnation(2), rank=Rank(1), pages=1, rows=0, info=info)
+            ),
             wire.encode(wire.StepFailed(generation=1, cause=Cause(Code.ENGINE_ERROR))),
-            wire.encode(wire.Hello(member=Incarnation(77), rank=Rank(9), pages=1, rows=0, info=info)),
+            wire.encode(
+                wire.Hello(member=Incarnation(77), rank=Rank(9), pages=1, rows=0, info=info)
+            ),
         ):
             stranger.send(frame)
         await until(lambda: ranks.steps.dropped == 5)
@@ -131,7 +147,10 @@ def test_requests_of_a_group_are_checked_where_they_arrive() -> None:
     with pytest.raises(MisuseError, match="temperature"):
         wire.parse_prompt(wire.encode(broken))
     row = wire.PlannedRow(1, 0, 1, 0)
-    for plan in (wire.Plan(generation=1, step=1, rows=()), wire.Plan(generation=0, step=1, rows=(row,))):
+    for plan in (
+        wire.Plan(generation=1, step=1, rows=()),
+        wire.Plan(generation=0, step=1, rows=(row,)),
+    ):
         with pytest.raises(WireError):
             wire.parse_at_others(wire.encode(plan))
 

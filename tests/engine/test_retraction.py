@@ -1,4 +1,6 @@
-"""Over-commitment: requests leave a full pool and come back, with the tokens of a pool that is never full."""
+"""Over-commitment: requests leave a full pool and come back, with the tokens of a pool that is
+never full.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ async def test_without_host_memory_and_recomputation_the_reason_is_told(llama: L
         failed = [f for f in found if isinstance(f, BaseException)]
         assert failed and all(isinstance(f, HostMemoryError) for f in failed)
         assert "pages of host memory" in str(failed[0])
-        assert all(f == w for f, w in zip(found, want, strict=True) if not isinstance(f, BaseException))
+        assert all(
+            f == w for f, w in zip(found, want, strict=True) if not isinstance(f, BaseException)
+        )
         await until(lambda: pair.home)
 
 
@@ -122,24 +126,39 @@ async def test_the_log_tells_of_a_short_pool_once_and_of_each_request_at_debug_l
         async with EnginePair(llama, **SMALL, **HOST[host]) as pair:
             await asyncio.gather(*(named(pair, n) for n in range(len(PROMPTS))))
             report = pair.decode.retraction
-            await until(lambda: not pair.decode._retractions._moves)  # nothing is kept of those that have ended
+            # Nothing is kept of those that have ended.
+            await until(lambda: not pair.decode._retractions._moves)
     finally:
         caplog.handler.removeFilter(names)
     shortages = [r for r in caplog.records if r.levelno == logging.INFO]
-    assert len(shortages) == 1 and "short of pages: 1 requests retracted" in shortages[0].getMessage()
+    assert (
+        len(shortages) == 1 and "short of pages: 1 requests retracted" in shortages[0].getMessage()
+    )
     for word in ("retracted", "resumed"):
-        lines = [r for r in caplog.records if r.levelno == logging.DEBUG and r.getMessage().startswith(word)]
+        lines = [
+            r
+            for r in caplog.records
+            if r.levelno == logging.DEBUG and r.getMessage().startswith(word)
+        ]
         assert len(lines) == report.retracts > 0
         assert all(r.__dict__["request_id"].startswith("client ") for r in lines)
 
 
 SAMPLED = SamplingParams(
-    temperature=0.9, top_k=20, seed=5, max_new_tokens=NEW_TOKENS, ignore_eos=True, frequency_penalty=0.4, logprobs=2
+    temperature=0.9,
+    top_k=20,
+    seed=5,
+    max_new_tokens=NEW_TOKENS,
+    ignore_eos=True,
+    frequency_penalty=0.4,
+    logprobs=2,
 )
 
 
 def retract_at(pair: EnginePair, steps: set[int]) -> None:
-    """Everybody who runs is retracted after these steps (counted from 1; 0: before the first one)."""
+    """Everybody who runs is retracted after these steps (counted from 1; 0:
+    before the first one).
+    """
     engine, loop, done = pair.decode, asyncio.get_running_loop(), itertools.count(1)
     honest = engine._runner.forward
     if 0 in steps:
@@ -157,7 +176,9 @@ def retract_at(pair: EnginePair, steps: set[int]) -> None:
     engine._runner.forward = forward  # type: ignore[method-assign]
 
 
-async def together(pair: EnginePair, prompts: list[list[int]], params: SamplingParams, steps: set[int]) -> Any:
+async def together(
+    pair: EnginePair, prompts: list[list[int]], params: SamplingParams, steps: set[int]
+) -> Any:
     """The answers to `prompts`, which decode in one batch from their first steps on."""
     pair.decode.pause()
     running = [asyncio.ensure_future(pair.outputs(p, params)) for p in prompts]
@@ -167,7 +188,9 @@ async def together(pair: EnginePair, prompts: list[list[int]], params: SamplingP
     return [[out.token_id for out in outs] for outs in await asyncio.gather(*running)]
 
 
-@pytest.mark.parametrize("params", [greedy(NEW_TOKENS), SAMPLED], ids=["greedy", "sampled with penalties"])
+@pytest.mark.parametrize(
+    "params", [greedy(NEW_TOKENS), SAMPLED], ids=["greedy", "sampled with penalties"]
+)
 @pytest.mark.parametrize("steps", [{0}, {9}, {0, 9, 10, 25}], ids=str)
 @pytest.mark.parametrize("host", ["snapshots", "none"])
 async def test_everybody_is_retracted_in_mid_decode(
@@ -183,7 +206,9 @@ async def test_everybody_is_retracted_in_mid_decode(
 
 
 @pytest.mark.parametrize("family", [*tiny_models.INDEXED, *tiny_models.STATEFUL, "gpt_oss"])
-async def test_every_kind_of_state_leaves_and_comes_back(loaded: Callable[..., LoadedModel], family: str) -> None:
+async def test_every_kind_of_state_leaves_and_comes_back(
+    loaded: Callable[..., LoadedModel], family: str
+) -> None:
     """In mid-decode, once to host memory and once to be computed again."""
     model, params = loaded(family), greedy(24)
     async with EnginePair(model, page_size=4) as roomy:
@@ -192,7 +217,9 @@ async def test_every_kind_of_state_leaves_and_comes_back(loaded: Callable[..., L
         async with EnginePair(model, page_size=4, **HOST[host]) as pair:
             assert await together(pair, PROMPTS[:3], params, {5}) == want
             report = pair.decode.retraction
-            assert (report.resumes, report.recomputes) == ((3, 0) if host == "snapshots" else (0, 3))
+            assert (report.resumes, report.recomputes) == (
+                (3, 0) if host == "snapshots" else (0, 3)
+            )
             await until(lambda: pair.home)
 
 
@@ -211,7 +238,9 @@ async def test_a_long_prompt_is_computed_again_as_it_was_at_first(
         await until(lambda: pair.home)
 
 
-async def test_a_closed_engine_copies_no_more(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_engine_copies_no_more(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with EnginePair(llama, page_size=4, host_pages=64) as pair:
         stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
         await anext(stream)
@@ -260,7 +289,9 @@ class Gate:
         monkeypatch.setattr(HostCopier, "copy", staticmethod(gated))
 
 
-@pytest.mark.parametrize("phase", [ResidencyPhase.LEAVING, ResidencyPhase.AWAY, ResidencyPhase.RETURNING])
+@pytest.mark.parametrize(
+    "phase", [ResidencyPhase.LEAVING, ResidencyPhase.AWAY, ResidencyPhase.RETURNING]
+)
 @pytest.mark.parametrize("how", ["abort", "engine closed"])
 async def test_a_request_ends_while_it_is_away(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, phase: ResidencyPhase, how: str
@@ -300,7 +331,9 @@ async def test_a_request_ends_while_it_is_away(
         assert residents[0].phase is ResidencyPhase.ENDED
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
+)
 async def test_aborts_at_random_in_a_small_pool(llama: LoadedModel, seed: int) -> None:
     print("seed", seed)
     dice = random.Random(seed)
@@ -317,13 +350,17 @@ async def test_aborts_at_random_in_a_small_pool(llama: LoadedModel, seed: int) -
             await stream.aclose()
             return got
 
-        leaving = [dice.randrange(1, NEW_TOKENS) if dice.random() < 0.3 else NEW_TOKENS for _ in PROMPTS]
+        leaving = [
+            dice.randrange(1, NEW_TOKENS) if dice.random() < 0.3 else NEW_TOKENS for _ in PROMPTS
+        ]
         found = await asyncio.gather(*(one(n, after) for n, after in enumerate(leaving)))
         assert found == [w[:after] for w, after in zip(want, leaving, strict=True)]
         await until(lambda: pair.home)
 
 
-async def test_a_failed_copy_ends_its_request_alone(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_copy_ends_its_request_alone(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with EnginePair(llama, page_size=4, host_pages=64) as pair:
         stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
         await anext(stream)
@@ -349,7 +386,9 @@ async def test_a_request_that_nobody_can_make_room_for_is_told(
         stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
         await anext(stream)
         lost = pair.target.pages.take(pair.target.pages.free_pages, "quarantine")
-        with pytest.raises(CapacityError, match="no running request will free more: asked for 4, limit 0"):
+        with pytest.raises(
+            CapacityError, match="no running request will free more: asked for 4, limit 0"
+        ):
             while True:
                 await anext(stream)
         pair.target.pages.give_back(lost, "quarantine")
@@ -362,7 +401,10 @@ async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
     """However long its prefill takes: who runs is not ended meanwhile."""
     long = prompt_of(40, 5)
     async with EnginePair(llama, page_size=4) as roomy:
-        want = [await roomy.tokens(PROMPTS[0], greedy(NEW_TOKENS)), await roomy.tokens(long, greedy(4))]
+        want = [
+            await roomy.tokens(PROMPTS[0], greedy(NEW_TOKENS)),
+            await roomy.tokens(long, greedy(4)),
+        ]
     async with EnginePair(llama, **{**SMALL, "num_pages": 16}) as pair:
         growth, looks = pair.decode._growth, list[int]()
         monkeypatch.setattr(growth._shortage, "lasts", lambda: True)
@@ -374,7 +416,9 @@ async def test_pages_of_a_room_that_has_not_landed_are_waited_for(
 
         monkeypatch.setattr(growth, "fail_stuck", fail_stuck)
         pair.on_room = lambda room: room.gate.clear() if room.pages.size == 10 else None
-        runs = asyncio.gather(*(pair.tokens(p, greedy(n)) for p, n in ((PROMPTS[0], NEW_TOKENS), (long, 4))))
+        runs = asyncio.gather(
+            *(pair.tokens(p, greedy(n)) for p, n in ((PROMPTS[0], NEW_TOKENS), (long, 4)))
+        )
         await until(lambda: sum(looks) > 3)
         pair.rooms[1].gate.set()
         assert await runs == want
@@ -390,7 +434,9 @@ async def test_what_has_failed_or_ended_does_not_wait_for_its_reader(
         raise OSError("no")
 
     async with EnginePair(llama, page_size=4, host_pages=64, max_batch=2) as pair:
-        failing, ended = (pair_stream(pair, p, greedy(n)) for p, n in zip(PROMPTS, (NEW_TOKENS, 1), strict=False))
+        failing, ended = (
+            pair_stream(pair, p, greedy(n)) for p, n in zip(PROMPTS, (NEW_TOKENS, 1), strict=False)
+        )
         await anext(failing)
         await anext(ended)
         monkeypatch.setattr(HostCopier, "copy", staticmethod(broken))
@@ -406,7 +452,9 @@ async def test_what_has_failed_or_ended_does_not_wait_for_its_reader(
 async def test_who_comes_back_finds_its_pages_taken_and_is_protected(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another owner of the pool takes them after they were promised: it waits again, and stays once it is back."""
+    """Another owner of the pool takes them after they were promised: it waits again, and stays once
+    it is back.
+    """
     resume, waits = Resident.resume, asyncio.Event()
 
     async def late(self: Resident) -> bool:
@@ -443,7 +491,10 @@ async def test_who_leaves(llama: LoadedModel) -> None:
         engine = pair.decode
         engine.pause()
         priorities = zip(PROMPTS, (1, 0, 0, 0), strict=False)
-        asked = [asyncio.ensure_future(pair.tokens(p, greedy(NEW_TOKENS, priority=n))) for p, n in priorities]
+        asked = [
+            asyncio.ensure_future(pair.tokens(p, greedy(NEW_TOKENS, priority=n)))
+            for p, n in priorities
+        ]
         await until(lambda: engine.load().running == 4)
         running = sorted(engine._running.values(), key=lambda r: (r.params.priority != 1, r.number))
         for request, generated in zip(running, (2, 9, 5, 5), strict=True):
@@ -452,10 +503,14 @@ async def test_who_leaves(llama: LoadedModel) -> None:
         assert [r.number for r in order] == [running[n].number for n in (3, 2, 1)]
         last = running[3]
         alone = {last: 2, running[0]: last.resident.sizes[0]}
-        assert engine._retractions.victims(running, alone) == [last], "it lacks nothing either when it has left"
+        assert engine._retractions.victims(running, alone) == [last], (
+            "it lacks nothing either when it has left"
+        )
         running[3].protected_until = 50
         order = engine._retractions.victims(running, {running[0]: 10_000})
-        assert [r.number for r in order] == [running[n].number for n in (2, 1, 0)], "it has just come back"
+        assert [r.number for r in order] == [running[n].number for n in (2, 1, 0)], (
+            "it has just come back"
+        )
         assert engine._retractions.victims(running[:1], {running[0]: 1}) == []
         for task in asked:
             task.cancel()
@@ -480,8 +535,12 @@ def test_the_ratio_decays_and_is_raised_by_a_retract() -> None:
     assert safe.now == 1.0
 
 
-async def test_a_hand_over_stays_its_requests_own_while_others_come_and_go(llama: LoadedModel) -> None:
-    """Also while it is retracted: everything prefill said is there at the end, and no other request's."""
+async def test_a_hand_over_stays_its_requests_own_while_others_come_and_go(
+    llama: LoadedModel,
+) -> None:
+    """Also while it is retracted: everything prefill said is there at the end, and no other
+    request's.
+    """
     numbers = iter(range(1000))
     told: dict[int, HandOff] = {}
     requests: list[DecodeRequest] = []
@@ -497,7 +556,11 @@ async def test_a_hand_over_stays_its_requests_own_while_others_come_and_go(llama
             }
             told[number] = msgspec.structs.replace(handoff, hidden_states=hidden, **draft)
             frame = bytearray(told[number].encode())
-            request = take_over(number, *before, HandOff.decode(frame))  # type: ignore[arg-type, call-arg]
+            request = take_over(
+                number,
+                *before,
+                HandOff.decode(frame),  # type: ignore[arg-type, call-arg]
+            )
             frame[:] = bytes(len(frame))  # where the next one is received
             requests.append(request)
             return request

@@ -1,4 +1,6 @@
-"""What a step reads of rings and writes to them, told by numbers in place of states: whose token, and which one."""
+"""What a step reads of rings and writes to them, told by numbers in place of states: whose token,
+and which one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PAGE, TOKENS, MANY = 4, 1200, 10_000
 
 
 class Requests:
-    """Some requests over one stream of rings; what a token keeps is `MANY` times its request plus its position."""
+    """Some requests over one stream of rings; what a token keeps is `MANY` times its request plus
+    its position.
+    """
 
     def __init__(self, window: int, count: int) -> None:
         self.window, self.rows = window, torch.full((count + 3, window, 1, 1), float("nan"))
@@ -38,18 +42,28 @@ class Requests:
         return float(MANY * (owner + 1) + position)
 
     def step(self, rows: list[Row]) -> None:
-        """One step, of which every query must see the last tokens of its own request, and be given no garbage."""
+        """One step, of which every query must see the last tokens of its own request, and be given
+        no garbage.
+        """
         step = self._step(rows)
         ordered = [rows[i] for i in step.order]
-        wrote = [self.value(r.sequence.owner, p) for r in ordered for p in range(r.sequence.computed, r.end)]
+        wrote = [
+            self.value(r.sequence.owner, p)
+            for r in ordered
+            for p in range(r.sequence.computed, r.end)
+        ]
         keys = self.stream.exchange(step, torch.tensor(wrote)[None, None, :, None])[0, 0, :, 0]
         rings = step.rings(self.window)
         places = list(zip(rings.write_rows.tolist(), rings.write_slots.tolist(), strict=True))
-        assert len(set(places)) == len(places), "of two tokens for one slot, either may be the one that is written"
+        assert len(set(places)) == len(places), (
+            "of two tokens for one slot, either may be the one that is written"
+        )
         seen: list[torch.Tensor] = []
         for batch in rings.batches:
             lent = batch.region(keys[None, :, None])[0, :, : batch.keys, 0]
-            assert bool(torch.isfinite(lent).all()), "what is masked is multiplied with 0, and must be a number"
+            assert bool(torch.isfinite(lent).all()), (
+                "what is masked is multiplied with 0, and must be a number"
+            )
             mask = batch.mask(batch.keys, torch.float32)
             masks = torch.zeros_like(lent) if mask is None else mask[:, 0, 0]
             seen += [row[m == 0] for row, m in zip(lent, masks, strict=True)]
@@ -58,10 +72,15 @@ class Requests:
             assert bool(torch.isfinite(lent).all())
             mask = step.mask(span.q1 - span.q0, span.k1 - span.k0, self.window)
             seen += [lent[m] for m in mask]
-        queries = [(r.sequence.owner, p) for r in ordered for p in range(r.sequence.computed, r.end)]
+        queries = [
+            (r.sequence.owner, p) for r in ordered for p in range(r.sequence.computed, r.end)
+        ]
         for (owner, position), found in zip(queries, seen, strict=True):
             window = range(max(0, position + 1 - self.window), position + 1)
-            assert sorted(found.tolist()) == [self.value(owner, p) for p in window], (owner, position)
+            assert sorted(found.tolist()) == [self.value(owner, p) for p in window], (
+                owner,
+                position,
+            )
         for r in rows:
             r.sequence.computed += r.new
         self._check_slots()
@@ -78,26 +97,37 @@ class Requests:
         return step
 
     def _check_slots(self) -> None:
-        """Each ring has the last tokens of its request, each in its slot; other rows are as they were."""
+        """Each ring has the last tokens of its request, each in its slot; other rows are as they
+        were.
+        """
         for s in self.sequences:
             last = range(max(0, s.computed - self.window), s.computed)
             ring = self.rows[int(s.rows[0]), :, 0, 0]
-            assert [float(ring[p % self.window]) for p in last] == [self.value(s.owner, p) for p in last]
+            assert [float(ring[p % self.window]) for p in last] == [
+                self.value(s.owner, p) for p in last
+            ]
         others = sorted({*range(len(self.rows))} - {int(s.rows[0]) for s in self.sequences})
         assert bool(torch.isnan(self.rows[others]).all())
 
 
 @pytest.mark.parametrize("kept", [0, 1 << 30], ids=["gathered anew", "kept"])
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 16])
-def test_every_query_sees_its_window(window: int, kept: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks shorter and longer than the window, decoding rows beside chunks, rows that fill their rings together."""
+def test_every_query_sees_its_window(
+    window: int, kept: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks shorter and longer than the window, decoding rows beside chunks, rows that fill their
+    rings together.
+    """
     monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", kept)
     dice = random.Random(seed)
     for _ in range(6):
         requests = Requests(window, 5)
         for _ in range(12):
             chosen = dice.sample(requests.sequences, dice.randint(1, 5))
-            sizes = [dice.choice((1, 1, 2, window - 1 or 1, window, window + 1, 2 * window + 1)) for _ in chosen]
+            sizes = [
+                dice.choice((1, 1, 2, window - 1 or 1, window, window + 1, 2 * window + 1))
+                for _ in chosen
+            ]
             requests.step([Row(s, n) for s, n in zip(chosen, sizes, strict=True)])
             decoding = [s for s in requests.sequences if s.computed]
             dice.shuffle(decoding)
@@ -128,7 +158,9 @@ def test_the_next_steps_of_rows_that_fill_their_rings_are_planned() -> None:
 
 
 def test_what_an_earlier_request_has_left_is_not_read() -> None:
-    """As `NaN` in the others shows; here it is another request's, which would be found only by its value."""
+    """As `NaN` in the others shows; here it is another request's, which would be found only by its
+    value.
+    """
     requests = Requests(7, 2)
     first, other = requests.sequences
     requests.step([Row(first, 30), Row(other, 9)])
@@ -146,9 +178,17 @@ def test_a_layer_without_keys_of_its_own_attends_to_those_of_its_kind() -> None:
     pages, ring = StateKind("k", "float32", (2, 4)), StateKind("k", "float32", (16, 2, 4), ROW)
     windowed, full = LayerStreams(ring, ring, window=16), LayerStreams(pages, pages)
     rings = RingLayers((windowed, full, LayerStreams(pages, pages, window=8), None, None))
-    assert [rings.window_of(i, window) for i, window in enumerate((16, 0, 8, 16, 0))] == [16, 0, 0, 16, 0]
+    assert [rings.window_of(i, window) for i, window in enumerate((16, 0, 8, 16, 0))] == [
+        16,
+        0,
+        0,
+        16,
+        0,
+    ]
     assert RingLayers((full, None)).window_of(1, 16) == 0
-    assert rings.window_of(1, 16) == 0, "its keys are those of pages, whatever window its attention has"
+    assert rings.window_of(1, 16) == 0, (
+        "its keys are those of pages, whatever window its attention has"
+    )
 
 
 def test_a_row_with_a_full_ring_does_not_pad_all_the_others() -> None:
@@ -156,4 +196,7 @@ def test_a_row_with_a_full_ring_does_not_pad_all_the_others() -> None:
     requests.step([Row(s, n) for s, n in zip(requests.sequences, (2, 1100, 2, 30), strict=True)])
     requests.step([Row(s, 1) for s in requests.sequences])
     assert requests._ahead is not None
-    assert [(b.q0, b.q1, b.keys) for b in requests._ahead.rings(1000).batches] == [(0, 3, 31), (3, 4, 1000)]
+    assert [(b.q0, b.q1, b.keys) for b in requests._ahead.rings(1000).batches] == [
+        (0, 3, 31),
+        (3, 4, 1000),
+    ]

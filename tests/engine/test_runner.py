@@ -1,4 +1,6 @@
-"""One forward over a mix of rows: what it writes, what it must not touch, and that company changes nothing in fp32."""
+"""One forward over a mix of rows: what it writes, what it must not touch, and that company changes
+nothing in fp32.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ PAGE = 4
 
 def pool_of(model: LoadedModel, num_pages: int, order: Order) -> PagedPool:
     rows = 5 * model.has_rows
-    layout = build_layout(model.streams, page_size=PAGE, num_pages=num_pages, num_rows=rows, order=order)
+    layout = build_layout(
+        model.streams, page_size=PAGE, num_pages=num_pages, num_rows=rows, order=order
+    )
     pool = PagedPool.allocate(layout, shared=False)
     for component in pool.layout.components:
         pool.tensor(component.name).fill_(float("nan"))
@@ -38,11 +42,19 @@ def sequence_of(prompt: list[int], pages: list[int], row: int = 0) -> Sequence:
 
 
 def others(pool: PagedPool, mine: list[int]) -> PageIndices:
-    return np.setdiff1d(np.arange(pool.layout.num_pages, dtype=np.int32), np.array(mine, dtype=np.int32))
+    return np.setdiff1d(
+        np.arange(pool.layout.num_pages, dtype=np.int32), np.array(mine, dtype=np.int32)
+    )
 
 
-def test_hidden_states_are_not_to_be_had_where_nothing_linear_reads_them(llama: LoadedModel) -> None:
-    for output, size in ((llama.model.get_output_embeddings(), 64), (torch.nn.Identity(), 0), (None, 0)):
+def test_hidden_states_are_not_to_be_had_where_nothing_linear_reads_them(
+    llama: LoadedModel,
+) -> None:
+    for output, size in (
+        (llama.model.get_output_embeddings(), 64),
+        (torch.nn.Identity(), 0),
+        (None, 0),
+    ):
         model: Any = SimpleNamespace(get_output_embeddings=lambda output=output: output)
         assert hidden_size_of(model) == size
 
@@ -59,16 +71,21 @@ def test_a_model_does_not_attend_outside_of_a_step(llama: LoadedModel) -> None:
     """Not even after one: it would read the pages of that step's sequences."""
     pool = pool_of(llama, 4, "page_first")
     llama.runner(pool).forward([Row(sequence_of(prompt_of(6), [0, 1]), 6)])
-    with pytest.raises(RuntimeError, match="the attention function kvflow was called outside a step"):
+    with pytest.raises(
+        RuntimeError, match="the attention function kvflow was called outside a step"
+    ):
         llama.model(input_ids=torch.tensor([[1, 2]]))
     pool.close()
 
 
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])
 @pytest.mark.parametrize("family", ["gemma2", "deepseek_v2", "gpt2", "bloom"])
-def test_a_step_touches_its_own_slots_only(family: str, order: Order, loaded: Callable[..., LoadedModel]) -> None:
-    """All else is NaN before and after: neither read, for the logits are numbers, nor written. (gemma2 has windows of
-    16 tokens in rows.)"""
+def test_a_step_touches_its_own_slots_only(
+    family: str, order: Order, loaded: Callable[..., LoadedModel]
+) -> None:
+    """All else is NaN before and after: neither read, for the logits are numbers, nor written.
+
+    (gemma2 has windows of 16 tokens in rows.)"""
     model = loaded(family)
     pool = pool_of(model, 20, order)
     runner = model.runner(pool)
@@ -90,12 +107,16 @@ def test_a_step_touches_its_own_slots_only(family: str, order: Order, loaded: Ca
             continue
         assert bool(torch.isnan(values[others(pool, [7, 3, 12, 1, 18])]).all())
         assert bool(torch.isnan(values[12, 2:]).all()) and bool(torch.isnan(values[18, 3:]).all())
-        assert not bool(torch.isnan(values[[7, 3]]).any()) and not bool(torch.isnan(values[18, :3]).any())
+        assert not bool(torch.isnan(values[[7, 3]]).any()) and not bool(
+            torch.isnan(values[18, :3]).any()
+        )
 
 
 @pytest.mark.parametrize("attention", ["packed", "pad"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "mixtral"])
-def test_chunks_and_company_change_nothing_in_fp32(family: str, attention: str, tiny: Callable[[str], object]) -> None:
+def test_chunks_and_company_change_nothing_in_fp32(
+    family: str, attention: str, tiny: Callable[[str], object]
+) -> None:
     model = load_model(str(tiny(family)), attention=attention)
     assert model.mode == attention
     prompts = [prompt_of(n, n) for n in (30, 7, 1, 19)]
@@ -105,11 +126,16 @@ def test_chunks_and_company_change_nothing_in_fp32(family: str, attention: str, 
         runner = model.runner(pool)
         pages = np.random.default_rng(1).permutation(40).tolist()
         needed = [-(-len(p) // PAGE) for p in prompts]
-        sequences = [sequence_of(p, [pages.pop() for _ in range(needed[i])], i) for i, p in enumerate(prompts)]
+        sequences = [
+            sequence_of(p, [pages.pop() for _ in range(needed[i])], i)
+            for i, p in enumerate(prompts)
+        ]
         found: dict[int, torch.Tensor] = {}
         for group in groups:
             while rows := [
-                (i, Row(s, min(chunk, s.length - s.computed))) for i in group if (s := sequences[i]).computed < s.length
+                (i, Row(s, min(chunk, s.length - s.computed)))
+                for i in group
+                if (s := sequences[i]).computed < s.length
             ]:
                 logits = runner.forward([row for _, row in rows])
                 for (i, row), one in zip(rows, logits, strict=True):
@@ -124,4 +150,7 @@ def test_chunks_and_company_change_nothing_in_fp32(family: str, attention: str, 
 
 def test_a_step_without_logits_computes_none(llama: LoadedModel) -> None:
     pool = pool_of(llama, 8, "page_first")
-    assert llama.runner(pool).forward([Row(sequence_of(prompt_of(9), [0, 1, 2]), 8, False)]).shape[0] == 0
+    assert (
+        llama.runner(pool).forward([Row(sequence_of(prompt_of(9), [0, 1, 2]), 8, False)]).shape[0]
+        == 0
+    )

@@ -27,7 +27,9 @@ def test_greedy_is_the_argmax() -> None:
 
 
 def test_the_uniform_number_of_a_draw_never_changes() -> None:
-    """Two machines, or two releases, must draw the same token: these are part of the wire, in a way."""
+    """Two machines, or two releases, must draw the same token: these are part of the wire, in a
+    way.
+    """
     assert [round(uniform(s, p), 12) for s, p in ((0, 0), (7, 3), (-1, 5))] == [
         0.506247308828,
         0.509655346368,
@@ -49,18 +51,28 @@ def test_frequencies_follow_the_probabilities() -> None:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (-1, 0.7), (4, 0.6), (2, 0.01), (500, 0.9)])
 def test_cuts_keep_exactly_the_nucleus(top_k: int, top_p: float) -> None:
-    """Against the definition: the first top_k, then the smallest set of them whose share reaches top_p."""
-    logits = torch.linspace(3, -3, 12)[torch.randperm(12, generator=torch.Generator().manual_seed(5))]
+    """Against the definition: the first top_k, then the smallest set of them whose share reaches
+    top_p.
+    """
+    logits = torch.linspace(3, -3, 12)[
+        torch.randperm(12, generator=torch.Generator().manual_seed(5))
+    ]
     order = logits.argsort(descending=True).tolist()[: top_k if top_k > 0 else None]
     chances = torch.softmax(logits[order], -1).tolist()
     nucleus = {order[i] for i in range(len(order)) if sum(chances[:i]) < top_p}
-    found = choose(logits.expand(4000, 12), draws(4000, temperature=1.0, seed=1, top_k=top_k, top_p=top_p))
+    found = choose(
+        logits.expand(4000, 12), draws(4000, temperature=1.0, seed=1, top_k=top_k, top_p=top_p)
+    )
     assert {c.token_id for c in found} == nucleus
 
 
-def test_a_nucleus_wider_than_the_candidates_is_still_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nucleus_wider_than_the_candidates_is_still_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(2))
-    asked = draws(40, temperature=1.5, seed=9, top_p=0.999) + draws(40, temperature=1.5, seed=9, top_k=2000)
+    asked = draws(40, temperature=1.5, seed=9, top_p=0.999) + draws(
+        40, temperature=1.5, seed=9, top_k=2000
+    )
     both = torch.cat([logits, logits])
     found = choose(both, asked)
     monkeypatch.setattr(sampling, "CANDIDATES", 3000)
@@ -101,7 +113,12 @@ def test_each_row_has_as_many_top_logprobs_as_it_asks_for() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(6))
     rows = [draws(1, temperature=0, logprobs=count)[0] for count in (0, 2, None, 5)]
     assert [len(choice.top_logprobs) for choice in choose(logits, rows)] == [0, 2, 0, 5]
-    assert [choice.logprob is None for choice in choose(logits, rows)] == [False, False, True, False]
+    assert [choice.logprob is None for choice in choose(logits, rows)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-40, 1e-7])

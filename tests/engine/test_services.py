@@ -1,4 +1,6 @@
-"""The services of both roles over real engines and nodes: what they answer, refuse and report, with one rank or two."""
+"""The services of both roles over real engines and nodes: what they answer, refuse and report, with
+one rank or two.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ NEVER_S = 60.0
 class Pair:
     """A prefill and a decode service over the local plane."""
 
-    def __init__(self, prefill: PrefillService, decode: DecodeService, pools: tuple[PagedPool, PagedPool]) -> None:
+    def __init__(
+        self, prefill: PrefillService, decode: DecodeService, pools: tuple[PagedPool, PagedPool]
+    ) -> None:
         self.prefill, self.decode, self.pools = prefill, decode, pools
 
     async def tokens(self, room: int, prompt: list[int], count: int) -> list[int]:
@@ -68,7 +72,11 @@ async def code_of(service: CompletionService, asked: GenerationRequest) -> Code:
 
 @asynccontextmanager
 async def services(
-    model: LoadedModel, decode_service: Any = DecodeService, *, rendezvous_s: float = NEVER_S, **more: Any
+    model: LoadedModel,
+    decode_service: Any = DecodeService,
+    *,
+    rendezvous_s: float = NEVER_S,
+    **more: Any,
 ) -> AsyncIterator[Pair]:
     layout = build_layout(model.streams, page_size=4, num_pages=64, fingerprint=model.fingerprint)
     async with AsyncExitStack() as stack:
@@ -100,20 +108,33 @@ async def test_both_report_what_a_request_has_moved(llama: LoadedModel) -> None:
     async with services(llama) as pair:
         before = time.time()
         assert len(await pair.tokens(7, prompt_of(13), 5)) == 5
-        await until(lambda: pair.prefill.report().pages_at_rest and pair.decode.report().pages_at_rest)
+        await until(
+            lambda: pair.prefill.report().pages_at_rest and pair.decode.report().pages_at_rest
+        )
         for service in (pair.prefill, pair.decode):
             report = service.report()
-            assert report.rooms_ended == {"success": 1} and report.internal_errors == {"handler": 0, "step": 0}
+            assert report.rooms_ended == {"success": 1} and report.internal_errors == {
+                "handler": 0,
+                "step": 0,
+            }
             assert (report.pages_free, report.pages_total, report.rows_total) == (64, 64, 0)
             assert report.bytes_moved == 4 * pair.pools[0].layout.page_bytes
             assert report.peers_declared_dead == 0 and report.rooms_failed == {}
             [summary] = service.rooms()
-            assert (summary["room"], summary["phase"], summary["ended"], summary["cause"]) == (7, "success", True, None)
+            assert (summary["room"], summary["phase"], summary["ended"], summary["cause"]) == (
+                7,
+                "success",
+                True,
+                None,
+            )
             story = service.story(7)
             assert story is not None and story["room"] == 7 and service.story(8) is None
             assert before <= story["opened_unix_s"] <= time.time()
             times = [event["at_s"] for event in story["events"]]
-            assert times == sorted(times) == [round(at_s, 6) for at_s in times] and 0 <= times[-1] < NEVER_S
+            assert (
+                times == sorted(times) == [round(at_s, 6) for at_s in times]
+                and 0 <= times[-1] < NEVER_S
+            )
             assert all(event["what"] and event["phase"] for event in story["events"])
         assert pair.decode.report().decode_steps == 4 and pair.prefill.report().decode_steps is None
 
@@ -123,7 +144,9 @@ async def test_a_room_that_fails_is_counted_by_where_and_why(llama: LoadedModel)
         pair.decode._node.counts.declared_dead = 2
         assert await code_of(pair.decode, request(7, prompt_of(5))) is Code.RENDEZVOUS
         report = pair.decode.report()
-        assert report.peers_declared_dead == 2 and report.rooms_failed == {("bootstrap", "rendezvous"): 1}
+        assert report.peers_declared_dead == 2 and report.rooms_failed == {
+            ("bootstrap", "rendezvous"): 1
+        }
 
 
 async def test_what_fails_before_it_has_a_room_is_counted_as_refused(llama: LoadedModel) -> None:
@@ -139,7 +162,9 @@ async def test_what_fails_before_it_has_a_room_is_counted_as_refused(llama: Load
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_when_a_worker_ends_its_requests_none_begins_any_more(llama: LoadedModel, role: str) -> None:
+async def test_when_a_worker_ends_its_requests_none_begins_any_more(
+    llama: LoadedModel, role: str
+) -> None:
     async with services(llama) as pair:
         service: CompletionService = pair.prefill if role == "prefill" else pair.decode
         leg = asyncio.create_task(code_of(service, request(7, prompt_of(5))))
@@ -178,7 +203,10 @@ async def test_the_shards_of_a_decode_are_reported_and_end_as_one(llama: LoadedM
         assert await leg is Code.ENGINE_ERROR
         [summary] = pair.decode.rooms()
         assert summary["cause"] == "engine_error: a shard is gone"
-        assert await code_of(pair.decode, request(8, prompt_of(5))) in (Code.SHUTDOWN, Code.ENGINE_ERROR)
+        assert await code_of(pair.decode, request(8, prompt_of(5))) in (
+            Code.SHUTDOWN,
+            Code.ENGINE_ERROR,
+        )
 
 
 @pytest.fixture
@@ -190,7 +218,14 @@ async def grouped(stages: list[LoadedModel], llama: LoadedModel) -> AsyncIterato
 def service_of(grouped: Stages, others: dict[int, Any]) -> GroupPrefillService:
     node, engine, own = grouped.nodes[0], grouped.engine, grouped._status
     return GroupPrefillService(
-        CARD, node, engine, NEVER_S, group=grouped.group, own_status=own, others=others, world=(2, 1)
+        CARD,
+        node,
+        engine,
+        NEVER_S,
+        group=grouped.group,
+        own_status=own,
+        others=others,
+        world=(2, 1),
     )
 
 
@@ -202,12 +237,20 @@ async def test_the_ranks_of_a_prefill_are_reported(grouped: Stages) -> None:
     assert (second.rank, second.up) == (1, False)
     statuses[1] = grouped._status()
     first, second = service.report().ranks
-    assert (second.rank, second.up, second.pid, second.pages_free, second.pages_total) == (1, True, 1, 0, PAGES)
+    assert (second.rank, second.up, second.pid, second.pages_free, second.pages_total) == (
+        1,
+        True,
+        1,
+        0,
+        PAGES,
+    )
     assert second.internal_errors == {"handler": 0, "step": 0}
     assert (service.report().pp_size, service.report().tp_size) == (2, 1)
 
 
-async def test_a_group_that_ends_its_requests_ends_those_that_wait_for_their_decode(grouped: Stages) -> None:
+async def test_a_group_that_ends_its_requests_ends_those_that_wait_for_their_decode(
+    grouped: Stages,
+) -> None:
     service = service_of(grouped, {})
     leg = asyncio.create_task(code_of(service, request(7, prompt_of(5))))
     await until(lambda: bool(service._open))

@@ -1,4 +1,6 @@
-"""Two shards of a decode in one process, each with all of the model and a copy of every stream: the same steps."""
+"""Two shards of a decode in one process, each with all of the model and a copy of every stream: the
+same steps.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,14 @@ class Shards:
     """A pair of engines, of which decode has two shards."""
 
     def __init__(
-        self, pair: EnginePair, leader: ShardLeader, follower: ShardFollower, following: asyncio.Task[None],
-        process: ProcessIdentity, lost: list[LostError],
-    ) -> None:  # fmt: skip
+        self,
+        pair: EnginePair,
+        leader: ShardLeader,
+        follower: ShardFollower,
+        following: asyncio.Task[None],
+        process: ProcessIdentity,
+        lost: list[LostError],
+    ) -> None:
         """`process` is said to be the second shard's."""
         self.pair, self.leader, self.follower, self.following = pair, leader, follower, following
         self.process, self.lost = process, lost
@@ -88,13 +95,19 @@ class Shards:
         names = {component.name for component in pool.layout.components}
         both = {name: [pool.array(name, replica=shard) for shard in range(2)] for name in names}
         assert any(np.isfinite(mine).any() for mine, _ in both.values())
-        return [name for name, (mine, other) in both.items() if not np.array_equal(mine, other, equal_nan=True)]
+        return [
+            name
+            for name, (mine, other) in both.items()
+            if not np.array_equal(mine, other, equal_nan=True)
+        ]
 
 
 @asynccontextmanager
 async def shards(model: LoadedModel, **options: Any) -> AsyncIterator[Shards]:
     first, second = copy_of(model, 0), copy_of(model, 1)
-    pair = EnginePair(model, decode_model=first, copies=2, orders=("page_first", "page_first"), **options)
+    pair = EnginePair(
+        model, decode_model=first, copies=2, orders=("page_first", "page_first"), **options
+    )
     here, there = (wire.ShardLink(end) for end in socket.socketpair())
     lost: list[LostError] = []
     leader = ShardLeader([here], first.neighbours, lost.append)
@@ -113,9 +126,11 @@ async def shards(model: LoadedModel, **options: Any) -> AsyncIterator[Shards]:
             there.close()
 
 
-async def test_both_compute_and_keep_the_same(llama: LoadedModel, stock: Callable[[str], Any]) -> None:
-    """Requests come and go, are retracted to host memory and computed again; in the end the second shard's copy of the
-    pool is that of the first, byte for byte."""
+async def test_both_compute_and_keep_the_same(
+    llama: LoadedModel, stock: Callable[[str], Any]
+) -> None:
+    """Requests come and go, are retracted to host memory and computed again; in the end the second
+    shard's copy of the pool is that of the first, byte for byte."""
     prompts = [prompt_of(n, n) for n in (1, 3, 17, 40, 64, 30)]
     async with shards(llama, page_size=4, num_pages=50, new_token_ratio=0.0, host_pages=20) as both:
         pair = both.pair
@@ -129,17 +144,24 @@ async def test_both_compute_and_keep_the_same(llama: LoadedModel, stock: Callabl
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
-async def test_every_kind_of_state_is_followed(loaded: Loaded, stock: Callable[[str], Any], family: str) -> None:
-    """Latents, windows in rings, and states in rows; sampled, with all that a request may ask for beside tokens."""
+async def test_every_kind_of_state_is_followed(
+    loaded: Loaded, stock: Callable[[str], Any], family: str
+) -> None:
+    """Latents, windows in rings, and states in rows; sampled, with all that a request may ask for
+    beside tokens.
+    """
     model, prompts = loaded(family), [prompt_of(n, n) for n in (5, 21, 40)]
     asked = greedy(12, logprobs=2, hidden_states=True)
     async with shards(model, page_size=4) as both:
         outs = await asyncio.gather(*(both.pair.outputs(prompt, asked) for prompt in prompts))
-        await until(lambda: both.pair.home)  # which is when the second shard has ended the last step, too
+        # Which is when the second shard has ended the last step, too.
+        await until(lambda: both.pair.home)
         assert both.differing == []
     for prompt, found in zip(prompts, outs, strict=True):
         assert [out.token_id for out in found] == tiny_models.generate(stock(family), prompt, 12)
-        assert all(out.hidden_states is not None and len(out.top_logprobs) == 2 for out in found[1:])
+        assert all(
+            out.hidden_states is not None and len(out.top_logprobs) == 2 for out in found[1:]
+        )
 
 
 def blocked(both: Shards, then: Exception | None = None) -> tuple[threading.Event, threading.Event]:
@@ -213,8 +235,12 @@ async def test_a_step_that_fails_at_the_first_shard_ends_all(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with shards(llama) as both:
-        monkeypatch.setattr(both.pair.decode._runner._cache.layers[1], "update", lambda *_, **__: 1 / 0)
-        with pytest.raises(LostError, match="a decode step failed at the first shard: ZeroDivisionError"):
+        monkeypatch.setattr(
+            both.pair.decode._runner._cache.layers[1], "update", lambda *_, **__: 1 / 0
+        )
+        with pytest.raises(
+            LostError, match="a decode step failed at the first shard: ZeroDivisionError"
+        ):
             await both.pair.tokens(prompt_of(4), greedy(4))
         assert len(both.lost) == 1 and not is_alive(both.process)
 
@@ -226,7 +252,9 @@ class Other:
         here, self.link = (wire.ShardLink(end) for end in socket.socketpair())
         self.lost: list[str] = []
         self.aborted = threading.Event()
-        self.leader = ShardLeader([here], self, lambda error: self.lost.append(str(error)), timing or Timing())
+        self.leader = ShardLeader(
+            [here], self, lambda error: self.lost.append(str(error)), timing or Timing()
+        )
         self.leader.start()
         self.link.send(wire.Hello(process))
 
@@ -274,11 +302,17 @@ async def test_a_silent_shard_is_lost_and_one_that_speaks_is_not() -> None:
 async def test_a_plan_that_cannot_be_meant_ends_the_shard(llama: LoadedModel) -> None:
     good = wire.PlannedRow(1, 0, np.arange(4).tobytes(), 1, np.zeros(1, np.int32).tobytes(), 9)
     for rows, why in (
-        ([msgspec.structs.replace(good, capacity=0)], "goes on with sequence 1, which was not in the step before"),
+        (
+            [msgspec.structs.replace(good, capacity=0)],
+            "goes on with sequence 1, which was not in the step before",
+        ),
         ([msgspec.structs.replace(good, pages=b"")], "tokens 0..4 have no place"),
         ([msgspec.structs.replace(good, tokens=b"")], "tokens 0..0 have no place"),
         ([msgspec.structs.replace(good, capacity=3)], "tokens 0..4 have no place"),
-        ([msgspec.structs.replace(good, pages=np.array([64], np.int32).tobytes())], "index 64 is outside"),
+        (
+            [msgspec.structs.replace(good, pages=np.array([64], np.int32).tobytes())],
+            "index 64 is outside",
+        ),
     ):
         async with shards(llama, num_pages=64) as both:
             with pytest.raises(KvflowError, match=why):
@@ -286,14 +320,23 @@ async def test_a_plan_that_cannot_be_meant_ends_the_shard(llama: LoadedModel) ->
 
 
 def test_what_the_shards_of_a_model_keep() -> None:
-    """Heads, heads of which two shards have the same, latents, and a ring that is divided along its second axis."""
+    """Heads, heads of which two shards have the same, latents, and a ring that is divided along its
+    second axis.
+    """
     heads = StateKind("k", "float32", (2, 8), whole=4)
     few = StateKind("v", "float32", (1, 8), start=0, whole=1, replica=0, replicas=2)
     latent = StateKind("latent", "float32", (1, 24), replica=1, replicas=2)
     ring = StateKind("ring", "float32", (5, 2, 8), ROW, start=2, whole=4, axis=1)
     found = of_every_shard([heads, latent, ring], 2)
     assert [kind.name for kind in found] == ["k", "latent", "ring"] * 2
-    assert [(kind.start, kind.replica) for kind in found] == [(0, 0), (0, 0), (0, 0), (2, 0), (0, 1), (2, 0)]
+    assert [(kind.start, kind.replica) for kind in found] == [
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (2, 0),
+        (0, 1),
+        (2, 0),
+    ]
     grouped = of_every_shard([few._replace(whole=2)], 4)
     assert [(kind.start, kind.replica) for kind in grouped] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 

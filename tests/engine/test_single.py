@@ -1,4 +1,6 @@
-"""Prefill and decode in one process: requests end wherever they are, and the pool is whole again."""
+"""Prefill and decode in one process: requests end wherever they are,
+and the pool is whole again.
+"""
 
 from __future__ import annotations
 
@@ -80,4 +82,6 @@ async def test_a_request_whose_pages_are_gone_keeps_no_promise_of_others(
         patch.setattr(engine._places, "take_room", refuse)
         with pytest.raises(CapacityError):
             await anext(engine.generate(prompt_of(40), greedy(4)))
-    assert len([out async for out in engine.generate(prompt_of(400), greedy(80))]) == 80, "which is all of the pool"
+    assert len([out async for out in engine.generate(prompt_of(400), greedy(80))]) == 80, (
+        "which is all of the pool"
+    )

@@ -1,4 +1,6 @@
-"""Where models come from: what cannot be loaded is one line, at once, that names the file or the hub."""
+"""Where models come from: what cannot be loaded is one line, at once, that names the file or the
+hub.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from kvflow.protocols.errors import MisuseError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-REQUEST_S = 30.0  # the hub's own client takes longer than this until it gives up; imports of a busy machine do not
+# The hub's own client takes longer than this until it gives up; imports of a busy machine do not.
+REQUEST_S = 30.0
 
 
 def configured(**changes: object) -> Callable[[Path], None]:
@@ -70,25 +73,39 @@ def pickled(model: Path) -> None:
         (truncated, "model.safetensors cannot be read: .*not fully covered"),
         (written(WEIGHTS, b""), "model.safetensors cannot be read: .*header too small"),
         (written(WEIGHTS, bytes(range(256)) * 40), "model.safetensors cannot be read: .*header"),
-        (written(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "fetch .* git lfs pull"),
+        (
+            written(WEIGHTS, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+            "fetch .* git lfs pull",
+        ),
         (lambda model: (model / WEIGHTS).unlink(), "no file named model.safetensors"),
-        (without_a_shard, "1 of 2 files of weights are missing, model-00002-of-00002.safetensors is one"),
+        (
+            without_a_shard,
+            "1 of 2 files of weights are missing, model-00002-of-00002.safetensors is one",
+        ),
         (lacking_a_weight, "the checkpoint lacks 1 weights, 'model.norm.weight' among them"),
         (pickled, "cannot be loaded: Weights only load failed"),
         (written(INDEX, b"{"), "model.safetensors.index.json cannot be read"),
-        (configured(vocab_size=300), r"1 weights do not have the shape .*: .* is \[4096, 192\], not \[300, 192\]"),
+        (
+            configured(vocab_size=300),
+            r"1 weights do not have the shape .*: .* is \[4096, 192\], not \[300, 192\]",
+        ),
         (configured(model_type="quux"), "model type `quux`"),
         (configured(num_hidden_layers="many"), "field 'num_hidden_layers'"),
         (configured(num_hidden_layers=-1), "cannot be probed"),
         (written("config.json", b"{"), "config.json cannot be read"),
         (written("config.json", b"[1]"), "Unrecognized model"),
         (written("tokenizer.json", b"{"), "tokenizer.json cannot be read"),
-        (written("tokenizer.json", b'{"a": 1}'), "the tokenizer cannot be loaded: KeyError 'added_tokens'"),
+        (
+            written("tokenizer.json", b'{"a": 1}'),
+            "the tokenizer cannot be loaded: KeyError 'added_tokens'",
+        ),
         (lambda model: (model / "config.json").unlink(), "has no config.json"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_damaged_files_are_one_line(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+def test_damaged_files_are_one_line(
+    damage: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL_DIR, model)
     damage(model)
@@ -106,11 +123,17 @@ def decode(
     tmp_path: Path, endpoint: str, name: str = "nobody/nothing"
 ) -> tuple[subprocess.CompletedProcess[str], float]:
     """`kvflow decode` of a name, with an empty cache; and the seconds it took."""
-    environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and k != "HF_HUB_OFFLINE"}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.lower().endswith("_proxy") and k != "HF_HUB_OFFLINE"
+    }
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "kvflow", "decode", "--model-path", name, "--port", "0"]
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=100)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=100
+    )
     return done, time.monotonic() - started
 
 
@@ -120,8 +143,9 @@ def test_a_hub_that_refuses_connections_is_one_line_at_once(tmp_path: Path) -> N
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
         done, seconds = decode(tmp_path, url)
     assert done.stderr == (
-        "kvflow decode: error: model 'nobody/nothing' cannot be loaded: it is neither a directory nor in the cache "
-        f"of the hub's client, and the hub at {url} does not answer: [Errno 111] Connection refused\n"
+        "kvflow decode: error: model 'nobody/nothing' cannot be loaded: it is neither a directory "
+        f"nor in the cache of the hub's client, and the hub at {url} does not answer: [Errno 111] "
+        "Connection refused\n"
     )
     assert done.returncode == 2
     assert seconds < REQUEST_S
@@ -140,7 +164,9 @@ def test_a_hub_that_never_answers_is_one_line_in_seconds(tmp_path: Path) -> None
 
 def test_what_no_hub_can_have_is_one_line(tmp_path: Path) -> None:
     done, _ = decode(tmp_path, "http://127.0.0.1:9", "no body")
-    assert done.stderr.startswith("kvflow decode: error: model 'no body' is neither a directory nor a name on a hub: ")
+    assert done.stderr.startswith(
+        "kvflow decode: error: model 'no body' is neither a directory nor a name on a hub: "
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 

@@ -1,4 +1,6 @@
-"""Models that keep more than K and V: token parity, whatever the family; what a row holds, and whose it is."""
+"""Models that keep more than K and V: token parity, whatever the family; what a row holds, and
+whose it is.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, unt
 Loader = Callable[..., LoadedModel]
 Stock = Callable[[str], Any]
 NEW, CHUNK, PAGE = 12, 40, 16
-# One token and two, a page, a chunk, a window of gpt_oss (16), and 8 indexed keys, with their neighbours.
+# One token and two, a page, a chunk, a window of gpt_oss (16), and 8 indexed keys, with their
+# neighbours.
 LENGTHS = (1, 2, 9, 16, 17, 40, 41, 97)
 FAMILIES = [*tiny_models.INDEXED, *tiny_models.STATEFUL]
 
@@ -48,7 +51,9 @@ def expected(family: str, stock: Stock) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 async def test_eight_at_once_equal_generate(family: str, loaded: Loader, stock: Stock) -> None:
-    async with EnginePair(loaded(family), page_size=PAGE, chunk_tokens=CHUNK, max_batch_tokens=64) as pair:
+    async with EnginePair(
+        loaded(family), page_size=PAGE, chunk_tokens=CHUNK, max_batch_tokens=64
+    ) as pair:
         found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()))
         await until(lambda: pair.home)
     assert found == expected(family, stock)
@@ -57,7 +62,9 @@ async def test_eight_at_once_equal_generate(family: str, loaded: Loader, stock: 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 16])
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next", "deepseek_v32", "gpt_oss"])
-async def test_however_a_prompt_is_divided(family: str, chunk: int, loaded: Loader, stock: Stock) -> None:
+async def test_however_a_prompt_is_divided(
+    family: str, chunk: int, loaded: Loader, stock: Stock
+) -> None:
     """nemotron_h has other numbers for a token that comes alone: prompts must never leave one."""
     async with EnginePair(loaded(family), chunk_tokens=chunk, max_batch_tokens=3 * chunk) as pair:
         found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()[:7]))
@@ -65,11 +72,15 @@ async def test_however_a_prompt_is_divided(family: str, chunk: int, loaded: Load
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_a_zeroed_stream_changes_the_output(family: str, loaded: Loader, stock: Stock) -> None:
+async def test_a_zeroed_stream_changes_the_output(
+    family: str, loaded: Loader, stock: Stock
+) -> None:
     """The negative control: one page of every indexer, or the row, is lost on the way."""
     model, prompt = loaded(family), prompts()[-1]
     indexed = family in tiny_models.INDEXED
-    lost = [k.name for k in model.streams if (k.name.endswith("index_k") if indexed else k.unit == ROW)]
+    lost = [
+        k.name for k in model.streams if (k.name.endswith("index_k") if indexed else k.unit == ROW)
+    ]
     assert lost
     async with EnginePair(model) as pair:
 
@@ -77,7 +88,9 @@ async def test_a_zeroed_stream_changes_the_output(family: str, loaded: Loader, s
             def zero() -> None:
                 places = pair.target.pool.layout.split(room.pages)
                 for name in lost:
-                    pair.target.pool.tensor(name)[int(places.pages[3] if indexed else places.rows[0])] = 0
+                    pair.target.pool.tensor(name)[
+                        int(places.pages[3] if indexed else places.rows[0])
+                    ] = 0
 
             room.on_landed = zero
 
@@ -89,8 +102,12 @@ async def test_a_zeroed_stream_changes_the_output(family: str, loaded: Loader, s
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "jamba", "mamba2", "gpt_oss", "mistral"])
-async def test_one_row_for_one_request_after_the_other(family: str, loaded: Loader, stock: Stock) -> None:
-    """Prompts wait for the one row of prefill, which begins at nothing for each; so do requests in one process."""
+async def test_one_row_for_one_request_after_the_other(
+    family: str, loaded: Loader, stock: Stock
+) -> None:
+    """Prompts wait for the one row of prefill, which begins at nothing for each; so do requests in
+    one process.
+    """
     model = loaded(family)
     async with EnginePair(model, source_rows=1, chunk_tokens=CHUNK) as pair:
         found = await asyncio.gather(*(pair.tokens(p, greedy(NEW)) for p in prompts()))
@@ -151,14 +168,20 @@ async def test_a_full_prefix_still_gets_its_row(family: str, loaded: Loader) -> 
         assert room.sends == [(1, True)]
         await leg
         row = pair.target.pool.layout.split(room.pages).rows[0]
-        states = [pair.target.pool.tensor(k.name)[int(row)] for k in loaded(family).streams if k.unit == ROW]
+        states = [
+            pair.target.pool.tensor(k.name)[int(row)]
+            for k in loaded(family).streams
+            if k.unit == ROW
+        ]
         assert all(bool(torch.isfinite(state).all()) for state in states)
         await tokens.aclose()
         await until(lambda: pair.home)
 
 
 @pytest.mark.parametrize("family", ["jamba", "nemotron_h", "mamba2", "deepseek_v32"])
-async def test_logprobs_of_the_prompt_are_those_of_the_stock_model(family: str, loaded: Loader, stock: Stock) -> None:
+async def test_logprobs_of_the_prompt_are_those_of_the_stock_model(
+    family: str, loaded: Loader, stock: Stock
+) -> None:
     prompt = prompt_of(70)
     async with EnginePair(loaded(family), chunk_tokens=CHUNK) as pair:
         outs = await pair.outputs(prompt, greedy(1, prompt_logprobs_from=5, logprobs=2))
@@ -182,9 +205,13 @@ async def test_logprobs_of_a_prompt_that_is_not_divided_are_bounded(
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
-async def test_a_request_that_ends_in_any_state_gives_its_row_back(family: str, loaded: Loader) -> None:
+async def test_a_request_that_ends_in_any_state_gives_its_row_back(
+    family: str, loaded: Loader
+) -> None:
     async with EnginePair(loaded(family), source_rows=2, chunk_tokens=8) as pair:
-        running = [asyncio.ensure_future(pair.outputs(prompt_of(90, n), greedy(300))) for n in range(6)]
+        running = [
+            asyncio.ensure_future(pair.outputs(prompt_of(90, n), greedy(300))) for n in range(6)
+        ]
         await until(lambda: pair.decode.load().running > 1)
         for task in running[::2]:
             task.cancel()
@@ -206,7 +233,9 @@ def runner_of(model: LoadedModel, num_rows: int) -> tuple[PagedPool, Runner]:
 
 def sequence_of(prompt: list[int], first_page: int, row: int) -> Sequence:
     found = Sequence("test", prompt, 8, 4)
-    found.add_pages(np.arange(first_page, first_page + found.pages_missing(len(prompt) + 8), dtype=np.int32))
+    found.add_pages(
+        np.arange(first_page, first_page + found.pages_missing(len(prompt) + 8), dtype=np.int32)
+    )
     found.rows = np.array([row], dtype=np.int32)
     return found
 
@@ -232,12 +261,17 @@ def test_a_step_reads_and_writes_its_own_rows_in_every_layer(family: str, loaded
         for row in (1, 4):
             assert not torch.equal(states[row], before[name][row]), f"{name} was left behind"
     again = sequence_of(prompt_of(6, 1), 30, 4)  # in the row of another
-    # Not bit for bit: seen to differ in the last digits where many tests had run before. Another's state is off by far.
+    # Not bit for bit: seen to differ in the last digits where many tests had run before. Another's
+    # state is off by far.
     assert torch.allclose(runner.forward([Row(again, 6)])[0], first[1], atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "whole"), [("jamba", True), ("mamba2", False), ("nemotron_h", False)])
-def test_the_self_test_finds_scans_that_begin_at_nothing(family: str, whole: bool, loaded: Loader) -> None:
+@pytest.mark.parametrize(
+    ("family", "whole"), [("jamba", True), ("mamba2", False), ("nemotron_h", False)]
+)
+def test_the_self_test_finds_scans_that_begin_at_nothing(
+    family: str, whole: bool, loaded: Loader
+) -> None:
     for model in (loaded(family), loaded(family, "bfloat16")):
         assert (model.whole_prompts, model.mode) == (whole, "pad")
         states = {kind.dtype for kind in model.streams if "recurrent" in kind.name}

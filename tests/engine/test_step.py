@@ -51,15 +51,21 @@ def test_rows_of_similar_lengths_are_one_call() -> None:
     step = packed(decoding([70, 64, 90, 81]))
     assert [(b.q0, b.q1, b.k0, b.keys) for b in step.batches] == [(0, 4, 0, 90)]
     assert step.last == [1, 0, 3, 2], "ordered by length"
-    assert step.ids.tolist() == [prompt_of(n, i)[-1] for n, i in ((64, 1), (70, 0), (81, 3), (90, 2))]
+    assert step.ids.tolist() == [
+        prompt_of(n, i)[-1] for n, i in ((64, 1), (70, 0), (81, 3), (90, 2))
+    ]
     assert step.positions.tolist() == [63, 69, 80, 89]
 
 
-@pytest.mark.parametrize("lengths", [[2, 4000, 2, 2], [10, 5000, 600, 30, 5, 5001], [7] * 20 + [3000], [100, 90, 1500]])
+@pytest.mark.parametrize(
+    "lengths", [[2, 4000, 2, 2], [10, 5000, 600, 30, 5, 5001], [7] * 20 + [3000], [100, 90, 1500]]
+)
 def test_a_long_row_does_not_pad_all_the_others(lengths: list[int]) -> None:
     step = packed(decoding(lengths))
     assert 1 < len(step.batches) <= len(set(lengths))
-    assert step.batches[-1].q1 == len(lengths) and [b.q0 for b in step.batches[1:]] == [b.q1 for b in step.batches[:-1]]
+    assert step.batches[-1].q1 == len(lengths) and [b.q0 for b in step.batches[1:]] == [
+        b.q1 for b in step.batches[:-1]
+    ]
     gathered = gathered_by(step)
     assert gathered.numel() == step.batches[-1].k1
     assert gathered.numel() <= 1.25 * sum(lengths) + 512 * len(step.batches)
@@ -70,7 +76,9 @@ def test_what_is_gathered_is_each_rows_own_and_in_order() -> None:
     step = packed(sequences)
     gathered = gathered_by(step)
     (batch,) = step.batches
-    for s, row in zip(sorted(sequences, key=lambda s: s.length), gathered.view(-1, batch.keys), strict=True):
+    for s, row in zip(
+        sorted(sequences, key=lambda s: s.length), gathered.view(-1, batch.keys), strict=True
+    ):
         own = (s.pages.astype(np.int64)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)[: s.length]
         assert row[batch.keys - s.length :].tolist() == own.tolist()
         assert set(row[: batch.keys - s.length].tolist()) <= {int(own[0])}
@@ -97,12 +105,25 @@ def test_a_step_that_was_planned_ahead_equals_one_made_anew() -> None:
             assert torch.equal(getattr(step, name), getattr(anew, name)), name
         assert torch.equal(gathered_by(step), gathered_by(anew))
         for one, other in zip(step.batches, anew.batches, strict=True):
-            assert (one.q0, one.q1, one.k0, one.k1, one.keys) == (other.q0, other.q1, other.k0, other.k1, other.keys)
+            assert (one.q0, one.q1, one.k0, one.k1, one.keys) == (
+                other.q0,
+                other.q1,
+                other.k0,
+                other.k1,
+                other.keys,
+            )
             for last in (1, 7, one.keys):
                 mine, theirs = one.mask(last, torch.float32), other.mask(last, torch.float32)
                 assert (mine is None) == (theirs is None)
                 assert mine is None or theirs is None or torch.equal(mine, theirs)
-    assert steps == min(s.page_count * PAGE - n for s, n in zip(sequences, [4, 169, 15, PAGE, 1199], strict=True)) > 2
+    assert (
+        steps
+        == min(
+            s.page_count * PAGE - n
+            for s, n in zip(sequences, [4, 169, 15, PAGE, 1199], strict=True)
+        )
+        > 2
+    )
 
 
 def test_another_batch_is_not_what_was_planned() -> None:
@@ -123,10 +144,14 @@ def test_another_batch_is_not_what_was_planned() -> None:
 def test_a_batch_equals_its_rows_alone(
     family: str, attention: str, order: Order, tiny: Callable[[str], object]
 ) -> None:
-    """Windows, soft caps, sinks, grouped heads, latents: short rows, and one that is in a call of its own."""
+    """Windows, soft caps, sinks, grouped heads, latents: short rows, and one that is in a call of
+    its own.
+    """
     model: LoadedModel = load_model(str(tiny(family)), attention=attention)
     *sequences, chunk = decoding([3, 30, 300, 17, 40, 18, 31, 16, 9, 2, 21], 400)
-    layout = build_layout(model.streams, page_size=PAGE, num_pages=400, num_rows=12 * model.has_rows, order=order)
+    layout = build_layout(
+        model.streams, page_size=PAGE, num_pages=400, num_rows=12 * model.has_rows, order=order
+    )
     pool = PagedPool.allocate(layout, shared=False)
     for component in layout.components:
         pool.tensor(component.name).fill_(float("nan"))
@@ -139,10 +164,15 @@ def test_a_batch_equals_its_rows_alone(
     together = runner.forward([Row(s, 1) for s in sequences])
     assert bool(torch.isfinite(together).all())
     assert torch.allclose(together, alone, atol=2e-3, rtol=1e-3)
-    assert together.argmax(-1).tolist() == alone.argmax(-1).tolist() and len(set(alone.argmax(-1).tolist())) > 3
+    assert (
+        together.argmax(-1).tolist() == alone.argmax(-1).tolist()
+        and len(set(alone.argmax(-1).tolist())) > 3
+    )
     chunk.computed = 0
     among = runner.forward([*(Row(s, 1) for s in sequences), Row(chunk, 21)])[:-1]
-    assert torch.allclose(among, alone, atol=2e-3, rtol=1e-3), "beside a chunk, they attend one by one"
+    assert torch.allclose(among, alone, atol=2e-3, rtol=1e-3), (
+        "beside a chunk, they attend one by one"
+    )
     if attention == "packed":
         assert len(packed(sequences).batches) > 1
         some = runner.forward([Row(s, 1, i % 2 == 0) for i, s in enumerate(sequences)])
@@ -163,11 +193,22 @@ def test_a_batch_equals_its_rows_alone(
     ],
 )
 def test_steps_over_kept_states_equal_steps_that_gather(
-    family: str, rings: str, order: Order, share: float, tiny: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
+    family: str,
+    rings: str,
+    order: Order,
+    share: float,
+    tiny: Callable[[str], object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing, some streams, or all of them are kept: the logits, pages and rings are those of steps made anew."""
-    model: LoadedModel = load_model(str(tiny(family)), attention="packed", sliding_window_rows=rings)
-    layout = build_layout(model.streams, page_size=PAGE, num_pages=400, num_rows=6 * model.has_rows, order=order)
+    """Nothing, some streams, or all of them are kept: the logits, pages and rings are those of
+    steps made anew.
+    """
+    model: LoadedModel = load_model(
+        str(tiny(family)), attention="packed", sliding_window_rows=rings
+    )
+    layout = build_layout(
+        model.streams, page_size=PAGE, num_pages=400, num_rows=6 * model.has_rows, order=order
+    )
     streams = len(model.streams)
     found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for planned in (True, False):
@@ -207,13 +248,23 @@ def kept_by(runner: Runner) -> list[int]:
     """Bytes of every stream that the steps ahead have kept."""
     assert runner._ahead is not None
     rings = [states for planned in runner._ahead._planned for states in planned._kept.values()]
-    return [states.nbytes for states in (*(kept.states for kept in runner._ahead._kept.values()), *rings)]
+    return [
+        states.nbytes
+        for states in (*(kept.states for kept in runner._ahead._kept.values()), *rings)
+    ]
 
 
-def test_no_page_is_read_twice_within_a_plan(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_page_is_read_twice_within_a_plan(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = build_layout(llama.streams, page_size=PAGE, num_pages=20)
     pool = PagedPool.allocate(layout, shared=False)
-    runner, sequences, reads, read = llama.runner(pool), decoding([5, 9], 20), list[object](), DecodeSteps.read
+    runner, sequences, reads, read = (
+        llama.runner(pool),
+        decoding([5, 9], 20),
+        list[object](),
+        DecodeSteps.read,
+    )
     for s in sequences:
         s.computed = 0
         runner.forward([Row(s, s.length - 1, 0)])
@@ -234,7 +285,9 @@ def test_no_page_is_read_twice_within_a_plan(llama: LoadedModel, monkeypatch: py
 
 
 def test_plans_share_the_memory_that_they_gather_into() -> None:
-    """Another plan of about as many keys gathers into the same memory; when no step follows, it is given up."""
+    """Another plan of about as many keys gathers into the same memory; when no step follows, it is
+    given up.
+    """
     memory, like = KeptMemory(), torch.zeros(1)
     first = memory.of("k", 1000, like)
     assert first is not None and first.shape == (1000,) and first.dtype == like.dtype

@@ -1,5 +1,5 @@
-"""Stop strings in a text that comes piece by piece: what is found and held back is exact, and long stop strings cost no
-more than short ones."""
+"""Stop strings in a text that comes piece by piece: what is found and held back is exact, and long
+stop strings cost no more than short ones."""
 
 from __future__ import annotations
 
@@ -29,13 +29,21 @@ def tokenizer() -> Tokenizer:
     return found
 
 
-def looked_at_whole(pieces: list[str], stops: list[str], include_stop: bool) -> tuple[list[str], str | None]:
-    """What each piece releases, and the stop string that was met; everything is compared with everything."""
+def looked_at_whole(
+    pieces: list[str], stops: list[str], include_stop: bool
+) -> tuple[list[str], str | None]:
+    """What each piece releases, and the stop string that was met; everything is compared with
+    everything.
+    """
     released: list[str] = []
     pending = ""
     for piece in pieces:
         pending += piece
-        found = [(pending.index(stop), order, stop) for order, stop in enumerate(stops) if stop in pending]
+        found = [
+            (pending.index(stop), order, stop)
+            for order, stop in enumerate(stops)
+            if stop in pending
+        ]
         if found:
             start, _, stop = min(found)
             return [*released, pending[: start + len(stop) * include_stop]], stop
@@ -62,7 +70,9 @@ def test_every_piece_releases_what_a_comparison_of_everything_says(
             break
     else:
         released.append(stream.finish())
-    assert (released, stream.stopped) == looked_at_whole([PIECES[token] for token in tokens], stops, include_stop)
+    assert (released, stream.stopped) == looked_at_whole(
+        [PIECES[token] for token in tokens], stops, include_stop
+    )
 
 
 def lines_executed(work: Callable[[], Any]) -> int:
@@ -91,7 +101,10 @@ def test_a_text_that_nearly_matches_costs_the_same_for_all_stop_strings(
     """Ten lines a character and ten a piece, whether the strings are few or many, short or long."""
     others = [chr(0x4E00 + i) for i in range(number)]
     half = length // 2
-    stops = ["a" * (length - 1) + one if last else "a" * half + one + "a" * (length - half - 1) for one in others]
+    stops = [
+        "a" * (length - 1) + one if last else "a" * half + one + "a" * (length - half - 1)
+        for one in others
+    ]
     stream = TextStream(tokenizer, StopStrings(stops))
     text = [PIECES.index("a" * 16)] * 300 + [PIECES.index("c")]
     released: list[str] = []
@@ -110,7 +123,9 @@ def test_limits_are_in_the_text_of_the_refusal() -> None:
     StopStrings(["x" * MAX_STOP_CHARACTERS])
     with pytest.raises(MisuseError, match=f"stop: {MAX_STOPS + 1} strings, limit {MAX_STOPS}"):
         StopStrings(["x"] * (MAX_STOPS + 1))
-    wanted = f"stop: {MAX_STOP_CHARACTERS + 1} characters in all strings, limit {MAX_STOP_CHARACTERS}"
+    wanted = (
+        f"stop: {MAX_STOP_CHARACTERS + 1} characters in all strings, limit {MAX_STOP_CHARACTERS}"
+    )
     with pytest.raises(MisuseError, match=wanted):
         StopStrings(["x" * MAX_STOP_CHARACTERS, "y"])
 

@@ -17,7 +17,9 @@ def tokenizer() -> Tokenizer:
     return byte_level()
 
 
-def feed(tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+def feed(
+    tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = ()
+) -> tuple[list[str], TextStream]:
     stream = TextStream(tokenizer, stop)
     pieces = [stream.feed(t) for t in tokenizer.encode(text).ids]
     return [*pieces, stream.finish()], stream
@@ -43,7 +45,10 @@ def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     end = tokenizer.token_to_id("<end>")
     assert end is not None
     stream = TextStream(tokenizer)
-    assert [stream.feed(t) for t in (*tokenizer.encode("a").ids, end)] == ["a", ""] and stream.finish() == ""
+    assert [stream.feed(t) for t in (*tokenizer.encode("a").ids, end)] == [
+        "a",
+        "",
+    ] and stream.finish() == ""
     shown = TextStream(tokenizer, skip_special_tokens=False)
     assert shown.feed(end) == "<end>"
 
@@ -80,9 +85,19 @@ def test_no_fast_tokenizer_no_stream() -> None:
 
 
 def test_stop_strings_before_the_least_length_are_text(tokenizer: Tokenizer) -> None:
-    """As in vLLM: neither found nor held back, nor counted as the beginning of one that ends later."""
+    """As in vLLM: neither found nor held back,
+    nor counted as the beginning of one that ends later.
+    """
     text = "xabab-ab"
-    for least, want in ((0, "x"), (2, "xab"), (3, "xab"), (4, "xabab-"), (5, "xabab-"), (7, text), (8, text)):
+    for least, want in (
+        (0, "x"),
+        (2, "xab"),
+        (3, "xab"),
+        (4, "xabab-"),
+        (5, "xabab-"),
+        (7, text),
+        (8, text),
+    ):
         stream = TextStream(tokenizer, ("ab",), min_tokens=least)
         pieces = [stream.feed(t) for t in tokenizer.encode(text).ids]
         assert "".join([*pieces, stream.finish()]) == want

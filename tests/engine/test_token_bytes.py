@@ -11,7 +11,13 @@ from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.engine.scheduler.token_bytes import TokenBytes
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level
 
-TEXTS = ["plain words", "naïve café", "日本語のテキスト", "a🙂b👩‍👩‍👧c", " two  spaces\n\tand lines "]
+TEXTS = [
+    "plain words",
+    "naïve café",
+    "日本語のテキスト",
+    "a🙂b👩‍👩‍👧c",
+    " two  spaces\n\tand lines ",
+]
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

@@ -1,4 +1,6 @@
-"""What the host has of prompts that queue: each loads in its turn, holds it until it begins, and blocks nobody else."""
+"""What the host has of prompts that queue: each loads in its turn, holds it until it begins, and
+blocks nobody else.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ from tests.memory.gate import CopyGate
 
 PAGE, WHOLE, LENGTH = 4, 20, 23
 PROMPTS = [prompt_of(LENGTH, salt) for salt in range(14)]
-STANDS_STILL = 40  # looks at the queue, in which nothing has changed and nothing runs that could change it
+# Looks at the queue, in which nothing has changed and nothing runs that could change it.
+STANDS_STILL = 40
 
 
 def small_pair(model: LoadedModel, pages: int = 8, **options: Any) -> EnginePair:
     """Prefill's pool has room for one prompt, and the host for all of them."""
-    return EnginePair(model, page_size=PAGE, source_pages=pages, cache="lru", cache_host_pages=200, **options)
+    return EnginePair(
+        model, page_size=PAGE, source_pages=pages, cache="lru", cache_host_pages=200, **options
+    )
 
 
 async def only_on_the_host(pair: EnginePair) -> None:
@@ -49,17 +54,23 @@ async def cached_tokens(pair: EnginePair, prompt: list[int], priority: int = 0) 
 def holders(engine: PrefillEngine) -> list[PrefillRequest]:
     """Requests that hold pages of the cache, and have no places."""
     waiting = [*engine._waiting, *engine._early._waiting]
-    return [r for r in waiting if not r.sequence.page_count and r.prefix is not None and r.prefix.held]
+    return [
+        r for r in waiting if not r.sequence.page_count and r.prefix is not None and r.prefix.held
+    ]
 
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
-async def test_prompts_that_queue_lose_nothing_of_what_the_host_has(policy: PrefetchPolicy, llama: LoadedModel) -> None:
+async def test_prompts_that_queue_lose_nothing_of_what_the_host_has(
+    policy: PrefetchPolicy, llama: LoadedModel
+) -> None:
     async with small_pair(llama, prefetch=policy) as pair:
         await only_on_the_host(pair)
         before = pair.caches[0].stats().loaded_pages
         found = await asyncio.gather(*(cached_tokens(pair, prompt) for prompt in PROMPTS))
         assert found == [WHOLE] * len(PROMPTS)
-        assert pair.caches[0].stats().loaded_pages - before == len(PROMPTS) * WHOLE // PAGE, "each is loaded once"
+        assert pair.caches[0].stats().loaded_pages - before == len(PROMPTS) * WHOLE // PAGE, (
+            "each is loaded once"
+        )
 
 
 async def test_who_comes_before_takes_the_turn_and_both_have_their_pages(
@@ -77,7 +88,9 @@ async def test_who_comes_before_takes_the_turn_and_both_have_their_pages(
         assert done == {first} and first.result() == await later == WHOLE
 
 
-async def test_a_prompt_that_loads_is_left_to_load(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prompt_that_loads_is_left_to_load(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with small_pair(llama) as pair:
         await only_on_the_host(pair)
         gate = CopyGate(monkeypatch)
@@ -92,7 +105,9 @@ async def test_a_prompt_that_loads_is_left_to_load(llama: LoadedModel, monkeypat
         assert (stats.loaded_pages, stats.failed_copies) == (WHOLE // PAGE, 0)
 
 
-async def test_a_prompt_that_waits_for_places_holds_nothing_of_the_cache(llama: LoadedModel) -> None:
+async def test_a_prompt_that_waits_for_places_holds_nothing_of_the_cache(
+    llama: LoadedModel,
+) -> None:
     """Those before it may need what it would hold."""
     async with small_pair(llama, pages=12) as pair:
         await pair.outputs(PROMPTS[0], greedy(1))
@@ -109,7 +124,9 @@ async def test_a_prompt_that_waits_for_places_holds_nothing_of_the_cache(llama: 
         assert (await running, await waiting) == (0, WHOLE)
 
 
-@pytest.mark.parametrize("how", ["prefill is cancelled", "decode aborts", "the engine closes", "flush"])
+@pytest.mark.parametrize(
+    "how", ["prefill is cancelled", "decode aborts", "the engine closes", "flush"]
+)
 async def test_who_ends_while_it_loads_holds_nothing(
     how: str, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +196,10 @@ def _matches_later(room: FakeRoom, when: asyncio.Event) -> None:
 
 
 class Queue:
-    """Prompts of which the host has all, of any priority, at any moment; some leave. `broken`: rules, by name."""
+    """Prompts of which the host has all, of any priority, at any moment; some leave.
+
+    `broken`: rules, by name.
+    """
 
     def __init__(self, pair: EnginePair, seed: int) -> None:
         self._pair, self._chance = pair, random.Random(seed)
@@ -268,7 +288,9 @@ PLANTS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
 }
 
 
-async def _broken(model: LoadedModel, seed: int, plant: AbstractContextManager[object], tries: int) -> set[str]:
+async def _broken(
+    model: LoadedModel, seed: int, plant: AbstractContextManager[object], tries: int
+) -> set[str]:
     async with small_pair(model, optimistic_tries=tries) as pair:
         await only_on_the_host(pair)
         queue = Queue(pair, seed)
@@ -286,7 +308,9 @@ def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tries", [0, 2])
-async def test_any_order_of_prompts_ends_with_every_hit(tries: int, llama: LoadedModel, seed: int) -> None:
+async def test_any_order_of_prompts_ends_with_every_hit(
+    tries: int, llama: LoadedModel, seed: int
+) -> None:
     assert await _broken(llama, seed, nullcontext(), tries) == set()
 
 
@@ -313,10 +337,14 @@ async def test_what_cannot_be_loaded_is_computed_and_not_loaded_again(
 
 async def test_a_request_whose_turn_was_taken_from_it_loads_again_when_it_comes_back() -> None:
     forgotten: list[Any] = []
-    steps = SimpleNamespace(lacks=lambda _: True, short_of=lambda _: (1, 0), forget_prefix=forgotten.append)
+    steps = SimpleNamespace(
+        lacks=lambda _: True, short_of=lambda _: (1, 0), forget_prefix=forgotten.append
+    )
     turn = Turn(steps, "wait_complete", lambda: None)  # type: ignore[arg-type]
     request: Any = SimpleNamespace()
-    assert not turn.begins(request) and turn.begins(request), "it is loading, and what it has is held for it"
+    assert not turn.begins(request) and turn.begins(request), (
+        "it is loading, and what it has is held for it"
+    )
     turn.over(request)
     assert forgotten == [request] and not turn.begins(request)
     await turn.close()

@@ -1,4 +1,6 @@
-"""Prompts of whole pages that decode has whole, over real nodes: a last chunk without pages, and an answer."""
+"""Prompts of whole pages that decode has whole, over real nodes: a last chunk without pages, and an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ LANES, REQUESTS = 6, 60
 class Nodes:
     """A prefill and a decode with caches, and requests through both."""
 
-    def __init__(self, prefill: PrefillNode, decode: DecodeNode, engines: tuple[PrefillEngine, DecodeEngine]) -> None:
+    def __init__(
+        self, prefill: PrefillNode, decode: DecodeNode, engines: tuple[PrefillEngine, DecodeEngine]
+    ) -> None:
         self.prefill, self.decode = prefill, decode
         self.sending, self.landing = engines
         self._rooms = itertools.count(1)
@@ -48,7 +52,9 @@ class Nodes:
             await asyncio.wait([leg])
 
     async def _prefill(self, room: int, prompt: list[int]) -> TokenOut:
-        return await self.sending.prefill(self.prefill.room(room, prompt), prompt, greedy(NEW_TOKENS))
+        return await self.sending.prefill(
+            self.prefill.room(room, prompt), prompt, greedy(NEW_TOKENS)
+        )
 
     async def _decode(self, room: int, prompt: list[int]) -> list[int]:
         engine, params = self.landing, greedy(NEW_TOKENS)
@@ -56,8 +62,13 @@ class Nodes:
         try:
             prefix = await engine.cached(prompt, admission=admission)
             assert prefix is not None
-            half = await self.decode.room(room, [self.prefill.info], prompt, prefix_tokens=prefix.tokens)
-            return [out.token_id async for out in engine.generate(half, prompt, params, admission, prefix)]
+            half = await self.decode.room(
+                room, [self.prefill.info], prompt, prefix_tokens=prefix.tokens
+            )
+            return [
+                out.token_id
+                async for out in engine.generate(half, prompt, params, admission, prefix)
+            ]
         finally:
             admission.release()
 
@@ -69,7 +80,9 @@ def _all_can_leave(cache: PrefixCache) -> bool:
 @asynccontextmanager
 async def nodes(model: LoadedModel) -> AsyncIterator[Nodes]:
     async with AsyncExitStack() as stack:
-        layout = build_layout(model.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=model.fingerprint)
+        layout = build_layout(
+            model.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=model.fingerprint
+        )
         source, target = PagedPool.allocate(layout), PagedPool.allocate(layout, shared=True)
         threads = [stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2)]
         caches = [PrefixCache(pool.pages, PAGE_SIZE) for pool in (source, target)]
@@ -78,7 +91,9 @@ async def nodes(model: LoadedModel) -> AsyncIterator[Nodes]:
             stack.push_async_callback(cache.close)
         prefill = await stack.enter_async_context(PrefillNode(source, "local"))
         decode = await stack.enter_async_context(DecodeNode(target, "local"))
-        sending = PrefillEngine(model, source, source.pages, threads[0], chunk_tokens=8, cache=caches[0])
+        sending = PrefillEngine(
+            model, source, source.pages, threads[0], chunk_tokens=8, cache=caches[0]
+        )
         landing = DecodeEngine(model, target, target.pages, threads[1], cache=caches[1])
         for engine in (sending, landing):
             await engine.start()
@@ -93,7 +108,9 @@ async def nodes(model: LoadedModel) -> AsyncIterator[Nodes]:
 
 
 @pytest.mark.parametrize("prompt", WHOLE, ids=len)
-async def test_prefill_answers_a_prompt_that_decode_has_whole(prompt: list[int], llama: LoadedModel) -> None:
+async def test_prefill_answers_a_prompt_that_decode_has_whole(
+    prompt: list[int], llama: LoadedModel
+) -> None:
     async with nodes(llama) as pair:
         _, tokens = await pair.ask(prompt)
         for _ in range(2):
@@ -101,7 +118,9 @@ async def test_prefill_answers_a_prompt_that_decode_has_whole(prompt: list[int],
             assert again == tokens and first.token_id == tokens[0]
 
 
-async def test_none_of_many_fails_beside_others_and_clients_that_leave(llama: LoadedModel, seed: int) -> None:
+async def test_none_of_many_fails_beside_others_and_clients_that_leave(
+    llama: LoadedModel, seed: int
+) -> None:
     chance = random.Random(seed)
     async with nodes(llama) as pair:
         expected = [(await pair.ask(prompt))[1] for prompt in (*WHOLE, *BESIDE)]

@@ -1,4 +1,6 @@
-"""Models with sliding windows whose K and V lie in rings: when they do, what a request takes, and token parity."""
+"""Models with sliding windows whose K and V lie in rings: when they do, what a request takes, and
+token parity.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +53,27 @@ def units(model: LoadedModel) -> list[set[str]]:
 def test_windows_are_kept_in_rows_and_the_rest_in_pages(loaded: Loader) -> None:
     model = loaded("gpt_oss")
     assert model.mode == "packed" and units(model) == [{ROW}, {SLOT}, {ROW}, {SLOT}]
-    assert model.streams[0] == StateKind("layer0.k.sliding_window_rows", "float32", (WINDOW, 2, 16), ROW, axis=1)
+    assert model.streams[0] == StateKind(
+        "layer0.k.sliding_window_rows", "float32", (WINDOW, 2, 16), ROW, axis=1
+    )
     assert model.has_rows and not model.has_states, "its chunks may be of any size"
     assert model.chunk(41, 40) == 40 and model.chunk(9, 1) == 1
     assert model.ring_bytes == 2 * 2 * WINDOW * 2 * 16 * 4
     assert (loaded("falcon_h1").has_rows, loaded("falcon_h1").has_states) == (True, True)
-    assert (loaded("llama").has_rows, loaded("falcon_h1").ring_bytes, loaded("llama").ring_bytes) == (False, 0, 0)
+    assert (
+        loaded("llama").has_rows,
+        loaded("falcon_h1").ring_bytes,
+        loaded("llama").ring_bytes,
+    ) == (False, 0, 0)
 
 
 def test_a_request_takes_fewer_bytes(loaded: Loader, tiny: Tiny) -> None:
     """Of 4,096 tokens, half of the layers keep 16."""
 
     def bytes_of(model: LoadedModel, tokens: int) -> int:
-        layout = build_layout(model.streams, page_size=16, num_pages=1, num_rows=int(model.has_rows))
+        layout = build_layout(
+            model.streams, page_size=16, num_pages=1, num_rows=int(model.has_rows)
+        )
         return layout.row_bytes + layout.page_bytes * -(-tokens // 16)
 
     in_pages = bytes_of(load_model(str(tiny("gpt_oss")), sliding_window_rows="never"), 4096)
@@ -86,7 +96,9 @@ def test_a_request_takes_fewer_bytes(loaded: Loader, tiny: Tiny) -> None:
         ("always", "pad", 0, 4096, "never"),
     ],
 )
-def test_auto_asks_nothing_but_the_model(setting: str, attention: str, window: int, context: int, choice: str) -> None:
+def test_auto_asks_nothing_but_the_model(
+    setting: str, attention: str, window: int, context: int, choice: str
+) -> None:
     keys = StateKind("k", "float32", (2, 16))
     layers = (LayerStreams(keys, keys, window=window), LayerStreams(keys, keys), None)
     assert choose_rings(layers, setting, attention, context) == choice
@@ -100,16 +112,24 @@ def test_what_is_asked_for_is_done_or_refused(tiny: Tiny) -> None:
     assert not load("gemma2", "auto", "pad").has_rows
     assert not load("llama", "always").has_rows, "it has no windows"
     assert units(load("mistral", "always")) == [{ROW}] * 4
-    with pytest.raises(MisuseError, match=r"^--sliding-window-rows always: only --attention packed keeps windows in"):
+    with pytest.raises(
+        MisuseError,
+        match=r"^--sliding-window-rows always: only --attention packed keeps windows in",
+    ):
         load("gemma2", "always", "pad")
     with pytest.raises(
         MisuseError,
-        match=r"^--sliding-window-rows always: model \S+ fails its self-test so \(packed, windows in rows: ",
+        match=(
+            r"^--sliding-window-rows always: model \S+ fails its self-test so \(packed, windows in "
+            r"rows: "
+        ),
     ) as refusal:
         load("llama4_chunked", "always")
     assert "\n" not in str(refusal.value)
     assert load("llama4_chunked", "auto").mode == "pad"
-    with pytest.raises(MisuseError, match="sliding_window_rows 'some' is not one of auto, always, never"):
+    with pytest.raises(
+        MisuseError, match="sliding_window_rows 'some' is not one of auto, always, never"
+    ):
         load("gemma2", "some")
 
 
@@ -125,8 +145,12 @@ class Stuck(RingStream):
 
 
 @pytest.mark.parametrize("window", [WINDOW, 23, 40])
-def test_the_self_test_fills_the_rings_it_tests(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its prompts are longer than the window: what is wrong behind the first one shows, and auto does without."""
+def test_the_self_test_fills_the_rings_it_tests(
+    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts are longer than the window: what is wrong behind the first one shows, and auto
+    does without.
+    """
     path = str(tiny_models.build("gemma2", tmp_path, sliding_window=window))
     assert load_model(path).has_rows
     monkeypatch.setattr("kvflow.engine.model.paged_cache.RingStream", Stuck)
@@ -135,8 +159,12 @@ def test_the_self_test_fills_the_rings_it_tests(window: int, tmp_path: Path, mon
         load_model(path, sliding_window_rows="always")
 
 
-def test_the_self_test_of_a_long_window_is_not_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(tiny_models.build("gemma2", tmp_path, sliding_window=512, max_position_embeddings=4096))
+def test_the_self_test_of_a_long_window_is_not_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(
+        tiny_models.build("gemma2", tmp_path, sliding_window=512, max_position_embeddings=4096)
+    )
     lengths: set[int] = set()
     honest = selftest._stock
 
@@ -145,7 +173,9 @@ def test_the_self_test_of_a_long_window_is_not_long(tmp_path: Path, monkeypatch:
         return honest(model, prompt, chunk)
 
     monkeypatch.setattr(selftest, "_stock", stock)
-    assert load_model(path, sliding_window_rows="always").has_rows and lengths == set(selftest.LENGTHS)
+    assert load_model(path, sliding_window_rows="always").has_rows and lengths == set(
+        selftest.LENGTHS
+    )
 
 
 def test_a_pool_with_windows_in_pages_is_refused(loaded: Loader, tiny: Tiny) -> None:
@@ -157,14 +187,30 @@ def test_a_pool_with_windows_in_pages_is_refused(loaded: Loader, tiny: Tiny) -> 
 
 
 def edges(chunk: int) -> list[list[int]]:
-    lengths = {1, 2, chunk - 1, chunk, chunk + 1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 1, 2 * chunk + 7, 97}
+    lengths = {
+        1,
+        2,
+        chunk - 1,
+        chunk,
+        chunk + 1,
+        WINDOW - 1,
+        WINDOW,
+        WINDOW + 1,
+        2 * WINDOW + 1,
+        2 * chunk + 7,
+        97,
+    }
     return [prompt_of(n, n) for n in sorted(lengths)]
 
 
 @pytest.mark.parametrize(("page", "chunk"), [(4, 7), (16, 40), (64, 16)])
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_fp32_equals_generate(family: str, page: int, chunk: int, loaded: Loader, stock: Stock) -> None:
-    """Chunks shorter than a window and longer, decoded with requests that join and leave; rows are used again."""
+async def test_fp32_equals_generate(
+    family: str, page: int, chunk: int, loaded: Loader, stock: Stock
+) -> None:
+    """Chunks shorter than a window and longer, decoded with requests that join and leave; rows are
+    used again.
+    """
     prompts = edges(chunk)
     counts = [NEW - 5 * (i % 3) for i in range(len(prompts))]
     async with EnginePair(
@@ -176,7 +222,10 @@ async def test_fp32_equals_generate(family: str, page: int, chunk: int, loaded: 
         max_batch_tokens=2 * chunk,
     ) as pair:
         found = await asyncio.gather(
-            *(pair.tokens(prompt, greedy(count)) for prompt, count in zip(prompts, counts, strict=True))
+            *(
+                pair.tokens(prompt, greedy(count))
+                for prompt, count in zip(prompts, counts, strict=True)
+            )
         )
         await until(lambda: pair.home)
     for prompt, count, tokens in zip(prompts, counts, found, strict=True):
@@ -185,7 +234,9 @@ async def test_fp32_equals_generate(family: str, page: int, chunk: int, loaded: 
 
 @pytest.mark.parametrize("family", HYBRID)
 @pytest.mark.parametrize("lost", ["row", "page"])
-async def test_neither_rows_nor_pages_are_kept_in_vain(family: str, lost: str, loaded: Loader, stock: Stock) -> None:
+async def test_neither_rows_nor_pages_are_kept_in_vain(
+    family: str, lost: str, loaded: Loader, stock: Stock
+) -> None:
     """The negative control: a zeroed row changes the output, and so does a zeroed page."""
     prompt = prompt_of(60)
     async with EnginePair(loaded(family)) as pair:
@@ -196,7 +247,9 @@ async def test_neither_rows_nor_pages_are_kept_in_vain(family: str, lost: str, l
                 places = pool.layout.split(room.pages)
                 for component in pool.layout.components:
                     if component.in_rows == (lost == "row"):
-                        pool.tensor(component.name)[int(places.rows[0] if lost == "row" else places.pages[-1])] = 0
+                        pool.tensor(component.name)[
+                            int(places.rows[0] if lost == "row" else places.pages[-1])
+                        ] = 0
 
             room.on_landed = zero
 
@@ -228,7 +281,9 @@ async def test_generated_tokens_are_computed_again_in_a_chunk(
 
 
 def runner_of(model: LoadedModel) -> tuple[PagedPool, Runner]:
-    pool = PagedPool.allocate(build_layout(model.streams, page_size=4, num_pages=80, num_rows=6), shared=False)
+    pool = PagedPool.allocate(
+        build_layout(model.streams, page_size=4, num_pages=80, num_rows=6), shared=False
+    )
     for component in pool.layout.components:
         pool.tensor(component.name).fill_(float("nan"))
     return pool, model.runner(pool)
@@ -253,23 +308,36 @@ def continued(runner: Runner, sequences: list[Sequence], steps: int) -> torch.Te
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_of_an_earlier_request_is_read(family: str, loaded: Loader) -> None:
-    """A row of NaN, and one that another request has filled: not one bit of the logits is another. Prompts are shorter
-    than the window, so that part of the row is still the other's while they decode."""
+    """A row of NaN, and one that another request has filled: not one bit of the logits is another.
+
+    Prompts are shorter than the window, so that part of the row is still the other's while they
+    decode."""
     pool, runner = runner_of(loaded(family))
     prompts = [prompt_of(3, 1), prompt_of(9, 2)]
-    places = [Places(np.arange(12 * i, 12 * i + 12, dtype=np.int32), np.array([i + 1], np.int32)) for i in range(2)]
-    fresh = continued(runner, [sequence_of(p, at) for p, at in zip(prompts, places, strict=True)], 10)
+    places = [
+        Places(np.arange(12 * i, 12 * i + 12, dtype=np.int32), np.array([i + 1], np.int32))
+        for i in range(2)
+    ]
+    fresh = continued(
+        runner, [sequence_of(p, at) for p, at in zip(prompts, places, strict=True)], 10
+    )
     assert bool(torch.isfinite(fresh).all())
     continued(runner, [sequence_of(prompt_of(20, i), at) for i, at in enumerate(places)], 3)
-    again = continued(runner, [sequence_of(p, at) for p, at in zip(prompts, places, strict=True)], 10)
+    again = continued(
+        runner, [sequence_of(p, at) for p, at in zip(prompts, places, strict=True)], 10
+    )
     assert torch.equal(again, fresh)
     for name in (kind.name for kind in loaded(family).streams if kind.unit == ROW):
-        assert bool(torch.isnan(pool.tensor(name)[[0, 3, 4, 5]]).all()), "a row of nobody's was written"
+        assert bool(torch.isnan(pool.tensor(name)[[0, 3, 4, 5]]).all()), (
+            "a row of nobody's was written"
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [5, 30])
-async def test_a_snapshot_goes_on_in_other_pages_and_another_row(family: str, length: int, loaded: Loader) -> None:
+async def test_a_snapshot_goes_on_in_other_pages_and_another_row(
+    family: str, length: int, loaded: Loader
+) -> None:
     """In mid-decode, before its ring is full and after; what it leaves is poisoned."""
     pool, runner = runner_of(loaded(family))
     here = Places(pool.pages.take(14, "here"), pool.rows.take(1, "here"))
@@ -280,7 +348,9 @@ async def test_a_snapshot_goes_on_in_other_pages_and_another_row(family: str, le
     store = SnapshotStore(pool, 1 << 20)
     snapshot = await store.take(here)
     for component in pool.layout.components:
-        pool.tensor(component.name)[(here.rows if component.in_rows else here.pages).astype(np.int64)] = float("nan")
+        pool.tensor(component.name)[
+            (here.rows if component.in_rows else here.pages).astype(np.int64)
+        ] = float("nan")
     await store.restore(snapshot, there)
     await store.close()
     moved = sequence_of(moving.tokens[: moving.length].tolist(), there)

@@ -1,7 +1,7 @@
 """Tiny random models of many families, for token parity.
 
-The initializer range is large and Gemma's embeddings are untied: with the usual small weights a random model repeats
-one token for ever, and parity would mean nothing.
+The initializer range is large and Gemma's embeddings are untied: with the usual small weights a
+random model repeats one token for ever, and parity would mean nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ MLA: dict[str, Any] = {
     "head_dim": 8,
 }
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
-GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ALTERNATING,
+}
 GPT2: dict[str, Any] = {
     "vocab_size": 512,
     "n_embd": 64,
@@ -76,11 +81,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 CORNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "gpt_oss",
-        {**BASE, "head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "layer_types": ALTERNATING},
+        {
+            **BASE,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "num_local_experts": 4,
+            "layer_types": ALTERNATING,
+        },
     ),
     "gemma4_shared_kv": (
         "gemma4_text",
-        {**BASE, "head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "layer_types": ALTERNATING, **KV_SHARED},
+        {
+            **BASE,
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "sliding_window": 16,
+            "layer_types": ALTERNATING,
+            **KV_SHARED,
+        },
     ),
     "llama4_chunked": (
         "llama4_text",
@@ -131,9 +149,13 @@ MOE: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
-PURE = {name: BASE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")}
-# As real models have them: with few heads many index scores are exactly 0, and which of equal ones are taken depends on
-# how many keys there are. All of them are 0 for the padding token, whose embedding is 0, so there is none.
+PURE = {
+    name: BASE[name]
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "initializer_range")
+}
+# As real models have them: with few heads many index scores are exactly 0, and which of equal ones
+# are taken depends on how many keys there are. All of them are 0 for the padding token, whose
+# embedding is 0, so there is none.
 INDEXER = {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16, "pad_token_id": None}
 
 # Families that keep an indexer's keys, and those that keep states per request.
@@ -143,7 +165,10 @@ INDEXED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {**BASE, **LINEAR, **MOE}),
-    "falcon_h1": ("falcon_h1", {**BASE, **SSM, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4}),
+    "falcon_h1": (
+        "falcon_h1",
+        {**BASE, **SSM, "head_dim": 16, "mamba_d_ssm": 64, "mamba_n_heads": 4},
+    ),
     "lfm2": (
         "lfm2",
         {
@@ -230,13 +255,19 @@ ALL = {**FAMILIES, **CORNERS, **INDEXED, **STATEFUL, **MORE_STATEFUL, **REFUSED}
 
 
 def build(family: str, directory: Path, **changes: Any) -> Path:
-    """Write the family's random model to `directory`, once; returns its path, which `changes` have a part in."""
-    target = directory / (f"{family}-{zlib.crc32(repr(changes).encode()):08x}" if changes else family)
+    """Write the family's random model to `directory`, once; returns its path, which `changes` have
+    a part in.
+    """
+    target = directory / (
+        f"{family}-{zlib.crc32(repr(changes).encode()):08x}" if changes else family
+    )
     if (target / "config.json").is_file():
         return target
     model_type, values = ALL[family]
     torch.manual_seed(1234)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**values, **changes}))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **{**values, **changes})
+    )
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

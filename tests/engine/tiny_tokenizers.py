@@ -17,8 +17,15 @@ def byte_level() -> Tokenizer:
 
 def byte_fallback() -> Tokenizer:
     """As Llama 2 and Gemma have it: spaces are marked, and characters without a token are bytes."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz"]
-    found = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    pieces = [
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz",
+    ]
+    found = Tokenizer(
+        BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
     found.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     found.decoder = decoders.Sequence(steps)

@@ -1,4 +1,6 @@
-"""Processes that each run a part of a model: the same requests on all of them, and what comes out of each."""
+"""Processes that each run a part of a model: the same requests on all of them, and what comes out
+of each.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ Tell = Callable[[list[int] | None], list[int]]
 
 
 class Ran(NamedTuple):
-    """Tokens of each prompt, the logits they were chosen from, step by step, and what lies in the pool in the end."""
+    """Tokens of each prompt, the logits they were chosen from, step by step, and what lies in the
+    pool in the end.
+    """
 
     tokens: list[list[int]]
     logits: list[torch.Tensor]
@@ -53,15 +57,21 @@ class Ran(NamedTuple):
 
 
 def run(model: LoadedModel, tell: Tell | None = None, pool: PagedPool | None = None) -> Ran:
-    """Both prompts in chunks, then decoding in one batch; greedy. In `pool`, or one that is made for it."""
+    """Both prompts in chunks, then decoding in one batch; greedy.
+
+    In `pool`, or one that is made for it.
+    """
     count = sum(-(-(len(p) + NEW) // PAGE_SIZE) for p in PROMPTS)
     num_rows = len(PROMPTS) if model.has_rows else 0
     given = pool
     pool = given or PagedPool.allocate(
-        build_layout(model.streams, page_size=PAGE_SIZE, num_pages=count, num_rows=num_rows), device=model.device
+        build_layout(model.streams, page_size=PAGE_SIZE, num_pages=count, num_rows=num_rows),
+        device=model.device,
     )
     runner = model.runner(pool)
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(torch.int32).numpy()
+    order = (
+        torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(torch.int32).numpy()
+    )
     sequences = [Sequence(i, p, NEW, PAGE_SIZE) for i, p in enumerate(PROMPTS)]
     for i, s in enumerate(sequences):
         s.add_pages(order[: s.pages_missing(s.tokens.size)])
@@ -71,7 +81,10 @@ def run(model: LoadedModel, tell: Tell | None = None, pool: PagedPool | None = N
     try:
         while running := [s for s in sequences if s.length < s.tokens.size]:
             counts = [model.chunk(s.length - s.computed, CHUNK) for s in running]
-            rows = [Row(s, n, int(n == s.length - s.computed)) for s, n in zip(running, counts, strict=True)]
+            rows = [
+                Row(s, n, int(n == s.length - s.computed))
+                for s, n in zip(running, counts, strict=True)
+            ]
             found = runner.forward(rows)
             if found.shape[0]:
                 logits.append(found.float().cpu())
@@ -89,7 +102,9 @@ def run(model: LoadedModel, tell: Tell | None = None, pool: PagedPool | None = N
     weights = sum(local(p).untyped_storage().nbytes() for p in model.model.parameters())
     tokens = [s.tokens[s.prompt_length :].tolist() for s in sequences]
     parameters = sum(local(p).numel() for p in model.model.parameters())
-    return Ran(tokens, logits, kept, model.streams, model.mode, model.fingerprint, parameters, weights)
+    return Ran(
+        tokens, logits, kept, model.streams, model.mode, model.fingerprint, parameters, weights
+    )
 
 
 def local(parameter: Any) -> torch.Tensor:
@@ -98,8 +113,10 @@ def local(parameter: Any) -> torch.Tensor:
 
 
 class Job(NamedTuple):
-    """`killed`: it ends by SIGKILL after so many tokens; 0: while the model is loaded. `idle`: whether it is the one
-    shard that begins no step until the others have been aborted; None where all do."""
+    """`killed`: it ends by SIGKILL after so many tokens; 0: while the model is loaded.
+
+    `idle`: whether it is the one shard that begins no step until the others have been aborted; None
+    where all do."""
 
     path: str
     part: ModelPart
@@ -110,21 +127,30 @@ class Job(NamedTuple):
 
 
 class World:
-    """`size` processes, which run one job after another. One that was killed is started again for the next."""
+    """`size` processes, which run one job after another.
+
+    One that was killed is started again for the next.
+    """
 
     def __init__(self, size: int, directory: Path) -> None:
-        """`directory`: where the parts of each job meet. They may write there until they end: torch's store of a model
-        does so when the model is collected."""
+        """`directory`: where the parts of each job meet.
+
+        They may write there until they end: torch's store of a model does so when the model is
+        collected."""
         self._meetings = (directory / str(n) for n in itertools.count())
         started = [_start() for _ in range(size)]
-        self.processes, self.jobs, self.aborts = (list(column) for column in zip(*started, strict=True))
+        self.processes, self.jobs, self.aborts = (
+            list(column) for column in zip(*started, strict=True)
+        )
 
     def run(self, path: Path, stages: int, shards: int, **options: Any) -> list[Ran]:
-        """A model's prompts on stages x shards of the processes; by rank. Raises: AssertionError, with the failures.
+        """A model's prompts on stages x shards of the processes; by rank.
 
-        Once more where glibc has aborted a process: about once in a thousand groups of shards, a thread of gloo (torch
-        2.13) finds its heap damaged when the first collective runs. The cause is not found; a role starts such a rank
-        again, too.
+        Raises: AssertionError, with the failures.
+
+        Once more where glibc has aborted a process: about once in a thousand groups of shards, a
+        thread of gloo (torch 2.13) finds its heap damaged when the first collective runs. The cause
+        is not found; a role starts such a rank again, too.
         """
         found = self.outcomes(path, stages, shards, **options)
         if "ended" in found and self._was_aborted(stages * shards):
@@ -140,11 +166,17 @@ class World:
         return any(process.exitcode == -signal.SIGABRT for process in self.processes[:used])
 
     def outcomes(
-        self, path: Path, stages: int, shards: int, killed: dict[int, int] | None = None, idle: int | None = None,
+        self,
+        path: Path,
+        stages: int,
+        shards: int,
+        killed: dict[int, int] | None = None,
+        idle: int | None = None,
         **options: Any,
-    ) -> list[Any]:  # fmt: skip
-        """By rank: `Ran`, or the text of the error, or "ended" for a process that is no more: `killed`, a rank after so
-        many tokens. Other stages are told to abort when one has ended; shards are not, for they notice."""
+    ) -> list[Any]:
+        """By rank: `Ran`, or the text of the error, or "ended" for a process that is no more:
+        `killed`, a rank after so many tokens. Other stages are told to abort when one has ended;
+        shards are not, for they notice."""
         for n, process in enumerate(self.processes):
             if not process.is_alive():
                 self.processes[n], self.jobs[n], self.aborts[n] = _start()
@@ -262,7 +294,9 @@ def _run(jobs: Connection, job: Job) -> Ran:
         if job.killed == 0 and stage == "self-test":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    model = _Running.model = load_model(job.path, progress=progress, part=job.part, meeting=job.meeting, **job.options)
+    model = _Running.model = load_model(
+        job.path, progress=progress, part=job.part, meeting=job.meeting, **job.options
+    )
     try:
         if job.idle is not None:
             _abort_a_wait(jobs, model, idle=job.idle)
@@ -273,7 +307,10 @@ def _run(jobs: Connection, job: Job) -> Ran:
 
 
 def _abort_a_wait(jobs: Connection, model: LoadedModel, *, idle: bool) -> None:
-    """One shard runs a step, which the idle one runs when that has been aborted. Raises: LostError."""
+    """One shard runs a step, which the idle one runs when that has been aborted.
+
+    Raises: LostError.
+    """
     if idle:
         jobs.recv()
     else:

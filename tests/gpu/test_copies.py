@@ -22,7 +22,11 @@ def fill(pool: PagedPool, kind: str, seed: int) -> None:
     random = torch.Generator(device=pool.device).manual_seed(seed)
     for name in names_of(kind):
         view = pool.tensor(name).view(torch.uint8)
-        view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8, device=pool.device, generator=random))
+        view.copy_(
+            torch.randint(
+                0, 256, view.shape, dtype=torch.uint8, device=pool.device, generator=random
+            )
+        )
     torch.cuda.synchronize()
 
 
@@ -60,7 +64,9 @@ async def test_every_buffer_comes_back_and_no_neighbour_is_touched(kind: str, or
 @pytest.mark.parametrize("pinned", [True, False])
 @pytest.mark.parametrize("unit", [8, 1])
 def test_many_small_blocks_arrive_whole_and_alone(unit: int, pinned: bool) -> None:
-    """By the kernel where blocks are whole words and the host's side is pinned, else by a call for each."""
+    """By the kernel where blocks are whole words and the host's side is pinned, else by a call for
+    each.
+    """
     random = np.random.default_rng(5)
     pool = PagedPool.allocate(layout_of("mha", 16, 64, 0, "layer_first"), device="cuda")
     host = PagedPool.allocate(layout_of("mha", 16, 64, 0, "page_first"), shared=False)
@@ -73,7 +79,8 @@ def test_many_small_blocks_arrive_whole_and_alone(unit: int, pinned: bool) -> No
     count = 300
     ends = np.sort(random.choice(np.arange(unit, room, unit), 2 * count, replace=False))
     starts, sizes = ends[0::2], ends[1::2] - ends[0::2]
-    shift = unit * int(random.integers(0, room // unit))  # the two sides are not the same distance from their starts
+    # The two sides are not the same distance from their starts.
+    shift = unit * int(random.integers(0, room // unit))
     out = Blocks(there.address + starts, here.address + shift + starts, sizes)
     memory = torch.frombuffer(
         memoryview((ctypes.c_uint8 * here.size_bytes).from_address(here.address)), dtype=torch.uint8

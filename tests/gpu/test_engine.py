@@ -31,7 +31,9 @@ async def generated(model: LoadedModel, params: SamplingParams) -> list[list[int
     """Eight prompts of unlike lengths at once, in chunks of 7 tokens."""
     num_rows = 16 if any(stream.unit == ROW for stream in model.streams) else 0
     layout = build_layout(model.streams, page_size=4, num_pages=256, num_rows=num_rows)
-    pool = PagedPool.allocate(layout, shared=False, device=None if model.device.type == "cpu" else model.device)
+    pool = PagedPool.allocate(
+        layout, shared=False, device=None if model.device.type == "cpu" else model.device
+    )
     with ThreadPoolExecutor(1) as executor:
         engine = SingleEngine(model, pool, pool.pages, executor, chunk_tokens=7)
         await engine.start()
@@ -53,7 +55,10 @@ async def generated(model: LoadedModel, params: SamplingParams) -> list[list[int
         ("llama", "pad"),
         ("gemma2", "packed"),
         ("gemma2", "pad"),
-        *((family, "auto") for family in ("deepseek_v3", "gpt_oss", "mixtral", *INDEXED, *STATEFUL)),
+        *(
+            (family, "auto")
+            for family in ("deepseek_v3", "gpt_oss", "mixtral", *INDEXED, *STATEFUL)
+        ),
     ],
 )
 async def test_tokens_are_those_of_the_cpu(family: str, attention: str, tmp_path: Path) -> None:
@@ -67,13 +72,20 @@ async def test_tokens_are_those_of_the_cpu(family: str, attention: str, tmp_path
 async def test_every_way_of_sampling_runs(tmp_path: Path) -> None:
     model = load_model(str(tiny_models.build("llama", tmp_path)), "float32", device="cuda")
     for params in (
-        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_new_tokens=8, logprobs=3, prompt_logprobs_from=0),
+        SamplingParams(
+            temperature=0.8, top_p=0.9, seed=3, max_new_tokens=8, logprobs=3, prompt_logprobs_from=0
+        ),
         SamplingParams(temperature=1.0, top_k=5, min_p=0.02, seed=4, max_new_tokens=8),
         SamplingParams(
-            temperature=0, max_new_tokens=8, frequency_penalty=0.5, repetition_penalty=1.2, min_new_tokens=4,
-            logit_bias=((5, 2.0),), bad_words=((7,),),
+            temperature=0,
+            max_new_tokens=8,
+            frequency_penalty=0.5,
+            repetition_penalty=1.2,
+            min_new_tokens=4,
+            logit_bias=((5, 2.0),),
+            bad_words=((7,),),
         ),
-    ):  # fmt: skip
+    ):
         first, again = [await generated(model, params) for _ in range(2)]
         assert first == again and all(first)
 
@@ -85,7 +97,10 @@ def test_a_pool_is_laid_out_as_on_the_host_and_frees_every_buffer(kind: str) -> 
     pool = PagedPool.allocate(layout_of(kind, 16, 64, 5, "layer_first"), device="cuda")
     host = PagedPool.allocate(layout_of(kind, 16, 64, 5, "layer_first"), shared=False)
     assert torch.cuda.memory_allocated() - before >= pool.layout.size_bytes
-    described = [[(t.shape, t.stride(), t.dtype) for t in map(p.tensor, names_of(kind))] for p in (pool, host)]
+    described = [
+        [(t.shape, t.stride(), t.dtype) for t in map(p.tensor, names_of(kind))]
+        for p in (pool, host)
+    ]
     assert described[0] == described[1]
     assert not any(bool(pool.tensor(name).float().any()) for name in names_of(kind))
     pool.close()

@@ -19,7 +19,9 @@ from tests.e2e.fleet import all_home, running
 from tests.memory.kinds import has_rows, in_rows, layout_of, names_of
 
 pytestmark = pytest.mark.gpu
-needs_mooncake = pytest.mark.skipif(importlib.util.find_spec("mooncake") is None, reason="no mooncake")
+needs_mooncake = pytest.mark.skipif(
+    importlib.util.find_spec("mooncake") is None, reason="no mooncake"
+)
 PLANES = ["local", pytest.param("mooncake", marks=needs_mooncake)]
 PROMPT = range(16 * 29 + 5)  # 30 pages
 
@@ -29,7 +31,11 @@ def filled(kind: str, seed: int) -> kvflow.PagedPool:
     for n, name in enumerate(names_of(kind)):
         view = pool.tensor(name).view(torch.uint8)
         random = torch.Generator(device=pool.device).manual_seed(seed + n)
-        view.copy_(torch.randint(0, 256, view.shape, dtype=torch.uint8, device=pool.device, generator=random))
+        view.copy_(
+            torch.randint(
+                0, 256, view.shape, dtype=torch.uint8, device=pool.device, generator=random
+            )
+        )
     torch.cuda.synchronize()
     return pool
 
@@ -40,7 +46,10 @@ def filled(kind: str, seed: int) -> kvflow.PagedPool:
 async def test_a_room_between_devices(kind: str, verify: bool, backend: str) -> None:
     source, target = filled(kind, 1), filled(kind, 100)
     layout = source.layout
-    out, into = kvflow.Staging(source, 40 * layout.page_bytes + 12 * layout.row_bytes), kvflow.Staging(target)
+    out, into = (
+        kvflow.Staging(source, 40 * layout.page_bytes + 12 * layout.row_bytes),
+        kvflow.Staging(target),
+    )
     async with (
         kvflow.PrefillNode(source, backend, staging=out, verify_transfers=verify) as prefill,
         kvflow.DecodeNode(target, backend, staging=into, verify_transfers=verify) as decode,
@@ -55,7 +64,11 @@ async def test_a_room_between_devices(kind: str, verify: bool, backend: str) -> 
         assert await taken.landed() == b"handoff"
         there, here = layout.split(taken.keep("mine")), layout.split(pages)
         for name in names_of(kind):
-            where, whence = (there.rows, row - layout.num_pages) if in_rows(kind, name) else (there.pages, here.pages)
+            where, whence = (
+                (there.rows, row - layout.num_pages)
+                if in_rows(kind, name)
+                else (there.pages, here.pages)
+            )
             found = target.tensor(name).view(torch.uint8)[where.tolist()]
             assert torch.equal(found, source.tensor(name).view(torch.uint8)[whence.tolist()]), name
         await until(lambda: decode.staging_at_rest)
@@ -106,7 +119,11 @@ async def answers(**changes: Any) -> list[str]:
 
 @pytest.mark.parametrize("backend", PLANES)
 async def test_a_fleet_on_a_device_answers_as_one_on_the_cpu(backend: str) -> None:
-    """In float32; the demo model's best two tokens are rarely as close as two orders of summation are apart."""
+    """In float32; the demo model's best two tokens are rarely as close as two orders of summation
+    are apart.
+    """
     plain = await answers(device="cpu")
-    found = await answers(device="cuda", disaggregation_transfer_backend=backend, verify_transfers=True)
+    found = await answers(
+        device="cuda", disaggregation_transfer_backend=backend, verify_transfers=True
+    )
     assert sum(a == b for a, b in zip(found, plain, strict=True)) >= 7

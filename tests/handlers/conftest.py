@@ -1,4 +1,6 @@
-"""A test that hangs is cancelled, so that the next one runs: a signal does not get through to uvloop's loop."""
+"""A test that hangs is cancelled, so that the next one runs: a signal does not get through to
+uvloop's loop.
+"""
 
 from __future__ import annotations
 

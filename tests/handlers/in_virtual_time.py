@@ -1,5 +1,5 @@
-"""Endings that must reach the other side's client in under a second of the nodes' own timers, however slow the machine
-is."""
+"""Endings that must reach the other side's client in under a second of the nodes' own timers,
+however slow the machine is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Ending = Callable[[Pair], Awaitable[tuple[Awaitable[object], Code, str]]]
 """Ends a room, and returns what the other side's client waits for, and what it must be told."""
 
 
-def in_virtual_time(ending: Ending, lost: tuple[type, ...], seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_virtual_time(
+    ending: Ending, lost: tuple[type, ...], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the times that ship; of each class in `lost` the first message never arrives."""
     loop = VirtualLoop(random.Random(seed))
     monkeypatch.setattr(pair_module, "monotonic", loop.time)
@@ -28,7 +30,8 @@ def in_virtual_time(ending: Ending, lost: tuple[type, ...], seed: int, monkeypat
         async with pair(timing=Timing()) as p:
             for kind in lost:
                 p.network.drop(kind)
-            began_at_s = loop.time()  # what comes before the end costs some milliseconds of virtual time
+            # What comes before the end costs some milliseconds of virtual time.
+            began_at_s = loop.time()
             waiting, code, text = await ending(p)
             with pytest.raises(KvflowError) as caught:
                 await waiting

@@ -48,17 +48,23 @@ def between(p: Pair) -> dict[str, Any]:
 def to_prefill(p: Pair, *messages: Message) -> None:
     """As if decode had sent them."""
     for message in messages:
-        p.network.inject(Frame(p.prefill.info.control, routing_id(p.decode.incarnation), True, encode(message)))
+        p.network.inject(
+            Frame(p.prefill.info.control, routing_id(p.decode.incarnation), True, encode(message))
+        )
 
 
 def to_decode(p: Pair, *messages: Message) -> None:
     """As if prefill had sent them."""
     for message in messages:
-        p.network.inject(Frame(p.prefill.info.control, routing_id(p.decode.incarnation), False, encode(message)))
+        p.network.inject(
+            Frame(p.prefill.info.control, routing_id(p.decode.incarnation), False, encode(message))
+        )
 
 
 async def all_read() -> None:
-    """What is on its way has been read: a frame takes one turn of the loop, and its reader another."""
+    """What is on its way has been read: a frame takes one turn of the loop,
+    and its reader another.
+    """
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -80,7 +86,9 @@ async def matched(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
 
 
 async def midway(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
-    """Two of five pages have landed as chunk 0; chunk 1 runs, and one of its three pages has landed."""
+    """Two of five pages have landed as chunk 0; chunk 1 runs, and one of its three pages has
+    landed.
+    """
     source, target = await matched(p, room)
     plane = p.plane(p.prefill)
     plane.hold()

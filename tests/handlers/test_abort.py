@@ -1,4 +1,6 @@
-"""A room ended on purpose, in every phase and from either side: one cause, every page home, no late write."""
+"""A room ended on purpose, in every phase and from either side: one cause, every page home, no late
+write.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +60,19 @@ async def first_chunk_running(p: Pair) -> Both:
     return source, target
 
 
-SCENES: list[Callable[[Pair], Awaitable[Both]]] = [waiting, first_chunk_running, between_chunks, midway]
+SCENES: list[Callable[[Pair], Awaitable[Both]]] = [
+    waiting,
+    first_chunk_running,
+    between_chunks,
+    midway,
+]
 
 
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("again", [0, 1, 3])
-async def test_decode_aborts(kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]], again: int) -> None:
+async def test_decode_aborts(
+    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]], again: int
+) -> None:
     p = kvflow_pair
     source, target = await scene(p)
     target.close(WHY)
@@ -84,7 +93,9 @@ async def test_decode_aborts(kvflow_pair: Pair, scene: Callable[[Pair], Awaitabl
 
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("again", [0, 1, 3])
-async def test_prefill_fails(kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]], again: int) -> None:
+async def test_prefill_fails(
+    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]], again: int
+) -> None:
     p = kvflow_pair
     source, target = await scene(p)
     source.close(WHY)
@@ -110,7 +121,9 @@ async def test_the_answer_goes_before_its_pages_are_let_go_and_users_are_told_af
     store, carry = p.prefill.shell.pages, p.network.carry
     unhold = store.unhold
     monkeypatch.setattr(store, "unhold", lambda pages: (seen.append("let go"), unhold(pages)))
-    monkeypatch.setattr(p.network, "carry", lambda frame: (seen.append(type(frame.message).__name__), carry(frame)))
+    monkeypatch.setattr(
+        p.network, "carry", lambda frame: (seen.append(type(frame.message).__name__), carry(frame))
+    )
 
     async def released() -> None:
         await source.released()
@@ -120,12 +133,16 @@ async def test_the_answer_goes_before_its_pages_are_let_go_and_users_are_told_af
     waiting = asyncio.ensure_future(released())
     target.close(WHY)
     await waiting
-    told = [what for what in seen[seen.index("Abort") :] if what in ("AbortAck", "let go", "released")]
+    told = [
+        what for what in seen[seen.index("Abort") :] if what in ("AbortAck", "let go", "released")
+    ]
     assert told == ["AbortAck", "let go", "released"]
 
 
 @pytest.mark.parametrize("scene", SCENES)
-async def test_both_at_once_keep_their_own_cause(kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]]) -> None:
+async def test_both_at_once_keep_their_own_cause(
+    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]]
+) -> None:
     p = kvflow_pair
     source, target = await scene(p)
     target.close(Cause(Code.CLIENT_GONE))
@@ -143,7 +160,9 @@ async def test_closing_what_has_landed_is_no_abort(kvflow_pair: Pair) -> None:
 
 
 async def test_nothing_is_written_and_no_page_is_free_before_the_drain(kvflow_pair: Pair) -> None:
-    """A write that cannot be stopped: client and engine have their error, but the pages stay lent (I2, I12)."""
+    """A write that cannot be stopped: client and engine have their error, but the pages stay lent
+    (I2, I12).
+    """
     p = kvflow_pair
     p.plane(p.prefill).script(Fault.STUCK)
     source, target = await matched(p)
@@ -261,13 +280,17 @@ async def test_queued_chunks_never_reach_the_target(kvflow_pair: Pair) -> None:
     p.plane(p.prefill).release()
     await p.rest()
     (first, *others) = p.plane(p.prefill).started
-    assert first.landed_bytes == p.prefill.pool.layout.page_bytes and not any(f.landed_bytes for f in others)
+    assert first.landed_bytes == p.prefill.pool.layout.page_bytes and not any(
+        f.landed_bytes for f in others
+    )
     landed = p.decode.pool.pages_bytes(target.pages).any(axis=1)
     assert landed.tolist() == [True, False, False, False, False]
 
 
 async def test_each_rank_answers_for_itself() -> None:
-    """One has drained, one cannot prove anything: the room is lost, and only that one's loan stays out."""
+    """One has drained, one cannot prove anything: the room is lost, and only that one's loan stays
+    out.
+    """
     async with pair(ranks=2) as p:
         p.network.hold(RoomFailed)
         _, target = await every_rank_writes(p)
@@ -287,7 +310,9 @@ async def test_each_rank_answers_for_itself() -> None:
 
 
 async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
-    """After its `unproven` a last chunk of the same rank is a contradiction: counted, and no proof."""
+    """After its `unproven` a last chunk of the same rank is a contradiction: counted,
+    and no proof.
+    """
     async with pair(ranks=2) as p:
         p.network.hold(RoomFailed)
         _, target = await every_rank_writes(p)
@@ -305,7 +330,9 @@ async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
             pages=5,
             last=True,
         )
-        p.network.inject(Frame(liar.info.control, routing_id(p.decode.incarnation), False, encode(last)))
+        p.network.inject(
+            Frame(liar.info.control, routing_id(p.decode.incarnation), False, encode(last))
+        )
         await until(lambda: p.decode.counts.stale == stale + 1)
         assert len(target.record.lease.loans) == 2 and target.record.state.filled == (0, 0)
         target.close(WHY)
@@ -320,7 +347,9 @@ async def test_an_abort_for_an_unknown_room(kvflow_pair: Pair) -> None:
     p = kvflow_pair
     _, target = await matched(p, 1)
     (peer,) = known(p.prefill)
-    late = Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 99, 50))
+    late = Bootstrap(
+        pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 99, 50)
+    )
     for _ in range(3):
         acks = p.network.seen["AbortAck"]
         to_prefill(p, Abort(cause=WHY, **header(p, 99, 50)))

@@ -1,4 +1,6 @@
-"""How long half a room waits: for an announced decode as long as that lives, for any other a set time."""
+"""How long half a room waits: for an announced decode as long as that lives, for any other a set
+time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ async def pass_time(p: Pair, seconds: float) -> None:
 
 
 async def test_a_room_waits_for_as_long_as_it_says(kvflow_pair: Pair) -> None:
-    """Minutes where a proxy calls decode only when prefill has answered; a moment where both are called at once."""
+    """Minutes where a proxy calls decode only when prefill has answered; a moment where both are
+    called at once.
+    """
     p = kvflow_pair
     short = p.prefill.room(6, PROMPT, rendezvous_s=1)
     normal = p.prefill.room(7, PROMPT)
@@ -53,7 +57,9 @@ async def test_a_deadline_is_not_moved_by_patience(kvflow_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("first", ["engine", "decode"])
-async def test_an_announced_partner_is_waited_for_as_long_as_it_lives(kvflow_pair: Pair, first: str) -> None:
+async def test_an_announced_partner_is_waited_for_as_long_as_it_lives(
+    kvflow_pair: Pair, first: str
+) -> None:
     p = kvflow_pair
     if first == "engine":
         source = p.prefill.room(7, PROMPT)
@@ -78,11 +84,14 @@ async def test_a_partner_that_dies_is_waited_for_no_longer() -> None:
         waiting = p.prefill.room(7, PROMPT)
         p.decode.announce(7, "sim", PROMPT)
         p.decode.announce(8, "sim", PROMPT)
-        await until(lambda: waiting.phase.name == "ANNOUNCED" and p.prefill.peers_by_phase() == {"up": 1})
+        await until(
+            lambda: waiting.phase.name == "ANNOUNCED" and p.prefill.peers_by_phase() == {"up": 1}
+        )
         await until(lambda: 8 in p.prefill.shell.endpoint.core.rendezvous.announced)
         await p.crash(p.decode)
         assert await code_of(waiting.matched()) is Code.PEER_LOST
-        assert await code_of(p.prefill.room(8, PROMPT).matched()) is Code.PEER_LOST  # its half comes late
+        # Its half comes late.
+        assert await code_of(p.prefill.room(8, PROMPT).matched()) is Code.PEER_LOST
         await until(lambda: not known(p.prefill))
         assert not p.left()
 
@@ -91,7 +100,9 @@ async def test_a_partner_that_falls_silent_is_waited_for_no_longer(kvflow_pair: 
     p = kvflow_pair
     source = p.prefill.room(7, PROMPT)
     target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED" and p.prefill.peers_by_phase() == {"up": 1})
+    await until(
+        lambda: source.phase.name == "ANNOUNCED" and p.prefill.peers_by_phase() == {"up": 1}
+    )
     p.network.cut()
     p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
     assert await code_of(source.matched()) is Code.PEER_LOST
@@ -143,7 +154,9 @@ async def test_a_lost_announcement_is_repeated_while_there_are_no_pages(kvflow_p
 
 
 async def test_a_room_that_was_announced_is_offered_with_its_own_grant(kvflow_pair: Pair) -> None:
-    """Two decodes announce one number: the second is refused, and its withdrawal ends nothing of the first."""
+    """Two decodes announce one number: the second is refused, and its withdrawal ends nothing of
+    the first.
+    """
     p = kvflow_pair
     other = await p.add_decode()
     source = p.prefill.room(7, PROMPT)
@@ -159,15 +172,23 @@ async def test_a_room_that_was_announced_is_offered_with_its_own_grant(kvflow_pa
 
 
 @pytest.mark.parametrize("kind", [Abort, Bootstrap])
-async def test_what_names_another_room_than_was_announced_ends_the_announcement(kind: type[Abort | Bootstrap]) -> None:
-    """Found by the hostile test of the wire, seed 20: the announcement stayed, under a grant that had ended. No engine
-    could open the room that was announced, and the silence of that decode was an internal error."""
+async def test_what_names_another_room_than_was_announced_ends_the_announcement(
+    kind: type[Abort | Bootstrap],
+) -> None:
+    """Found by the hostile test of the wire, seed 20: the announcement stayed, under a grant that
+    had ended. No engine could open the room that was announced, and the silence of that decode was
+    an internal error."""
     async with pair() as p:
         await success(p, 1)
         other = await p.add_decode()
         offer = {"pages": pack_pages([0]), "prompt_tokens": 4, "prompt_digest": b"d" * 32}
         fields: dict[str, Any] = {"cause": WHY} if kind is Abort else offer
-        to_prefill(p, Announce(**header(p, 7, 100)), kind(**fields, **header(p, 8, 100)), Announce(**header(p, 9, 101)))
+        to_prefill(
+            p,
+            Announce(**header(p, 7, 100)),
+            kind(**fields, **header(p, 8, 100)),
+            Announce(**header(p, 9, 101)),
+        )
         await until(lambda: list(p.prefill.shell.endpoint.core.rendezvous.announced) == [9])
         source, target = p.prefill.room(7, PROMPT), await other.room(7, "sim", PROMPT)
         await source.matched()

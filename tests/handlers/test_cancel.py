@@ -1,4 +1,6 @@
-"""Cancel at every await a user has, and close nodes in the middle of everything: nothing is left behind (I5, I12)."""
+"""Cancel at every await a user has, and close nodes in the middle of everything: nothing is left
+behind (I5, I12).
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ async def cancelled(task: asyncio.Future[object]) -> None:
 
 @pytest.mark.parametrize("name", AWAITS)
 @pytest.mark.parametrize("turns", range(4))
-async def test_a_cancelled_wait_leaves_the_room_as_it_is(kvflow_pair: Pair, name: str, turns: int) -> None:
+async def test_a_cancelled_wait_leaves_the_room_as_it_is(
+    kvflow_pair: Pair, name: str, turns: int
+) -> None:
     p = kvflow_pair
     p.network.hold(Bootstrap)
     p.plane(p.prefill).hold()
@@ -95,7 +99,9 @@ async def test_a_cancelled_user_whose_context_closes_the_room(kvflow_pair: Pair,
 
 @pytest.mark.parametrize("kind", [Register, Registered], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("turns", range(4))
-async def test_an_opening_that_is_cancelled_leaves_no_room(kvflow_pair: Pair, kind: type, turns: int) -> None:
+async def test_an_opening_that_is_cancelled_leaves_no_room(
+    kvflow_pair: Pair, kind: type, turns: int
+) -> None:
     p = kvflow_pair
     p.network.hold(kind)
     opening = asyncio.ensure_future(opened(p, 7))
@@ -133,7 +139,9 @@ SCENES = [matched, midway]
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("stuck", [False, True])
 async def test_closing_prefill_in_mid_transfer(
-    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]], stuck: bool
+    kvflow_pair: Pair,
+    scene: Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]],
+    stuck: bool,
 ) -> None:
     p = kvflow_pair
     if stuck:
@@ -197,7 +205,9 @@ async def test_closing_decode_in_mid_transfer(
 
 
 async def test_closing_decode_while_prefill_does_not_answer(kvflow_pair: Pair) -> None:
-    """Patience ends, every room has its one ending, and what is not proven stays out of the free list."""
+    """Patience ends, every room has its one ending, and what is not proven stays out of the free
+    list.
+    """
     p = kvflow_pair
     source, target = await midway(p)
     p.network.drop(Abort, times=1_000)

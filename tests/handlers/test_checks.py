@@ -1,4 +1,6 @@
-"""Verified transfers: what lands is what was sent, or the room fails with both sums; no page being read is free."""
+"""Verified transfers: what lands is what was sent, or the room fails with both sums; no page being
+read is free.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class SlowChecksums(PageChecksums):
             await asyncio.wait(running, timeout=10)
 
 
-def verify(node: PrefillNode | DecodeNode, kind: type[PageChecksums] = PageChecksums) -> PageChecksums:
+def verify(
+    node: PrefillNode | DecodeNode, kind: type[PageChecksums] = PageChecksums
+) -> PageChecksums:
     """As if it had been made with `verify_transfers`, with sums of one's own."""
     node._checksums = node.shell.checksums = sums = kind(node.pool)
     if isinstance(node, DecodeNode):
@@ -89,8 +93,8 @@ def flip(pool: PagedPool, page: int) -> None:
 
 
 def corrupt(p: Pair, seq: int, page: int) -> None:
-    """Change a byte of target page number `page` of the room when ChunkDone(`seq`) is under way; once: a slow decode
-    asks for it again, and to flip a byte twice changes nothing."""
+    """Change a byte of target page number `page` of the room when ChunkDone(`seq`) is under way;
+    once: a slow decode asks for it again, and to flip a byte twice changes nothing."""
     fresh = True
 
     def rule(frame: Frame) -> Fate | None:
@@ -151,7 +155,9 @@ async def test_a_changed_byte_fails_the_room_on_both_sides(p: Pair) -> None:
 
 
 async def test_a_changed_byte_of_the_last_chunk(p: Pair) -> None:
-    """Prefill's writes have landed, which ends its loan; what landed is wrong, which ends the room."""
+    """Prefill's writes have landed, which ends its loan; what landed is wrong,
+    which ends the room.
+    """
     corrupt(p, seq=2, page=4)
     source, target = await matched(p)
     p.send_all(source, chunks=3)
@@ -241,7 +247,9 @@ async def test_a_cancelled_wait_does_not_end_the_check(p: Pair) -> None:
 
 @pytest.mark.parametrize("agrees", [True, False])
 async def test_prefill_dies_during_the_check(p: Pair, agrees: bool) -> None:
-    """Its ChunkDone(last) is proof of its writes, and nothing more is needed from it: the room ends by its checksum."""
+    """Its ChunkDone(last) is proof of its writes, and nothing more is needed from it: the room ends
+    by its checksum.
+    """
     _, target, sums = await checking(p)
     if not agrees:
         flip(p.decode.pool, int(target.pages[0]))
@@ -281,7 +289,11 @@ async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
     assert p.prefill.pool.pages.held_pages == 5 and p.network.seen["ChunkDone"] == 0
     target.close(WHY)
     assert await code_of(source.done()) is WHY.code
-    assert sums.begun[0].cancelled and source.phase.name == "DRAINING" and p.prefill.pages.free_pages == 59
+    assert (
+        sums.begun[0].cancelled
+        and source.phase.name == "DRAINING"
+        and p.prefill.pages.free_pages == 59
+    )
     await sums.end(sums.begun[0])
     await p.rest()
     assert source.phase.name == "ABORTED" and p.network.seen["ChunkDone"] == 0
@@ -317,7 +329,9 @@ async def test_a_write_in_doubt_stays_in_doubt(p: Pair) -> None:
 
 
 async def test_a_room_of_no_pages_has_nothing_to_verify(p: Pair) -> None:
-    """Found by the bare simulator: decode has the whole prompt already, so its only chunk has no checksum."""
+    """Found by the bare simulator: decode has the whole prompt already, so its only chunk has no
+    checksum.
+    """
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
     await source.matched()
@@ -363,8 +377,14 @@ async def test_prefill_verifies_and_decode_does_not(p: Pair) -> None:
     target.close()
 
 
-async def test_what_cannot_be_summed_has_not_landed(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p.decode.shell.checksums._sums, "_stores", Stores([None], []))  # type: ignore[list-item]
+async def test_what_cannot_be_summed_has_not_landed(
+    p: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        p.decode.shell.checksums._sums,
+        "_stores",
+        Stores([None], []),
+    )  # type: ignore[list-item]
     source, target = await matched(p)
     p.send_all(source)
     with pytest.raises(KvflowError, match="could not be computed"):
@@ -373,7 +393,9 @@ async def test_what_cannot_be_summed_has_not_landed(p: Pair, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(p: Pair, chunks: int) -> None:
+async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(
+    p: Pair, chunks: int
+) -> None:
     sums = verify(p.decode, SlowChecksums)
     assert isinstance(sums, SlowChecksums)
     plane = p.plane(p.prefill)
@@ -383,7 +405,9 @@ async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(p: Pai
     plane.step(3 if chunks == 2 else 5)
     await until(lambda: len(sums.begun) == 1)
     sums.give_up(sums.begun[0])
-    with pytest.raises(KvflowError, match=r"chunk 0 of rank 0: .* could not be computed: .* longer than 120 s") as seen:
+    with pytest.raises(
+        KvflowError, match=r"chunk 0 of rank 0: .* could not be computed: .* longer than 120 s"
+    ) as seen:
         await target.landed()
     assert seen.value.code is Code.ENGINE_ERROR
     plane.release()
@@ -393,14 +417,18 @@ async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(p: Pai
     waiting = asyncio.ensure_future(target.released())
     for _ in range(10):
         await asyncio.sleep(0)
-    assert p.decode.pages.free_pages == 64 - len(sums.begun[0].pages) and not waiting.done(), "a thread may read them"
+    assert p.decode.pages.free_pages == 64 - len(sums.begun[0].pages) and not waiting.done(), (
+        "a thread may read them"
+    )
     sums.release(sums.begun[0])
     await waiting
     await p.rest()
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_both_sides(p: Pair, chunks: int) -> None:
+async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_both_sides(
+    p: Pair, chunks: int
+) -> None:
     sums = verify(p.prefill, SlowChecksums)
     assert isinstance(sums, SlowChecksums)
     source, target = await matched(p)
@@ -419,7 +447,9 @@ async def test_a_checksum_at_prefill_that_does_not_come_back_ends_the_room_on_bo
     for _ in range(10):
         await asyncio.sleep(0)
     held = len(sums.begun[0].pages)
-    assert p.prefill.pool.pages.held_pages == held <= len(pages) and not waiting.done(), "a thread may read them"
+    assert p.prefill.pool.pages.held_pages == held <= len(pages) and not waiting.done(), (
+        "a thread may read them"
+    )
     sums.release(sums.begun[0])
     await waiting
     await p.rest()
@@ -471,10 +501,14 @@ async def test_over_shared_memory(spoiled: bool, kvflow_clean_loop: None) -> Non
         pages = prefill.pages.take(200, "engine")
         for page in pages:
             fill(pools[0], [page], 1 + int(page) % 255)
-        async with prefill.room(7, range(800)) as source, await decode.room(7, [prefill.info], range(800)) as target:
+        async with (
+            prefill.room(7, range(800)) as source,
+            await decode.room(7, [prefill.info], range(800)) as target,
+        ):
             await source.matched()
             if spoiled:
-                source.on_end(lambda: flip(pools[1], int(target.pages[199])))  # written, and not yet heard of
+                # Written, and not yet heard of.
+                source.on_end(lambda: flip(pools[1], int(target.pages[199])))
             source.send(pages[:100])
             source.send(pages[100:], last=True, handoff=b"h")
             if spoiled:

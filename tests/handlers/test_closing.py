@@ -1,4 +1,6 @@
-"""Closing is idempotent: from every phase, by every path, again and again; the first cause stands (I4, I5)."""
+"""Closing is idempotent: from every phase, by every path, again and again; the first cause stands
+(I4, I5).
+"""
 
 from __future__ import annotations
 
@@ -144,10 +146,14 @@ async def by_its_deadline(p: Pair, session: Any) -> None:
 
 
 async def by_the_peer(p: Pair, session: Any) -> None:
-    """What the other side would send about this grant: fed at once, so that the phase is still the one meant."""
+    """What the other side would send about this grant: fed at once, so that the phase is still the
+    one meant.
+    """
     if isinstance(session, PrefillRoom):
         abort = Abort(cause=OTHER, **header(p, session.room, session.record.grant or 1 << 39))
-        p.prefill.shell.endpoint.receive(routing_id(p.decode.incarnation), encode(abort), p.clock(p.prefill).now())
+        p.prefill.shell.endpoint.receive(
+            routing_id(p.decode.incarnation), encode(abort), p.clock(p.prefill).now()
+        )
         p.prefill.shell.run()
     else:
         failed = RoomFailed(rank=0, cause=OTHER, **header(p, session.room, session.grant))
@@ -159,7 +165,12 @@ async def by_the_peer(p: Pair, session: Any) -> None:
 PATHS = (by_itself, by_its_context, by_its_deadline, by_the_peer)
 P, D = PrefillPhase, DecodePhase
 SCENES: list[tuple[Callable[[Pair], Awaitable[Both]], Any]] = [
-    *((expected, P.EXPECTED), (announced, P.ANNOUNCED), (bootstrapped, P.BOOTSTRAPPED), (matched, P.WAITING_FOR_INPUT)),
+    *(
+        (expected, P.EXPECTED),
+        (announced, P.ANNOUNCED),
+        (bootstrapped, P.BOOTSTRAPPED),
+        (matched, P.WAITING_FOR_INPUT),
+    ),
     *((transferring, P.TRANSFERRING), (prefill_draining, P.DRAINING), (landed, P.SUCCESS)),
     *((failed, P.FAILED), (aborted, P.ABORTED), (lost, P.LOST)),
     *(

@@ -1,4 +1,6 @@
-"""Peers that answer late, or again: nothing is lost by their absence, and nothing stays lost for ever."""
+"""Peers that answer late, or again: nothing is lost by their absence, and nothing stays lost for
+ever.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=5, register_s=600)
 
 
 async def test_a_prefill_that_first_answers_after_the_time_of_silence() -> None:
-    """Its link is as old as its answer: silence counts from there, and not from when it was dialled."""
+    """Its link is as old as its answer: silence counts from there, and not from when it was
+    dialled.
+    """
     async with pair(timing=IMPATIENT) as p:
         p.network.cut()
         source = p.prefill.room(7, PROMPT)
@@ -54,7 +58,9 @@ async def test_a_prefill_that_first_answers_after_the_time_of_silence() -> None:
 
 
 async def forgotten(p: Pair) -> None:
-    """Prefill has given the place of `p.decode`, which was silent, to another; a loan of five pages is in doubt."""
+    """Prefill has given the place of `p.decode`, which was silent, to another; a loan of five pages
+    is in doubt.
+    """
     core = p.prefill.shell.endpoint.core
     core.bounds = Bounds(targets=1)
     source, target = await matched(p)
@@ -103,7 +109,9 @@ async def test_a_forgotten_decode_for_which_there_is_no_place_yet(kvflow_pair: P
 
 
 async def test_acceptance_of_an_older_register_brings_no_silent_link_up(kvflow_pair: Pair) -> None:
-    """Prefill does not know yet that the announced room has ended: were the link up, nobody would ever tell it."""
+    """Prefill does not know yet that the announced room has ended: were the link up, nobody would
+    ever tell it.
+    """
     p = kvflow_pair
     _, lent = await midway(p, 6)  # keeps the link, since its pages are in doubt
     source = p.prefill.room(7, PROMPT)
@@ -115,7 +123,12 @@ async def test_acceptance_of_an_older_register_brings_no_silent_link_up(kvflow_p
     assert await code_of(target.landed()) is await code_of(lent.landed()) is Code.PEER_LOST
     stale = p.decode.counts.stale
     accepted = Registered(
-        wire_version=WIRE_VERSION, rank=0, refusal="", asked=p.prefill.incarnation, fresh_from=1, **between(p)
+        wire_version=WIRE_VERSION,
+        rank=0,
+        refusal="",
+        asked=p.prefill.incarnation,
+        fresh_from=1,
+        **between(p),
     )
     to_decode(p, accepted)
     await until(lambda: p.decode.counts.stale > stale)

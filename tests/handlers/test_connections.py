@@ -1,4 +1,6 @@
-"""What the sockets do when they cannot: an address nobody can dial, a queue that is full, a key that is not let in."""
+"""What the sockets do when they cannot: an address nobody can dial, a queue that is full, a key
+that is not let in.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ async def test_an_answer_to_nobody_is_counted_at_prefill(kvflow_pair: Pair) -> N
     where = p.prefill.control, routing_id(STRANGER), True
     p.network.inject(Frame(*where, encode(asked)))
     await until(lambda: p.prefill.counts.undelivered)
-    p.network.inject(Frame(*where, encode(Heartbeat(source=p.prefill.incarnation, target=STRANGER))))
+    p.network.inject(
+        Frame(*where, encode(Heartbeat(source=p.prefill.incarnation, target=STRANGER)))
+    )
     await until(lambda: p.prefill.counts.stale + p.prefill.counts.foreign)
     assert p.prefill.counts.undelivered == 1, "a stranger's heartbeat has no answer"
 

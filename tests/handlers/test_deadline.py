@@ -1,4 +1,6 @@
-"""A room's deadline covers all of it: asking the registry, linking, waiting for pages and for the transfer."""
+"""A room's deadline covers all of it: asking the registry, linking, waiting for pages and for the
+transfer.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ async def test_while_the_registry_is_asked(kvflow_pair: Pair) -> None:
     p.decode._resolve = resolve  # type: ignore[assignment]
     room = p.decode.room(7, "elsewhere", PROMPT, deadline_s=0.05)
     await asked.wait()
-    with pytest.raises(AbortedError, match="its deadline passed while the ranks of its prefill were asked for"):
+    with pytest.raises(
+        AbortedError, match="its deadline passed while the ranks of its prefill were asked for"
+    ):
         await room
     await room.released()
 

@@ -1,4 +1,6 @@
-"""Writes that cannot be vouched for: the room is over, its pages stay out of use until there is proof (I2, I3)."""
+"""Writes that cannot be vouched for: the room is over, its pages stay out of use until there is
+proof (I2, I3).
+"""
 
 from __future__ import annotations
 
@@ -112,7 +114,8 @@ async def test_doubt_in_one_chunk_is_remembered_when_others_drain() -> None:
         source, target = await matched(p)
         p.plane(p.prefill).script(Fault.ERROR, Fault.STUCK)
         p.send_all(source, chunks=2)
-        assert await code_of(target.landed()) is Code.TRANSFER_ERROR  # before the other write has ended
+        # Before the other write has ended.
+        assert await code_of(target.landed()) is Code.TRANSFER_ERROR
         assert source.phase.name == "DRAINING" and p.network.seen["AbortAck"] == 0
         p.plane(p.prefill).release()
         await until(lambda: source.phase.name == "LOST")
@@ -189,10 +192,14 @@ async def test_prefill_never_calls_a_doubtful_grant_drained() -> None:
         p.network.hold(Heartbeat)
         for room in range(20, 24):
             await success(p, room)
-        assert peer.grants.phase(grant) is GrantPhase.BELOW_DOUBTFUL and peer.grants.low_water > grant
+        assert (
+            peer.grants.phase(grant) is GrantPhase.BELOW_DOUBTFUL and peer.grants.low_water > grant
+        )
         acks: list[bool] = []
         p.network.rules.append(lambda frame: _note(acks, frame.message))
-        late = Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 7, grant))
+        late = Bootstrap(
+            pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 7, grant)
+        )
         to_prefill(p, late, Abort(cause=WHY, **header(p, 7, grant)))
         await until(lambda: len(acks) == 2)
         assert acks == [False, False]
@@ -216,6 +223,8 @@ async def test_tombstones_are_bounded_and_leave_a_low_water_mark(kvflow_pair: Pa
     (peer,) = known(p.prefill)
     assert peer.grants.remembered == 3 and peer.grants.low_water == 6
     failed = p.network.seen["RoomFailed"]
-    to_prefill(p, Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 1, 2)))
+    to_prefill(
+        p, Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 1, 2))
+    )
     await until(lambda: p.network.seen["RoomFailed"] > failed)
     assert not p.prefill.shell.endpoint.rooms

@@ -1,7 +1,9 @@
-"""Every wait of the control plane is cancelled: as it begins, late, twice, and all through the clean-up (I5, I12).
+"""Every wait of the control plane is cancelled: as it begins, late, twice, and all through the
+clean-up (I5, I12).
 
-Afterwards everything is at rest: no room, no page, no task; and what is still being written is written to lent pages.
-`pytest tests/handlers/test_every_wait.py -rP | grep waits` prints how many waits that were.
+Afterwards everything is at rest: no room, no page, no task; and what is still being written is
+written to lent pages. `pytest tests/handlers/test_every_wait.py -rP | grep waits` prints how many
+waits that were.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ async def prefill_user(p: Pair) -> None:
 
 def beside(work: Work) -> None:
     """The other leg, until `audited` ends it; what happens to it does not matter here."""
-    asyncio.create_task(work, name="beside").add_done_callback(lambda task: task.cancelled() or task.exception())
+    asyncio.create_task(work, name="beside").add_done_callback(
+        lambda task: task.cancelled() or task.exception()
+    )
 
 
 def slow(p: Pair) -> None:
@@ -152,8 +156,14 @@ async def living(p: Pair) -> Work:
     """One more prefill from start to close, with a room in between."""
 
     async def life() -> None:
-        node = PrefillNode(p.prefill.pool, FakePlane(p.planes), bind=p.network.bind, timing=p.timing)
-        async with node, node.room(9, PROMPT) as source, await p.decode.room(9, [node.info], PROMPT) as target:
+        node = PrefillNode(
+            p.prefill.pool, FakePlane(p.planes), bind=p.network.bind, timing=p.timing
+        )
+        async with (
+            node,
+            node.room(9, PROMPT) as source,
+            await p.decode.room(9, [node.info], PROMPT) as target,
+        ):
             await source.matched()
             p.send_all(source, node=node)
             await target.landed()
@@ -170,7 +180,13 @@ DECODES: list[Scene] = [
     closing_decode_while_opening,
     closing_decode_while_stuck,
 ]
-PREFILLS: list[Scene] = [serving, serving_while_stuck, closing_prefill, closing_prefill_while_stuck, draining_prefill]
+PREFILLS: list[Scene] = [
+    serving,
+    serving_while_stuck,
+    closing_prefill,
+    closing_prefill_while_stuck,
+    draining_prefill,
+]
 TASKS = [
     "PrefillShell._read",
     "PrefillShell._connect",
@@ -185,7 +201,9 @@ TASKS = [
 
 @asynccontextmanager
 async def audited() -> AsyncIterator[Pair]:
-    """A pair whose nodes are closed at the end; nothing is left of them then, and no write found a free page."""
+    """A pair whose nodes are closed at the end; nothing is left of them then, and no write found a
+    free page.
+    """
     async with pair() as p:
         nodes, store = p.nodes, p.decode.pages
         yield p
@@ -215,7 +233,9 @@ async def _close(p: Pair, node: PrefillNode | DecodeNode) -> None:
 
 
 async def rest(p: Pair) -> None:
-    """Once the other leg has left, and the pages that are free have become somebody else's, all of the room ends."""
+    """Once the other leg has left, and the pages that are free have become somebody else's, all of
+    the room ends.
+    """
     await leave()
     for node in p.nodes:
         p.plane(node).release()
@@ -225,7 +245,9 @@ async def rest(p: Pair) -> None:
 async def cancel(work: Work, first: int, how: str) -> Steps[object]:
     steps = Steps(work, *plan(first, how), after_s=LATE_S if how == "late" else 0.0)
     (result,) = await asyncio.gather(steps.task(), return_exceptions=True)
-    if isinstance(result, BaseException) and not isinstance(result, KvflowError | asyncio.CancelledError):
+    if isinstance(result, BaseException) and not isinstance(
+        result, KvflowError | asyncio.CancelledError
+    ):
         raise result
     return steps
 
@@ -245,7 +267,9 @@ async def test_every_wait(kvflow_clean_loop: None, scene: Scene, how: str) -> No
         async with audited() as p:
             steps = await cancel(await scene(p), first, how)
             node = p.prefill if scene in PREFILLS else p.decode
-            assert all(room.ended or room.phase.name == "DRAINING" for room in node.shell.rooms.values())
+            assert all(
+                room.ended or room.phase.name == "DRAINING" for room in node.shell.rooms.values()
+            )
             if scene.__name__.startswith("closing"):
                 assert not node.shell.endpoint.rooms, "it said it had stopped"
             elif how == "twice":  # else: straight into closing
@@ -259,7 +283,9 @@ async def test_every_wait(kvflow_clean_loop: None, scene: Scene, how: str) -> No
 @pytest.mark.parametrize("how", ["once", "twice", "throughout"])
 @pytest.mark.parametrize("name", TASKS)
 async def test_every_wait_of_a_task(kvflow_clean_loop: None, name: str, how: str) -> None:
-    """A task of the node's own ends too early: rooms may fail, closing must still bring everything to rest."""
+    """A task of the node's own ends too early: rooms may fail, closing must still bring everything
+    to rest.
+    """
     for first in itertools.count():
         with stepping(name, *plan(first, how)) as found:
             async with audited() as p:

@@ -1,4 +1,6 @@
-"""A link belongs to one incarnation at one address, and what one request may ask for is bounded (I7)."""
+"""A link belongs to one incarnation at one address, and what one request may ask for is bounded
+(I7).
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,29 @@ from kvflow.protocols.errors import CapacityError, Code, PeerError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.wire.codec import encode, parse_at_prefill
-from kvflow.protocols.wire.messages import WIRE_VERSION, Abort, AbortAck, Bootstrap, ChunkDone, Register, Registered
+from kvflow.protocols.wire.messages import (
+    WIRE_VERSION,
+    Abort,
+    AbortAck,
+    Bootstrap,
+    ChunkDone,
+    Register,
+    Registered,
+)
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.control.memory import RouterSocket
 from kvflow.transports.data.fake import FakePlane
-from tests.handlers.scenes import PROMPT, assert_same_bytes, between, code_of, links, matched, success, to_decode
+from tests.handlers.scenes import (
+    PROMPT,
+    assert_same_bytes,
+    between,
+    code_of,
+    links,
+    matched,
+    success,
+    to_decode,
+)
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -44,7 +63,9 @@ async def impersonate(socket: RouterSocket) -> None:
             elif isinstance(message, Bootstrap):
                 header = {"room": message.room, "grant": message.grant, "rank": 0, **lives}
                 pages = len(message.pages) // 4
-                done = ChunkDone(seq=0, pages=pages, last=True, handoff=b"a stranger's token", **header)
+                done = ChunkDone(
+                    seq=0, pages=pages, last=True, handoff=b"a stranger's token", **header
+                )
                 socket.send(encode(done), peer)
             elif isinstance(message, Abort):
                 header = {"room": message.room, "grant": message.grant, "rank": 0, **lives}
@@ -57,14 +78,17 @@ async def test_a_stranger_under_a_prefills_incarnation_serves_who_asks_at_his_ad
         stranger = p.decode.shell.spawn(impersonate(socket), "kvflow-stranger")
         false = RankInfo(0, 1, p.prefill.incarnation, f"tcp://stranger:{port}", "fake", "")
         poisoned = await p.decode.room(1, [false], PROMPT)
-        assert await poisoned.landed() == b"a stranger's token"  # whoever names a false registry gets its answers
+        # Whoever names a false registry gets its answers.
+        assert await poisoned.landed() == b"a stranger's token"
         poisoned.close()
         source, target = await matched(p, 2)
         pages = p.send_all(source)
         assert await target.landed() == b"handoff"
         assert_same_bytes(p, pages, target)
         target.close()
-        assert sorted(peer.key.control for peer in links(p.decode)) == sorted([false.control, p.prefill.info.control])
+        assert sorted(peer.key.control for peer in links(p.decode)) == sorted(
+            [false.control, p.prefill.info.control]
+        )
         stranger.cancel()
         await p.rest()
 
@@ -102,7 +126,9 @@ async def test_another_rank_that_answers_is_not_used(kvflow_pair: Pair) -> None:
 @asynccontextmanager
 async def bounded(p: Pair, bounds: Bounds) -> AsyncIterator[DecodeNode]:
     pool = PagedPool.allocate(small_layout(), shared=False)
-    node = DecodeNode(pool, FakePlane(p.planes), connect=p.network.connect, timing=QUICK, bounds=bounds)
+    node = DecodeNode(
+        pool, FakePlane(p.planes), connect=p.network.connect, timing=QUICK, bounds=bounds
+    )
     async with node:
         p.decodes.append(node)
         yield node
@@ -119,11 +145,15 @@ def nowhere(number: int, rank: int = 0, world_size: int = 1) -> RankInfo:
 
 
 @pytest.mark.parametrize("count", [5, 1024])
-async def test_a_request_that_names_too_many_ranks_opens_no_link(kvflow_pair: Pair, count: int) -> None:
+async def test_a_request_that_names_too_many_ranks_opens_no_link(
+    kvflow_pair: Pair, count: int
+) -> None:
     p = kvflow_pair
     async with bounded(p, Bounds(ranks_per_room=4)) as node:
         ranks = [nowhere(number, number, count) for number in range(count)]
-        with pytest.raises(PeerError, match=f"has {count} ranks; one room takes 4 at most") as caught:
+        with pytest.raises(
+            PeerError, match=f"has {count} ranks; one room takes 4 at most"
+        ) as caught:
             await node.room(1, ranks, PROMPT)
         assert caught.value.code is Code.PROTOCOL_ERROR
         assert not links(node) and node.pool.pages.at_rest()
@@ -134,7 +164,8 @@ async def test_links_are_bounded_and_the_longest_idle_one_gives_way(kvflow_pair:
     async with bounded(p, Bounds(links=2)) as node:
         await success_at(p, node, 1)
         waiting = [node.room(10 + number, [nowhere(number)], PROMPT) for number in range(2)]
-        # The link that served is idle, and has given its place; the others wait for answers, and give none.
+        # The link that served is idle, and has given its place; the others wait for answers, and
+        # give none.
         assert sorted(peer.key.incarnation for peer in links(node)) == [1000, 1001]
         with pytest.raises(CapacityError, match="links to prefill ranks: asked for 3, limit 2"):
             await node.room(12, [nowhere(2)], PROMPT)

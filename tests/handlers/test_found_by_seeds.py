@@ -1,4 +1,6 @@
-"""What the seeded simulator found in endpoints and shells, each as the shortest run that shows it."""
+"""What the seeded simulator found in endpoints and shells,
+each as the shortest run that shows it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ AGAIN = list(range(1, 21))
 
 
 async def test_a_lost_offer_of_an_announced_room_is_made_again(kvflow_pair: Pair) -> None:
-    """Seed 203: both halves are there, the Bootstrap is lost; asked by Resync, prefill answered nothing."""
+    """Seed 203: both halves are there, the Bootstrap is lost; asked by Resync, prefill answered
+    nothing.
+    """
     p = kvflow_pair
     source = p.prefill.room(7, PROMPT)
     target = p.decode.announce(7, "sim", PROMPT)
@@ -32,8 +36,12 @@ async def test_a_lost_offer_of_an_announced_room_is_made_again(kvflow_pair: Pair
     await p.rest()
 
 
-async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(kvflow_pair: Pair) -> None:
-    """Seed 5: decode withdraws a room, the engine's half comes late and is told; the next attempt is a new room."""
+async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(
+    kvflow_pair: Pair,
+) -> None:
+    """Seed 5: decode withdraws a room, the engine's half comes late and is told; the next attempt
+    is a new room.
+    """
     p = kvflow_pair
     first = p.decode.announce(7, "sim", PROMPT)
     await until(lambda: p.network.seen["Announce"])
@@ -53,8 +61,12 @@ async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(
 
 
 async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> None:
-    """Seed 422: an Abort that is not answered is repeated less and less often; with any answer that is over."""
-    timing = Timing(heartbeat_s=300, lost_after_s=900, repeat_after_s=0.5, rendezvous_s=900, register_s=900)
+    """Seed 422: an Abort that is not answered is repeated less and less often; with any answer that
+    is over.
+    """
+    timing = Timing(
+        heartbeat_s=300, lost_after_s=900, repeat_after_s=0.5, rendezvous_s=900, register_s=900
+    )
     async with pair(timing=timing) as p:
         clock = p.clock(p.decode)
         targets = [(await p.open(room, PROMPT))[1] for room in (7, 8, 9)]
@@ -63,7 +75,9 @@ async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> 
         for after_s in (0.5, 1.0, 2.0, 4.0):
             answered = p.network.seen["AbortAck"]
             clock.advance(after_s + 0.1)
-            await until(lambda answered=answered: p.network.seen["AbortAck"] > answered)  # type: ignore[misc]
+            await until(
+                lambda answered=answered: p.network.seen["AbortAck"] > answered,
+            )  # type: ignore[misc]
         p.network.drop(Abort)
         targets[1].close()  # lost, while the next repetition is 8 s away
         targets[2].close()
@@ -75,7 +89,9 @@ async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> 
 
 
 async def test_a_stall_is_not_credited_for_what_was_read_since(kvflow_pair: Pair) -> None:
-    """Seed 1225: after a stall of 2 s a peer that was heard again only now was found silent 1 s too late."""
+    """Seed 1225: after a stall of 2 s a peer that was heard again only now was found silent 1 s too
+    late.
+    """
     p = kvflow_pair
     source, target = await p.open(7, PROMPT)
     await source.matched()

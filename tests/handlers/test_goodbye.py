@@ -1,7 +1,8 @@
-"""Nodes that close in a process that lives on: what they had to do with each other ends by their word (I2, I5, I6).
+"""Nodes that close in a process that lives on: what they had to do with each other ends by their
+word (I2, I5, I6).
 
-The data plane is the local one, whose fence is the end of the process: here that proves nothing, as after a switch of
-roles.
+The data plane is the local one, whose fence is the end of the process: here that proves nothing, as
+after a switch of roles.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import LOST
 from kvflow.transports.data.fake import Fault
 from kvflow.transports.data.local import LocalPlane, LocalRoute
-from tests.handlers.scenes import PROMPT, all_read, code_of, every_rank_writes, known, ledger, links, matched, success
+from tests.handlers.scenes import (
+    PROMPT,
+    all_read,
+    code_of,
+    every_rank_writes,
+    known,
+    ledger,
+    links,
+    matched,
+    success,
+)
 
 
 def local(pool: PagedPool) -> LocalPlane:
@@ -80,7 +91,10 @@ async def test_a_prefill_that_comes_back_at_its_address_serves() -> None:
 
 @pytest.mark.parametrize("lost", [Goodbye, GoodbyeAck])
 async def test_a_goodbye_of_prefill_or_its_answer_is_lost(lost: type) -> None:
-    """The first is said again. Decode has hung up when it answers, so the second is waited for a while only."""
+    """The first is said again.
+
+    Decode has hung up when it answers, so the second is waited for a while only.
+    """
     async with living() as p:
         await linked(p)
         p.network.hold(Bootstrap)
@@ -152,7 +166,9 @@ async def test_a_write_in_doubt_stays_on_loan() -> None:
 
 
 async def test_writes_that_do_not_drain_are_named() -> None:
-    """Patience ends while they run: what they become is not known, until the plane has ended them."""
+    """Patience ends while they run: what they become is not known,
+    until the plane has ended them.
+    """
     async with pair(ranks=1) as p:
         (source,), target = await every_rank_writes(p)
         prefill = p.prefill
@@ -174,7 +190,13 @@ async def test_a_decode_that_closes_is_forgotten_at_once() -> None:
         (peer,) = known(p.prefill)
         route = p.prefill.shell.routes[peer.incarnation]
         await p.decodes.pop().close()
-        assert not known(p.prefill) and not p.prefill.shell.routes and route.closed  # type: ignore[attr-defined]
+        assert (
+            not known(
+                p.prefill,
+            )
+            and not p.prefill.shell.routes
+            and route.closed
+        )  # type: ignore[attr-defined]
         assert not p.prefill.shell.endpoint.core.deadlines
 
 
@@ -222,7 +244,9 @@ async def test_both_close_at_once() -> None:
 async def vanish(p: Pair) -> None:
     """The newest decode is out of reach, and prefill takes it for lost."""
     node = p.decodes.pop()
-    p.network.rules.insert(0, lambda frame: LOST if frame.peer == routing_id(node.incarnation) else None)
+    p.network.rules.insert(
+        0, lambda frame: LOST if frame.peer == routing_id(node.incarnation) else None
+    )
     p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
     await until(lambda: not any(peer.is_up for peer in known(p.prefill)))
 
@@ -256,7 +280,9 @@ class FewDescriptors(LocalPlane):
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> LocalRoute:
         if self._routes:
-            raise TransferError("cannot open the pool") from OSError(errno.EMFILE, "Too many open files")
+            raise TransferError("cannot open the pool") from OSError(
+                errno.EMFILE, "Too many open files"
+            )
         return await super().connect(address, layout)
 
 

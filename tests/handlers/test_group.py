@@ -1,4 +1,6 @@
-"""Ranks that agree: real sockets between their shells, real rooms at each, one decode that takes from all of them."""
+"""Ranks that agree: real sockets between their shells, real rooms at each, one decode that takes
+from all of them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ LATER = Cause(Code.ENGINE_ERROR, "this stage is out of memory")
 
 
 class Ranks:
-    """A leader, and a member at each prefill of a pair. A rank's process is a child of its own, which can be killed."""
+    """A leader, and a member at each prefill of a pair.
+
+    A rank's process is a child of its own, which can be killed.
+    """
 
     def __init__(self, nodes: Pair) -> None:
         self.nodes = nodes
@@ -60,28 +65,45 @@ class Ranks:
     def start_leader(self, life: int) -> None:
         socket, self.port = bind_router("127.0.0.1", self.port)
         leader = GroupLeader(
-            Incarnation(life), len(self.nodes.prefills), now=monotonic(), timing=PATIENT, process=self.processes[0]
+            Incarnation(life),
+            len(self.nodes.prefills),
+            now=monotonic(),
+            timing=PATIENT,
+            process=self.processes[0],
         )
         shell = LeaderShell(
-            leader, socket=socket, refuse_room=self.nodes.prefills[0].refuse, wait_dead=wait_dead,
-            counts=Counts(1, 0), now=monotonic,
-        )  # fmt: skip
+            leader,
+            socket=socket,
+            refuse_room=self.nodes.prefills[0].refuse,
+            wait_dead=wait_dead,
+            counts=Counts(1, 0),
+            now=monotonic,
+        )
         self.leaders.append(shell)
 
     def start_member(self, rank: int, life: int) -> MemberShell:
         node = self.nodes.prefills[rank]
         member = GroupMember(
-            Incarnation(life), rank, len(self.nodes.prefills), now=monotonic(), timing=PATIENT,
+            Incarnation(life),
+            rank,
+            len(self.nodes.prefills),
+            now=monotonic(),
+            timing=PATIENT,
             process=self.processes[rank],
-        )  # fmt: skip
+        )
 
         def open_room(_key: TicketKey, room: RoomId, request: bytes) -> PrefillRoom:
             return node.room(room, list(request))
 
         shell = MemberShell(
-            member, socket=connect_dealer(f"tcp://127.0.0.1:{self.port}", life), open_room=open_room,
-            refuse_room=node.refuse, wait_dead=wait_dead, counts=Counts(1, 0), now=monotonic,
-        )  # fmt: skip
+            member,
+            socket=connect_dealer(f"tcp://127.0.0.1:{self.port}", life),
+            open_room=open_room,
+            refuse_room=node.refuse,
+            wait_dead=wait_dead,
+            counts=Counts(1, 0),
+            now=monotonic,
+        )
         self.members.append(shell)
         return shell
 
@@ -105,7 +127,9 @@ class Ranks:
     async def rest(self) -> None:
         """Nothing is left of any request, at any rank."""
         await self.nodes.rest()
-        await until(lambda: not any(shell.requests or shell.member.tickets for shell in self.members))
+        await until(
+            lambda: not any(shell.requests or shell.member.tickets for shell in self.members)
+        )
         assert not any(shell.requests or shell.leader.requests for shell in self.leaders)
         assert not any(shell.counts.handler_errors for shell in [*self.members, *self.leaders])
 
@@ -150,7 +174,9 @@ async def test_every_rank_is_ready_before_one_starts_and_done_before_one_succeed
         for member, each in zip(g.members[:2], started, strict=False):
             g.nodes.send_all(each.room, node=g.node_of(member))
         await asyncio.gather(*(each.room.done() for each in started[:2]))
-        assert not request.when_decided.given and not any(each.when_settled.given for each in started)
+        assert not request.when_decided.given and not any(
+            each.when_settled.given for each in started
+        )
         g.nodes.send_all(started[2].room, node=g.node_of(g.members[2]))
         await request.decided()
         await asyncio.gather(*(each.settled() for each in started))
@@ -166,7 +192,9 @@ async def test_requests_start_in_one_order_on_every_rank() -> None:
         for member in g.members:
             found = [await g.compute(member) for _ in pairs]
             orders.append([each.key.ticket for each in found])
-        assert orders[0] == orders[1] == orders[2] and sorted(orders[0]) == sorted(r.ticket for r, _ in pairs)
+        assert orders[0] == orders[1] == orders[2] and sorted(orders[0]) == sorted(
+            r.ticket for r, _ in pairs
+        )
         await asyncio.gather(*(request.decided() for request, _ in pairs))
         for _, target in pairs:
             await target.landed()
@@ -324,7 +352,8 @@ async def test_a_rank_that_is_refused_says_so_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with group(1) as ranks:
-        first, second = ranks.members[0], ranks.start_member(0, 50)  # before the first one has ended
+        # Before the first one has ended.
+        first, second = ranks.members[0], ranks.start_member(0, 50)
         answers, receive = [], second.member.receive
 
         def received(frame: bytes, now: float) -> None:
@@ -335,7 +364,10 @@ async def test_a_rank_that_is_refused_says_so_once(
         with caplog.at_level(logging.INFO, "kvflow.handlers.group"):
             await until(lambda: len(answers) == 4)
             assert len(caplog.records) == 1
-            text = "rank 0 is not in its group, and asks on: rank 0 is taken by another process, until that has been"
+            text = (
+                "rank 0 is not in its group, and asks on: rank 0 is taken by another process, "
+                "until that has been"
+            )
             assert caplog.records[0].levelno == logging.WARNING and caplog.text.count(text) == 1
             await first.stop()
             ranks.leader.leader.member_died(first.member.incarnation)

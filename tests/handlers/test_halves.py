@@ -1,4 +1,6 @@
-"""Rooms with one half only, or with halves that do not fit: both get the cause as soon as one side has it (I4)."""
+"""Rooms with one half only, or with halves that do not fit: both get the cause as soon as one side
+has it (I4).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,17 @@ from kvflow.protocols.machines.rendezvous import Rendezvous, Side
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.messages import MAX_TEXT, Abort, Bootstrap
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, small_layout, until
-from tests.handlers.scenes import PROMPT, WHY, code_of, header, known, links, matched, success, to_prefill
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    code_of,
+    header,
+    known,
+    links,
+    matched,
+    success,
+    to_prefill,
+)
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -30,7 +42,9 @@ async def test_decode_never_comes(kvflow_pair: Pair) -> None:
 
 
 async def test_prefill_does_not_wait_while_it_stands_still(kvflow_pair: Pair) -> None:
-    """Its timer is late by the time that the event loop stood still: decode's half may be there, unread."""
+    """Its timer is late by the time that the event loop stood still: decode's half may be there,
+    unread.
+    """
     p = kvflow_pair
     source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
     now = source.record.deadline_at_s + 5.0
@@ -137,7 +151,9 @@ async def test_what_nobody_asked_for_is_forgotten(kvflow_pair: Pair) -> None:
     [range(1, 5 * PAGE_SIZE + 1), range(5 * PAGE_SIZE - 1), [0] * (5 * PAGE_SIZE)],
     ids=["ids", "length", "zeros"],
 )
-async def test_halves_that_mean_different_prompts(kvflow_pair: Pair, first: str, other: list[int]) -> None:
+async def test_halves_that_mean_different_prompts(
+    kvflow_pair: Pair, first: str, other: list[int]
+) -> None:
     p = kvflow_pair
     if first == "prefill":
         source = p.prefill.room(7, PROMPT)
@@ -219,7 +235,9 @@ async def test_pools_that_differ_in_everything_are_told_some_of_it() -> None:
     layers = [(f"{name} {i}.{kv}", "uint8", (8,)) for i in range(100) for kv in "kv"]
     theirs = [(name, dtype, (16,)) for name, dtype, _ in layers]
     source = build_layout(layers, page_size=4, num_pages=2)
-    async with pair(source_layout=source, target_layout=build_layout(theirs, page_size=4, num_pages=2)) as p:
+    async with pair(
+        source_layout=source, target_layout=build_layout(theirs, page_size=4, num_pages=2)
+    ) as p:
         with pytest.raises(RefusedError, match="shape") as caught:
             await p.decode.room(7, "sim", [1])
         assert "and 195 more" in str(caught.value) and len(str(caught.value)) < MAX_TEXT
@@ -275,7 +293,9 @@ def test_a_half_that_never_comes_is_kept_for_the_other_unless_that_has_ended_too
     again = Cause(Code.DEADLINE, "of another room of that id")
     meeting.record_outcome(2, Side.ENGINE, again, 10.0)
     meeting.expire(9.0)
-    assert len(meeting) == 1 and meeting.take(2, Side.DECODE) == again, "the newest is the last to be forgotten"
+    assert len(meeting) == 1 and meeting.take(2, Side.DECODE) == again, (
+        "the newest is the last to be forgotten"
+    )
 
 
 async def test_a_late_abort_for_a_room_both_of_whose_halves_have_ended(kvflow_pair: Pair) -> None:

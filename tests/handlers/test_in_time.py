@@ -1,6 +1,8 @@
-"""What ends a room on one side reaches the other side's client in under a second, with its reason (I4).
+"""What ends a room on one side reaches the other side's client in under a second, with its reason
+(I4).
 
-In virtual time and with the times that ship: a second is a second of the node's own timers, however slow the machine.
+In virtual time and with the times that ship: a second is a second of the node's own timers, however
+slow the machine.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ async def prefill_runs_out_of_time(p: Pair) -> Any:
 
 async def prefill_closes(p: Pair) -> Any:
     _, target = await midway(p)
-    asyncio.get_running_loop().create_task(p.prefill.close(), name="close")  # awaited by the pair's own
+    # Awaited by the pair's own.
+    asyncio.get_running_loop().create_task(p.prefill.close(), name="close")
     return target.landed(), Code.SHUTDOWN, "prefill is shutting down"
 
 
@@ -122,7 +125,9 @@ async def decode_has_no_pages(p: Pair) -> Any:
 
 async def decode_runs_out_of_time(p: Pair) -> Any:
     source, target = await matched(p)
-    p.decode.shell.endpoint.core.deadlines.set(Timer("deadline", target.grant), p.clock(p.decode).now())
+    p.decode.shell.endpoint.core.deadlines.set(
+        Timer("deadline", target.grant), p.clock(p.decode).now()
+    )
     p.clock(p.decode).advance(0)
     return source.done(), Code.DEADLINE, "room 7: deadline"
 
@@ -160,15 +165,20 @@ AT_DECODE: list[Ending] = [
     decode_closes,
     decode_dies,
 ]
-UNSAID: list[Ending] = [prefill_closes, prefill_dies, decode_closes, decode_dies]  # nobody is left to say it again
+# Nobody is left to say it again.
+UNSAID: list[Ending] = [prefill_closes, prefill_dies, decode_closes, decode_dies]
 LOSSY = [ending for ending in [*AT_PREFILL, *AT_DECODE] if ending not in UNSAID]
 
 
 @pytest.mark.parametrize("ending", [*AT_PREFILL, *AT_DECODE])
-def test_the_other_client_hears_why(ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_client_hears_why(
+    ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_virtual_time(ending, (), seed, monkeypatch)
 
 
 @pytest.mark.parametrize("ending", LOSSY)
-def test_also_when_the_first_word_is_lost(ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_also_when_the_first_word_is_lost(
+    ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_virtual_time(ending, (RoomFailed, Abort, ChunkDone), seed, monkeypatch)

@@ -1,4 +1,6 @@
-"""The sender matters: other incarnations of a peer, other versions, silence that is not death (I6)."""
+"""The sender matters: other incarnations of a peer, other versions,
+silence that is not death (I6).
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,16 @@ async def test_a_restarted_prefill_at_the_same_address() -> None:
         assert p.prefill.incarnation != first
         assert await code_of(target.landed()) is Code.PEER_LOST
         await success(p, 8)
-        await until(lambda: [peer.key.incarnation for peer in links(p.decode)] == [p.prefill.incarnation])
+        await until(
+            lambda: [peer.key.incarnation for peer in links(p.decode)] == [p.prefill.incarnation]
+        )
         await p.rest()
 
 
 async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die() -> None:
-    """Rooms end at once; loans do not: a new incarnation at an address is no proof of the old one's end."""
+    """Rooms end at once; loans do not: a new incarnation at an address is no proof of the old one's
+    end.
+    """
     async with pair() as p:
         source, target = await midway(p)
         port = int(p.prefill.info.control.rsplit(":", 1)[1])
@@ -81,7 +87,10 @@ async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die() -> N
 
 
 async def test_a_silent_prefill_that_comes_back(kvflow_pair: Pair) -> None:
-    """Silence ends rooms. The loan is recalled when the next message arrives, and the answer is proof."""
+    """Silence ends rooms.
+
+    The loan is recalled when the next message arrives, and the answer is proof.
+    """
     p = kvflow_pair
     source, target = await midway(p)
     p.network.cut()
@@ -99,7 +108,9 @@ async def test_a_silent_prefill_that_comes_back(kvflow_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("lost", [Abort, AbortAck], ids=lambda kind: kind.__name__)
-async def test_a_silent_prefill_comes_back_and_the_first_word_is_lost(kvflow_pair: Pair, lost: type) -> None:
+async def test_a_silent_prefill_comes_back_and_the_first_word_is_lost(
+    kvflow_pair: Pair, lost: type
+) -> None:
     p = kvflow_pair
     _, target = await midway(p)
     p.network.cut()
@@ -125,7 +136,9 @@ async def test_a_silent_decode_that_comes_back(kvflow_pair: Pair) -> None:
     await success(p, 8)
 
 
-async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_past(kvflow_pair: Pair) -> None:
+async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_past(
+    kvflow_pair: Pair,
+) -> None:
     """Prefill has given its place to another; no grant of the time before begins again."""
     p = kvflow_pair
     first, core = p.decode, p.prefill.shell.endpoint.core
@@ -135,7 +148,9 @@ async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_pa
     await until(lambda: bool(past))
     target.close()
     await until(lambda: target.ended and not len(ledger(first)))
-    p.network.rules.append(lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None)
+    p.network.rules.append(
+        lambda frame: LOST if frame.peer == routing_id(first.incarnation) else None
+    )
     peer = core.peers[first.incarnation]
     await all_read()  # a heartbeat that came after the silence would end it
     p.clock(first).advance(p.timing.lost_after_s + 1)
@@ -259,9 +274,12 @@ async def test_decodes_are_bounded(kvflow_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"", b"\0", b"\xc1" * 100, b"\x93\x03\x01\x02", encode(Heartbeat(source=1, target=2))[:-1]]
+    "garbage",
+    [b"", b"\0", b"\xc1" * 100, b"\x93\x03\x01\x02", encode(Heartbeat(source=1, target=2))[:-1]],
 )
-async def test_bad_bytes_are_counted_and_the_next_room_works(kvflow_pair: Pair, garbage: bytes) -> None:
+async def test_bad_bytes_are_counted_and_the_next_room_works(
+    kvflow_pair: Pair, garbage: bytes
+) -> None:
     p = kvflow_pair
     await success(p, 1)
     control, peer = p.prefill.info.control, routing_id(p.decode.incarnation)

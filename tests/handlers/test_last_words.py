@@ -39,5 +39,8 @@ async def test_the_wait_for_a_decode_that_hears_nothing_is_bounded_and_logged(
         with caplog.at_level(logging.WARNING, "kvflow"):
             async with asyncio.timeout(20):
                 await p.prefill.close()
-        assert f"the ends of 1 rooms are not confirmed by decode {p.decode.incarnation:016x}" in caplog.text
+        assert (
+            f"the ends of 1 rooms are not confirmed by decode {p.decode.incarnation:016x}"
+            in caplog.text
+        )
         target.close()

@@ -54,7 +54,9 @@ LIVES = [
 
 
 @pytest.mark.parametrize(("proofs", "room_ends_at"), LIVES, ids=str)
-def test_pages_are_freed_once_everything_is_over(proofs: tuple[LoanKind, ...], room_ends_at: int) -> None:
+def test_pages_are_freed_once_everything_is_over(
+    proofs: tuple[LoanKind, ...], room_ends_at: int
+) -> None:
     desk = Desk(2)
     for step in range(3):
         if step == room_ends_at:
@@ -72,7 +74,11 @@ def test_pages_are_in_quarantine_from_the_recall_to_the_last_proof() -> None:
     desk = Desk(2)
     assert desk.ledger.quarantined_pages == 0
     desk.end_room()
-    assert desk.ledger.quarantined_pages == 4 and desk.ledger.owes(0) and desk.ledger.owed_by(0) == (1, 4)
+    assert (
+        desk.ledger.quarantined_pages == 4
+        and desk.ledger.owes(0)
+        and desk.ledger.owed_by(0) == (1, 4)
+    )
     desk.ledger.check_quarantine()
     desk.feed(0, LoanKind.UNPROVEN)
     desk.feed(1, LoanKind.DRAINED)

@@ -25,14 +25,16 @@ IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=0.5)
 @pytest.mark.parametrize("stalled_s", [0.6, float("inf")])
 async def test_a_prefill_whose_worker_hangs_falls_silent(stalled_s: float) -> None:
     async with pair(timing=IMPATIENT) as p:
-        p.plane(p.prefill).script(Fault.STUCK)  # as a worker that hangs leaves its writes: not even cancelled ones end
+        # As a worker that hangs leaves its writes: not even cancelled ones end.
+        p.plane(p.prefill).script(Fault.STUCK)
         source, target = await matched(p)
         p.send_all(source)
         assert p.prefill.unavailable_reason == ""
         p.plane(p.prefill).stalled_s = stalled_s
         assert "worker of the fake data plane" in p.prefill.unavailable_reason
         assert await code_of(target.landed()) is Code.PEER_LOST
-        assert p.decode.quarantined_pages == 5 and len(ledger(p.decode)) == 1  # nothing proves that it is over
+        # Nothing proves that it is over.
+        assert p.decode.quarantined_pages == 5 and len(ledger(p.decode)) == 1
         with pytest.raises(LostError, match="silent"):
             await p.decode.room(8, "sim", PROMPT)
         other = await p.add_decode()
@@ -45,14 +47,18 @@ async def test_a_prefill_whose_worker_hangs_falls_silent(stalled_s: float) -> No
 
 
 async def test_a_loaded_prefill_is_not_dead() -> None:
-    """Writes wait in line three times as long as silence is borne, and the model's step does not end before them."""
+    """Writes wait in line three times as long as silence is borne, and the model's step does not
+    end before them.
+    """
     pools = [PagedPool.allocate(small_layout(256)) for _ in range(2)]
     rooms, page_bytes = 40, pools[0].layout.page_bytes
     rate = rooms * page_bytes / (3 * IMPATIENT.lost_after_s)
     prefill = PrefillNode(pools[0], LocalPlane(pools[0].segment, rate), timing=IMPATIENT)
     decode = DecodeNode(pools[1], LocalPlane(pools[1].segment), timing=IMPATIENT)
     async with prefill, decode:
-        step = asyncio.get_running_loop().run_in_executor(None, time.sleep, 3 * IMPATIENT.lost_after_s)
+        step = asyncio.get_running_loop().run_in_executor(
+            None, time.sleep, 3 * IMPATIENT.lost_after_s
+        )
         sources = [prefill.room(room, [1]) for room in range(rooms)]
         targets = [await decode.room(room, [prefill.info], [1]) for room in range(rooms)]
         mine = prefill.pages.take(1, "engine")

@@ -1,4 +1,6 @@
-"""Every message lost once, sent twice, or overtaken: the room ends the same way, and nothing is left behind."""
+"""Every message lost once, sent twice, or overtaken: the room ends the same way, and nothing is
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ GOOD = [Register, Registered, Announce, Bootstrap, ChunkDone, Heartbeat, Resync]
 ABORTED = [Bootstrap, ChunkDone, Abort, AbortAck]
 FAILED = [ChunkDone, RoomFailed, AbortAck]
 LONG_S = 30.0
-"""One room in some 5,000 loses six rounds in a row, and each round waits twice as long as the one before it."""
+"""One room in some 5,000 loses six rounds in a row, and each round waits twice as long as the one
+before it.
+"""
 
 
 @pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
@@ -120,7 +124,11 @@ async def test_one_of_several_ranks_never_got_its_bootstrap() -> None:
         lost = iter([LOST])
 
         def rule(frame: Frame) -> Fate | None:
-            return next(lost, None) if frame.control == second and isinstance(frame.message, Bootstrap) else None
+            return (
+                next(lost, None)
+                if frame.control == second and isinstance(frame.message, Bootstrap)
+                else None
+            )
 
         p.network.rules.append(rule)
         target = await p.decode.room(7, "sim", PROMPT)
@@ -136,7 +144,9 @@ async def test_one_of_several_ranks_never_got_its_bootstrap() -> None:
 
 @pytest.mark.parametrize("turn", range(6))
 async def test_everything_at_once(kvflow_pair: Pair, seed: int, turn: int) -> None:
-    """A third of all frames lost, doubled or late, rooms ended at random: what is left at the end is nothing."""
+    """A third of all frames lost, doubled or late, rooms ended at random: what is left at the end
+    is nothing.
+    """
     p, rng = kvflow_pair, random.Random(f"{seed} {turn}")
 
     def rule(_: Frame) -> Fate:
@@ -169,7 +179,9 @@ async def test_nothing_is_repeated_when_nothing_is_lost() -> None:
         target.close(WHY)
         await p.rest()
         assert await code_of(source.done()) is WHY.code
-        assert p.network.seen["Abort"] == p.network.seen["AbortAck"] == p.network.seen["Register"] == 1
+        assert (
+            p.network.seen["Abort"] == p.network.seen["AbortAck"] == p.network.seen["Register"] == 1
+        )
         assert p.network.seen["Resync"] == 0
     assert QUICK.repeat_after_s < 1
 
@@ -181,9 +193,11 @@ def disturb(p: Pair, kind: type, fault: str) -> None:
         p.network.drop(kind, times=3 if fault == "drop three" else 1)
 
 
-async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not(kvflow_pair: Pair) -> None:
-    """The loan is proven, the room has not ended: nothing of it is settled yet, or its end could not be sent again
-    (I4)."""
+async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not(
+    kvflow_pair: Pair,
+) -> None:
+    """The loan is proven, the room has not ended: nothing of it is settled yet, or its end could
+    not be sent again (I4)."""
     p = kvflow_pair
     source, target = await matched(p)
     other = await p.decode.room(8, "sim", PROMPT)  # an open loan of a later grant

@@ -1,4 +1,6 @@
-"""Decode has the beginning of the prompt already: only the rest travels, down to a room of no pages at all."""
+"""Decode has the beginning of the prompt already: only the rest travels, down to a room of no pages
+at all.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ pytest_plugins = ["kvflow.testing.fixtures"]
     ],
 )
 @pytest.mark.parametrize("chunks", [1, 2])
-async def test_the_rest_travels(kvflow_pair: Pair, tokens: int, prefix: int, pages: int, chunks: int) -> None:
+async def test_the_rest_travels(
+    kvflow_pair: Pair, tokens: int, prefix: int, pages: int, chunks: int
+) -> None:
     p = kvflow_pair
     source = p.prefill.room(7, range(tokens))
     target = await p.decode.room(7, "sim", range(tokens), prefix_tokens=prefix)
     assert await source.matched() == source.prefix_tokens == prefix
-    assert len(target.pages) == pages and source.bytes_total == pages * p.prefill.pool.layout.page_bytes
+    assert (
+        len(target.pages) == pages
+        and source.bytes_total == pages * p.prefill.pool.layout.page_bytes
+    )
     sent = p.send_all(source, chunks=min(chunks, max(pages, 1)))
     assert await target.landed() == b"handoff"
     await source.done()
@@ -141,7 +148,9 @@ async def test_what_decode_finds_after_it_has_announced_a_room_need_not_travel(
 
 @pytest.mark.parametrize("prefix", [PAGE_SIZE - 1, 3 * PAGE_SIZE, -PAGE_SIZE])
 @pytest.mark.parametrize("linked", [False, True])
-async def test_a_prefix_that_cannot_be_ends_the_room_and_no_other(kvflow_pair: Pair, prefix: int, linked: bool) -> None:
+async def test_a_prefix_that_cannot_be_ends_the_room_and_no_other(
+    kvflow_pair: Pair, prefix: int, linked: bool
+) -> None:
     p, prompt = kvflow_pair, range(2 * PAGE_SIZE)
     source, target = p.prefill.room(7, prompt), p.decode.announce(7, "sim", prompt)
     if linked:

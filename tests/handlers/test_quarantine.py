@@ -1,4 +1,6 @@
-"""Quarantine is bounded by admission, and an operator can end loans for which no proof will come."""
+"""Quarantine is bounded by admission, and an operator can end loans for
+which no proof will come.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,16 @@ async def test_no_room_is_opened_above_the_limit(limit: int) -> None:
         assert other.quarantine_limit == 32  # half of 64 pages
         await silent(p)
         p.network.mend()
-        p.network.rules.append(no_abort_of_7)  # prefill is back, and does not hear that the room is over
+        # prefill is back, and does not hear that the room is over.
+        p.network.rules.append(no_abort_of_7)
         await until(lambda: [peer["phase"] for peer in p.decode.peers()] == ["up"])
         source = p.prefill.room(8, PROMPT)
         if limit == 5:
             (await p.decode.room(8, "sim", PROMPT)).close()
         else:
-            with pytest.raises(QuarantineError, match="5 pages are in quarantine, more than 4") as caught:
+            with pytest.raises(
+                QuarantineError, match="5 pages are in quarantine, more than 4"
+            ) as caught:
                 await p.decode.room(8, "sim", PROMPT)
             assert caught.value.code is Code.CAPACITY
             assert await code_of(source.matched()) is Code.CAPACITY
@@ -60,7 +65,9 @@ async def test_no_room_is_opened_above_the_limit(limit: int) -> None:
 async def test_the_share_is_of_the_pool() -> None:
     async with pair() as p:
         pool, plane = p.decode.pool, FakePlane(p.planes)
-        async with DecodeNode(pool, plane, connect=p.network.connect, bounds=Bounds(quarantine_share=0.25)) as node:
+        async with DecodeNode(
+            pool, plane, connect=p.network.connect, bounds=Bounds(quarantine_share=0.25)
+        ) as node:
             assert node.quarantine_limit == 16
 
 
@@ -77,11 +84,18 @@ async def test_a_declared_death_ends_rooms_and_loans(caplog: pytest.LogCaptureFi
             p.decode.declare_dead(p.prefill.incarnation + 1, "a slip")
         assert p.decode.quarantined_pages == 5
         with caplog.at_level(logging.WARNING, "kvflow"):
-            p.decode.declare_dead(int(line["incarnation"], 16), "operator at 10.0.0.1: its machine is off")
+            p.decode.declare_dead(
+                int(line["incarnation"], 16), "operator at 10.0.0.1: its machine is off"
+            )
         assert (
-            f"{p.prefill.incarnation:016x}" in caplog.text and "operator at 10.0.0.1: its machine is off" in caplog.text
+            f"{p.prefill.incarnation:016x}" in caplog.text
+            and "operator at 10.0.0.1: its machine is off" in caplog.text
         )
-        assert p.decode.pool.pages.at_rest() and not p.decode.quarantined_pages and p.decode.counts.declared_dead == 1
+        assert (
+            p.decode.pool.pages.at_rest()
+            and not p.decode.quarantined_pages
+            and p.decode.counts.declared_dead == 1
+        )
         await until(lambda: not links(p.decode))
         p.network.mend()
         with pytest.raises(LostError, match="declared dead"):
@@ -104,7 +118,9 @@ async def test_a_declared_death_of_a_living_prefill_tells_the_rooms_that_run() -
 
 
 async def test_rooms_that_drain_count(kvflow_pair: Pair) -> None:
-    """Writes that neither land nor fail: their pages are as far from the pool as those of lost rooms."""
+    """Writes that neither land nor fail: their pages are as far from the pool as those of lost
+    rooms.
+    """
     p = kvflow_pair
     ledger(p.decode).quarantine_limit = 9
     p.plane(p.prefill).script(Fault.STUCK, Fault.STUCK)

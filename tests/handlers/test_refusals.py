@@ -1,4 +1,5 @@
-"""A refusal on one side, before any page is taken, reaches the other side's client at once, with its reason (I4).
+"""A refusal on one side, before any page is taken, reaches the other side's client at once, with
+its reason (I4).
 
 Whichever half came first, and also when the first message about it is lost.
 """
@@ -124,7 +125,8 @@ async def a_pool_that_does_not_fit_is_told_to_decode(p: Pair) -> Any:
     return other.room(7, "sim", PROMPT).landed(), Code.REFUSED, "page_size: prefill 4, decode 8"
 
 
-SENT_ONCE: list[Ending] = [  # a node that has closed, and a decode that is not let in, do not send it again
+# A node that has closed, and a decode that is not let in, do not send it again.
+SENT_ONCE: list[Ending] = [
     decode_closes_with_an_announced_room,
     prefill_closes_with_an_announced_room,
     a_pool_that_does_not_fit_is_told_to_the_engine,
@@ -145,7 +147,9 @@ REPEATED: list[Ending] = [
 
 
 @pytest.mark.parametrize("ending", [*REPEATED, *SENT_ONCE])
-def test_the_other_client_is_told_why(ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_client_is_told_why(
+    ending: Ending, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_virtual_time(ending, (), seed, monkeypatch)
 
 

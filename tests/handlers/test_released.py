@@ -1,4 +1,6 @@
-"""`released()`: nothing touches the room's pages any more, whatever became of the room, on both sides (I2, I13)."""
+"""`released()`: nothing touches the room's pages any more, whatever became of the room, on both
+sides (I2, I13).
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,10 @@ async def test_the_slowest_of_several_ranks_decides() -> None:
         assert not any(task.done() for task in waiting) and p.decode.pages.free_pages == 59
         p.plane(second).release()
         await asyncio.gather(*waiting)
-        assert p.decode.pool.pages.at_rest() and first.pool.pages.held_pages == second.pool.pages.held_pages == 0
+        assert (
+            p.decode.pool.pages.at_rest()
+            and first.pool.pages.held_pages == second.pool.pages.held_pages == 0
+        )
 
 
 async def test_rooms_that_never_had_a_page(kvflow_pair: Pair) -> None:

@@ -1,4 +1,6 @@
-"""Room ids of any integer type are one number; what is none is refused where it is given, and harms no other room."""
+"""Room ids of any integer type are one number; what is none is refused where it is given, and harms
+no other room.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 WHY = Cause(Code.CAPACITY, "full")
 
 
-@pytest.mark.parametrize("number", [np.int64(7), np.uint8(7), np.uint64(2**63), np.int32(0), True], ids=repr)
+@pytest.mark.parametrize(
+    "number", [np.int64(7), np.uint8(7), np.uint64(2**63), np.int32(0), True], ids=repr
+)
 async def test_any_integer_is_a_room_id(kvflow_pair: Pair, number: Any) -> None:
     p = kvflow_pair
     await success(p, number)
     await p.rest()
     source, target = await matched(p, number)
-    assert type(source.room) is type(target.room) is int and source.room == target.room == int(number)
+    assert type(source.room) is type(target.room) is int and source.room == target.room == int(
+        number
+    )
     target.close(WHY)
     assert await code_of(source.done()) is WHY.code
 
@@ -58,7 +64,8 @@ async def test_what_is_no_room_id_leaves_nothing_behind(kvflow_pair: Pair, bad: 
     assert set(p.prefill.shell.endpoint.rooms) == {1} and len(p.decode.shell.endpoint.rooms) == 1
     assert len(p.decode.shell.endpoint.core.ledger) == 1 and p.decode.pages.free_pages == 59
     for node in (p.prefill, p.decode):
-        p.clock(node).advance(p.timing.heartbeat_s + p.timing.repeat_after_s)  # what is due serves every room
+        # What is due serves every room.
+        p.clock(node).advance(p.timing.heartbeat_s + p.timing.repeat_after_s)
     p.send_all(source)
     assert await innocent.landed() == b"handoff"
     innocent.close()

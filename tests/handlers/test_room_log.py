@@ -1,4 +1,6 @@
-"""A room's debug lines: every event of both sides, under the room and the request that it was opened for."""
+"""A room's debug lines: every event of both sides, under the room and the request that it was
+opened for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ async def opened_for(p: Pair, room: int, request_id: str) -> Any:
 
 
 def lines(caplog: pytest.LogCaptureFixture, request_id: str) -> list[str]:
-    records: list[Any] = [r for r in caplog.records if r.name == "kvflow.rooms" and r.request_id == request_id]
+    records: list[Any] = [
+        r for r in caplog.records if r.name == "kvflow.rooms" and r.request_id == request_id
+    ]
     assert all(len(record.rooms) == 1 for record in records)
     return [record.getMessage() for record in records]
 
@@ -33,10 +37,14 @@ def heard(told: list[str], *words: str) -> bool:
     return any(all(word in line for word in words) for line in told)
 
 
-async def test_both_sides_tell_what_happens_as_it_happens(kvflow_pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+async def test_both_sides_tell_what_happens_as_it_happens(
+    kvflow_pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     p = kvflow_pair
     caplog.set_level(logging.DEBUG, logger="kvflow.rooms")
-    one, two = await asyncio.gather(*(asyncio.create_task(opened_for(p, n, f"request-{n}")) for n in (1, 2)))
+    one, two = await asyncio.gather(
+        *(asyncio.create_task(opened_for(p, n, f"request-{n}")) for n in (1, 2))
+    )
     for source, _ in (one, two):
         await source.matched()
     p.send_all(one[0], chunks=3)
@@ -51,10 +59,14 @@ async def test_both_sides_tell_what_happens_as_it_happens(kvflow_pair: Pair, cap
     assert sum(" chunk_landed" in line for line in told) >= 3  # decode's, one by one
     assert heard(told, "write_ended", "success")
     other = lines(caplog, "request-2")
-    assert heard(other, "ended_locally", "engine_error: the engine gave up") and not heard(other, "chunk_landed")
+    assert heard(other, "ended_locally", "engine_error: the engine gave up") and not heard(
+        other, "chunk_landed"
+    )
 
 
-async def test_nothing_is_followed_unless_it_is_asked_for(kvflow_pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+async def test_nothing_is_followed_unless_it_is_asked_for(
+    kvflow_pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="kvflow.rooms")
     source, target = await opened_for(kvflow_pair, 1, "request-1")
     assert source.record.story.follower is None and target.record.story.follower is None
@@ -65,7 +77,9 @@ async def test_nothing_is_followed_unless_it_is_asked_for(kvflow_pair: Pair, cap
 async def test_a_timer_armed_during_a_request_is_not_about_it(
     kvflow_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Timers and tasks of a shell outlive the request that happened to start them, and serve all."""
+    """Timers and tasks of a shell outlive the request that happened to start them,
+    and serve all.
+    """
     p, seen, ticked = kvflow_pair, set[str](), asyncio.Event()
     shell = p.decode.shell
     tick = shell.tick

@@ -58,7 +58,11 @@ async def test_a_page_for_each_page_of_the_prompt(kvflow_pair: Pair, tokens: int
     p = kvflow_pair
     source, target = await p.open(7, range(tokens))
     await source.matched()
-    assert len(target.pages) == -(-tokens // PAGE_SIZE) == source.bytes_total // p.prefill.pool.layout.page_bytes
+    assert (
+        len(target.pages)
+        == -(-tokens // PAGE_SIZE)
+        == source.bytes_total // p.prefill.pool.layout.page_bytes
+    )
     p.send_all(source)
     await target.landed()
     target.close()
@@ -90,7 +94,9 @@ async def test_every_rank_must_finish() -> None:
         for node, source in zip(p.prefills, sources, strict=True):
             await source.matched()
             assert not target.ended
-            p.send_all(source, node=node, handoff=b"" if node is p.prefill else b"from another rank")
+            p.send_all(
+                source, node=node, handoff=b"" if node is p.prefill else b"from another rank"
+            )
             await source.done()
         assert await target.landed() == b"from another rank"
         target.close()
@@ -198,8 +204,12 @@ async def test_misuse_of_a_prefill_room_is_told_and_changes_nothing(kvflow_pair:
         source.send(mine[:1])
 
 
-async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behind(kvflow_pair: Pair) -> None:
-    """What the caller can get wrong was checked before: a refusal here is no word of the caller's, so the room ends."""
+async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behind(
+    kvflow_pair: Pair,
+) -> None:
+    """What the caller can get wrong was checked before: a refusal here is no word of the caller's,
+    so the room ends.
+    """
     p = kvflow_pair
     source, target = await matched(p)
     mine = p.prefill.pages.take(5, "engine")
@@ -211,7 +221,9 @@ async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behin
     assert not source.ended and not ended, "it ended inside of its engine's send"
     with pytest.raises(TransferError, match="planned badly"):
         await source.done()
-    assert not p.prefill.pool.pages.held_pages and source.phase.name == "ABORTED" and ended == [True]
+    assert (
+        not p.prefill.pool.pages.held_pages and source.phase.name == "ABORTED" and ended == [True]
+    )
     with pytest.raises(TransferError, match="planned badly"):
         await target.landed()
     route.write = write  # type: ignore[method-assign]

@@ -1,4 +1,6 @@
-"""What prefill keeps for decode to ask for goes when that pair has settled it; a claim of anything else is refused."""
+"""What prefill keeps for decode to ask for goes when that pair has settled it; a claim of anything
+else is refused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ import pytest
 from kvflow.protocols.errors import Code
 from kvflow.protocols.wire.messages import GrantId, Heartbeat
 from kvflow.testing.pair import Pair, pair, until
-from tests.handlers.scenes import PROMPT, between, code_of, header, known, ledger, success, to_prefill
+from tests.handlers.scenes import (
+    PROMPT,
+    between,
+    code_of,
+    header,
+    known,
+    ledger,
+    success,
+    to_prefill,
+)
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -15,7 +26,10 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 async def one_room(p: Pair, room: int, which: int) -> None:
     """A whole room at one of two prefills, which have nothing to do with each other."""
     node = p.prefills[which]
-    async with node.room(room, PROMPT) as source, p.decode.room(room, [p.ranks[which]], PROMPT) as target:
+    async with (
+        node.room(room, PROMPT) as source,
+        p.decode.room(room, [p.ranks[which]], PROMPT) as target,
+    ):
         await source.matched()
         p.send_all(source, node=node, handoff=b"h" * 10_000)
         await target.landed()
@@ -59,7 +73,9 @@ async def test_one_room_that_waits_keeps_no_hand_over_of_others() -> None:
 
 
 @pytest.mark.parametrize("below", [3, 1 << 40])
-async def test_a_claim_to_have_settled_what_was_never_offered_is_dropped(kvflow_pair: Pair, below: int) -> None:
+async def test_a_claim_to_have_settled_what_was_never_offered_is_dropped(
+    kvflow_pair: Pair, below: int
+) -> None:
     """In decode's name, by someone else: it would end that decode's use of this prefill."""
     p = kvflow_pair
     await success(p, 1)
@@ -79,7 +95,9 @@ async def test_a_range_that_was_never_offered_is_dropped(kvflow_pair: Pair) -> N
     await success(p, 2)
 
 
-async def test_a_claim_about_grants_that_are_open_changes_nothing_for_them(kvflow_pair: Pair) -> None:
+async def test_a_claim_about_grants_that_are_open_changes_nothing_for_them(
+    kvflow_pair: Pair,
+) -> None:
     p = kvflow_pair
     source, target = await p.open(1, PROMPT)
     await source.matched()

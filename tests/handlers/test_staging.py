@@ -1,4 +1,6 @@
-"""Rooms whose pages no peer can write: what lands in staging is brought to them before it counts (I2, I3, I8, I13)."""
+"""Rooms whose pages no peer can write: what lands in staging is brought to them before it counts
+(I2, I3, I8, I13).
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,13 @@ async def left_in_doubt(p: Pair, source: PrefillRoom, target: DecodeRoom, pages:
     await until(lambda: p.decode.quarantined_pages == pages)
 
 
-async def closed_in_doubt(p: Pair, source: PrefillRoom, target: DecodeRoom, pages: int) -> tuple[Staging, UnprovenLoan]:
-    """As `left_in_doubt`, and decode closes. Returns its staging, and the one loan that it leaves."""
+async def closed_in_doubt(
+    p: Pair, source: PrefillRoom, target: DecodeRoom, pages: int
+) -> tuple[Staging, UnprovenLoan]:
+    """As `left_in_doubt`, and decode closes.
+
+    Returns its staging, and the one loan that it leaves.
+    """
     await left_in_doubt(p, source, target, pages)
     first, staging = p.decode, p.decode.staging
     assert isinstance(staging, Staging)
@@ -81,7 +88,10 @@ def verify_checksums(p: Pair) -> None:
 
 
 def same_bytes(p: Pair, pages: Any, target: DecodeRoom) -> bool:
-    return p.prefill.pool.pages_bytes(pages).tobytes() == p.decode.pool.pages_bytes(target.pages).tobytes()
+    return (
+        p.prefill.pool.pages_bytes(pages).tobytes()
+        == p.decode.pool.pages_bytes(target.pages).tobytes()
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
@@ -90,7 +100,9 @@ async def test_a_room_lands_in_its_own_pages(p: Pair, chunks: int, verify: bool)
     if verify:
         verify_checksums(p)
     source, target = await opened(p)
-    assert p.decode.exported[1].buffers != p.decode.pool.layout.buffers, "peers know the staging's addresses only"
+    assert p.decode.exported[1].buffers != p.decode.pool.layout.buffers, (
+        "peers know the staging's addresses only"
+    )
     pages = p.send_all(source, chunks=chunks)
     assert await target.landed() == b"handoff"
     assert same_bytes(p, pages, target)
@@ -102,7 +114,9 @@ async def test_a_room_lands_in_its_own_pages(p: Pair, chunks: int, verify: bool)
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("had", [0, 3])
-async def test_a_last_chunk_without_pages_lands_through_staging_too(p: Pair, verify: bool, had: int) -> None:
+async def test_a_last_chunk_without_pages_lands_through_staging_too(
+    p: Pair, verify: bool, had: int
+) -> None:
     """Of a prompt that decode has whole, and of one whose last pages were sent before."""
     if verify:
         verify_checksums(p)
@@ -134,7 +148,9 @@ async def test_a_changed_byte_in_staging_is_found(p: Pair) -> None:
     await p.rest()
 
 
-async def test_nothing_has_landed_before_it_is_brought(p: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_has_landed_before_it_is_brought(
+    p: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = CopyGate(monkeypatch)
     source, target = await opened(p)
     pages = p.send_all(source, chunks=2)
@@ -149,12 +165,17 @@ async def test_nothing_has_landed_before_it_is_brought(p: Pair, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-async def test_a_copy_that_fails_fails_its_room(p: Pair, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_copy_that_fails_fails_its_room(
+    p: Pair, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = CopyGate(monkeypatch, fails_at=1)
     gate.go.set()
     source, target = await opened(p)
     p.send_all(source, chunks=chunks)
-    text = r"chunk [01] of rank 0: the pages could not be brought to where they are used: the copy from staging failed"
+    text = (
+        r"chunk [01] of rank 0: the pages could not be brought to where they are used: the copy "
+        r"from staging failed"
+    )
     with pytest.raises(KvflowError, match=text) as caught:
         await target.landed()
     assert caught.value.code is Code.ENGINE_ERROR
@@ -186,7 +207,9 @@ async def test_rooms_wait_for_staging_in_order(little: Pair) -> None:
     sources = [p.prefill.room(n, PROMPT) for n in (2, 3, 4)]
     others = [p.decode.room(n, "sim", PROMPT) for n in (2, 3, 4)]
     await until(lambda: len(p.decode.shell.waiting) == 3)
-    assert [len(room.pages) for room in others] == [0, 0, 0], "no page of the pool is taken meanwhile"
+    assert [len(room.pages) for room in others] == [0, 0, 0], (
+        "no page of the pool is taken meanwhile"
+    )
     others[1].close()
     await until(lambda: sources[1].ended and len(p.decode.shell.waiting) == 2)
     p.plane(p.prefill).release()
@@ -214,7 +237,9 @@ async def finish(p: Pair, source: PrefillRoom, target: DecodeRoom) -> None:
     target.close()
 
 
-async def test_rooms_that_fit_pass_a_large_one_for_a_while_and_then_it_has_what_comes_back(little: Pair) -> None:
+async def test_rooms_that_fit_pass_a_large_one_for_a_while_and_then_it_has_what_comes_back(
+    little: Pair,
+) -> None:
     """Of seven pages three are lent; five are wanted, and then two at a time, for ever."""
     p = little
     holder = await sized(p, 1, 3)
@@ -230,7 +255,9 @@ async def test_rooms_that_fit_pass_a_large_one_for_a_while_and_then_it_has_what_
     await finish(p, *passing[0])
     await finish(p, *passing[1])
     await until(lambda: p.decode.reached.pages.free_pages == 4)
-    assert not late[1].when_opened.given, "four pages are free, and two wanted: they are kept for the large room"
+    assert not late[1].when_opened.given, (
+        "four pages are free, and two wanted: they are kept for the large room"
+    )
     waits = p.decode.staging_waits
     assert waits is not None and (waits.rooms, waits.pages, waits.stuck_rooms) == (2, 7, 0)
     assert waits.oldest_s >= PASSED_FOR_S
@@ -250,7 +277,9 @@ async def stuck(p: Pair) -> DecodeRoom:
     return target
 
 
-async def test_a_room_that_quarantine_keeps_from_its_pages_keeps_nobody_else_waiting(little: Pair) -> None:
+async def test_a_room_that_quarantine_keeps_from_its_pages_keeps_nobody_else_waiting(
+    little: Pair,
+) -> None:
     p = little
     (await stuck(p)).close()
     await until(lambda: p.decode.quarantined_pages == 3)
@@ -267,8 +296,12 @@ async def test_a_room_that_quarantine_keeps_from_its_pages_keeps_nobody_else_wai
     assert p.decode.staging_waits == Waits(0, 0, 0, 0.0)
 
 
-async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_keeps_nobody_else(little: Pair) -> None:
-    """What comes back is kept for it, until what it waits for is in quarantine: nothing else happens then."""
+async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_keeps_nobody_else(
+    little: Pair,
+) -> None:
+    """What comes back is kept for it, until what it waits for is in quarantine: nothing else
+    happens then.
+    """
     p = little
     holder = await stuck(p)
     large = await sized(p, 2, 5)
@@ -286,10 +319,14 @@ async def test_a_room_that_quarantine_keeps_from_its_pages_after_it_has_waited_k
 
 
 async def test_rows_are_no_pages_that_may_come_back() -> None:
-    """Of seven pages two are in quarantine, and there are rows enough: a room of six waits, and no other."""
+    """Of seven pages two are in quarantine, and there are rows enough: a room of six waits, and no
+    other.
+    """
     kinds = StateKind("0.k", "uint8", (8,)), StateKind("1.ssm", "uint8", (8,), ROW)
     layout = build_layout(kinds, page_size=PAGE_SIZE, num_pages=64, num_rows=32)
-    async with pair(source_layout=layout, target_layout=layout, staging_bytes=2 * 7 * layout.page_bytes) as p:
+    async with pair(
+        source_layout=layout, target_layout=layout, staging_bytes=2 * 7 * layout.page_bytes
+    ) as p:
         assert p.decode.reached.layout.num_pages == 7 and p.decode.reached.layout.num_rows > 7
 
         def send(source: PrefillRoom, pages: int) -> None:
@@ -320,7 +357,9 @@ async def test_rows_are_no_pages_that_may_come_back() -> None:
         await p.rest()
 
 
-async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two chunks of a room that was closed are being copied; one copy ends, and the other hangs."""
     ends, begun, real = [threading.Event(), threading.Event()], itertools.count(), HostCopier.copy
     reached = [threading.Event(), threading.Event()]
@@ -344,13 +383,17 @@ async def test_a_room_that_waits_has_what_one_of_several_copies_lets_go(monkeypa
         assert p.decode.reached.pages.free_pages == 2 and not late.lent.size
         ends[0].set()
         await until(lambda: p.decode.reached.pages.free_pages != 2)
-        assert late.lent.size == 4, "it is lent what comes back at the moment in which it comes back"
+        assert late.lent.size == 4, (
+            "it is lent what comes back at the moment in which it comes back"
+        )
         ends[1].set()
         late.close()
         await p.rest()
 
 
-async def test_what_many_rooms_wait_for_is_lent_in_slices(little: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_many_rooms_wait_for_is_lent_in_slices(
+    little: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(decode, "LEND_WORK", 2)
     p = little
     holder = await sized(p, 1, 7)
@@ -411,12 +454,16 @@ async def test_a_room_that_never_fits_is_refused_with_the_numbers(little: Pair) 
         await little.decode.room(7, "sim", range(8 * PAGE_SIZE))
     with pytest.raises(KvflowError, match=text) as at_prefill:
         await source.matched()
-    assert at_decode.value.code is at_prefill.value.code is Code.BAD_REQUEST, "a router would try a 503 again"
+    assert at_decode.value.code is at_prefill.value.code is Code.BAD_REQUEST, (
+        "a router would try a 503 again"
+    )
     await little.rest()
 
 
 async def test_a_late_write_reaches_nothing_but_staging(p: Pair) -> None:
-    """A write in doubt: its room ends, and what it still moves goes to pages that are lent until the fence."""
+    """A write in doubt: its room ends, and what it still moves goes to pages that are lent until
+    the fence.
+    """
     source, target = await opened(p)
     await left_in_doubt(p, source, target, 5)
     lent = p.decode.reached.places.owned()
@@ -457,7 +504,9 @@ async def test_what_is_unproven_at_the_end_stays_with_the_staging(p: Pair) -> No
     assert staging.host.places.at_rest() and not ledger(second).quarantined_pages
 
 
-async def test_a_room_that_waits_has_what_an_earlier_node_left_once_that_is_proven(little: Pair) -> None:
+async def test_a_room_that_waits_has_what_an_earlier_node_left_once_that_is_proven(
+    little: Pair,
+) -> None:
     p = little
     source, target = await sized(p, 7, 3)
     await source.matched()
@@ -465,14 +514,17 @@ async def test_a_room_that_waits_has_what_an_earlier_node_left_once_that_is_prov
     second = await p.add_decode(over=staging)
     target = second.room(8, p.ranks, PROMPT)
     await until(lambda: second.shell.waiting)
-    staging.host.quarantine.forget(loan.incarnation, loan.writer)  # another node over the staging has the proof
+    # Another node over the staging has the proof.
+    staging.host.quarantine.forget(loan.incarnation, loan.writer)
     await until(lambda: not second.quarantined_pages)
     await until(lambda: target.lent.size == 5)
     target.close()
     await target.released()
 
 
-async def test_a_room_that_waits_has_what_another_node_over_the_staging_gives_back(little: Pair) -> None:
+async def test_a_room_that_waits_has_what_another_node_over_the_staging_gives_back(
+    little: Pair,
+) -> None:
     p = little
     source, target = await opened(p)
     assert isinstance(p.decode.staging, Staging)
@@ -498,7 +550,10 @@ async def test_what_an_earlier_node_left_in_the_pool_keeps_no_room_from_the_stag
         staging = Staging(first.pool, 16 * PAGE_BYTES)
         try:
             second = await p.add_decode(over=staging)
-            holder, large = await second.room(8, p.ranks, range(4)), second.room(9, p.ranks, range(16 * PAGE_SIZE))
+            holder, large = (
+                await second.room(8, p.ranks, range(4)),
+                second.room(9, p.ranks, range(16 * PAGE_SIZE)),
+            )
             await until(lambda: second.shell.waiting)
             waits = second.staging_waits
             assert second.quarantined_pages == 5 and waits is not None and waits.stuck_rooms == 0
@@ -507,7 +562,9 @@ async def test_what_an_earlier_node_left_in_the_pool_keeps_no_room_from_the_stag
             large.close()
             await p.crash(p.prefill)
             await until(lambda: not second.quarantined_pages)
-            assert second.shell.staging_can_come_back == 16 and second.shell.earlier.pages_beside == 0
+            assert (
+                second.shell.staging_can_come_back == 16 and second.shell.earlier.pages_beside == 0
+            )
             await p.rest()
             await second.close()
             p.decodes.remove(second)
@@ -515,7 +572,9 @@ async def test_what_an_earlier_node_left_in_the_pool_keeps_no_room_from_the_stag
             staging.close()
 
 
-async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with pair(staging_bytes=0) as p:
         own = ExternalPages(64)
         p.decode.shell.pages = p.decode.pages = own
@@ -535,7 +594,10 @@ async def test_pages_of_the_engine_s_own_are_busy_until_they_have_been_brought(m
 
 
 async def test_a_row_is_brought_with_the_last_chunk() -> None:
-    layouts = layout_of("hybrid", 4, 20, 4, "page_first"), layout_of("hybrid", 4, 16, 3, "layer_first")
+    layouts = (
+        layout_of("hybrid", 4, 20, 4, "page_first"),
+        layout_of("hybrid", 4, 16, 3, "layer_first"),
+    )
     async with pair(source_layout=layouts[0], target_layout=layouts[1], staging_bytes=0) as p:
         for seed, node in enumerate(p.nodes):
             overwrite(node.pool, seed)

@@ -1,4 +1,6 @@
-"""Rooms of pools with rows: the row is the last of the room's places, lent, written, summed and returned with them."""
+"""Rooms of pools with rows: the row is the last of the room's places, lent, written, summed and
+returned with them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.places import PlaceAllocator
-from kvflow.protocols.errors import CapacityError, KvflowError, LayoutError, MisuseError, OwnershipError
+from kvflow.protocols.errors import (
+    CapacityError,
+    KvflowError,
+    LayoutError,
+    MisuseError,
+    OwnershipError,
+)
 from kvflow.protocols.pages.layout import PageIndices, Places, build_layout
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
@@ -41,7 +49,9 @@ def at_rest(p: Pair) -> bool:
 
 
 def computed(p: Pair, room: PrefillRoom, pages: int = 3) -> Places:
-    """What an engine has computed for a prompt: pages and one row, given back when nothing reads them."""
+    """What an engine has computed for a prompt: pages and one row, given back when nothing reads
+    them.
+    """
     pool = p.prefill.pool
     mine = Places(pool.pages.take(pages, "engine"), pool.rows.take(1, "engine"))
 
@@ -61,7 +71,9 @@ async def opened(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
 
 @pytest.mark.parametrize("chunks", [(3,), (1, 2), (2, 1), (3, 0)])
 @pytest.mark.parametrize("verified", [False, True])
-async def test_the_row_lands_with_the_last_chunk(p: Pair, chunks: tuple[int, ...], verified: bool) -> None:
+async def test_the_row_lands_with_the_last_chunk(
+    p: Pair, chunks: tuple[int, ...], verified: bool
+) -> None:
     if verified:
         for node in p.nodes:
             node.shell.checksums = PageChecksums(node.pool)
@@ -69,13 +81,17 @@ async def test_the_row_lands_with_the_last_chunk(p: Pair, chunks: tuple[int, ...
     source, target = await opened(p)
     mine = computed(p, source)
     before, was = contents(KIND, p.prefill.pool), contents(KIND, p.decode.pool)
-    assert source.bytes_total == 3 * p.prefill.pool.layout.page_bytes + p.prefill.pool.layout.row_bytes
+    assert (
+        source.bytes_total == 3 * p.prefill.pool.layout.page_bytes + p.prefill.pool.layout.row_bytes
+    )
     first = 0
     for i, count in enumerate(chunks):
         last = i == len(chunks) - 1
         part = mine.pages[first : first + count]
         first += count
-        source.send(p.prefill.pool.layout.numbered(Places(part, mine.rows)) if last else part, last=last)
+        source.send(
+            p.prefill.pool.layout.numbered(Places(part, mine.rows)) if last else part, last=last
+        )
     await target.landed()
     assert source.bytes_landed == source.bytes_total
     kept = target.keep("sequence")
@@ -109,7 +125,11 @@ async def test_chunks_that_put_rows_where_pages_go_are_refused(p: Pair) -> None:
     row = layout.num_pages + mine.rows
     for wrong, last, text in (
         (mine.pages, True, "chunk of 3 pages and 0 rows, 3 pages and 1 row of decode's are left"),
-        (np.r_[mine.pages[:1], row], False, "1 rows among 2 places of a chunk that is not the last"),
+        (
+            np.r_[mine.pages[:1], row],
+            False,
+            "1 rows among 2 places of a chunk that is not the last",
+        ),
         (np.r_[mine.pages[:2], row, mine.pages[2:]], True, "1 rows among 4 places"),
         (np.r_[mine.pages, mine.pages[:1]], True, "0 rows among 4 places"),
         (
@@ -141,7 +161,9 @@ async def test_own_pages_without_their_row_are_refused_where_they_are_given(p: P
 
 @pytest.mark.parametrize("fault", [None, Fault.ERROR, Fault.LATE])
 async def test_a_row_on_loan_comes_back_on_proof_only(p: Pair, fault: Fault | None) -> None:
-    """Aborted in mid-transfer: drained at once, or in quarantine, row and pages together, until the fence."""
+    """Aborted in mid-transfer: drained at once, or in quarantine, row and pages together, until the
+    fence.
+    """
     plane = p.plane(p.prefill)
     plane.hold()
     if fault:
@@ -215,7 +237,9 @@ def test_what_names_pages_and_rows_is_done_for_both_or_for_neither() -> None:
 
 
 @pytest.mark.parametrize("walk", ["give_back", "hold", "move"])
-async def test_a_store_that_forgets_the_row_is_found(p: Pair, walk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_forgets_the_row_is_found(
+    p: Pair, walk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planted: of what a room holds only the pages are given back, held or moved."""
     right = getattr(PlaceAllocator, walk)
 

@@ -1,4 +1,6 @@
-"""A decode that closes with loans out says so, and the next node over its pool keeps their pages until the proof."""
+"""A decode that closes with loans out says so, and the next node over its pool keeps their pages
+until the proof.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from kvflow.handlers.rooms import DecodeRoom
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import Code, MisuseError, OwnershipError, QuarantineError, TransferError
+from kvflow.protocols.errors import (
+    Code,
+    MisuseError,
+    OwnershipError,
+    QuarantineError,
+    TransferError,
+)
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import PageStore, PlaneAddress, UnprovenLoan
@@ -29,7 +37,9 @@ TIMING = msgspec.structs.replace(QUICK, lost_after_s=0.5)
 
 
 async def closed_with_a_loan(p: Pair, fault: Fault = Fault.STUCK) -> DecodeRoom:
-    """Prefill's data plane stands still in the middle of a write; the decode node over the pool is closed."""
+    """Prefill's data plane stands still in the middle of a write; the decode node over the pool is
+    closed.
+    """
     p.plane(p.prefill).script(fault)
     source, target = await matched(p)
     sent = p.send_all(source)
@@ -45,7 +55,9 @@ async def closed_with_a_loan(p: Pair, fault: Fault = Fault.STUCK) -> DecodeRoom:
 @asynccontextmanager
 async def heir(p: Pair, bounds: Bounds | None = None) -> AsyncIterator[DecodeNode]:
     """The next node over the pool of the decode that was closed."""
-    node = DecodeNode(p.decode.pool, FakePlane(p.planes), connect=p.network.connect, timing=TIMING, bounds=bounds)
+    node = DecodeNode(
+        p.decode.pool, FakePlane(p.planes), connect=p.network.connect, timing=TIMING, bounds=bounds
+    )
     async with node:
         yield node
 
@@ -62,7 +74,9 @@ async def test_the_late_write_finds_its_pages_kept() -> None:
             assert (p.decode.pool.pages_bytes(old.pages) == OLD).all()
             assert (p.decode.pool.pages_bytes(mine) == NEW).all()
             node.pages.give_back(mine, "the next user")
-            assert node.quarantined_pages == 5, "a write that was seen to land proves nothing to this node"
+            assert node.quarantined_pages == 5, (
+                "a write that was seen to land proves nothing to this node"
+            )
             await p.crash(p.prefill)
             await until(p.decode.pool.pages.at_rest)
             assert node.quarantined_pages == 0
@@ -124,7 +138,11 @@ async def test_pages_that_several_ranks_hold_wait_for_all_of_them() -> None:
             assert node.quarantined_pages == 5
             await p.crash(p.prefills[0])
             mine = node.pages.take(node.pages.free_pages, "the next user")
-            assert len(mine) == 59 and not set(mine) & set(target.pages) and node.quarantined_pages == 5
+            assert (
+                len(mine) == 59
+                and not set(mine) & set(target.pages)
+                and node.quarantined_pages == 5
+            )
             node.pages.give_back(mine, "the next user")
             await p.crash(p.prefills[0])
             await until(p.decode.pool.pages.at_rest)
@@ -161,7 +179,9 @@ STORES = [of_the_pool, of_the_engine]
 Store = Callable[[PagedPool], PageStore | None]
 
 
-async def leaves_a_loan(p: Pair, store: Store, fault: Fault = Fault.LATE, room: int = 7) -> UnprovenLoan:
+async def leaves_a_loan(
+    p: Pair, store: Store, fault: Fault = Fault.LATE, room: int = 7
+) -> UnprovenLoan:
     """A decode node over the pool, the only one, with that store, closes with five pages lent."""
     await p.decode.close()
     pool = p.decode.pool
@@ -191,10 +211,14 @@ def withheld(store: PageStore) -> set[int]:
 
 
 @asynccontextmanager
-async def next_node(p: Pair, role: str, pages: PageStore | None) -> AsyncIterator[DecodeNode | PrefillNode]:
+async def next_node(
+    p: Pair, role: str, pages: PageStore | None
+) -> AsyncIterator[DecodeNode | PrefillNode]:
     pool, plane = p.decode.pool, FakePlane(p.planes)
     if role == "decode":
-        node: DecodeNode | PrefillNode = DecodeNode(pool, plane, pages=pages, connect=p.network.connect, timing=TIMING)
+        node: DecodeNode | PrefillNode = DecodeNode(
+            pool, plane, pages=pages, connect=p.network.connect, timing=TIMING
+        )
     else:
         node = PrefillNode(pool, plane, pages=pages, bind=p.network.bind, timing=TIMING)
     async with node:
@@ -204,15 +228,24 @@ async def next_node(p: Pair, role: str, pages: PageStore | None) -> AsyncIterato
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 @pytest.mark.parametrize("second", STORES)
 @pytest.mark.parametrize("first", STORES)
-async def test_the_next_node_keeps_them_whatever_its_store_and_role(first: Store, second: Store, role: str) -> None:
+async def test_the_next_node_keeps_them_whatever_its_store_and_role(
+    first: Store, second: Store, role: str
+) -> None:
     async with pair(timing=TIMING) as p:
         loan = await leaves_a_loan(p, first)
         lent, pool = set(loan.pages.tolist()), p.decode.pool
         async with next_node(p, role, second(pool)) as node:
             assert withheld(node.pages) == withheld(pool.pages) == lent and len(lent) == 5
-            assert node.quarantined_pages == 5 and node.quarantine_limit == 32 and not node.unavailable_reason
+            assert (
+                node.quarantined_pages == 5
+                and node.quarantine_limit == 32
+                and not node.unavailable_reason
+            )
             [line] = node.peers()
-            assert line["incarnation"] == f"{p.prefill.incarnation:016x}" and line["control"] == p.prefill.control
+            assert (
+                line["incarnation"] == f"{p.prefill.incarnation:016x}"
+                and line["control"] == p.prefill.control
+            )
             assert (line["phase"], line["loans"], line["quarantine_pages"]) == ("earlier", 1, 5)
             assert node.peers_by_phase() == {"earlier": 1}
             others = [page for page in range(64) if page not in lent]
@@ -243,7 +276,9 @@ async def test_it_is_handed_on_by_either_role(first: Store, role: str) -> None:
 
 
 async def test_ten_rounds_of_late_writers_and_no_foreign_byte() -> None:
-    """Rooms of the next node land beside what the last one lent; then the last one's writer moves on."""
+    """Rooms of the next node land beside what the last one lent; then the last one's writer moves
+    on.
+    """
     async with pair(timing=TIMING) as p:
         pool, foreign, lost = p.decode.pool, 0, 0
         for round_ in range(10):
@@ -274,7 +309,10 @@ async def test_a_room_that_names_one_of_them_is_refused() -> None:
         loan = await leaves_a_loan(p, of_the_pool)
         async with next_node(p, "decode", ExternalPages(64)) as node:
             assert isinstance(node, DecodeNode)
-            why = rf"page {loan.pages[0]} is in quarantine: .* at {p.prefill.control}, .*declare_dead\(0x"
+            why = (
+                rf"page {loan.pages[0]} is in quarantine: .* at {p.prefill.control}, "
+                r".*declare_dead\(0x"
+            )
             with pytest.raises(OwnershipError, match=why):
                 node.room(8, p.ranks, PROMPT, pages=loan.pages)
             room = node.announce(9, p.ranks, PROMPT)
@@ -335,14 +373,18 @@ class Unseeing(FakePlane):
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
-async def test_an_operator_ends_what_no_fence_proves(role: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_operator_ends_what_no_fence_proves(
+    role: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with pair(timing=TIMING) as p:
         pool, plane = p.decode.pool, Unseeing(p.planes)
         for room in (7, 8, 9):
             await leaves_a_loan(p, of_the_pool, Fault.STUCK, room)
         assert len(pool.unproven) == 3
         if role == "decode":
-            node: DecodeNode | PrefillNode = DecodeNode(pool, plane, connect=p.network.connect, timing=TIMING)
+            node: DecodeNode | PrefillNode = DecodeNode(
+                pool, plane, connect=p.network.connect, timing=TIMING
+            )
         else:
             node = PrefillNode(pool, plane, bind=p.network.bind, timing=TIMING)
         async with node:
@@ -354,10 +396,15 @@ async def test_an_operator_ends_what_no_fence_proves(role: str, caplog: pytest.L
             await until(lambda: not node.quarantined_pages)
             assert plane.asked == 1, "one watch, however many loans"
             assert pool.pages.at_rest() and not pool.unproven and not node.peers()
-            assert node.counts.declared_dead == 1 and "3 loans end without proof, 15 pages" in caplog.text
+            assert (
+                node.counts.declared_dead == 1
+                and "3 loans end without proof, 15 pages" in caplog.text
+            )
 
 
-async def test_a_writer_that_is_seen_to_run_is_not_declared_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_writer_that_is_seen_to_run_is_not_declared_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with pair(timing=TIMING) as p:
         await leaves_a_loan(p, of_the_pool)
         for role in ("decode", "prefill"):
@@ -375,10 +422,14 @@ async def test_another_kind_of_plane_proves_nothing() -> None:
         plane = FakePlane(p.planes)
         plane.name = "another"
         await p.crash(p.prefill)
-        async with DecodeNode(p.decode.pool, plane, connect=p.network.connect, timing=TIMING) as node:
+        async with DecodeNode(
+            p.decode.pool, plane, connect=p.network.connect, timing=TIMING
+        ) as node:
             await all_read()
             assert node.quarantined_pages == 5
-            assert not any(task.get_name().startswith("kvflow-fence") for task in asyncio.all_tasks())
+            assert not any(
+                task.get_name().startswith("kvflow-fence") for task in asyncio.all_tasks()
+            )
         async with heir(p) as node:
             await until(lambda: not node.quarantined_pages)
 
@@ -418,7 +469,10 @@ async def test_above_the_limit_a_prefill_says_so() -> None:
 async def test_a_node_that_runs_beside_it_takes_them_over(second: Store, role: str) -> None:
     async with pair(timing=TIMING) as p:
         pool = p.decode.pool
-        async with next_node(p, role, second(pool)) as beside, next_node(p, "prefill", None) as third:
+        async with (
+            next_node(p, role, second(pool)) as beside,
+            next_node(p, "prefill", None) as third,
+        ):
             assert not withheld(beside.pages)
             loan = await leaves_a_loan(p, of_the_engine)
             assert withheld(beside.pages) == withheld(third.pages) == set(loan.pages.tolist())
@@ -446,7 +500,13 @@ async def test_a_node_in_another_thread_leaves_them_to_one_that_runs_here() -> N
             lent = np.arange(5, dtype=np.int32)
             writer = p.prefill.exported[0]
             loan = UnprovenLoan(
-                writer=writer, incarnation=9, control="tcp://x:1", rank=0, room=7, lease=(5, 1), pages=lent
+                writer=writer,
+                incarnation=9,
+                control="tcp://x:1",
+                rank=0,
+                room=7,
+                lease=(5, 1),
+                pages=lent,
             )
             await asyncio.to_thread(pool.quarantine.add, [loan], ExternalPages(64))
             assert withheld(node.pages) == set(range(5)), "at once, before the loop has heard of it"
@@ -456,8 +516,12 @@ async def test_a_node_in_another_thread_leaves_them_to_one_that_runs_here() -> N
             assert not withheld(node.pages)
 
 
-async def test_many_leases_are_taken_over_some_in_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the second turn are of a writer that is declared dead in the first: its word is for all of them."""
+async def test_many_leases_are_taken_over_some_in_each_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the second turn are of a writer that is declared dead in the first: its word is for
+    all of them.
+    """
     monkeypatch.setattr(earlier, "INHERIT_WORK", 2)
     async with pair(timing=TIMING) as p:
         pool, writer = p.decode.pool, p.prefill.exported[0]
@@ -482,7 +546,10 @@ async def test_many_leases_are_taken_over_some_in_each_turn(monkeypatch: pytest.
                 seen.append(node.quarantined_pages)
                 await asyncio.sleep(0)
             assert seen == [2, 4, 5, 5]
-            pool.quarantine.add([msgspec.structs.replace(loan, lease=(6, loan.lease[1])) for loan in loans], node.pages)
+            pool.quarantine.add(
+                [msgspec.structs.replace(loan, lease=(6, loan.lease[1])) for loan in loans],
+                node.pages,
+            )
             assert node.quarantined_pages == 7
             node.declare_dead(9, "the test says so")
             await until(lambda: not node.quarantined_pages and not pool.unproven)
@@ -495,7 +562,13 @@ async def test_what_was_proven_before_the_loop_heard_of_it_is_not_taken_over() -
         async with next_node(p, "decode", None) as node:
             lent = np.arange(5, dtype=np.int32)
             loan = UnprovenLoan(
-                writer=writer, incarnation=9, control="tcp://x:1", rank=0, room=7, lease=(5, 1), pages=lent
+                writer=writer,
+                incarnation=9,
+                control="tcp://x:1",
+                rank=0,
+                room=7,
+                lease=(5, 1),
+                pages=lent,
             )
             other = threading.Thread(target=pool.quarantine.add, args=([loan], ExternalPages(64)))
             other.start()
@@ -509,10 +582,14 @@ async def test_what_was_proven_before_the_loop_heard_of_it_is_not_taken_over() -
 async def test_a_node_that_never_starts_changes_nothing() -> None:
     async with pair(timing=TIMING) as p:
         loan = await leaves_a_loan(p, of_the_pool)
-        never = DecodeNode(p.decode.pool, FakePlane(p.planes), pages=ExternalPages(64), connect=p.network.connect)
+        never = DecodeNode(
+            p.decode.pool, FakePlane(p.planes), pages=ExternalPages(64), connect=p.network.connect
+        )
         assert withheld(never.pages) == set(loan.pages.tolist())
         assert not await never.close()
-        taken = PrefillNode(p.decode.pool, FakePlane(p.planes), bind=p.network.bind, port=p.prefill._port)
+        taken = PrefillNode(
+            p.decode.pool, FakePlane(p.planes), bind=p.network.bind, port=p.prefill._port
+        )
         with pytest.raises(MisuseError):
             await taken.start()
         assert not await taken.close()

@@ -1,4 +1,6 @@
-"""Nothing dies in silence: a fence that fails is asked again, a task that ends by surprise is logged and counted."""
+"""Nothing dies in silence: a fence that fails is asked again, a task that ends by surprise is
+logged and counted.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from tests.handlers.scenes import PROMPT, code_of, known, midway
 
 
 def few_descriptors(p: Pair, times: int) -> list[int]:
-    """The fences of every plane fail at first, as when no descriptor is left to watch a process with."""
+    """The fences of every plane fail at first, as when no descriptor is left to watch a process
+    with.
+    """
     failed: list[int] = []
     for node in p.nodes:
         plane = p.plane(node)
@@ -31,7 +35,9 @@ def few_descriptors(p: Pair, times: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dies", ["prefill", "decode"])
-async def test_a_fence_that_fails_is_asked_again(dies: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_fence_that_fails_is_asked_again(
+    dies: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with pair() as p:
         failed = few_descriptors(p, 2)
         source, target = await midway(p)
@@ -39,14 +45,18 @@ async def test_a_fence_that_fails_is_asked_again(dies: str, caplog: pytest.LogCa
         assert p.prefill.counts.handler_errors == p.decode.counts.handler_errors == 2
         assert "cannot watch" in caplog.text and "Too many open files" in caplog.text
         await p.crash(p.prefill if dies == "prefill" else p.decode)
-        assert await code_of(target.landed() if dies == "prefill" else source.done()) is Code.PEER_LOST
+        assert (
+            await code_of(target.landed() if dies == "prefill" else source.done()) is Code.PEER_LOST
+        )
         if dies == "prefill":
             await until(p.decode.pool.pages.at_rest)
         else:
             await until(lambda: not known(p.prefill))
 
 
-async def test_a_task_that_ends_by_surprise_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_ends_by_surprise_is_logged_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def work() -> None:
         raise ZeroDivisionError
 
@@ -59,8 +69,12 @@ async def test_a_task_that_ends_by_surprise_is_logged_and_counted(caplog: pytest
         assert "kvflow-worker" in record.getMessage() and record.exc_info
 
 
-async def test_a_command_that_fails_takes_no_other_with_it(caplog: pytest.LogCaptureFixture) -> None:
-    """The commands behind it are other rooms': a frame that is not sent, pages that are not freed."""
+async def test_a_command_that_fails_takes_no_other_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The commands behind it are other rooms': a frame that is not sent,
+    pages that are not freed.
+    """
     async with pair() as p:
         shell = p.decode.shell
         run, failed = shell.runners[Linked], []

@@ -1,4 +1,6 @@
-"""What the simulator found: two lives of one address, a memory that was too short, a link lost while another opens."""
+"""What the simulator found: two lives of one address, a memory that was too short, a link lost
+while another opens.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,18 @@ def answer(p: Pair, control: str, source: int, asked: int) -> None:
 
 
 async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) -> None:
-    """Its last message was lost, and so many grants were closed since that it is forgotten: waiting would not help."""
+    """Its last message was lost, and so many grants were closed since that it is forgotten: waiting
+    would not help.
+    """
     p = kvflow_pair
     core = p.prefill.shell.endpoint.core
     core.bounds = msgspec.structs.replace(core.bounds, closed_grants=1)
 
     def lose_the_last_word(frame: Frame) -> Fate | None:
         message = frame.message
-        return LOST if isinstance(message, ChunkDone) and message.room == 7 and message.last else None
+        return (
+            LOST if isinstance(message, ChunkDone) and message.room == 7 and message.last else None
+        )
 
     p.network.rules.append(lose_the_last_word)
     source, target = await matched(p)
@@ -54,7 +60,9 @@ async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) ->
     await p.rest()
 
 
-async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(kvflow_pair: Pair) -> None:
+async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(
+    kvflow_pair: Pair,
+) -> None:
     p = kvflow_pair
     _, target = await matched(p)
     (link,) = links(p.decode)
@@ -66,7 +74,9 @@ async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(k
 
 
 async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up_its_name() -> None:
-    """Both sockets have one routing id at that address: what is sent to the old link arrives at the new one."""
+    """Both sockets have one routing id at that address: what is sent to the old link arrives at the
+    new one.
+    """
     async with pair() as p:
         await midway(p)
         old, control = p.prefill, p.prefill.info.control
@@ -93,11 +103,18 @@ async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() 
         first, second = p.ranks
 
         def hold_rank_1(frame: Frame) -> Fate | None:
-            return HELD if frame.control == second.control and isinstance(frame.message, Register) else None
+            return (
+                HELD
+                if frame.control == second.control and isinstance(frame.message, Register)
+                else None
+            )
 
         p.network.rules.append(hold_rank_1)
         opening = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT).opened())
-        peers, key = p.decode.shell.endpoint.core.links.peers, PeerKey(first.incarnation, first.control)
+        peers, key = (
+            p.decode.shell.endpoint.core.links.peers,
+            PeerKey(first.incarnation, first.control),
+        )
         await until(lambda: key in peers and peers[key].phase is LinkPhase.UP)
         lost = peers[key]  # it is forgotten as soon as it is lost
         answer(p, first.control, 12345, asked=first.incarnation)

@@ -1,6 +1,8 @@
-"""Every callable that a user gives to a node raises anything and returns anything: rooms end, and the node closes.
+"""Every callable that a user gives to a node raises anything and returns anything: rooms end, and
+the node closes.
 
-What is misused is real: the nodes, their shells and stores, between them the network in memory and fake data planes.
+What is misused is real: the nodes, their shells and stores, between them the network in memory and
+fake data planes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from kvflow.testing.pair import Pair, pair, until
 from tests.handlers.scenes import PROMPT, success
 from tests.handlers.test_group import Ranks, group
 
-TIMING = Timing(heartbeat_s=0.02, lost_after_s=0.2, repeat_after_s=0.02, rendezvous_s=0.2, register_s=0.2)
+TIMING = Timing(
+    heartbeat_s=0.02, lost_after_s=0.2, repeat_after_s=0.02, rendezvous_s=0.2, register_s=0.2
+)
 DEADLINE_S = 0.3
 Act = Callable[..., Any]
 
@@ -118,7 +122,9 @@ def socket_of_decode(**names: bool) -> Callable[[Pair, Act], None]:
 
 
 def socket_of_prefill(name: str) -> Callable[[Pair, Act], None]:
-    return lambda p, act: setattr(p.prefill.shell.socket, name, awaited(act) if name == "receive" else act)
+    return lambda p, act: setattr(
+        p.prefill.shell.socket, name, awaited(act) if name == "receive" else act
+    )
 
 
 def store_of_decode(*names: str) -> Callable[[Pair, Act], None]:
@@ -160,7 +166,11 @@ def route(**names: Act) -> Callable[[Pair, Act], None]:
         async def connect(*to: Any) -> Any:
             found = await connected(*to)
             return Instead(
-                found, **{name: lambda *of, make=make: make(found, act, *of) for name, make in names.items()}
+                found,
+                **{
+                    name: lambda *of, make=make: make(found, act, *of)
+                    for name, make in names.items()
+                },
             )
 
         plane.connect = connect  # type: ignore[method-assign]
@@ -184,7 +194,8 @@ def odd_write(name: str) -> Act:
                 odd.cancel()
             except StopIteration:
                 odd.set_exception(RuntimeError("StopIteration"))
-            except BaseException as error:  # noqa: BLE001 - whatever it is, the write is told to have ended in it
+            except BaseException as error:  # noqa: BLE001
+                # Whatever it is, the write is told to have ended in it.
                 odd.set_exception(error)
             return Instead(made, done=odd)
         else:
@@ -221,7 +232,9 @@ SYNC: dict[str, Callable[[Pair, Act], None]] = {
     "take": store_of_decode("take"),
     "give_back": store_of_decode("give_back"),
     "move": store_of_decode("move"),
-    "every method of decode's store": store_of_decode("take", "give_back", "move", "hold", "unhold"),
+    "every method of decode's store": store_of_decode(
+        "take", "give_back", "move", "hold", "unhold"
+    ),
     "hold at prefill": store_of_prefill("hold"),
     "unhold at prefill": store_of_prefill("unhold"),
     "stalled_s": plane_stalls,
@@ -284,22 +297,29 @@ async def one_room(place: str, act: str) -> None:
         assert place != "on_end" or (vars(source)["told"] and vars(target)["told"])
         assert not p.prefill.shell.rooms and not p.prefill.shell.endpoint.rooms
         assert not p.decode.shell.endpoint.rooms
-        assert place == "unhold at prefill" or p.prefill.pages.at_rest()  # a store that lets go of nothing
+        # A store that lets go of nothing.
+        assert place == "unhold at prefill" or p.prefill.pages.at_rest()
 
 
 @pytest.mark.parametrize("place", PLACES)
 async def test_every_room_ends_and_the_nodes_close(place: str) -> None:
     acts = [*ACTS, NEVER] if place in AWAITED else list(ACTS)
     found = await asyncio.gather(*(one_room(place, act) for act in acts), return_exceptions=True)
-    assert {act: repr(error) for act, error in zip(acts, found, strict=True) if error is not None} == {}
+    assert {
+        act: repr(error) for act, error in zip(acts, found, strict=True) if error is not None
+    } == {}
 
 
 FOREIGN = ["ValueError", "StopIteration", "CancelledError", "Strange"]
 
 
 @pytest.mark.parametrize("act", FOREIGN)
-@pytest.mark.parametrize("place", ["resolve", "connect", "take", "connect of a plane", "write", "on_end", "stalled_s"])
-async def test_what_is_no_error_of_kvflow_is_counted_and_the_next_room_succeeds(place: str, act: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["resolve", "connect", "take", "connect of a plane", "write", "on_end", "stalled_s"]
+)
+async def test_what_is_no_error_of_kvflow_is_counted_and_the_next_room_succeeds(
+    place: str, act: str
+) -> None:
     """It happens once; the loops, links and tasks that met it go on."""
     met: list[None] = []
 
@@ -310,7 +330,11 @@ async def test_what_is_no_error_of_kvflow_is_counted_and_the_next_room_succeeds(
 
         def once(*of: Any, **by: Any) -> Any:
             met.append(None)
-            p.decode.shell.pages, p.decode.shell.connections._connect, p.decode._resolve = store, socket, asked
+            p.decode.shell.pages, p.decode.shell.connections._connect, p.decode._resolve = (
+                store,
+                socket,
+                asked,
+            )
             plane.connect, plane.__class__ = connected, kind  # type: ignore[method-assign]
             return ACTS[act](*of, **by)
 
@@ -333,16 +357,24 @@ async def test_what_is_no_error_of_kvflow_is_counted_and_the_next_room_succeeds(
 
 def group_places() -> dict[str, Callable[[Ranks, Any], None]]:
     def put(name: str, is_awaited: bool) -> Callable[[Ranks, Any], None]:
-        return lambda ranks, act: setattr(ranks.members[1], name, awaited(act) if is_awaited else act)
+        return lambda ranks, act: setattr(
+            ranks.members[1], name, awaited(act) if is_awaited else act
+        )
 
     return {"ready": put("_ready", True), "open_room": put("_open_room", False)}
 
 
-GROUP = [("open_room", act) for act in ACTS] + [("ready", act) for act in ACTS if act not in ("None",)]
+GROUP = [("open_room", act) for act in ACTS] + [
+    ("ready", act) for act in ACTS if act not in ("None",)
+]
 
 
-@pytest.mark.parametrize(("place", "act"), [case for case in GROUP if not (case[0] == "ready" and " " in case[1])])
-async def test_a_rank_whose_engine_fails_fails_the_request_on_every_rank(place: str, act: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "act"), [case for case in GROUP if not (case[0] == "ready" and " " in case[1])]
+)
+async def test_a_rank_whose_engine_fails_fails_the_request_on_every_rank(
+    place: str, act: str
+) -> None:
     async with group(2) as ranks:
         group_places()[place](ranks, ACTS[act])
         request = ranks.leader.open(7, bytes(PROMPT))
@@ -450,7 +482,12 @@ async def test_a_plane_that_cannot_close_lets_the_rest_close_and_its_error_out(n
         await success(p)
         which: PrefillNode | DecodeNode = getattr(p, node)
         plane = p.plane(which)
-        close, plane.close = plane.close, awaited(ACTS["RuntimeError"])  # type: ignore[method-assign]
+        close, plane.close = (
+            plane.close,
+            awaited(
+                ACTS["RuntimeError"],
+            ),
+        )  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="new thread"):
             await which.close()
         assert which.shell.stopped and not which.shell._tasks

@@ -1,4 +1,7 @@
-"""Fire, by hand: `python -m tests.hostile COMMAND --help`. Each prints one JSON object; status 1: a promise broke."""
+"""Fire, by hand: `python -m tests.hostile COMMAND --help`.
+
+Each prints one JSON object; status 1: a promise broke.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,13 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in COMMANDS:
         module = importlib.import_module(f"tests.hostile.{name}")
-        command = commands.add_parser(name, help=(module.__doc__ or "").split("\n\n")[0].split(":")[0])
+        command = commands.add_parser(
+            name, help=(module.__doc__ or "").split("\n\n")[0].split(":")[0]
+        )
         for parameter in inspect.signature(module.run).parameters.values():
-            command.add_argument(f"--{parameter.name}", type=type(parameter.default), default=parameter.default)
+            command.add_argument(
+                f"--{parameter.name}", type=type(parameter.default), default=parameter.default
+            )
     given = vars(parser.parse_args())
     module = importlib.import_module(f"tests.hostile.{given.pop('command')}")
     report = uvloop.run(module.run(**given))

@@ -1,4 +1,5 @@
-"""Rooms that end in every way there is, on a network that loses and repeats: flat memory, empty tables, pages home.
+"""Rooms that end in every way there is, on a network that loses and repeats: flat memory, empty
+tables, pages home.
 
 python -m tests.hostile endings --rooms 1000000
 """
@@ -32,7 +33,10 @@ Scene = Callable[[Pair, int], Awaitable[None]]
 
 
 async def success(p: Pair, room: int) -> None:
-    async with p.prefill.room(room, PROMPT) as source, await p.decode.room(room, "sim", PROMPT) as target:
+    async with (
+        p.prefill.room(room, PROMPT) as source,
+        await p.decode.room(room, "sim", PROMPT) as target,
+    ):
         await source.matched()
         p.send_all(source, chunks=room % 3 + 1)
         await target.landed()
@@ -93,7 +97,9 @@ async def too_large(p: Pair, room: int) -> None:
 
 
 async def engine_half(p: Pair, room: int) -> None:
-    p.prefill.room(room, PROMPT, deadline_s=0.0 if room % 2 else None).close(None if room % 2 else WHY)
+    p.prefill.room(room, PROMPT, deadline_s=0.0 if room % 2 else None).close(
+        None if room % 2 else WHY
+    )
 
 
 async def decode_half(p: Pair, room: int) -> None:
@@ -104,8 +110,10 @@ async def decode_half(p: Pair, room: int) -> None:
 
 
 async def twice(p: Pair, room: int) -> None:
-    """Two rooms of one number: the second one is in use. Where the first Bootstrap is lost it is the other way round:
-    it comes again when the engine's half has ended with the second, and only its own deadline ends that room."""
+    """Two rooms of one number: the second one is in use.
+
+    Where the first Bootstrap is lost it is the other way round: it comes again when the engine's
+    half has ended with the second, and only its own deadline ends that room."""
     first, second = (p.decode.room(room, "sim", PROMPT, deadline_s=1.0) for _ in range(2))
     source = p.prefill.room(room, PROMPT)
     with suppress(KvflowError):
@@ -118,9 +126,19 @@ async def twice(p: Pair, room: int) -> None:
 
 
 SCENES: tuple[Scene, ...] = (
-    success, success, success, aborted_by_decode, failed_by_prefill, both_at_once, mismatched, refused, too_large,
-    engine_half, decode_half, twice,
-)  # fmt: skip
+    success,
+    success,
+    success,
+    aborted_by_decode,
+    failed_by_prefill,
+    both_at_once,
+    mismatched,
+    refused,
+    too_large,
+    engine_half,
+    decode_half,
+    twice,
+)
 
 
 async def ended(waiting: Awaitable[object]) -> None:
@@ -142,9 +160,12 @@ async def run(rooms: int = 1_000_000, seed: int = 0) -> Report:
     """That many scenes, `LANES` at once, and what is left at each quarter."""
     rng, process = random.Random(seed), psutil.Process()
     scenes: Counter[str] = Counter()
-    # No scene waits for a half that does not come: this is longer than a busy machine delays one that does.
+    # No scene waits for a half that does not come: this is longer than a busy machine delays one
+    # that does.
     timing = msgspec.structs.replace(QUICK, rendezvous_s=20.0, repeat_after_s=0.05)
-    async with pair(timing=timing, source_layout=small_layout(1024), target_layout=small_layout(1024)) as p:
+    async with pair(
+        timing=timing, source_layout=small_layout(1024), target_layout=small_layout(1024)
+    ) as p:
         await success(p, 0)
         p.patience_s = 30
         started, quarters = time.perf_counter(), []
@@ -169,8 +190,14 @@ async def run(rooms: int = 1_000_000, seed: int = 0) -> Report:
             with suppress(TimeoutError):
                 await until(lambda: not left_in(tables(p)), 30)
             gc.collect()
-            quarters.append({"rooms": quarter * (rooms // 4), "rss_mib": round(process.memory_info().rss / 2**20, 2),
-                             "objects": len(gc.get_objects()), "tables": tables(p)})  # fmt: skip
+            quarters.append(
+                {
+                    "rooms": quarter * (rooms // 4),
+                    "rss_mib": round(process.memory_info().rss / 2**20, 2),
+                    "objects": len(gc.get_objects()),
+                    "tables": tables(p),
+                }
+            )
         seconds = time.perf_counter() - started
         return {
             "rooms": rooms,
@@ -190,7 +217,9 @@ def left_in(found: dict[str, int]) -> dict[str, int]:
 def faults(report: Report) -> list[str]:
     """Something left in a table, or growth between the second quarter and the last."""
     second, last = report["quarters"][1], report["quarters"][3]
-    found = [f"{name}: {n} left" for q in report["quarters"] for name, n in left_in(q["tables"]).items()]
+    found = [
+        f"{name}: {n} left" for q in report["quarters"] for name, n in left_in(q["tables"]).items()
+    ]
     for name, most in (("rss_mib", 1.02), ("objects", 1.01)):
         if last[name] > most * second[name]:
             found.append(f"{name}: {second[name]} after two quarters, {last[name]} at the end")

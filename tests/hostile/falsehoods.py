@@ -1,4 +1,6 @@
-"""Messages that are valid and false: one field of a true one, however deep, holds another value it may hold."""
+"""Messages that are valid and false: one field of a true one, however deep, holds another value it
+may hold.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,29 @@ NUMBERS = (
     -1,
     -(2**63),
 )
-WORDS = ("", "x", "fd:0", "fd:1", "fd:999999999", "127.0.0.1:1", "127.0.0.1:22", "localhost:65535", "local", "mooncake",
-         "uint8", "opaque", "\0", "../../etc/passwd", "x" * 4000)  # fmt: skip
+WORDS = (
+    "",
+    "x",
+    "fd:0",
+    "fd:1",
+    "fd:999999999",
+    "127.0.0.1:1",
+    "127.0.0.1:22",
+    "localhost:65535",
+    "local",
+    "mooncake",
+    "uint8",
+    "opaque",
+    "\0",
+    "../../etc/passwd",
+    "x" * 4000,
+)
 
 
 def paths(value: Any, at: Path = ()) -> Iterator[Path]:
-    """Every field of a message, those of the structs in it too; a list counts as a field, and its first element."""
+    """Every field of a message, those of the structs in it too; a list counts as a field, and its
+    first element.
+    """
     if isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
             yield from paths(getattr(value, name), (*at, name))
@@ -52,8 +71,17 @@ def name_of(message: Any, path: Path) -> str:
     return ".".join((type(message).__name__, *(str(step) for step in path)))
 
 
-def lie(rng: random.Random, message: Any, path: Path, parse: Callable[[bytes], Any], known: tuple[int, ...]) -> Any:
-    """`message` with another value at `path`, which `parse` takes. `known` are numbers that mean something here."""
+def lie(
+    rng: random.Random,
+    message: Any,
+    path: Path,
+    parse: Callable[[bytes], Any],
+    known: tuple[int, ...],
+) -> Any:
+    """`message` with another value at `path`, which `parse` takes.
+
+    `known` are numbers that mean something here.
+    """
     for _ in range(200):
         false = _with(message, path, lambda value: _other(rng, value, known))
         try:
@@ -70,7 +98,9 @@ def _with(value: Any, path: Path, change: Callable[[Any], Any]) -> Any:
     step, *rest = path
     if isinstance(step, int):
         return (*value[:step], _with(value[step], tuple(rest), change), *value[step + 1 :])
-    return msgspec.structs.replace(value, **{step: _with(getattr(value, step), tuple(rest), change)})
+    return msgspec.structs.replace(
+        value, **{step: _with(getattr(value, step), tuple(rest), change)}
+    )
 
 
 def _other(rng: random.Random, value: Any, known: tuple[int, ...]) -> Any:
@@ -81,12 +111,29 @@ def _other(rng: random.Random, value: Any, known: tuple[int, ...]) -> Any:
             return rng.choice(list(type(value)))
         case int():
             near = value + rng.choice((-2, -1, 1, 2, 4096))
-            return rng.choice((near, rng.choice(NUMBERS), rng.choice(known), rng.getrandbits(rng.randint(1, 63))))
+            return rng.choice(
+                (near, rng.choice(NUMBERS), rng.choice(known), rng.getrandbits(rng.randint(1, 63)))
+            )
         case str():
-            return rng.choice((value + "x", value[:-1], rng.choice(WORDS), f"fd:{rng.randrange(64)}"))
+            return rng.choice(
+                (value + "x", value[:-1], rng.choice(WORDS), f"fd:{rng.randrange(64)}")
+            )
         case bytes():
-            sizes = (len(value), len(value) + 4, max(0, len(value) - 4), 4 * rng.randrange(64), rng.randrange(64))
-            return rng.choice((rng.randbytes(rng.choice(sizes)), bytes(rng.choice(sizes)), value[::-1], value + value))
+            sizes = (
+                len(value),
+                len(value) + 4,
+                max(0, len(value) - 4),
+                4 * rng.randrange(64),
+                rng.randrange(64),
+            )
+            return rng.choice(
+                (
+                    rng.randbytes(rng.choice(sizes)),
+                    bytes(rng.choice(sizes)),
+                    value[::-1],
+                    value + value,
+                )
+            )
         case tuple():
             odd = tuple(rng.choice(NUMBERS) for _ in range(rng.randrange(4)))
             return rng.choice((value[:-1], value + value, odd, value * 100))

@@ -1,4 +1,6 @@
-"""Bytes nobody should send: good messages bent in every way a wire, a bug or an enemy bends them."""
+"""Bytes nobody should send: good messages bent in every way a wire,
+a bug or an enemy bends them.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,39 @@ from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
 U64 = 2**64 - 1
 ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**31, 2**32 + 1, 2**53, U64, -(2**63), 0.0, -0.0, float("nan"), float("inf"), 1e300, "", "x",
-    "\0", "\ud7ff", "x" * 5000, b"", b"\0" * 3, b"\xff" * 5, b"\0" * 40_000, [], [[]], [1] * 5000, {}, {1: 2},
-    msgspec.msgpack.Ext(5, b"x"), msgspec.msgpack.Ext(-1, b"\0" * 12), msgspec.msgpack.Ext(-1, b""),
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**32 + 1,
+    2**53,
+    U64,
+    -(2**63),
+    0.0,
+    -0.0,
+    float("nan"),
+    float("inf"),
+    1e300,
+    "",
+    "x",
+    "\0",
+    "\ud7ff",
+    "x" * 5000,
+    b"",
+    b"\0" * 3,
+    b"\xff" * 5,
+    b"\0" * 40_000,
+    [],
+    [[]],
+    [1] * 5000,
+    {},
+    {1: 2},
+    msgspec.msgpack.Ext(5, b"x"),
+    msgspec.msgpack.Ext(-1, b"\0" * 12),
+    msgspec.msgpack.Ext(-1, b""),
+)
 """Values that stand in no message, or only elsewhere; msgpack's -1 extension is a timestamp."""
 
 Bend = Callable[[random.Random, bytes], bytes]
@@ -64,13 +95,31 @@ def bombed(rng: random.Random, frame: bytes) -> bytes:
     lengths = (b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9", b"\xdc")
     nests = (b"\x91" * 5000, b"\x81\x01" * 5000, b"\xdd\0\0\0\1" * 2000)
     liars = (*(tag + b"\xff" * 4 for tag in lengths), *nests)
-    return frame[: rng.randrange(1, len(frame))] + rng.choice(liars) + frame[rng.randrange(len(frame)) :]
+    return (
+        frame[: rng.randrange(1, len(frame))]
+        + rng.choice(liars)
+        + frame[rng.randrange(len(frame)) :]
+    )
 
 
 def noise(rng: random.Random, frame: bytes) -> bytes:
     """What has nothing to do with us; the ASCII ones are what SGLang's ports were sent."""
-    words = (b"hello", b"None", b"ABORT", b"WATERMARK", b"STAGING_RSP", b"AUX_DATA", b"CHUNK_READY", b"12x")
-    others = (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\0", b"\x80\x04\x95", b"cos\nsystem\n(S'id'\ntR.")
+    words = (
+        b"hello",
+        b"None",
+        b"ABORT",
+        b"WATERMARK",
+        b"STAGING_RSP",
+        b"AUX_DATA",
+        b"CHUNK_READY",
+        b"12x",
+    )
+    others = (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\0",
+        b"\x80\x04\x95",
+        b"cos\nsystem\n(S'id'\ntR.",
+    )
     random_bytes = (rng.randbytes(rng.randint(1, 300)), rng.randbytes(len(frame)))
     return rng.choice((b"", b"\0", b"\xc1", b"\x90", *words, *others, *random_bytes))
 
@@ -84,7 +133,9 @@ def huge(rng: random.Random, frame: bytes) -> bytes:
 COMMON: tuple[Bend, ...] = (flipped, spliced, truncated, extended, swapped, bombed, noise)
 
 
-def bent(rng: random.Random, good: Mapping[type, Any], *, huge_share: float = 0.0005) -> Iterator[bytes]:
+def bent(
+    rng: random.Random, good: Mapping[type, Any], *, huge_share: float = 0.0005
+) -> Iterator[bytes]:
     """Without end: a good message of a random class, bent in one way. Some are still messages."""
     frames = [encode(message) for message in good.values()]
     while True:

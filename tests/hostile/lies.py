@@ -1,5 +1,6 @@
-"""Valid messages that are false, to both ends of the link of two live nodes: every field of every message, by strangers
-that registered well or badly, under the honest decode's name, and by a prefill that is none.
+"""Valid messages that are false, to both ends of the link of two live nodes: every field of every
+message, by strangers that registered well or badly, under the honest decode's name, and by a
+prefill that is none.
 
     python -m tests.hostile lies --messages 10000
 """
@@ -26,7 +27,13 @@ from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import pack_pages
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.protocols.wire import messages as wire
-from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefill, prompt_digest, routing_id
+from kvflow.protocols.wire.codec import (
+    encode,
+    parse_at_decode,
+    parse_at_prefill,
+    prompt_digest,
+    routing_id,
+)
 from kvflow.protocols.wire.messages import WIRE_VERSION, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import until
@@ -54,9 +61,15 @@ class Liar:
         self.rng = rng
         self.told: Counter[str] = Counter()
 
-    def about(self, truth: list[Any], known: tuple[int, ...], parse: Any, but: tuple[str, ...] = ()) -> bytes:
-        """The field that was lied about least, of one of these messages; none that is called as in `but`."""
-        choices = [(message, path) for message in truth for path in paths(message) if path[-1] not in but]
+    def about(
+        self, truth: list[Any], known: tuple[int, ...], parse: Any, but: tuple[str, ...] = ()
+    ) -> bytes:
+        """The field that was lied about least, of one of these messages; none that is called as in
+        `but`.
+        """
+        choices = [
+            (message, path) for message in truth for path in paths(message) if path[-1] not in but
+        ]
         self.rng.shuffle(choices)
         message, path = min(choices, key=lambda choice: self.told[name_of(*choice)])
         self.told[name_of(message, path)] += 1
@@ -71,10 +84,19 @@ def of_decode(n: Nodes, me: Incarnation, room: int, grant: int) -> list[Any]:
     pages = n.decode.pages.take(2, "to be named by a liar")
     n.decode.pages.give_back(pages, "to be named by a liar")
     return [
-        wire.Register(wire_version=WIRE_VERSION, layout=layout, address=address, fresh_from=wire.GrantId(1), **lives),
+        wire.Register(
+            wire_version=WIRE_VERSION,
+            layout=layout,
+            address=address,
+            fresh_from=wire.GrantId(1),
+            **lives,
+        ),
         wire.Announce(**header),
         wire.Bootstrap(
-            pages=pack_pages(pages), prompt_tokens=len(PROMPT), prompt_digest=prompt_digest(PROMPT), **header
+            pages=pack_pages(pages),
+            prompt_tokens=len(PROMPT),
+            prompt_digest=prompt_digest(PROMPT),
+            **header,
         ),
         wire.Abort(cause=GONE, **header),
         wire.Resync(rooms=(wire.Belief(wire.RoomId(room), wire.GrantId(grant), 0),), **lives),
@@ -84,13 +106,25 @@ def of_decode(n: Nodes, me: Incarnation, room: int, grant: int) -> list[Any]:
     ]
 
 
-def of_prefill(n: Nodes, me: Incarnation, address: PlaneAddress, room: int, grant: int) -> list[Any]:
+def of_prefill(
+    n: Nodes, me: Incarnation, address: PlaneAddress, room: int, grant: int
+) -> list[Any]:
     """What a prefill `me` at `address` could truly say."""
     lives: dict[str, Any] = {"source": me, "target": n.decode.incarnation}
     header: dict[str, Any] = {"room": room, "grant": grant, "rank": 0, **lives}
-    accepted = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "address": address, "asked": me}
+    accepted = {
+        "wire_version": WIRE_VERSION,
+        "rank": 0,
+        "refusal": "",
+        "address": address,
+        "asked": me,
+    }
     return [
-        wire.Registered(served=served_of(n.decode.pool.layout), **accepted, **lives),  # type: ignore[arg-type]
+        wire.Registered(
+            served=served_of(n.decode.pool.layout),
+            **accepted,
+            **lives,
+        ),  # type: ignore[arg-type]
         wire.Begun(**header),
         wire.ChunkDone(seq=0, pages=2, last=True, handoff=b"h", **header),
         wire.RoomFailed(cause=GONE, **header),
@@ -122,11 +156,14 @@ async def as_decode(n: Nodes, liar: Liar, me: Incarnation, count: int, *, regist
             room, grant = liar.rng.choice(numbers), liar.rng.randint(1, ROOMS) + i
             known = (*numbers, grant, n.prefill.incarnation, n.decode.incarnation, me, os.getpid())
             but = ENDING if me == n.decode.incarnation else ()
-            await dealer.send(liar.about(of_decode(n, me, room, grant), known, parse_at_prefill, but))
+            await dealer.send(
+                liar.about(of_decode(n, me, room, grant), known, parse_at_prefill, but)
+            )
             if i % 4 == 3:
                 await asyncio.sleep(0)
         with suppress(TimeoutError):
-            await until(lambda: dealer.poll(0), 0.2)  # something was answered: what was sent has been read
+            # Something was answered: what was sent has been read.
+            await until(lambda: dealer.poll(0), 0.2)
     for room in waiting:
         room.close()
         await room.released()
@@ -135,19 +172,30 @@ async def as_decode(n: Nodes, liar: Liar, me: Incarnation, count: int, *, regist
 async def as_prefill(n: Nodes, liar: Liar, router: Any, port: int, count: int) -> None:
     """A prefill that registers well, is lent pages, and lies about them, until its process ends."""
     process = await asyncio.create_subprocess_exec("sleep", "600")
-    identity = msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=start_ticks(process.pid))
+    identity = msgspec.structs.replace(
+        own_identity(), pid=process.pid, start_ticks=start_ticks(process.pid)
+    )
     address = PlaneAddress("local", "", identity)
     me = Incarnation(secrets.randbits(62) | 1)
     info = RankInfo(0, 1, me, f"tcp://127.0.0.1:{port}", "local", "")
     peer, core = routing_id(n.decode.incarnation), n.decode.shell.endpoint.core
     rooms = [n.decode.room(n.number(), [info], PROMPT, deadline_s=5) for _ in range(ROOMS)]
     await router.recv_multipart()
-    accepted = msgspec.structs.replace(of_prefill(n, me, address, 0, 1)[0], fresh_from=core.next_grant)
+    accepted = msgspec.structs.replace(
+        of_prefill(n, me, address, 0, 1)[0], fresh_from=core.next_grant
+    )
     await router.send_multipart([peer, encode(accepted)])
     await until(lambda: all(room.linked or room.ended for room in rooms), 10)
     for i in range(count):
         room = liar.rng.choice(rooms)
-        known = (room.room, room.grant, me, n.prefill.incarnation, n.decode.incarnation, os.getpid())
+        known = (
+            room.room,
+            room.grant,
+            me,
+            n.prefill.incarnation,
+            n.decode.incarnation,
+            os.getpid(),
+        )
         lied = liar.about(of_prefill(n, me, address, room.room, room.grant), known, parse_at_decode)
         await router.send_multipart([peer, lied])
         if i % 4 == 3:
@@ -193,8 +241,8 @@ async def held(n: Nodes) -> dict[str, Any]:
 
 
 async def run(messages: int = 10_000, seed: int = 0, rooms: int = 1_000) -> Report:
-    """As many lies as that twice, so that growth shows; honest rooms after the first, beside those of nodes that were
-    never lied to, in turn: what else the machine does meanwhile slows both."""
+    """As many lies as that twice, so that growth shows; honest rooms after the first, beside those
+    of nodes that were never lied to, in turn: what else the machine does meanwhile slows both."""
     liar = Liar(random.Random(seed))
     async with nodes() as n:
         await n.rooms_per_s(rooms)  # warm
@@ -219,7 +267,9 @@ async def run(messages: int = 10_000, seed: int = 0, rooms: int = 1_000) -> Repo
             "healed_s": round(healed_s, 2),
             "first": first,
             "second": second,
-            "handler_errors": {node.role: node.counts.handler_errors for node in (n.prefill, n.decode)},
+            "handler_errors": {
+                node.role: node.counts.handler_errors for node in (n.prefill, n.decode)
+            },
             "dropped": n.dropped(),
             **{
                 name: compared([speeds[i] for speeds in before], [speeds[i] for speeds in after])
@@ -232,9 +282,12 @@ def faults(report: Report) -> list[str]:
     """What a report must not say; speed is printed, and judged by its reader."""
     found = [f"{role}: {n} handler errors" for role, n in report["handler_errors"].items() if n]
     first, second = report["first"], report["second"]
-    # A liar that has said goodbye is forgotten: how many are still known differs from one attack to the next.
+    # A liar that has said goodbye is forgotten: how many are still known differs from one attack to
+    # the next.
     known = max(0, sum(second["peers"].values()) - sum(first["peers"].values()))
     for name, more in (("descriptors", 4 + 3 * known), ("threads", 0), ("rss_mib", 16)):
         if second[name] > first[name] + more:
-            found.append(f"{name}: {first[name]} after the first attack, {second[name]} after the second")
+            found.append(
+                f"{name}: {first[name]} after the first attack, {second[name]} after the second"
+            )
     return found

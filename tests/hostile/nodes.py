@@ -1,4 +1,6 @@
-"""A prefill and a decode over real ZMQ, real shared memory and one uvloop, with their sockets tapped."""
+"""A prefill and a decode over real ZMQ, real shared memory and one uvloop, with their sockets
+tapped.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,12 @@ class Nodes:
         source, target = self.pools
         self.taps: dict[str, Tap] = {}  # by role
         bounds = Bounds(decodes_per_process=8)
-        self.prefill = PrefillNode(source, LocalPlane(source.segment), timing=TIMING, bounds=bounds, bind=self._bind)
-        self.decode = DecodeNode(target, LocalPlane(target.segment), timing=TIMING, connect=self._connect)
+        self.prefill = PrefillNode(
+            source, LocalPlane(source.segment), timing=TIMING, bounds=bounds, bind=self._bind
+        )
+        self.decode = DecodeNode(
+            target, LocalPlane(target.segment), timing=TIMING, connect=self._connect
+        )
         self.prefills, self.decodes = [self.prefill], [self.decode]
         self._next_room = 1
 
@@ -97,7 +103,8 @@ class Nodes:
         socket = connect_dealer(control, incarnation)
         if control == self.prefill.control:
             return socket
-        self.taps["decode"] = Tap(socket, self._judge_to_decode)  # the link to a prefill that is none
+        # The link to a prefill that is none.
+        self.taps["decode"] = Tap(socket, self._judge_to_decode)
         return self.taps["decode"]
 
     def _judge_to_prefill(self, peer: bytes, frame: bytes) -> str:
@@ -112,15 +119,26 @@ class Nodes:
         if isinstance(message, Goodbye):
             return "taken"  # it is answered, whether prefill knows the decode or not
         if isinstance(message, Register):
-            return "stale" if message.target in self.prefill.shell.endpoint.core.former.parted else "taken"
-        if self._unknown(message) or isinstance(message, GoodbyeAck):  # this prefill has not said goodbye
+            return (
+                "stale"
+                if message.target in self.prefill.shell.endpoint.core.former.parted
+                else "taken"
+            )
+        # This prefill has not said goodbye.
+        if self._unknown(message) or isinstance(message, GoodbyeAck):
             return "stale"
-        return "foreign" if isinstance(message, Heartbeat) and self._settles_unseen(message) else "taken"
+        return (
+            "foreign"
+            if isinstance(message, Heartbeat) and self._settles_unseen(message)
+            else "taken"
+        )
 
     def _settles_unseen(self, message: Heartbeat) -> bool:
         """It claims to have done with grants that were never offered here."""
         seen = self.prefill.shell.endpoint.core.peers[message.target].grants.seen_below
-        return message.settled_below > seen or any(not start < end <= seen for start, end in message.settled)
+        return message.settled_below > seen or any(
+            not start < end <= seen for start, end in message.settled
+        )
 
     def _unknown(self, message: ToPrefill) -> bool:
         """Of a decode that is not registered, or whose way in is still being opened."""
@@ -142,7 +160,9 @@ class Nodes:
         peer = peers.get(message.source)
         if peer is None or getattr(message, "rank", peer.info.rank) != peer.info.rank:
             return "foreign"
-        return "stale" if isinstance(message, Begun | ChunkDone | RoomFailed | AbortAck) else "taken"
+        return (
+            "stale" if isinstance(message, Begun | ChunkDone | RoomFailed | AbortAck) else "taken"
+        )
 
     def number(self) -> int:
         """Of a room that nobody has had."""
@@ -164,7 +184,9 @@ class Nodes:
             assert await target.landed() == b"h"
 
     async def rooms_per_s(self, count: int, lanes: int = 32) -> tuple[float, float]:
-        """`count` good rooms, `lanes` at a time: per second, and per second of this process's CPU."""
+        """`count` good rooms, `lanes` at a time: per second,
+        and per second of this process's CPU.
+        """
         numbers = iter(range(self._next_room, self._next_room + count))
         self._next_room += count
 
@@ -180,7 +202,9 @@ class Nodes:
         return {node.role: dict(node.counts.dropped) for node in (self.prefill, self.decode)}
 
     async def healed(self) -> float:
-        """Seconds until rooms go well again: a link whose name was stolen dials anew once it is found silent."""
+        """Seconds until rooms go well again: a link whose name was stolen dials anew once it is
+        found silent.
+        """
         started = time.perf_counter()
         while True:
             self._next_room += 1
@@ -193,7 +217,14 @@ class Nodes:
 
     async def settled(self) -> dict[str, int]:
         """The tables once no room, grant, loan or page of anybody is open any more."""
-        names = ("prefill rooms", "open grants", "decode rooms", "loans", "quarantined pages", "pages away")
+        names = (
+            "prefill rooms",
+            "open grants",
+            "decode rooms",
+            "loans",
+            "quarantined pages",
+            "pages away",
+        )
 
         def idle() -> bool:
             found = tables(self)

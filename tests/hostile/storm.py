@@ -1,9 +1,11 @@
-"""An abort storm over HTTP: clients that leave at random points, beside clients whose answers must be exact.
+"""An abort storm over HTTP: clients that leave at random points, beside clients whose answers must
+be exact.
 
     python -m tests.hostile storm --requests 2000 [--router sglang]
 
-Leaving happens before the headers, in mid-stream, or after a number of tokens. Every finished answer is compared with
-the same request made alone before; afterwards every gauge is 0, pages are home and no worker has grown.
+Leaving happens before the headers, in mid-stream, or after a number of tokens. Every finished
+answer is compared with the same request made alone before; afterwards every gauge is 0, pages are
+home and no worker has grown.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ async def answer(session: aiohttp.ClientSession, url: str, body: dict[str, Any])
     return ids
 
 
-async def leave(session: aiohttp.ClientSession, url: str, body: dict[str, Any], rng: random.Random) -> str:
+async def leave(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], rng: random.Random
+) -> str:
     """Begin, and be gone: returns at which point."""
     point = rng.choice(("before headers", "mid-stream", "after tokens"))
     if point == "before headers":
@@ -72,7 +76,11 @@ async def leave(session: aiohttp.ClientSession, url: str, body: dict[str, Any], 
         await asyncio.wait([task])
         return point
     async with session.post(f"{url}/generate", json=body | {"stream": True}) as response:
-        events = rng.randint(1, body["sampling_params"]["max_new_tokens"]) if point == "after tokens" else 1
+        events = (
+            rng.randint(1, body["sampling_params"]["max_new_tokens"])
+            if point == "after tokens"
+            else 1
+        )
         async for line in response.content:
             events -= line.startswith(b"data: ")
             if events <= 0:
@@ -105,10 +113,18 @@ async def run(requests: int = 2_000, router: str = "kvflow", seed: int = 0) -> R
     home = False
     async with AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(running(num_pages=2048, prefix_cache="off"))
-        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)))
-        url = await stack.enter_async_context(sglang_router(fleet)) if router == "sglang" else fleet.url
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        )
+        url = (
+            await stack.enter_async_context(sglang_router(fleet))
+            if router == "sglang"
+            else fleet.url
+        )
         kinds = [(prompt, size) for prompt in prompts() for size in SIZES]
-        references = {kind: await answer(session, fleet.url, request(*kind, False)) for kind in kinds}
+        references = {
+            kind: await answer(session, fleet.url, request(*kind, False)) for kind in kinds
+        }
         workers = {child.name: psutil.Process(child.process.pid) for child in fleet.children}
 
         async def lane(left: Any) -> None:
@@ -124,14 +140,24 @@ async def run(requests: int = 2_000, router: str = "kvflow", seed: int = 0) -> R
                     continue
                 seen["finished"] += 1
                 if got != references[kind]:
-                    wrong.append(f"{kind[0][:20]!r} x {kind[1]}: {got} instead of {references[kind]}")
+                    wrong.append(
+                        f"{kind[0][:20]!r} x {kind[1]}: {got} instead of {references[kind]}"
+                    )
 
         for _ in range(4):
             left = iter(range(requests // 4))
             await asyncio.gather(*(lane(left) for _ in range(LANES)))
             home = await all_home(session, fleet.prefills[0].url, fleet.decodes[0].url)
-            rss.append({name: round(process.memory_info().rss / 2**20, 1) for name, process in workers.items()})
-        ended = {c.role: (await ask(session, f"{c.url}/server_info"))["rooms_ended"] for c in fleet.children[:2]}
+            rss.append(
+                {
+                    name: round(process.memory_info().rss / 2**20, 1)
+                    for name, process in workers.items()
+                }
+            )
+        ended = {
+            c.role: (await ask(session, f"{c.url}/server_info"))["rooms_ended"]
+            for c in fleet.children[:2]
+        }
         left_over = await gauges(session, fleet)
     return {
         "requests": requests,
@@ -152,5 +178,9 @@ def faults(report: Report) -> list[str]:
     found = [f"{report['wrong']} wrong answers: {report['first_wrong']}"] if report["wrong"] else []
     found += [f"{name} is {value}" for name, value in report["gauges_not_0"].items()]
     if report["requests"] >= 1_000:
-        found += [f"{name} grew by {share:.1%}" for name, share in report["rss_growth"].items() if share >= 0.02]
+        found += [
+            f"{name} grew by {share:.1%}"
+            for name, share in report["rss_growth"].items()
+            if share >= 0.02
+        ]
     return found + ([] if report["pages_home"] else ["pages are away"])

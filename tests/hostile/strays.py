@@ -1,4 +1,5 @@
-"""Messages for rooms that never open: late, repeated and foreign ones, by the hundred thousand, from a registered peer.
+"""Messages for rooms that never open: late, repeated and foreign ones, by the hundred thousand,
+from a registered peer.
 
     python -m tests.hostile strays --each 100000
 
@@ -54,8 +55,9 @@ Make = Callable[[random.Random, int], Message]
 
 
 def to_prefill(p: Pair, stranger: DecodeNode) -> dict[str, Make]:
-    """What a registered decode may send about rooms that no engine opens. Of every ten one is a repetition, one is
-    foreign."""
+    """What a registered decode may send about rooms that no engine opens.
+
+    Of every ten one is a repetition, one is foreign."""
     me, you = stranger.incarnation, p.prefill.incarnation
     address, layout = stranger.exported
     pages = pack_pages(p.decode.pool.pages.pages_of("nobody")) + bytes(4)  # page 0, again and again
@@ -76,7 +78,12 @@ def to_prefill(p: Pair, stranger: DecodeNode) -> dict[str, Make]:
         return {"room": room(rng, i), "grant": above + grant(rng, i), **lives(rng)}
 
     offer: dict[str, Any] = {"pages": pages, "prompt_tokens": 4, "prompt_digest": b"d" * 32}
-    mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "address": address, "fresh_from": 1}
+    mine: dict[str, Any] = {
+        "wire_version": WIRE_VERSION,
+        "layout": layout,
+        "address": address,
+        "fresh_from": 1,
+    }
     return {
         "Announce": lambda r, i: Announce(**{**header(r, i, 1 << 34), "room": (1 << 41) + i}),
         "Bootstrap": lambda r, i: Bootstrap(**offer, **header(r, i)),
@@ -111,10 +118,14 @@ def to_decode(p: Pair) -> dict[str, Make]:
         "Begun": lambda r, i: Begun(**header(r, i)),
         "ChunkDone": lambda r, i: ChunkDone(seq=i % 3, **chunk, **header(r, i)),
         "RoomFailed": lambda r, i: RoomFailed(cause=WHY, **header(r, i)),
-        "Resync": lambda r, i: Resync(rooms=(Belief(RoomId(i), GrantId((1 << 32) + i), 0),), **lives),
+        "Resync": lambda r, i: Resync(
+            rooms=(Belief(RoomId(i), GrantId((1 << 32) + i), 0),), **lives
+        ),
         "Goodbye": lambda r, i: Goodbye(source=secrets.randbits(62) | 1, target=you),
         "GoodbyeAck": lambda r, i: GoodbyeAck(**lives),
-        "Registered": lambda r, i: Registered(wire_version=WIRE_VERSION, rank=Rank(0), refusal="", asked=me, **lives),
+        "Registered": lambda r, i: Registered(
+            wire_version=WIRE_VERSION, rank=Rank(0), refusal="", asked=me, **lives
+        ),
     }
 
 
@@ -145,7 +156,8 @@ async def run(each: int = 100_000, seed: int = 0) -> Report:
         await inboxes_read()
         peak_rss = process.memory_info().rss
         p.clock(p.prefill).advance(QUICK.rendezvous_s + 1)  # no engine came
-        await until(lambda: not p.prefill.shell.endpoint.rooms, 60)  # 32,768 rooms: a second of CPU, a few at a time
+        # 32,768 rooms: a second of CPU, a few at a time.
+        await until(lambda: not p.prefill.shell.endpoint.rooms, 60)
         for number in range(2, 100):
             await one_room(p, number, p.decode)
         await inboxes_read()
@@ -163,20 +175,27 @@ async def run(each: int = 100_000, seed: int = 0) -> Report:
 
 
 async def one_room(p: Pair, number: int, decode: DecodeNode) -> None:
-    async with p.prefill.room(number, range(4)) as source, await decode.room(number, "sim", range(4)) as target:
+    async with (
+        p.prefill.room(number, range(4)) as source,
+        await decode.room(number, "sim", range(4)) as target,
+    ):
         await source.matched()
         p.send_all(source)
         await target.landed()
 
 
 async def inboxes_read() -> None:
-    """Everything injected has been handed over and handled: a node reads its inbox empty in one turn of the loop."""
+    """Everything injected has been handed over and handled: a node reads its inbox empty in one
+    turn of the loop.
+    """
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 def faults(report: Report) -> list[str]:
-    """Tables over their bounds, and what is left at the end beside the memory of a registered peer's ended grants."""
+    """Tables over their bounds, and what is left at the end beside the memory of a registered
+    peer's ended grants.
+    """
     bounds, peaks, after = report["bounds"], report["peaks"], report["tables_after"]
     rooms = bounds["rooms"]
     limits = {
@@ -189,6 +208,10 @@ def faults(report: Report) -> list[str]:
         "targets": 2,
         "links": 2,
     }
-    found = [f"{name}: {peaks[name]} at its peak" for name in peaks if peaks[name] > limits.get(name, 0)]
+    found = [
+        f"{name}: {peaks[name]} at its peak" for name in peaks if peaks[name] > limits.get(name, 0)
+    ]
     kept = {"closed grants", "outcomes", "targets", "links", "announced rooms", "unsettled grants"}
-    return found + [f"{name}: {count} left" for name, count in after.items() if count and name not in kept]
+    return found + [
+        f"{name}: {count} left" for name, count in after.items() if count and name not in kept
+    ]

@@ -1,4 +1,6 @@
-"""Whatever arrives, decoding ends in a message of this side or in a WireError, in memory bounded by what was sent."""
+"""Whatever arrives, decoding ends in a message of this side or in a WireError, in memory bounded by
+what was sent.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,15 @@ def test_a_bent_message_is_refused_or_is_one(kind: type, bend: Any, seed: int) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "place"), [(kind, i + 1) for kind in ALL for i in range(len(kind.__struct_fields__))]  # type: ignore[attr-defined]
-)  # fmt: skip
+    ("kind", "place"),
+    [
+        (kind, i + 1)
+        for kind in ALL
+        for i in range(
+            len(kind.__struct_fields__),
+        )
+    ],  # type: ignore[attr-defined]
+)
 def test_odd_values_in_every_field(kind: type, place: int) -> None:
     body = msgspec.msgpack.decode(encode(GOOD[kind]))
     for odd in ODD:
@@ -55,7 +64,9 @@ def test_odd_values_in_every_field(kind: type, place: int) -> None:
 
 
 def test_memory_is_bounded_by_what_was_sent(seed: int) -> None:
-    """A frame may be a few times as large as objects as it was as bytes, and nothing of it stays behind."""
+    """A frame may be a few times as large as objects as it was as bytes, and nothing of it stays
+    behind.
+    """
     frames = bent(random.Random(seed), GOOD, huge_share=0)
     tracemalloc.start()
     try:
@@ -76,7 +87,9 @@ def test_memory_is_bounded_by_what_was_sent(seed: int) -> None:
 def test_a_million_bent_frames(seed: int) -> None:
     frames = bent(random.Random(seed), GOOD, huge_share=1e-5)
     messages = sum(
-        decoded(decode, union, frame) for frame in (next(frames) for _ in range(500_000)) for decode, union in SIDES
+        decoded(decode, union, frame)
+        for frame in (next(frames) for _ in range(500_000))
+        for decode, union in SIDES
     )
     print(f"{messages} of 1,000,000 bent frames are messages all the same")
     assert messages

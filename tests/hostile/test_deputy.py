@@ -1,4 +1,6 @@
-"""What is said of another and is not so: a stranger's memory that is not its own, an operator's dead that live."""
+"""What is said of another and is not so: a stranger's memory that is not its own, an operator's
+dead that live.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Incarnation, R
 from tests.hostile.nodes import Nodes, nodes
 
 
-async def registered(n: Nodes, me: Incarnation, address: PlaneAddress, layout: PoolLayout) -> Registered:
+async def registered(
+    n: Nodes, me: Incarnation, address: PlaneAddress, layout: PoolLayout
+) -> Registered:
     """What a decode that calls itself `me` is answered."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.ROUTING_ID, routing_id(me))
@@ -28,7 +32,12 @@ async def registered(n: Nodes, me: Incarnation, address: PlaneAddress, layout: P
         dealer.connect(n.prefill.control)
         source, first = n.prefill.incarnation, GrantId(1)
         register = Register(
-            source=source, target=me, wire_version=WIRE_VERSION, layout=layout, address=address, fresh_from=first
+            source=source,
+            target=me,
+            wire_version=WIRE_VERSION,
+            layout=layout,
+            address=address,
+            fresh_from=first,
         )
         await dealer.send(encode(register))
         async with asyncio.timeout(10):

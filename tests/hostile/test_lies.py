@@ -1,4 +1,6 @@
-"""Live nodes, lied to in every field of every message: nothing dies, nothing grows (the command prints the figures)."""
+"""Live nodes, lied to in every field of every message: nothing dies, nothing grows (the command
+prints the figures).
+"""
 
 from __future__ import annotations
 
@@ -21,4 +23,6 @@ async def test_both_ends_of_the_link(messages: int, seed: int) -> None:
         return  # too few to meet every field
     for kind in (*to_prefill, *to_decode):
         for path in paths(GOOD[kind]):
-            assert report["fields"].get(name_of(GOOD[kind], path)), f"{name_of(GOOD[kind], path)}: never a lie"
+            assert report["fields"].get(name_of(GOOD[kind], path)), (
+                f"{name_of(GOOD[kind], path)}: never a lie"
+            )

@@ -1,4 +1,6 @@
-"""What strangers and endings may leave behind: nothing, or something bounded (the commands print the figures)."""
+"""What strangers and endings may leave behind: nothing, or something bounded (the commands print
+the figures).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 # The 400,000 messages take a quarter of a minute of CPU.
-@pytest.mark.parametrize("each", [2_000, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize(
+    "each", [2_000, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
 async def test_messages_for_rooms_that_never_open(each: int, seed: int) -> None:
     report = await strays.run(each, seed)
     print(report)
@@ -27,7 +31,9 @@ async def test_messages_for_rooms_that_never_open(each: int, seed: int) -> None:
     assert report["peaks"]["open grants"] > each // 4
 
 
-@pytest.mark.parametrize("rooms", [1_200, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "rooms", [1_200, pytest.param(40_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 async def test_rooms_of_every_ending(rooms: int, seed: int) -> None:
     report = await endings.run(rooms, seed)
     print(report)
@@ -67,7 +73,11 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
             fresh_from=GrantId(1),
         )
         p.network.inject(Frame(p.prefill.control, routing_id(me), True, encode(register)))
-    await until(lambda: len(p.prefill.shell.endpoint.core.peers) == 1 and len(p.prefill.shell._tasks) == tasks)
+    await until(
+        lambda: (
+            len(p.prefill.shell.endpoint.core.peers) == 1 and len(p.prefill.shell._tasks) == tasks
+        )
+    )
     other = await p.add_decode()
     source = p.prefill.room(8, PROMPT)
     async with await other.room(8, "sim", PROMPT) as target:
@@ -76,11 +86,15 @@ async def test_nothing_is_kept_of_decodes_that_were_refused(kvflow_pair: Pair) -
         await target.landed()
     assert not tables(p)["handler errors"]
     core = p.prefill.shell.endpoint.core
-    assert len(core.refused) == core.bounds.targets, "only the last reasons are kept, for announcements that follow"
+    assert len(core.refused) == core.bounds.targets, (
+        "only the last reasons are kept, for announcements that follow"
+    )
 
 
 async def test_a_stolen_name_is_taken_back(kvflow_pair: Pair) -> None:
-    """Somebody took our name at prefill: nothing is received any more, until the link is dialled anew."""
+    """Somebody took our name at prefill: nothing is received any more, until the link is dialled
+    anew.
+    """
     p = kvflow_pair
     await success(p)
     p.network.connect(p.prefill.control, p.decode.incarnation)  # the thief

@@ -1,4 +1,6 @@
-"""Live nodes under attack: nothing dies, everything is counted, good rooms go on (the command prints the figures)."""
+"""Live nodes under attack: nothing dies, everything is counted, good rooms go on (the command
+prints the figures).
+"""
 
 from __future__ import annotations
 

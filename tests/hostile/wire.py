@@ -1,5 +1,6 @@
-"""An attack on both ends of the control link of two live nodes: bent frames from strangers, from a registered decode
-and from a prefill that is none; a stolen routing id, multi-part messages, raw bytes, connections that say nothing.
+"""An attack on both ends of the control link of two live nodes: bent frames from strangers, from a
+registered decode and from a prefill that is none; a stolen routing id, multi-part messages, raw
+bytes, connections that say nothing.
 
     python -m tests.hostile wire --frames 10000
 """
@@ -30,25 +31,53 @@ from tests.protocols.wire import GOOD, to_decode, to_prefill
 GREETING = b"\xff" + bytes(7) + b"\1\x7f\3\0NULL" + bytes(48)
 READY = GREETING + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\6DEALER"
 RAW = (
-    *(b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\0\1\0", b"\xff" * 100, b"\1\0" * 500),
-    *(GREETING[:10], GREETING[:40], GREETING, GREETING + b"\x04\x05\x05READY", GREETING + b"\x02" + b"\xff" * 8),
-    *(READY, READY[:-7], READY + b"\0\1x" * 50, READY + b"\2" + b"\xff" * 8, READY + b"\1\0" * 50 + b"\0\0"),
+    *(
+        b"",
+        b"\0",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\0\1\0",
+        b"\xff" * 100,
+        b"\1\0" * 500,
+    ),
+    *(
+        GREETING[:10],
+        GREETING[:40],
+        GREETING,
+        GREETING + b"\x04\x05\x05READY",
+        GREETING + b"\x02" + b"\xff" * 8,
+    ),
+    *(
+        READY,
+        READY[:-7],
+        READY + b"\0\1x" * 50,
+        READY + b"\2" + b"\xff" * 8,
+        READY + b"\1\0" * 50 + b"\0\0",
+    ),
 )
 
 
 def messages(kinds: Any, source: int, target: int) -> dict[type, Any]:
     """Good messages of these classes between two incarnations."""
-    return {kind: msgspec.structs.replace(GOOD[kind], source=source, target=target) for kind in kinds}
+    return {
+        kind: msgspec.structs.replace(GOOD[kind], source=source, target=target) for kind in kinds
+    }
 
 
 def parts(rng: random.Random, frame: bytes) -> list[bytes]:
-    """Now and then an envelope, an empty part or several parts, as REQ sockets and confused peers send them."""
+    """Now and then an envelope, an empty part or several parts, as REQ sockets and confused peers
+    send them.
+    """
     odd = ([b"", frame], [frame, frame], [frame, b""], [b""], [b"", b""], [frame] * 20)
     return rng.choice(odd) if rng.random() < 0.05 else [frame]
 
 
-def send_all(control: str, name: bytes, good: dict[type, Any], count: int, seed: int, first: bytes = b"") -> None:
-    """`count` bent messages from a DEALER called `name` to a ROUTER, as fast as it takes them. Runs in a thread."""
+def send_all(
+    control: str, name: bytes, good: dict[type, Any], count: int, seed: int, first: bytes = b""
+) -> None:
+    """`count` bent messages from a DEALER called `name` to a ROUTER, as fast as it takes them.
+
+    Runs in a thread.
+    """
     rng = random.Random(seed)
     frames = bent(rng, good)
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -71,7 +100,12 @@ async def attack_prefill(n: Nodes, count: int, rng: random.Random) -> None:
     address, layout = n.decode.exported
     assert n.pools[1].segment is not None
     n.pools[1].segment.claim(insider)  # so that it is let in
-    mine: dict[str, Any] = {"wire_version": WIRE_VERSION, "layout": layout, "address": address, "fresh_from": 1}
+    mine: dict[str, Any] = {
+        "wire_version": WIRE_VERSION,
+        "layout": layout,
+        "address": address,
+        "fresh_from": 1,
+    }
     register = encode(Register(source=source, target=insider, **mine))
     strangers = [kind for kind in to_prefill if kind is not Register]
     waves: list[tuple[bytes, dict[type, Any], int, bytes]] = [
@@ -79,15 +113,20 @@ async def attack_prefill(n: Nodes, count: int, rng: random.Random) -> None:
         (routing_id(Incarnation(me + 2)), messages(strangers, source + 1, me + 2), count // 8, b""),
         (b"somebody else", messages(to_prefill, source, honest), count // 4, b""),
         (routing_id(insider), messages(strangers, source, insider), count // 4, register),
-        (routing_id(honest), {Registered: GOOD[Registered]}, count - 7 * (count // 8), b""),  # a stolen name
+        # A stolen name.
+        (routing_id(honest), {Registered: GOOD[Registered]}, count - 7 * (count // 8), b""),
     ]
     for name, good, share, first in waves:
-        await asyncio.to_thread(send_all, n.prefill.control, name, good, share, rng.getrandbits(32), first)
+        await asyncio.to_thread(
+            send_all, n.prefill.control, name, good, share, rng.getrandbits(32), first
+        )
         await delivered(n, "prefill", name)
 
 
 async def delivered(n: Nodes, role: str, name: bytes) -> None:
-    """What was sent before the end has been handed over, or was lost with its connection (over 8 MiB ends one)."""
+    """What was sent before the end has been handed over, or was lost with its connection (over 8
+    MiB ends one).
+    """
 
     def again() -> None:
         with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -107,7 +146,8 @@ async def delivered(n: Nodes, role: str, name: bytes) -> None:
 async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
     """By a prefill that registers well and then talks nonsense."""
     source = Incarnation(secrets.randbits(62) | 1)
-    kinds = [kind for kind in to_decode if kind is not Registered]  # a good one ends the link: that is its meaning
+    # A good one ends the link: that is its meaning.
+    kinds = [kind for kind in to_decode if kind is not Registered]
     good = messages(kinds, source, n.decode.incarnation)
     frames = (frame for frame in bent(rng, good) if not says_goodbye(frame, source))
     peer = routing_id(n.decode.incarnation)
@@ -118,10 +158,17 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
         info = RankInfo(0, 1, source, f"tcp://127.0.0.1:{port}", "local", "")
         room = n.decode.announce(1 << 40, [info], [1])
         await asyncio.to_thread(router.recv_multipart)
-        answer: dict[str, Any] = {"wire_version": WIRE_VERSION, "rank": 0, "refusal": "", "asked": source}
+        answer: dict[str, Any] = {
+            "wire_version": WIRE_VERSION,
+            "rank": 0,
+            "refusal": "",
+            "asked": source,
+        }
         answer["served"] = served_of(n.decode.pool.layout)
         answer["fresh_from"] = n.decode.shell.endpoint.core.next_grant
-        accepted = Registered(source=source, target=n.decode.incarnation, address=n.prefill.exported[0], **answer)
+        accepted = Registered(
+            source=source, target=n.decode.incarnation, address=n.prefill.exported[0], **answer
+        )
         router.send_multipart([peer, encode(accepted)])
         links = n.decode.shell.endpoint.core.links
         await until(lambda: room.linked, 20)
@@ -131,7 +178,9 @@ async def attack_decode(n: Nodes, count: int, rng: random.Random) -> None:
 
 
 def says_goodbye(frame: bytes, source: int) -> bool:
-    """True for a whole Goodbye of `source`, also one that another message was bent into: it ends the link."""
+    """True for a whole Goodbye of `source`, also one that another message was bent into: it ends
+    the link.
+    """
     try:
         message = parse_at_decode(frame)
     except WireError:
@@ -139,10 +188,13 @@ def says_goodbye(frame: bytes, source: int) -> bool:
     return isinstance(message, Goodbye) and message.source == source
 
 
-def _send_frames(router: Any, peer: bytes, frames: Iterator[bytes], count: int, rng: random.Random) -> None:
+def _send_frames(
+    router: Any, peer: bytes, frames: Iterator[bytes], count: int, rng: random.Random
+) -> None:
     for _ in range(count):
         frame = next(frames)
-        if len(frame) < 1 << 20:  # a frame over the limit ends the connection, and the one who accepts cannot reconnect
+        # A frame over the limit ends the connection, and the one who accepts cannot reconnect.
+        if len(frame) < 1 << 20:
             router.send_multipart([peer, *parts(rng, frame)])
     router.send_multipart([peer, END])
 
@@ -178,14 +230,19 @@ async def run(frames: int = 10_000, seed: int = 0, rooms: int = 2_000, raw: int 
         healed_s = await n.healed()
         await n.rooms_per_s(rooms)
         after = [await n.rooms_per_s(rooms) for _ in range(5)]
-        await until(lambda: len(list(n.decode.shell.endpoint.peers)) == 1, 30)  # the false prefill has gone silent
+        # The false prefill has gone silent.
+        await until(lambda: len(list(n.decode.shell.endpoint.peers)) == 1, 30)
         left = await n.settled()
         report = {
             "frames_sent": {"prefill": frames, "decode": frames},
             "raw_connections": len(silent),
-            "delivered": {role: sum(found.values()) - found["taken"] for role, found in seen.items()},
+            "delivered": {
+                role: sum(found.values()) - found["taken"] for role, found in seen.items()
+            },
             "expected": seen,
-            "counted": {r: {why: attacked[r][why] - start[r][why] for why in attacked[r]} for r in attacked},
+            "counted": {
+                r: {why: attacked[r][why] - start[r][why] for why in attacked[r]} for r in attacked
+            },
             "healed_s": round(healed_s, 2),
             "dead_tasks": sorted(running - tasks()),
             "tables_before": tables,

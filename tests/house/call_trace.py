@@ -1,18 +1,21 @@
-"""Which functions of the package a message passes, from the call that causes it to its effect on the other side.
+"""Which functions of the package a message passes, from the call that causes it to its effect on
+the other side.
 
     # PYTHONPATH=CHECKOUT for another version of the package
     python tests/house/call_trace.py [--list]
 
-One room on the in-memory link and the fake data plane, timers far away, so that nothing else runs meanwhile:
+One room on the in-memory link and the fake data plane, timers far away, so that nothing else runs
+meanwhile:
 
     Bootstrap   DecodeNode.room(), linked        ->  matched() returns at prefill
     ChunkDone   the data plane's write lands     ->  landed() returns at decode
     Abort       DecodeRoom.close(), in a write   ->  AbortAck has come, the pages are free at decode
 
-A stop is a call of a function of the package, or a coroutine of it that the event loop wakes. Properties, constructors
-and other `__names__`, comprehensions and lambdas are not counted, and neither is what happens inside the doubles: a
-frame on the link is two stops (sent, delivered), a call of the fake plane is one. `stops` counts a function each time
-it is called, since a reader goes there again; `functions` counts it once.
+A stop is a call of a function of the package, or a coroutine of it that the event loop wakes.
+Properties, constructors and other `__names__`, comprehensions and lambdas are not counted, and
+neither is what happens inside the doubles: a frame on the link is two stops (sent, delivered), a
+call of the fake plane is one. `stops` counts a function each time it is called, since a reader goes
+there again; `functions` counts it once.
 """
 
 from __future__ import annotations
@@ -108,7 +111,9 @@ def package_callers(frame: FrameType) -> list[str]:
 
 def is_resumed(frame: FrameType) -> bool:
     """A coroutine or generator that goes on, rather than begins."""
-    if not frame.f_code.co_flags & (inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
+    if not frame.f_code.co_flags & (
+        inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+    ):
         return False
     return frame.f_lasti > first_instruction(frame.f_code)
 
@@ -129,7 +134,9 @@ def property_code() -> set[CodeType]:
             if not isinstance(kind, type) or not kind.__module__.startswith("kvflow"):
                 continue  # others' classes have properties that are no Python functions
             for member in vars(kind).values():
-                getter = member.fget if isinstance(member, property) else getattr(member, "func", None)
+                getter = (
+                    member.fget if isinstance(member, property) else getattr(member, "func", None)
+                )
                 if isinstance(member, property | cached_property) and getter is not None:
                     found.add(getter.__code__)
     return found
@@ -217,7 +224,10 @@ async def trace_all() -> dict[str, CallTrace]:
 
 def main() -> None:
     for name, trace in asyncio.run(trace_all()).items():
-        print(f"{name}: {len(trace.files)} files, {len(trace.stops)} stops, {len(set(trace.stops))} functions")
+        print(
+            f"{name}: {len(trace.files)} files, {len(trace.stops)} stops, {len(set(trace.stops))} "
+            "functions"
+        )
         for stop in trace.stops if "--list" in sys.argv else ():
             print(f"    {stop.file:36} {stop.function}")
 

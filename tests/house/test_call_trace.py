@@ -1,4 +1,6 @@
-"""A message's path through the package is no longer than it was, and the trace counts what it should."""
+"""A message's path through the package is no longer than it was, and the trace counts what it
+should.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,21 @@ async def test_a_frame_is_two_stops_on_the_link(traces: dict[str, CallTrace]) ->
 
 
 async def test_both_sides_are_on_the_path(traces: dict[str, CallTrace]) -> None:
-    """Before its frame is delivered, and after, a message passes code that is not part of a double."""
+    """Before its frame is delivered, and after,
+    a message passes code that is not part of a double.
+    """
     for trace in traces.values():
-        delivered = next(i for i, stop in enumerate(trace.stops) if stop.file == LINK and "deliver" in stop.function)
+        delivered = next(
+            i
+            for i, stop in enumerate(trace.stops)
+            if stop.file == LINK and "deliver" in stop.function
+        )
         for half in (trace.stops[:delivered], trace.stops[delivered + 1 :]):
             assert any(stop.file not in DOUBLES for stop in half)
 
 
 async def test_it_counts_the_same_each_time(traces: dict[str, CallTrace]) -> None:
     again = await trace_all()
-    assert {name: trace.stops for name, trace in again.items()} == {name: t.stops for name, t in traces.items()}
+    assert {name: trace.stops for name, trace in again.items()} == {
+        name: t.stops for name, t in traces.items()
+    }

@@ -1,6 +1,7 @@
 """No module of the package imports itself in a roundabout way, not even for its types only.
 
-Modules that need each other are one module cut in two: neither can be read, tested or replaced without the other.
+Modules that need each other are one module cut in two: neither can be read, tested or replaced
+without the other.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import grimp
 
 
 def circles(graph: grimp.ImportGraph) -> list[list[str]]:
-    """Return every group of modules in which each imports all others, directly or through others of the group."""
+    """Return every group of modules in which each imports all others, directly or through others of
+    the group.
+    """
     imports = {module: graph.find_upstream_modules(module) for module in graph.modules}
     groups = set()
     for module, imported in imports.items():

@@ -11,9 +11,17 @@ import pytest
 from docs.scripts.reference import CONFIGURATION, METRICS
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((*ROOT.glob("*.md"), *ROOT.joinpath("docs").rglob("*.md"), *ROOT.joinpath("examples").rglob("*.md")))
+PAGES = sorted(
+    (
+        *ROOT.glob("*.md"),
+        *ROOT.joinpath("docs").rglob("*.md"),
+        *ROOT.joinpath("examples").rglob("*.md"),
+    )
+)
 SOURCES = sorted(
-    path for folder in ("kvflow", "tests", "examples", "docs") for path in ROOT.joinpath(folder).rglob("*.py")
+    path
+    for folder in ("kvflow", "tests", "examples", "docs")
+    for path in ROOT.joinpath(folder).rglob("*.py")
 )
 GENERATED = {Path(page).name for page in (CONFIGURATION, METRICS)}  # while the site is built
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
@@ -28,27 +36,46 @@ def missing_pages(text: str) -> list[str]:
 def test_every_cited_page_is_in_the_repository() -> None:
     missing = {
         str(path.relative_to(ROOT)): pages
-        for path in (*SOURCES, *PAGES, ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "mkdocs.yml")
+        for path in (
+            *SOURCES,
+            *PAGES,
+            ROOT / "Makefile",
+            ROOT / "pyproject.toml",
+            ROOT / "mkdocs.yml",
+        )
         if path != Path(__file__) and (pages := missing_pages(path.read_text(encoding="utf-8")))
     }
     assert missing == {}
 
 
 def test_a_page_that_is_elsewhere_is_found() -> None:
-    text = "See ARCHITECTURE.md, kvflow/demo_model/PROVENANCE.md, [it](plan.md) and ../elsewhere/notes.md."
+    text = (
+        "See ARCHITECTURE.md, kvflow/demo_model/PROVENANCE.md, [it](plan.md) and "
+        "../elsewhere/notes.md."
+    )
     assert missing_pages(text) == ["plan.md", "../elsewhere/notes.md"]
 
 
 def test_every_invariant_that_is_cited_is_defined() -> None:
-    defined = re.findall(r"^- \*\*(I\d+) ", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.MULTILINE)
+    defined = re.findall(
+        r"^- \*\*(I\d+) ", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert defined == [f"I{number}" for number in range(1, 15)]
-    cited = {name for path in SOURCES for name in re.findall(r"\bI[1-9]\d?\b", path.read_text(encoding="utf-8"))}
+    cited = {
+        name
+        for path in SOURCES
+        for name in re.findall(r"\bI[1-9]\d?\b", path.read_text(encoding="utf-8"))
+    }
     assert cited and cited <= set(defined)
 
 
 def test_ci_runs_every_python_that_is_promised() -> None:
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
-    promised = [c.rpartition(" ")[2] for c in classifiers if re.fullmatch(r"Programming Language .* :: 3\.\d+", c)]
+    promised = [
+        c.rpartition(" ")[2]
+        for c in classifiers
+        if re.fullmatch(r"Programming Language .* :: 3\.\d+", c)
+    ]
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     (matrix,) = re.findall(r"^ +python: \[(.*)\]$", workflow, re.MULTILINE)
     assert promised and re.findall(r"[\d.]+", matrix) == promised

@@ -23,7 +23,9 @@ def graph() -> grimp.ImportGraph:
 def test_contracts_hold() -> None:
     tool = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
     assert tool, "lint-imports is not installed beside this interpreter"
-    result = subprocess.run([tool, "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [tool, "--no-logo", "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "0 broken" in result.stdout
 
@@ -40,19 +42,33 @@ def test_contracts_are_those_of_the_design() -> None:
 @pytest.mark.parametrize("floor", sorted(ALLOWED))
 def test_low_floor_imports_only_what_it_may(graph: grimp.ImportGraph, floor: str) -> None:
     members = {floor, *graph.find_descendants(floor)} if floor in graph.modules else set()
-    imported = {name.split(".")[0] for member in members for name in graph.find_modules_directly_imported_by(member)}
+    imported = {
+        name.split(".")[0]
+        for member in members
+        for name in graph.find_modules_directly_imported_by(member)
+    }
     assert imported - set(sys.stdlib_module_names) - ALLOWED[floor] <= {"kvflow"}
 
 
 def test_handlers_know_the_floors_below_only(graph: grimp.ImportGraph) -> None:
     floor = "kvflow.handlers"
     members = {floor, *graph.find_descendants(floor)} if floor in graph.modules else set()
-    inside = {n for m in members for n in graph.find_modules_directly_imported_by(m) if n.startswith("kvflow")}
+    inside = {
+        n
+        for m in members
+        for n in graph.find_modules_directly_imported_by(m)
+        if n.startswith("kvflow")
+    }
     below = {"kvflow.handlers", "kvflow.protocols", "kvflow.telemetry", "kvflow.aio"}
     assert {".".join(name.split(".")[:2]) for name in inside} <= below
 
 
 def test_importing_protocols_is_light() -> None:
-    program = "import sys, kvflow.protocols; print(*({'torch', 'zmq', 'aiohttp', 'transformers'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=True)
+    program = (
+        "import sys, kvflow.protocols; print(*({'torch', 'zmq', 'aiohttp', 'transformers'} & "
+        "set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd="/", capture_output=True, text=True, check=True
+    )
     assert result.stdout.split() == []

@@ -22,7 +22,18 @@ def test_a_group_stays_in_one_process(tmp_path: Path) -> None:
     """pytest and xdist of some versions do not fit: the marks are then ignored without a word."""
     (tmp_path / "test_two.py").write_text(MODULE)
     seen = tmp_path / "seen"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "loadgroup",
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run(
         [*command, "--rootdir", str(tmp_path), str(tmp_path)],
         cwd=tmp_path,

@@ -21,9 +21,14 @@ from kvflow.extras import CORE, EXTRAS
 ROOT = Path(__file__).parents[2]
 PACKAGE_DATA = [
     "py.typed",
-    *("demo_model/" + name for name in ("config.json", "model.safetensors", "tokenizer.json", "PROVENANCE.md")),
+    *(
+        "demo_model/" + name
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "PROVENANCE.md")
+    ),
 ]
-NOT_SOURCE = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "dist", "*.egg-info")
+NOT_SOURCE = shutil.ignore_patterns(
+    ".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "dist", "*.egg-info"
+)
 CORE_DISTRIBUTIONS = ("msgspec", "numpy", "pyzmq", "xxhash")
 # One process makes the build, so that it is made once.
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("build")]
@@ -33,7 +38,9 @@ def finished(*command: str | Path, cwd: Path = Path("/")) -> subprocess.Complete
     """Run a command to its end, without the paths that a developer's environment adds."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     arguments = [str(part) for part in command]
-    return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        arguments, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
 
 
 def run(*command: str | Path, cwd: Path = Path("/")) -> str:
@@ -48,15 +55,33 @@ def made_venv(home: Path, built: Path) -> Path:
     venv.create(home)
     (wheel,) = built.glob("*.whl")
     # With the pip of this environment: a new one in each costs several seconds.
-    run(sys.executable, "-m", "pip", "--python", home / "bin/python", "install", "--no-deps", "--no-index", wheel)
-    return Path(run(home / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')"))
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        home / "bin/python",
+        "install",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    )
+    return Path(
+        run(
+            home / "bin/python",
+            "-c",
+            "import sysconfig; print(sysconfig.get_path('purelib'), end='')",
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel made from that sdist (so that a file missing in it shows).
+    """A folder with the sdist, and the wheel made from that sdist (so that a file missing in it
+    shows).
 
-    Made from a copy: a build writes egg-info and sdist folders into its source tree, where two at once would meet.
+    Made from a copy: a build writes egg-info and sdist folders into its source tree, where two at
+    once would meet.
     """
     out, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("source") / "kvflow"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=NOT_SOURCE)
@@ -69,8 +94,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clean environment with the wheel in it.
 
-    The dependencies are those of this environment, added by path: downloading them again proves nothing about us.
-    A path added as a folder does not run the .pth files in it, so the editable install here stays invisible.
+    The dependencies are those of this environment, added by path: downloading them again proves
+    nothing about us. A path added as a folder does not run the .pth files in it, so the editable
+    install here stays invisible.
     """
     home = tmp_path_factory.mktemp("installed")
     (made_venv(home, built) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -79,7 +105,9 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `pip install kvflow` makes: the wheel, and links to the packages it requires without any extra."""
+    """What `pip install kvflow` makes: the wheel, and links to the packages it requires without any
+    extra.
+    """
     home = tmp_path_factory.mktemp("bare")
     target = made_venv(home, built)
     for name in CORE_DISTRIBUTIONS:
@@ -120,7 +148,9 @@ def required(lines: list[str]) -> set[str]:
 
 
 def test_extras_are_those_of_the_project_file() -> None:
-    """`kvflow.extras` says which extra brings a module; it has to agree with what is installed for it."""
+    """`kvflow.extras` says which extra brings a module; it has to agree with what is installed for
+    it.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert required(project["dependencies"]) == set(CORE_DISTRIBUTIONS)
     modules = importlib.metadata.packages_distributions()
@@ -153,4 +183,6 @@ def test_the_command_line_names_the_extra_it_needs(bare: Path, arguments: tuple[
     for command in ([bare / "bin/kvflow"], [bare / "bin/python", "-m", "kvflow"]):
         done = finished(*command, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == "kvflow: error: typer is not installed: pip install 'kvflow[server]'\n"
+        assert (
+            done.stderr == "kvflow: error: typer is not installed: pip install 'kvflow[server]'\n"
+        )

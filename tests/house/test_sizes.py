@@ -15,12 +15,20 @@ FUNCTION_LINES_MAX = 60
 COLUMNS_MAX = 100
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-ALL_PYTHON = sorted(path for folder in ("kvflow", "tests", "examples") for path in ROOT.joinpath(folder).rglob("*.py"))
+ALL_PYTHON = sorted(
+    path
+    for folder in ("kvflow", "tests", "examples")
+    for path in ROOT.joinpath(folder).rglob("*.py")
+)
 
 
 def long_functions(source: str) -> list[str]:
     """Return `name: lines` of every function over the limit, nested ones and methods included."""
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        n
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     lengths = [(f.name, (f.end_lineno or f.lineno) - f.lineno + 1) for f in functions]
     return [f"{name}: {lines}" for name, lines in lengths if lines > FUNCTION_LINES_MAX]
 
@@ -34,11 +42,15 @@ def test_file_and_its_functions_are_short(path: Path) -> None:
 
 def test_a_long_function_is_found() -> None:
     body = "\n".join(["        pass"] * FUNCTION_LINES_MAX)
-    assert long_functions(f"class Room:\n    async def close(self):\n{body}\n") == [f"close: {FUNCTION_LINES_MAX + 1}"]
+    assert long_functions(f"class Room:\n    async def close(self):\n{body}\n") == [
+        f"close: {FUNCTION_LINES_MAX + 1}"
+    ]
 
 
 def badly_laid_out(source: str) -> list[str]:
-    """Return `number: line` of every line over the limit, and of every one that the formatter must leave alone."""
+    """Return `number: line` of every line over the limit, and of every one that the formatter must
+    leave alone.
+    """
     lines = enumerate(source.splitlines(), 1)
     return [
         f"{number}: {line}"

@@ -1,4 +1,6 @@
-"""A file in the working directory is not code: neither the command nor any process that it starts imports it."""
+"""A file in the working directory is not code: neither the command nor any process that it starts
+imports it.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,33 @@ import pytest
 from kvflow.launch.child import Child, ChildEndedError
 from kvflow.launch.doctor import _import_error
 
-MODULES = ("dataclasses", "pickle", "queue", "typing")  # of the standard library: imported early, or by many
+# Of the standard library: imported early, or by many.
+MODULES = ("dataclasses", "pickle", "queue", "typing")
 ROOT = Path(__file__).parents[2]
-# They start no Python process: the path of a program beside Python's, and a process that starts itself again.
+# They start no Python process: the path of a program beside Python's, and a process that starts
+# itself again.
 EXEMPT = {("launch/mooncake_master.py", "with_name"), ("bench/commands.py", "orig_argv")}
 
 
 @pytest.fixture
 def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that exists as soon as some process has imported one of `MODULES` from the working directory."""
+    """A file that exists as soon as some process has imported one of `MODULES` from the working
+    directory.
+    """
     found = tmp_path / "imported"
     for name in MODULES:
-        (tmp_path / f"{name}.py").write_text(f"open({str(found)!r}, 'w').close()\nraise SystemExit(9)\n")
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(found)!r}, 'w').close()\nraise SystemExit(9)\n"
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     return found
 
 
 def commands() -> Iterator[tuple[str, int, list[str]]]:
-    """Every place of the package that names the interpreter: file, line, and the source of what follows it."""
+    """Every place of the package that names the interpreter: file, line, and the source of what
+    follows it.
+    """
     for path in sorted((ROOT / "kvflow").rglob("*.py")):
         name = str(path.relative_to(ROOT / "kvflow"))
         source = path.read_text(encoding="utf-8")
@@ -72,10 +82,14 @@ def test_the_doctor_does_not_import_from_there(marker: Path) -> None:
 
 
 def test_the_command_does_not_import_from_there_nor_do_processes_of_libraries(marker: Path) -> None:
-    """`kvflow sim --jobs 2` starts processes by `multiprocessing`, whose command line is not ours."""
+    """`kvflow sim --jobs 2` starts processes by `multiprocessing`,
+    whose command line is not ours.
+    """
     command = Path(sysconfig.get_path("scripts")) / "kvflow"
     start = [str(command)] if command.exists() else [sys.executable, "-P", "-m", "kvflow"]
     arguments = ["sim", "--bare", "--seeds", "0:2", "--jobs", "2"]
-    done = subprocess.run([*start, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [*start, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert not marker.exists()

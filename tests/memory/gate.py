@@ -13,7 +13,9 @@ from kvflow.protocols.errors import TransferError
 
 
 class CopyGate:
-    """Every copy from here on waits until `go` is set; the one numbered `fails_at`, counted from 1, is refused then."""
+    """Every copy from here on waits until `go` is set; the one numbered `fails_at`, counted from 1,
+    is refused then.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_at: int = 0) -> None:
         self.go, self.begun = threading.Event(), 0

@@ -1,4 +1,6 @@
-"""Pools of every kind of state, and what lies in them by name: written down apart from the layouts that are tested."""
+"""Pools of every kind of state, and what lies in them by name: written down apart from the layouts
+that are tested.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,13 @@ KINDS: dict[str, list[StateKind]] = {
         StateKind("1.ssm", "float32", (4, 8, 2), ROW),
         StateKind("2.linear", "float32", (2, 4, 4), ROW),
     ],
-    "mamba": [StateKind("0.conv", "float32", (24, 4), ROW), StateKind("0.ssm", "float32", (4, 8, 2), ROW)],
-    "draft": [StateKind(f"{model}.{x}", "bfloat16", (1, 4)) for model in ("0", "draft") for x in "kv"],
+    "mamba": [
+        StateKind("0.conv", "float32", (24, 4), ROW),
+        StateKind("0.ssm", "float32", (4, 8, 2), ROW),
+    ],
+    "draft": [
+        StateKind(f"{model}.{x}", "bfloat16", (1, 4)) for model in ("0", "draft") for x in "kv"
+    ],
     "opaque": [],
 }
 
@@ -50,7 +57,12 @@ def names_of(kind: str) -> list[str]:
 
 
 def layout_of(kind: str, page_size: int, num_pages: int, num_rows: int, order: Order) -> PoolLayout:
-    sizes: dict[str, Any] = {"page_size": page_size, "num_pages": num_pages, "order": order, "fingerprint": kind}
+    sizes: dict[str, Any] = {
+        "page_size": page_size,
+        "num_pages": num_pages,
+        "order": order,
+        "fingerprint": kind,
+    }
     if kind == "opaque":
         return opaque_layout(OPAQUE_PAGES, tag="t", rows=OPAQUE_ROWS, num_rows=num_rows, **sizes)
     has_rows = any(k.unit == ROW for k in KINDS[kind])
@@ -58,7 +70,11 @@ def layout_of(kind: str, page_size: int, num_pages: int, num_rows: int, order: O
 
 
 def in_rows(kind: str, name: str) -> bool:
-    return name in OPAQUE_ROWS if kind == "opaque" else next(k.unit for k in KINDS[kind] if k.name == name) == ROW
+    return (
+        name in OPAQUE_ROWS
+        if kind == "opaque"
+        else next(k.unit for k in KINDS[kind] if k.name == name) == ROW
+    )
 
 
 def has_rows(kind: str) -> bool:
@@ -82,12 +98,21 @@ def contents(kind: str, pool: PagedPool) -> dict[str, Bytes]:
 
 
 def check_restored(
-    kind: str, before: dict[str, Bytes], source: Places, was: dict[str, Bytes], target: Places, pool: PagedPool
+    kind: str,
+    before: dict[str, Bytes],
+    source: Places,
+    was: dict[str, Bytes],
+    target: Places,
+    pool: PagedPool,
 ) -> None:
-    """`before` at `source` is now in `pool` at `target`, and the rest of `pool` is what it `was`."""
+    """`before` at `source` is now in `pool` at `target`,
+    and the rest of `pool` is what it `was`.
+    """
     after = contents(kind, pool)
     for name in names_of(kind):
         a, b = (places.rows if in_rows(kind, name) else places.pages for places in (source, target))
         assert (after[name][b] == before[name][a]).all(), f"{name} was not restored"
         others = np.setdiff1d(np.arange(len(after[name])), b)
-        assert (after[name][others] == was[name][others]).all(), f"{name} of a neighbour was touched"
+        assert (after[name][others] == was[name][others]).all(), (
+            f"{name} of a neighbour was touched"
+        )

@@ -38,7 +38,9 @@ def test_pages_come_out_in_ascending_runs_again() -> None:
     assert store.take(8, "b").tolist() == first.tolist()
 
 
-@pytest.mark.parametrize("wrong", [pages(1), pages(0, 0), pages(-1), pages(8), np.zeros((1, 1), dtype=np.int32)])
+@pytest.mark.parametrize(
+    "wrong", [pages(1), pages(0, 0), pages(-1), pages(8), np.zeros((1, 1), dtype=np.int32)]
+)
 def test_a_wrong_return_changes_nothing(wrong: PageIndices) -> None:
     store = PageAllocator(8)
     store.take(1, "a")
@@ -109,7 +111,10 @@ def test_moving_keeps_the_hold_and_changes_the_owner() -> None:
     store.hold(mine)
     store.move(mine, ("room", 1), ("sequence", 9))
     assert store.owned() == {("sequence", 9): 2} and store.held_pages == 2
-    assert store.pages_of(("sequence", 9)).tolist() == mine.tolist() and store.pages_of("nobody").size == 0
+    assert (
+        store.pages_of(("sequence", 9)).tolist() == mine.tolist()
+        and store.pages_of("nobody").size == 0
+    )
 
 
 def test_counts_by_kind() -> None:
@@ -117,12 +122,21 @@ def test_counts_by_kind() -> None:
     store.take(2, ("room", 1))
     store.take(1, ("room", 2))
     store.take(1, 7)
-    assert (store.count_by("room"), store.count_by(int), store.count_by(7), store.count_by("loan")) == (3, 1, 1, 0)
+    assert (
+        store.count_by("room"),
+        store.count_by(int),
+        store.count_by(7),
+        store.count_by("loan"),
+    ) == (3, 1, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("num_pages", "reserved", "text"),
-    [(0, 0, "num_pages 0 is below 1"), (4, 5, r"reserved 5 is outside 0\.\.4"), (4, -1, "reserved -1")],
+    [
+        (0, 0, "num_pages 0 is below 1"),
+        (4, 5, r"reserved 5 is outside 0\.\.4"),
+        (4, -1, "reserved -1"),
+    ],
 )
 def test_impossible_pools_are_refused(num_pages: int, reserved: int, text: str) -> None:
     with pytest.raises(MisuseError, match=text):
@@ -131,11 +145,17 @@ def test_impossible_pools_are_refused(num_pages: int, reserved: int, text: str) 
 
 def test_an_allocator_says_how_full_it_is() -> None:
     store = PageAllocator(8, reserved=1)
-    assert repr(store) == "<PageAllocator of 8 pages: 7 free, 1 reserved, 0 owners, 0 held, 0 returning>"
+    assert (
+        repr(store)
+        == "<PageAllocator of 8 pages: 7 free, 1 reserved, 0 owners, 0 held, 0 returning>"
+    )
     mine = store.take(3, "a")
     store.hold(mine)
     store.give_back(mine[:1], "a")
-    assert repr(store) == "<PageAllocator of 8 pages: 4 free, 1 reserved, 1 owners, 3 held, 1 returning>"
+    assert (
+        repr(store)
+        == "<PageAllocator of 8 pages: 4 free, 1 reserved, 1 owners, 3 held, 1 returning>"
+    )
 
 
 class AgainstAModel(RuleBasedStateMachine):
@@ -230,7 +250,9 @@ TestAgainstAModelInRuns = AgainstAModelInRuns.TestCase
 
 
 def test_long_lists_do_not_take_the_slow_ways_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`np.add.at` took 50 ms of the event loop for the pages of the largest room, `np.unique` a second."""
+    """`np.add.at` took 50 ms of the event loop for the pages of the largest room, `np.unique` a
+    second.
+    """
     store = PageAllocator(4096)
     runs = store.take(2048, "a")
     scattered = np.random.default_rng(1).permutation(store.take(2048, "b"))

@@ -15,11 +15,15 @@ MIB = 1 << 20
 
 
 def machine(root: Path, *groups: str, free: int = 1000 * MIB) -> tuple[Path, Path]:
-    """A /proc with `free` bytes and these lines of /proc/self/cgroup, and an empty place for control groups."""
+    """A /proc with `free` bytes and these lines of /proc/self/cgroup, and an empty place for
+    control groups.
+    """
     proc, cgroups = root / "proc", root / "cgroup"
     (proc / "self").mkdir(parents=True)
     cgroups.mkdir()
-    (proc / "meminfo").write_text(f"MemTotal: 1 kB\nMemFree: 2 kB\nMemAvailable:   {free >> 10} kB\n")
+    (proc / "meminfo").write_text(
+        f"MemTotal: 1 kB\nMemFree: 2 kB\nMemAvailable:   {free >> 10} kB\n"
+    )
     (proc / "self" / "cgroup").write_text("\n".join(groups) + "\n")
     return proc, cgroups
 
@@ -33,7 +37,9 @@ def group(folder: Path, limit: str, used: int, cached: int = 0, *, v1: bool = Fa
 
 
 def test_the_machine_alone(tmp_path: Path) -> None:
-    assert available_memory(*machine(tmp_path, "0::/")) == Available(1000 * MIB, "memory of the machine")
+    assert available_memory(*machine(tmp_path, "0::/")) == Available(
+        1000 * MIB, "memory of the machine"
+    )
 
 
 def test_a_group_of_version_2_and_its_parents(tmp_path: Path) -> None:
@@ -71,10 +77,14 @@ def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [SharedSegment.create, SharedSegment.private])
-def test_more_than_there_is_is_refused_before_it_is_touched(make: Callable[[int], SharedSegment]) -> None:
+def test_more_than_there_is_is_refused_before_it_is_touched(
+    make: Callable[[int], SharedSegment],
+) -> None:
     there = available_memory()
     assert there is not None
-    with pytest.raises(LayoutError, match=r"no memory for a pool of \d+ bytes: \d+ bytes are available \("):
+    with pytest.raises(
+        LayoutError, match=r"no memory for a pool of \d+ bytes: \d+ bytes are available \("
+    ):
         make(there.size_bytes * 2)
 
 

@@ -1,4 +1,6 @@
-"""Checksums of pages: equal for equal content in any layout, stopped and drained like any other thread (I12)."""
+"""Checksums of pages: equal for equal content in any layout, stopped and drained like any other
+thread (I12).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ STREAMS: list[tuple[str, str, tuple[int, ...]]] = [
 ]
 
 
-def pool(order: Order = "page_first", streams: list[tuple[str, str, tuple[int, ...]]] = STREAMS) -> PagedPool:
+def pool(
+    order: Order = "page_first", streams: list[tuple[str, str, tuple[int, ...]]] = STREAMS
+) -> PagedPool:
     """Byte i of a component of page p depends on the component's name, p and i."""
-    made = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=16, order=order), shared=False)
+    made = PagedPool.allocate(
+        build_layout(streams, page_size=4, num_pages=16, order=order), shared=False
+    )
     for component in made.layout.components:
         name = sum(component.name.encode())
         view = made.array(component.name)
@@ -142,7 +148,10 @@ async def test_a_sum_that_hangs_is_none_in_time_and_its_pages_are_released_when_
     gate = Gate(monkeypatch)
     sums = PageChecksums(pool(), within_s=0.05)
     task = sums.begin(pages(1, 2, 3))
-    assert await asyncio.wait_for(task.done, 10) == b"" and task.error == "the checksum took longer than 0.05 s"
+    assert (
+        await asyncio.wait_for(task.done, 10) == b""
+        and task.error == "the checksum took longer than 0.05 s"
+    )
     assert not task.released.done() and "0 under way, 1 hung" in repr(sums)
     gate.let_go.set()
     await asyncio.wait_for(task.released, 10)
@@ -150,22 +159,32 @@ async def test_a_sum_that_hangs_is_none_in_time_and_its_pages_are_released_when_
     await sums.close()
 
 
-async def test_a_sum_whose_turn_does_not_come_in_time_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sum_whose_turn_does_not_come_in_time_reads_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate = Gate(monkeypatch)
     monkeypatch.setattr(page_tasks, "THREADS", 1)
     sums = PageChecksums(pool(), within_s=0.2)
     hangs, waits = sums.begin(pages(1)), sums.begin(pages(2))
     await asyncio.wait_for(waits.released, 10)
-    assert waits.done.result() == b"" and "longer than 0.2 s" in waits.error and not hangs.released.done()
+    assert (
+        waits.done.result() == b""
+        and "longer than 0.2 s" in waits.error
+        and not hangs.released.done()
+    )
     gate.let_go.set()
     await asyncio.wait_for(hangs.released, 10)
     updates = gate.updates
     assert await asyncio.wait_for(sums.begin(pages(1)).done, 10) == b"whole"
-    assert gate.updates == updates + len(sums._sums._stores.pages), "the one that was given up was never read"
+    assert gate.updates == updates + len(sums._sums._stores.pages), (
+        "the one that was given up was never read"
+    )
     await sums.close()
 
 
-async def test_where_no_thread_is_to_be_had_there_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_no_thread_is_to_be_had_there_is_no_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -179,7 +198,9 @@ async def test_where_no_thread_is_to_be_had_there_is_no_sum(monkeypatch: pytest.
     assert await sums.begin(pages(1)).done == b"", "nothing is read past the end"
 
 
-def test_where_no_further_thread_is_to_be_had_those_there_are_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_further_thread_is_to_be_had_those_there_are_do_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -192,7 +213,9 @@ def test_where_no_further_thread_is_to_be_had_those_there_are_do_the_work(monkey
         threads.submit(threading.get_ident)
 
 
-async def test_close_leaves_a_hung_sum_alone_whose_memory_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_leaves_a_hung_sum_alone_whose_memory_stays_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     gate = Gate(monkeypatch)
     monkeypatch.setattr(page_tasks, "CLOSE_S", 0.05)
     made = pool()
@@ -237,6 +260,11 @@ asyncio.run(main())
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
-        [sys.executable, "-c", role], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", role],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == 0 and ended.stdout == "over\n", ended.stderr

@@ -1,4 +1,6 @@
-"""Copies have ended when they return, in error too; the CUDA calls are stood in for here, and run in tests/gpu."""
+"""Copies have ended when they return, in error too; the CUDA calls are stood in for here, and run
+in tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 import torch
 
 from kvflow.memory import copies
-from kvflow.memory.copies import SMALL_BYTES, CudaCopier, HostCopier, are_small, copier_for, copy_small
+from kvflow.memory.copies import (
+    SMALL_BYTES,
+    CudaCopier,
+    HostCopier,
+    are_small,
+    copier_for,
+    copy_small,
+)
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import LayoutError, TransferError
@@ -21,7 +30,9 @@ from kvflow.protocols.pages.plan import Blocks
 
 
 class Device:
-    """Both halves of a CUDA stream: what is queued, and is copied no earlier than when it is waited for."""
+    """Both halves of a CUDA stream: what is queued, and is copied no earlier than when it is waited
+    for.
+    """
 
     cuda_stream = 7
 
@@ -72,7 +83,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def blocks(*each: tuple[Any, Any]) -> Blocks:
-    columns = [[a.ctypes.data for a, _ in each], [b.ctypes.data for _, b in each], [a.nbytes for a, _ in each]]
+    columns = [
+        [a.ctypes.data for a, _ in each],
+        [b.ctypes.data for _, b in each],
+        [a.nbytes for a, _ in each],
+    ]
     return Blocks(*(np.array(column, dtype=np.int64) for column in columns))
 
 
@@ -109,7 +124,9 @@ async def test_host_memory_is_pinned_while_the_store_is_open(device: Device) -> 
     await store.close()
     assert not device.registered
     device.refuses = True
-    with pytest.raises(LayoutError, match=r"host memory cannot be pinned for cuda:1: out of memory \(cudaError 2\)"):
+    with pytest.raises(
+        LayoutError, match=r"host memory cannot be pinned for cuda:1: out of memory \(cudaError 2\)"
+    ):
         SnapshotStore(pool, 1 << 16)
 
 
@@ -144,12 +161,15 @@ def test_a_kernel_copies_to_and_from_pinned_memory_alone(device: Device) -> None
 def test_another_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutError, match="memory of meta cannot be copied"):
         copier_for(PagedPool.allocate(pool_layout(), device="meta"))
-    monkeypatch.setattr(torch.version, "cuda", None)  # as in a build of torch for CPUs, or for another vendor's devices
+    # As in a build of torch for CPUs, or for another vendor's devices.
+    monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(LayoutError, match="memory of cuda:0 cannot be copied"):
         copies.CudaCopier("cuda:0")
     monkeypatch.undo()
     with pytest.raises(LayoutError, match="no CUDA runtime"):
-        copies.Runtime(copies._loaded_library("libcudart.so") if torch.version.cuda is None else None)
+        copies.Runtime(
+            copies._loaded_library("libcudart.so") if torch.version.cuda is None else None
+        )
 
 
 def test_a_loaded_library_is_found() -> None:
@@ -185,11 +205,17 @@ def test_few_blocks_and_large_ones_are_not_small() -> None:
     def of(count: int, size: int) -> Blocks:
         return Blocks(*(np.full(count, n, dtype=np.int64) for n in (0, 0, size)))
 
-    assert are_small(of(64, SMALL_BYTES)) and not are_small(of(63, SMALL_BYTES)) and not are_small(of(64, 513))
+    assert (
+        are_small(of(64, SMALL_BYTES))
+        and not are_small(of(63, SMALL_BYTES))
+        and not are_small(of(64, 513))
+    )
     assert not are_small(of(0, 1))
 
 
-def test_others_get_the_gil_after_so_many_bytes_and_with_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_get_the_gil_after_so_many_bytes_and_with_the_last_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     source, target = np.arange(7 << 10, dtype=np.uint8), np.zeros(7 << 10, dtype=np.uint8)
     ways: list[str] = []
 
@@ -204,6 +230,8 @@ def test_others_get_the_gil_after_so_many_bytes_and_with_the_last_block(monkeypa
         monkeypatch.setattr(copies, way, noted(way, getattr(copies, way)))
     monkeypatch.setattr(copies, "_HELD_BYTES", 3 << 10)
     starts = np.arange(0, 7 << 10, 1 << 10)
-    HostCopier.copy(Blocks(starts + source.ctypes.data, starts + target.ctypes.data, np.full(7, 1 << 10)))
+    HostCopier.copy(
+        Blocks(starts + source.ctypes.data, starts + target.ctypes.data, np.full(7, 1 << 10))
+    )
     assert [n for n, way in enumerate(ways) if way == "_copy_releasing_gil"] == [2, 5, 6]
     assert (target == source).all()

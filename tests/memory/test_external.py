@@ -1,4 +1,6 @@
-"""Pages that the engine's own allocator owns: uses are counted, nothing is handed out, and waits end in time."""
+"""Pages that the engine's own allocator owns: uses are counted, nothing is handed out, and waits
+end in time.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,25 @@ def test_a_page_is_busy_until_its_last_use_ends() -> None:
 def test_nothing_is_handed_out() -> None:
     store = ExternalPages(8)
     assert store.free_pages == 0 and len(store.take(0, "room")) == 0
-    with pytest.raises(CapacityError, match=r"'room 7' needs 3 pages .* open the room with pages=, 3 of them"):
+    with pytest.raises(
+        CapacityError, match=r"'room 7' needs 3 pages .* open the room with pages=, 3 of them"
+    ):
         store.take(3, "room 7")
-    with pytest.raises(OwnershipError, match="cannot give back 1 pages: they belong to the engine's own allocator"):
+    with pytest.raises(
+        OwnershipError, match="cannot give back 1 pages: they belong to the engine's own allocator"
+    ):
         store.give_back(pages(1), "x")
-    with pytest.raises(OwnershipError, match="cannot move 1 pages: they belong to the engine's own allocator"):
+    with pytest.raises(
+        OwnershipError, match="cannot move 1 pages: they belong to the engine's own allocator"
+    ):
         store.move(pages(1), "x", "y")
     store.give_back(pages(), "x")
     store.move(pages(), "x", "y")
 
 
-@pytest.mark.parametrize(("wrong", "text"), [([8], "page 8 is outside 0..7"), ([2, -1], "page -1"), ([[1]], "shape")])
+@pytest.mark.parametrize(
+    ("wrong", "text"), [([8], "page 8 is outside 0..7"), ([2, -1], "page -1"), ([[1]], "shape")]
+)
 def test_pages_outside_the_pool(wrong: list[int], text: str) -> None:
     store = ExternalPages(8)
     for call in (store.hold, store.unhold, store.busy, store.wait_idle):

@@ -1,5 +1,5 @@
-"""The checksum of what one rank has sent: the same over the rank's pool, which it fills, and over decode's, where its
-bytes lie between those of others, or more than once."""
+"""The checksum of what one rank has sent: the same over the rank's pool, which it fills, and over
+decode's, where its bytes lie between those of others, or more than once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ HALF = [kind._replace(shape=(2, 2), start=2, whole=4) for kind in HEADS]  # of a
 STATE_HALF = STATE._replace(shape=(2, 3), start=2, whole=4)
 COPIES = [LATENT._replace(replica=copy, replicas=2) for copy in range(2)]
 
-CASES: dict[str, tuple[list[StateKind], list[StateKind]]] = {  # what a rank has, and what decode has
+# What a rank has, and what decode has.
+CASES: dict[str, tuple[list[StateKind], list[StateKind]]] = {
     "slices": (HALF, HEADS),
     "slices beside others": ([*HALF, LATENT], [*HEADS, LATENT]),
     "copies": ([LATENT], COPIES),
@@ -38,10 +39,14 @@ def indices(*numbers: int) -> PageIndices:
 def filled(kinds: list[StateKind], order: Order) -> PagedPool:
     """Each byte depends on its name, place, slot and entry, as both pools count entries."""
     rows = 3 if any(kind.unit == ROW for kind in kinds) else 0
-    pool = PagedPool.allocate(build_layout(kinds, page_size=2, num_pages=5, num_rows=rows, order=order), shared=False)
+    pool = PagedPool.allocate(
+        build_layout(kinds, page_size=2, num_pages=5, num_rows=rows, order=order), shared=False
+    )
     for c in pool.layout.components:
         array = pool.array(c.name, start=c.start, replica=c.replica)
-        whole = np.random.default_rng(sum(c.name.encode())).integers(0, 256, (5, 2, 4, 3), dtype=np.uint8)
+        whole = np.random.default_rng(sum(c.name.encode())).integers(
+            0, 256, (5, 2, 4, 3), dtype=np.uint8
+        )
         if c.name == LATENT.name:
             array[...] = whole[:, :, 0]
         elif c.in_rows:
@@ -70,7 +75,10 @@ def test_both_ends_sum_alike(
     sent = summed(rank, None)
     assert len(sent) == 8 and summed(decode, served) == sent
     for c in decode.layout.components:  # a byte of the last place that was sent
-        array, at = decode.array(c.name, start=c.start, replica=c.replica), (2, 3) if c.in_rows else (2, 1)
+        array, at = (
+            decode.array(c.name, start=c.start, replica=c.replica),
+            (2, 3) if c.in_rows else (2, 1),
+        )
         array[at] ^= 1
         assert summed(decode, served) != sent, c.label
         array[at] ^= 1

@@ -46,7 +46,10 @@ def test_tensors_are_views_of_the_pages(order: Order, shared: bool) -> None:
         assert not t.any()  # new memory is zeroed
         t[3] = i + 1
     page = pool.pages_bytes(numbers(3))[0]
-    expected = [pool.tensor(name)[3].contiguous().view(torch.uint8).numpy().ravel() for name, _, _ in STREAMS]
+    expected = [
+        pool.tensor(name)[3].contiguous().view(torch.uint8).numpy().ravel()
+        for name, _, _ in STREAMS
+    ]
     assert page.tobytes() == np.concatenate(expected).tobytes()
     assert not pool.pages_bytes(numbers(0, 1, 2, 4, 5)).any()
     pool.close()
@@ -57,7 +60,9 @@ def test_arrays_and_tensors_are_views_of_the_same_pages(order: Order) -> None:
     pool = PagedPool.allocate(layout(order), shared=False)
     for name, dtype, shape in STREAMS:
         tensor, array = pool.tensor(name), pool.array(name)
-        assert array.shape == (6, 4, *shape) and array.dtype == {"bfloat16": "uint16"}.get(dtype, dtype)
+        assert array.shape == (6, 4, *shape) and array.dtype == {"bfloat16": "uint16"}.get(
+            dtype, dtype
+        )
         tensor[2] = 3
         bits = tensor[2].contiguous().view(torch.uint8).numpy().tobytes()
         assert array[2].tobytes() == bits and not array[[0, 1, 3, 4, 5]].any()
@@ -84,17 +89,31 @@ def test_a_stream_its_dtype_cannot_read_is_refused() -> None:
 def test_memory_of_a_device_is_laid_out_as_a_segment_is(kind: str, order: Order) -> None:
     """The same code as on a GPU, on the device `cpu` of torch."""
     laid_out = layout_of(kind, 4, 6, 3, order)
-    segment, pool = PagedPool.allocate(laid_out, shared=False), PagedPool.allocate(laid_out, device="cpu")
-    assert pool.layout.components == segment.layout.components and pool.segment is None and pool.on_host
-    apart = [[b.address - p.layout.buffers[0].address for b in p.layout.buffers] for p in (pool, segment)]
+    segment, pool = (
+        PagedPool.allocate(laid_out, shared=False),
+        PagedPool.allocate(laid_out, device="cpu"),
+    )
+    assert (
+        pool.layout.components == segment.layout.components
+        and pool.segment is None
+        and pool.on_host
+    )
+    apart = [
+        [b.address - p.layout.buffers[0].address for b in p.layout.buffers] for p in (pool, segment)
+    ]
     assert apart[0] == apart[1]
     for n, name in enumerate(names_of(kind)):
         mine, theirs = pool.tensor(name), segment.tensor(name)
-        assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+        assert (mine.shape, mine.stride(), mine.dtype) == (
+            theirs.shape,
+            theirs.stride(),
+            theirs.dtype,
+        )
         for view in (pool.array(name), segment.array(name)):
             view[...] = np.arange(view.size).reshape(view.shape) % 100 + n
     whole = [
-        (p.pages_bytes(numbers(*range(6))), p.rows_bytes(numbers(*range(p.layout.num_rows)))) for p in (pool, segment)
+        (p.pages_bytes(numbers(*range(6))), p.rows_bytes(numbers(*range(p.layout.num_rows))))
+        for p in (pool, segment)
     ]
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*whole, strict=True))
 
@@ -119,11 +138,15 @@ def test_what_a_device_cannot_do_is_said() -> None:
     with pytest.raises(LayoutError, match="float32 cannot lie at 3 in pages of 15"):
         PagedPool.allocate(odd, device="cpu")
     odd_start = build_layout(
-        [("a", "uint8", (1,)), ("b", "float32", (1,)), StateKind("c", "uint8", (1,), PAGE)], page_size=3, num_pages=2
+        [("a", "uint8", (1,)), ("b", "float32", (1,)), StateKind("c", "uint8", (1,), PAGE)],
+        page_size=3,
+        num_pages=2,
     )
     with pytest.raises(LayoutError, match="float32 cannot lie at 3 in pages of 16"):
         PagedPool.allocate(odd_start, device="cpu")
-    odd_step = build_layout([("b", "float32", (1,)), ("c", "uint8", (1,))], page_size=3, num_pages=2)
+    odd_step = build_layout(
+        [("b", "float32", (1,)), ("c", "uint8", (1,))], page_size=3, num_pages=2
+    )
     with pytest.raises(LayoutError, match="float32 cannot lie at 0 in pages of 15"):
         PagedPool.allocate(odd_step, device="cpu")
     elsewhere = PagedPool.allocate(layout("page_first"), device="meta")
@@ -146,7 +169,9 @@ def test_wrap_finds_the_layout_a_pool_was_made_with(order: Order) -> None:
 
 
 @pytest.mark.parametrize("view_of", [PagedPool.tensor, PagedPool.array])
-def test_closing_gives_the_memory_back_with_the_last_view(view_of: Callable[[PagedPool, str], Any]) -> None:
+def test_closing_gives_the_memory_back_with_the_last_view(
+    view_of: Callable[[PagedPool, str], Any],
+) -> None:
     pool = PagedPool.allocate(layout("page_first"))
     segment = pool.segment
     assert segment is not None
@@ -240,8 +265,12 @@ def test_a_sealed_file_without_a_pool_is_refused(owner: int) -> None:
     for size_bytes in (0, 100, mmap.PAGESIZE):
         fd = os.memfd_create("small", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        with pytest.raises(TransferError, match=f"descriptor {fd} of process {os.getpid()} has no bytes of a pool"):
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        )
+        with pytest.raises(
+            TransferError, match=f"descriptor {fd} of process {os.getpid()} has no bytes of a pool"
+        ):
             SharedSegment.open_peer(os.getpid(), fd, owner)
         os.close(fd)
 
@@ -250,7 +279,9 @@ def test_a_segment_that_the_kernel_refuses_leaves_no_descriptor() -> None:
     before, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(LayoutError, match=r"no memory for a pool of 65536 bytes: .*File too large"):
+        with pytest.raises(
+            LayoutError, match=r"no memory for a pool of 65536 bytes: .*File too large"
+        ):
             SharedSegment.create(1 << 16)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -278,7 +309,10 @@ def test_a_pool_of_another_process_is_seen_where_its_segment_is_mapped(order: Or
     assert not {b.address for b in mine.layout.buffers} & {b.address for b in theirs.layout.buffers}
     for name, _, _ in STREAMS:
         theirs.array(name)[2:] = 7
-    assert mine.pages_bytes(numbers(*range(6))).tobytes() == theirs.pages_bytes(numbers(*range(6))).tobytes()
+    assert (
+        mine.pages_bytes(numbers(*range(6))).tobytes()
+        == theirs.pages_bytes(numbers(*range(6))).tobytes()
+    )
     larger = PagedPool.allocate(layout(order, num_pages=600), shared=False)
     with pytest.raises(LayoutError, match="do not lie in <SharedSegment"):
         PagedPool.mapped(larger.layout, SharedSegment.open_peer(os.getpid(), theirs.segment.fd))

@@ -1,4 +1,6 @@
-"""A pool's quarantine: no store of any node hands out what a writer of an earlier node may still write into (I2)."""
+"""A pool's quarantine: no store of any node hands out what a writer of an earlier node may still
+write into (I2).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, Quarantine, UnprovenLoan
 
-FIRST, SECOND = (PlaneAddress("local", f"fd:{n}", ProcessIdentity("boot", "ns", n, 1)) for n in (1, 2))
+FIRST, SECOND = (
+    PlaneAddress("local", f"fd:{n}", ProcessIdentity("boot", "ns", n, 1)) for n in (1, 2)
+)
 
 
 def pages(*indices: int) -> PageIndices:
@@ -26,13 +30,23 @@ def pages(*indices: int) -> PageIndices:
 def loan(lent: PageIndices, grant: int = 1, writer: PlaneAddress = FIRST) -> UnprovenLoan:
     number = writer.process.pid
     return UnprovenLoan(
-        writer=writer, incarnation=number, control="tcp://there:1", rank=0, room=7, lease=(5, grant), pages=lent
+        writer=writer,
+        incarnation=number,
+        control="tcp://there:1",
+        rank=0,
+        room=7,
+        lease=(5, grant),
+        pages=lent,
     )
 
 
 def small(num_rows: int = 0) -> PagedPool:
-    kinds = [StateKind("k", "uint8", (2,))] + ([StateKind("s", "uint8", (4,), ROW)] if num_rows else [])
-    return PagedPool.allocate(build_layout(kinds, page_size=4, num_pages=8, num_rows=num_rows), shared=False)
+    kinds = [StateKind("k", "uint8", (2,))] + (
+        [StateKind("s", "uint8", (4,), ROW)] if num_rows else []
+    )
+    return PagedPool.allocate(
+        build_layout(kinds, page_size=4, num_pages=8, num_rows=num_rows), shared=False
+    )
 
 
 class Heir:
@@ -50,7 +64,9 @@ class Heir:
 
 
 def closed(pool: PagedPool, *grants: int) -> ExternalPages:
-    """A node over an engine's own pages closes with one loan a grant, of the page of that number."""
+    """A node over an engine's own pages closes with one loan a grant,
+    of the page of that number.
+    """
     store = ExternalPages(8)
     for grant in grants:
         store.hold(pages(grant))
@@ -86,7 +102,9 @@ def test_every_later_store_withholds_them_until_they_are_free() -> None:
     assert third.take(6, "engine").tolist() == [0, 1, 3, 4, 6, 7]
     third.give_back(pages(0, 1, 3, 4, 6, 7), "engine")
     pool.quarantine.free((5, 2))
-    assert all(store.busy(range(8)).tolist() == [5] for store in stores) and pool.pages.free_pages == 7
+    assert (
+        all(store.busy(range(8)).tolist() == [5] for store in stores) and pool.pages.free_pages == 7
+    )
     pool.quarantine.free((5, 5))
     assert all(store.at_rest() for store in (*stores, third, pool.pages))
 
@@ -123,17 +141,24 @@ def test_the_error_names_page_writer_and_what_to_do() -> None:
     with pytest.raises(OwnershipError) as caught:
         pool.quarantine.check(pages(0, 2))
     text = str(caught.value)
-    assert text.startswith("page 2 is in quarantine: an earlier node over this pool lent it to prefill 00000000")
+    assert text.startswith(
+        "page 2 is in quarantine: an earlier node over this pool lent it to prefill 00000000"
+    )
     assert "tcp://there:1" in text and text.endswith("declare_dead(0x1, why)")
     pool.quarantine.free((5, 2))
     pool.quarantine.check(pages(0, 2))
 
 
-def test_a_store_of_fewer_pages_is_told_what_it_cannot_know(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_of_fewer_pages_is_told_what_it_cannot_know(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool, store = small(), ExternalPages(4)
     closed(pool, 6)
     pool.quarantine.keep_out_of(store)
-    assert "cannot withhold the pages of room 7 of an earlier node: page 6 is outside 0..3" in caplog.text
+    assert (
+        "cannot withhold the pages of room 7 of an earlier node: page 6 is outside 0..3"
+        in caplog.text
+    )
     with pytest.raises(OwnershipError, match="page 6 is in quarantine"):
         pool.quarantine.check(pages(6))
     pool.quarantine.free((5, 6))
@@ -156,7 +181,9 @@ def test_nodes_that_run_are_told_of_what_another_leaves_and_proves() -> None:
     store = ExternalPages(8)
     assert pool.quarantine.join(heir, store) == []
     closed(pool, 2, 3)
-    assert [found.lease for found in heir.inherited] == [(5, 2), (5, 3)] and store.busy([2, 3]).tolist() == [2, 3]
+    assert [found.lease for found in heir.inherited] == [(5, 2), (5, 3)] and store.busy(
+        [2, 3]
+    ).tolist() == [2, 3]
     assert [found.lease for found in pool.quarantine.join(late, store)] == [(5, 2), (5, 3)]
     pool.quarantine.free((5, 2))
     pool.quarantine.free((5, 3))
@@ -219,7 +246,9 @@ def test_a_store_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptureFi
     assert after.at_rest() and pool.pages.at_rest()
 
 
-def test_a_store_that_fails_to_take_pages_back_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_fails_to_take_pages_back_costs_the_others_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class FailsLate(FailingStore):
         withhold = ExternalPages.withhold
 

@@ -1,4 +1,6 @@
-"""A request's state leaves the pool and comes back, or ends, at any moment: everything is owned once and freed once."""
+"""A request's state leaves the pool and comes back, or ends, at any moment: everything is owned
+once and freed once.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ OWNER = ("sequence", 1)
 
 
 class World:
-    """A pool of 6 pages and 2 rows, host memory for `host_pages` and 2 rows, and one request of 3 pages and a row."""
+    """A pool of 6 pages and 2 rows, host memory for `host_pages` and 2 rows, and one request of 3
+    pages and a row.
+    """
 
     def __init__(self, host_pages: int = 8) -> None:
         layout = layout_of(KIND, 4, 6, 2, "page_first")
@@ -34,7 +38,9 @@ class World:
         self.store = SnapshotStore(self.pool, limit, num_rows=2, slice_bytes=layout.page_bytes)
         places = Places(self.pool.pages.take(3, OWNER), self.pool.rows.take(1, OWNER))
         overwrite(self.pool, 7)
-        self.request = Resident(OWNER, places, pages=self.pool.pages, rows=self.pool.rows, store=self.store)
+        self.request = Resident(
+            OWNER, places, pages=self.pool.pages, rows=self.pool.rows, store=self.store
+        )
 
     def state(self) -> list[NDArray[np.uint8]]:
         places = self.request.places
@@ -72,7 +78,11 @@ async def test_out_and_in_again_twice() -> None:
         before = w.state()
         for _ in range(2):
             await w.request.retract()
-            assert (w.request.phase, w.device_home, w.store.count) == (P.AWAY, True, 1) and w.request.copied
+            assert (w.request.phase, w.device_home, w.store.count) == (
+                P.AWAY,
+                True,
+                1,
+            ) and w.request.copied
             w.foreign()
             assert await w.request.resume()
             assert (w.request.phase, w.store.count) == (P.RESIDENT, 0)
@@ -84,7 +94,11 @@ async def test_out_and_in_again_twice() -> None:
 async def test_dropped_state_is_not_brought_back() -> None:
     async with world() as w:
         w.request.drop()
-        assert (w.request.phase, w.device_home, w.store.used_bytes) == (P.AWAY, True, 0) and not w.request.copied
+        assert (w.request.phase, w.device_home, w.store.used_bytes) == (
+            P.AWAY,
+            True,
+            0,
+        ) and not w.request.copied
         assert not await w.request.resume()
         assert (w.request.places.pages.size, w.request.places.rows.size) == (3, 1)
 
@@ -126,7 +140,9 @@ async def test_no_room_to_come_back(lacking: str) -> None:
 
 @pytest.mark.parametrize("returning", [False, True], ids=["leaving", "returning"])
 @pytest.mark.parametrize("how", ["close", "cancel", "cancel twice", "fail", "close after cancel"])
-async def test_a_copy_that_does_not_end_well(monkeypatch: pytest.MonkeyPatch, returning: bool, how: str) -> None:
+async def test_a_copy_that_does_not_end_well(
+    monkeypatch: pytest.MonkeyPatch, returning: bool, how: str
+) -> None:
     async with world() as w:
         before = w.state()
         if returning:
@@ -182,14 +198,17 @@ async def test_closed_while_nothing_is_copied(phase: str) -> None:
             assert w.device_home and w.store.used_bytes == 0
 
 
-async def test_closed_in_the_turn_in_which_the_copy_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_closed_in_the_turn_in_which_the_copy_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The snapshot is made, and nobody but the request knows of it: it must free it."""
     async with world() as w:
         real = w.store.take
 
         async def take(places: Places) -> Snapshot:
             made = await real(places)
-            asyncio.get_running_loop().call_soon(w.request.close)  # runs before what waits for this coroutine
+            # Runs before what waits for this coroutine.
+            asyncio.get_running_loop().call_soon(w.request.close)
             return made
 
         monkeypatch.setattr(w.store, "take", take)
@@ -198,7 +217,9 @@ async def test_closed_in_the_turn_in_which_the_copy_is_ready(monkeypatch: pytest
         assert w.device_home and w.store.used_bytes == 0
 
 
-async def test_cancelled_in_the_turn_in_which_the_copy_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_in_the_turn_in_which_the_copy_is_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody gets the snapshot: its host memory is freed."""
     async with world() as w:
         take = w.store.take
@@ -220,7 +241,11 @@ async def test_misuse_is_refused() -> None:
         with pytest.raises(MisuseError, match="is not away"):
             await w.request.resume()
         await w.request.retract()
-        for misuse in (w.request.drop, lambda: w.request.places, lambda: w.request.add(np.zeros(1, dtype=np.int32))):
+        for misuse in (
+            w.request.drop,
+            lambda: w.request.places,
+            lambda: w.request.add(np.zeros(1, dtype=np.int32)),
+        ):
             with pytest.raises(MisuseError, match="is not resident"):
                 misuse()
         with pytest.raises(MisuseError, match="is not resident"):

@@ -1,4 +1,6 @@
-"""Ten thousand times out and back again, with aborts and cancellations at random moments between: nothing is left."""
+"""Ten thousand times out and back again, with aborts and cancellations at random moments between:
+nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,10 @@ class Soak:
 
     def read(self, places: Places) -> list[NDArray[np.uint8]]:
         names = names_of(self.kind)
-        return [np.frombuffer(self.pool.array(name)[self._at(name, places)].tobytes(), np.uint8) for name in names]
+        return [
+            np.frombuffer(self.pool.array(name)[self._at(name, places)].tobytes(), np.uint8)
+            for name in names
+        ]
 
     def _at(self, name: str, places: Places) -> Any:
         return places.rows if in_rows(self.kind, name) else places.pages
@@ -74,7 +79,9 @@ class Soak:
         """Another request takes all that is free, and writes to it."""
         taken = Places(
             self.pool.pages.take(self.pool.pages.free_pages, "foreign"),
-            self.rows.take(self.rows.free_pages, "foreign") if self.rows else np.empty(0, dtype=np.int32),
+            self.rows.take(self.rows.free_pages, "foreign")
+            if self.rows
+            else np.empty(0, dtype=np.int32),
         )
         self.write(taken)
         self.pool.pages.give_back(taken.pages, "foreign")
@@ -89,7 +96,9 @@ class Soak:
                 assert all(map(np.array_equal, found, self.bytes_of[request.owner])), request
         away = [request.sizes for request in self.requests if request.phase is P.AWAY]
         layout = self.pool.layout
-        assert self.store.used_bytes == sum(p * layout.page_bytes + r * layout.row_bytes for p, r in away)
+        assert self.store.used_bytes == sum(
+            p * layout.page_bytes + r * layout.row_bytes for p, r in away
+        )
 
     def replace(self, request: Resident) -> None:
         """It has ended: another one begins."""
@@ -120,7 +129,9 @@ class Soak:
             await self.come_back(request)
 
     async def cancelled_twice(self, request: Resident) -> None:
-        """While it leaves, and while it comes back: each time it is where it was, or where it went."""
+        """While it leaves, and while it comes back: each time it is where it was,
+        or where it went.
+        """
         await self._cut(request.retract(), lambda task: task.cancel())
         if request.phase is P.RESIDENT:
             return
@@ -137,7 +148,9 @@ class Soak:
         self.replace(request)
         self.aborts += 1
 
-    async def _cut(self, moving: Coroutine[Any, Any, Any], cut: Callable[[asyncio.Task[Any]], object]) -> None:
+    async def _cut(
+        self, moving: Coroutine[Any, Any, Any], cut: Callable[[asyncio.Task[Any]], object]
+    ) -> None:
         task = asyncio.ensure_future(moving)
         for _ in range(int(self._random.integers(1, 5))):  # it has begun
             await asyncio.sleep(0)
@@ -156,7 +169,9 @@ class Soak:
         self.pool.close()
 
 
-async def soak(kind: str, cycles: int, seed: int, each: Callable[[int], None] = lambda _: None) -> Soak:
+async def soak(
+    kind: str, cycles: int, seed: int, each: Callable[[int], None] = lambda _: None
+) -> Soak:
     random = np.random.default_rng(seed)
     run = Soak(kind, random)
     acts = [*[run.out_and_in] * 12, *[run.all_at_once] * 2, *[run.cancelled_twice] * 2, run.aborted]
@@ -182,11 +197,16 @@ async def test_ten_thousand_cycles_leave_memory_as_it_was(
 
     def measure(resumes: int) -> None:
         if resumes // 1000 > len(resident):
-            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+            resident.append(
+                int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            )
 
     run = await soak("hybrid", CYCLES, request.config.option.seed, measure)
     with capsys.disabled():
-        counts = f"{run.resumes} resumes, {run.aborts} aborts, {run.cancels} copies cut short, {run.full} refused"
+        counts = (
+            f"{run.resumes} resumes, {run.aborts} aborts, {run.cancels} copies cut short, "
+            f"{run.full} refused"
+        )
         print(f"\n{counts}; RSS in MiB: {', '.join(f'{size / 2**20:.1f}' for size in resident)}")
     assert min(run.aborts, run.cancels, run.full) > 100
     assert len(resident) == CYCLES // 1000

@@ -1,4 +1,6 @@
-"""Snapshots: byte for byte through a foreign request's hands, host memory bounded and freed once, whatever happens."""
+"""Snapshots: byte for byte through a foreign request's hands, host memory bounded and freed once,
+whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,15 @@ from kvflow.protocols.pages import plan
 from kvflow.protocols.pages.kinds import PAGE, ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Order, Places, PoolLayout, build_layout
 from tests.memory.gate import CopyGate
-from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of, overwrite
+from tests.memory.kinds import (
+    KINDS,
+    check_restored,
+    contents,
+    has_rows,
+    layout_of,
+    names_of,
+    overwrite,
+)
 
 CHUNK_PAGES = 3
 PAGES, ROWS = np.arange(3, dtype=np.int32), np.arange(2, dtype=np.int32)
@@ -41,7 +51,10 @@ def allocate(
 
 
 def take(pool: PagedPool, pages: int, rows: int, owner: str) -> Places:
-    return Places(pool.pages.take(pages, owner), pool.rows.take(rows, owner) if pool.layout.num_rows else NO_PLACES)
+    return Places(
+        pool.pages.take(pages, owner),
+        pool.rows.take(rows, owner) if pool.layout.num_rows else NO_PLACES,
+    )
 
 
 def give_back(pool: PagedPool, places: Places, owner: str) -> None:
@@ -78,10 +91,15 @@ def forgetting(name: str) -> Iterator[None]:
     right = {text: getattr(plan, text) for text in ("_typed_stretches", "_opaque_stretches")}
 
     def mutant(walk: Callable[..., Any]) -> Callable[..., Any]:
-        def forgetful(source: PoolLayout, target: PoolLayout, *more: Any) -> Iterator[tuple[int, ...]]:
+        def forgetful(
+            source: PoolLayout, target: PoolLayout, *more: Any
+        ) -> Iterator[tuple[int, ...]]:
             lost = next(c for c in source.components if c.name == name)
             for stretch in walk(source, target, *more):
-                if stretch[0] != lost.buffer or not lost.offset <= stretch[1] < lost.offset + lost.size_bytes:
+                if (
+                    stretch[0] != lost.buffer
+                    or not lost.offset <= stretch[1] < lost.offset + lost.size_bytes
+                ):
                     yield stretch
 
         return forgetful
@@ -104,7 +122,9 @@ async def round_trip(
     during: Callable[[str], AbstractContextManager[None]] = unchanged,
     **options: Any,
 ) -> None:
-    """A request of so many tokens leaves `a`, its places go to others, and it comes back in `b`, elsewhere."""
+    """A request of so many tokens leaves `a`, its places go to others, and it comes back in `b`,
+    elsewhere.
+    """
     overwrite(a, seed)
     with during("copy out"):
         store, other = (SnapshotStore(pool, 1 << 20, **options) for pool in (a, b))
@@ -113,7 +133,9 @@ async def round_trip(
     before = contents(kind, a)
     held = await store.take(source)
     parts = ((source.pages, a.layout.page_bytes), (source.rows, a.layout.row_bytes))
-    assert held.size_bytes == store.used_bytes == sum(len(indices) * size for indices, size in parts)
+    assert (
+        held.size_bytes == store.used_bytes == sum(len(indices) * size for indices, size in parts)
+    )
     give_back(a, source, "mine")
     assert at_rest(a)
     overwrite(a, seed + 1)
@@ -129,7 +151,13 @@ async def round_trip(
     held.close()
     assert store.used_bytes == other.used_bytes == 0 and store.host.pages.at_rest()
     for owner in ("neighbour", "again"):
-        give_back(b, Places(b.pages.pages_of(owner), b.rows.pages_of(owner) if target.rows.size else NO_PLACES), owner)
+        give_back(
+            b,
+            Places(
+                b.pages.pages_of(owner), b.rows.pages_of(owner) if target.rows.size else NO_PLACES
+            ),
+            owner,
+        )
     assert at_rest(a) and at_rest(b)
     await store.close()
     await other.close()
@@ -146,7 +174,13 @@ async def round_trip(
 )
 @settings(max_examples=200, deadline=None)
 def test_every_buffer_comes_back_and_no_neighbour_is_touched(
-    kind: str, page_size: int, length: str, order: Order, other_order: Order, same_pool: bool, seed: int
+    kind: str,
+    page_size: int,
+    length: str,
+    order: Order,
+    other_order: Order,
+    same_pool: bool,
+    seed: int,
 ) -> None:
     lengths = {"page": page_size, "chunk": CHUNK_PAGES * page_size}
     base, _, off = length.partition(" ")
@@ -172,11 +206,19 @@ EVERY_NAME = [(kind, name) for kind in KINDS for name in names_of(kind)]
 async def test_a_copy_that_forgets_a_name_is_found(kind: str, name: str, walk: str) -> None:
     a, b = allocate(kind), allocate(kind, num_pages=17)
     with pytest.raises(AssertionError, match=f"{name} was not restored"):
-        await round_trip(kind, a, b, tokens=9, during=lambda now: forgetting(name) if now == walk else nullcontext())
+        await round_trip(
+            kind,
+            a,
+            b,
+            tokens=9,
+            during=lambda now: forgetting(name) if now == walk else nullcontext(),
+        )
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY_NAME)
-async def test_a_checksum_that_forgets_a_name_is_found(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_checksum_that_forgets_a_name_is_found(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = allocate(kind)
     overwrite(pool, 1)
     places = pool.layout.numbered(Places(PAGES, ROWS if has_rows(kind) else NO_PLACES))
@@ -203,7 +245,9 @@ async def test_a_checksum_that_forgets_a_name_is_found(kind: str, name: str, mon
 
 
 @pytest.mark.parametrize("lost", ["pages", "rows"])
-async def test_a_release_that_forgets_a_store_is_found(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_release_that_forgets_a_store_is_found(
+    lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = SnapshotStore.forget
 
     def forgetful(store: SnapshotStore, closed: Snapshot) -> None:
@@ -218,14 +262,24 @@ async def test_a_release_that_forgets_a_store_is_found(lost: str, monkeypatch: p
 # --- what goes wrong
 
 
-def store_of(kind: str = "hybrid", limit_pages: int = 40, **options: Any) -> tuple[PagedPool, SnapshotStore]:
+def store_of(
+    kind: str = "hybrid", limit_pages: int = 40, **options: Any
+) -> tuple[PagedPool, SnapshotStore]:
     pool = allocate(kind)
     overwrite(pool, 1)
-    return pool, SnapshotStore(pool, limit_pages * (pool.layout.page_bytes or pool.layout.row_bytes), **options)
+    return pool, SnapshotStore(
+        pool, limit_pages * (pool.layout.page_bytes or pool.layout.row_bytes), **options
+    )
 
 
 def other_layout(**changes: Any) -> PoolLayout:
-    given = {"streams": KINDS["hybrid"], "page_size": 4, "num_pages": 14, "num_rows": 5, "fingerprint": "hybrid"}
+    given = {
+        "streams": KINDS["hybrid"],
+        "page_size": 4,
+        "num_pages": 14,
+        "num_rows": 5,
+        "fingerprint": "hybrid",
+    }
     return build_layout(**{**given, **changes})
 
 
@@ -238,15 +292,26 @@ def replaced(name: str, **fields: Any) -> list[StateKind]:
     [
         (other_layout(page_size=8), "page_size: snapshot 4, pool 8"),
         (other_layout(fingerprint="tp2"), "model fingerprint: snapshot 'hybrid', pool 'tp2'"),
-        (other_layout(streams=replaced("0.k", dtype="float16")), "0.k dtype: snapshot bfloat16, pool float16"),
+        (
+            other_layout(streams=replaced("0.k", dtype="float16")),
+            "0.k dtype: snapshot bfloat16, pool float16",
+        ),
         (other_layout(streams=replaced("1.ssm", shape=(4, 8, 4))), "1.ssm shape: snapshot"),
-        (other_layout(streams=replaced("0.v", unit=PAGE)), "0.v unit: snapshot one per slot, pool one per page"),
+        (
+            other_layout(streams=replaced("0.v", unit=PAGE)),
+            "0.v unit: snapshot one per slot, pool one per page",
+        ),
         (other_layout(streams=replaced("0.v", format="x")), "0.v format: snapshot '', pool 'x'"),
         (other_layout(streams=KINDS["hybrid"][:4]), "2.linear: only snapshot has it"),
-        (other_layout(streams=[*KINDS["hybrid"], StateKind("3.k", "uint8", (1,))]), "3.k: only pool has it"),
+        (
+            other_layout(streams=[*KINDS["hybrid"], StateKind("3.k", "uint8", (1,))]),
+            "3.k: only pool has it",
+        ),
     ],
 )
-async def test_a_pool_that_does_not_fit_is_refused_with_the_difference(layout: PoolLayout, text: str) -> None:
+async def test_a_pool_that_does_not_fit_is_refused_with_the_difference(
+    layout: PoolLayout, text: str
+) -> None:
     pool, store = store_of()
     other = PagedPool.allocate(layout, shared=False)
     elsewhere = SnapshotStore(other, 1 << 20)
@@ -264,12 +329,20 @@ async def test_places_that_do_not_fit_are_refused() -> None:
     held = await store.take(mine)
     again = take(pool, 3, 1, "again")
     for wrong, error, text in (
-        (Places(again.pages[:2], again.rows), LayoutError, "cannot be restored into 2 pages and 1 rows"),
+        (
+            Places(again.pages[:2], again.rows),
+            LayoutError,
+            "cannot be restored into 2 pages and 1 rows",
+        ),
         (Places(again.pages, NO_PLACES), LayoutError, "cannot be restored into 3 pages and 0 rows"),
         (Places(again.pages[[0, 1, 1]], again.rows), OwnershipError, "a page is named twice"),
         (Places(again.pages + 20, again.rows), LayoutError, "target page is outside"),
         (Places(again.pages, again.rows + 5), LayoutError, "target row is outside"),
-        (Places(pool.pages.take(3, "x"), np.array([4], dtype=np.int32)), OwnershipError, "row 4 has no owner"),
+        (
+            Places(pool.pages.take(3, "x"), np.array([4], dtype=np.int32)),
+            OwnershipError,
+            "row 4 has no owner",
+        ),
     ):
         with pytest.raises(error, match=text):
             await store.restore(held, wrong)
@@ -298,7 +371,9 @@ async def test_places_are_given_as_places() -> None:
     held = await store.take(places)
     wrong: Any = tuple(places)
     for call in (store.take(wrong), store.restore(held, wrong)):
-        with pytest.raises(MisuseError, match=r"given as kvflow.Places\(pages, rows\), not as a tuple"):
+        with pytest.raises(
+            MisuseError, match=r"given as kvflow.Places\(pages, rows\), not as a tuple"
+        ):
             await call
     held.close()
     await store.close()
@@ -308,9 +383,13 @@ async def test_places_are_given_as_places() -> None:
 async def test_a_limit_that_is_too_small_names_one_that_is_enough(units: tuple[str, ...]) -> None:
     kinds = [StateKind(unit, "float32", (9,), unit) for unit in units]
     rows = 4 if ROW in units else 0
-    pool = PagedPool.allocate(build_layout(kinds, page_size=4, num_pages=6, num_rows=rows), shared=False)
+    pool = PagedPool.allocate(
+        build_layout(kinds, page_size=4, num_pages=6, num_rows=rows), shared=False
+    )
     for num_rows in (None, 2) if rows else (None,):
-        with pytest.raises(MisuseError, match=r"1 bytes of host memory do not hold .*; \d+ are enough") as small:
+        with pytest.raises(
+            MisuseError, match=r"1 bytes of host memory do not hold .*; \d+ are enough"
+        ) as small:
             SnapshotStore(pool, 1, num_rows=num_rows)
         enough = int(str(small.value).split()[-3])
         await SnapshotStore(pool, enough, num_rows=num_rows).close()
@@ -323,15 +402,25 @@ async def test_host_memory_is_bounded_and_a_full_one_is_named() -> None:
     pool, store = store_of(limit_pages=11, num_rows=2)
     layout = pool.layout
     assert store.host.layout.size_bytes <= store.limit_bytes
-    assert store.host.layout.num_pages == (11 * layout.page_bytes - 2 * layout.row_bytes) // layout.page_bytes == 2
+    assert (
+        store.host.layout.num_pages
+        == (11 * layout.page_bytes - 2 * layout.row_bytes) // layout.page_bytes
+        == 2
+    )
     first = await store.take(take(pool, 1, 1, "a"))
-    with pytest.raises(HostMemoryError, match="needs 2 pages of host memory, and 1 are free") as full:
+    with pytest.raises(
+        HostMemoryError, match="needs 2 pages of host memory, and 1 are free"
+    ) as full:
         await store.take(take(pool, 2, 1, "b"))
     assert (full.value.asked, full.value.limit, full.value.code) == (2, 1, Code.CAPACITY)
     second = await store.take(take(pool, 0, 1, "c"))
     with pytest.raises(HostMemoryError, match="needs 1 rows of host memory, and 0 are free"):
         await store.take(take(pool, 1, 1, "d"))
-    assert store.used_bytes == first.size_bytes + second.size_bytes == layout.page_bytes + 2 * layout.row_bytes
+    assert (
+        store.used_bytes
+        == first.size_bytes + second.size_bytes
+        == layout.page_bytes + 2 * layout.row_bytes
+    )
     first.close()
     second.close()
     assert store.used_bytes == 0
@@ -350,7 +439,9 @@ Wrong = Callable[[SnapshotStore], Any]
 async def test_half_a_copy_leaves_everything_accounted_for(
     copy: str, how: str, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After so many slices the copy fails, or is stopped: drained, nothing held, host memory freed or whole."""
+    """After so many slices the copy fails, or is stopped: drained, nothing held, host memory freed
+    or whole.
+    """
     pool, store = store_of(slice_bytes=allocate("hybrid").layout.page_bytes)
     mine, again = take(pool, 4, 1, "mine"), take(pool, 4, 1, "again")
     before = contents("hybrid", pool)
@@ -367,7 +458,9 @@ async def test_half_a_copy_leaves_everything_accounted_for(
         copied[0] += 1
 
     monkeypatch.setattr(HostCopier, "copy", staticmethod(failing))
-    running = asyncio.ensure_future(store.take(mine) if copy == "out" else store.restore(held, again))
+    running = asyncio.ensure_future(
+        store.take(mine) if copy == "out" else store.restore(held, again)
+    )
     await asyncio.to_thread(copying.wait, 20)
     assert pool.pages.held_pages == 4 and pool.rows.held_pages == 1
     give_back(pool, mine, "mine")  # an abort: they are free only when nothing reads them any more
@@ -417,7 +510,9 @@ async def test_a_snapshot_closed_while_it_is_restored_is_freed_once_and_afterwar
     await store.close()
 
 
-async def test_the_store_of_a_snapshot_waits_for_a_restore_into_another_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_store_of_a_snapshot_waits_for_a_restore_into_another_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (pool, store), (other, elsewhere) = store_of(), store_of(slice_bytes=100)
     held = await store.take(take(pool, 3, 1, "mine"))
     gate = CopyGate(monkeypatch)
@@ -451,8 +546,12 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.slow
-async def test_ten_thousand_cycles_leave_memory_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
-    """Out and back again, by turns aborted while out: host bytes are freed once each time, and RSS stays flat."""
+async def test_ten_thousand_cycles_leave_memory_as_it_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Out and back again, by turns aborted while out: host bytes are freed once each time, and RSS
+    stays flat.
+    """
     pool, store = store_of(limit_pages=100)
     resident: list[int] = []
     for cycle in range(10_000):
@@ -468,6 +567,9 @@ async def test_ten_thousand_cycles_leave_memory_as_it_was(capsys: pytest.Capture
             resident.append(resident_bytes())
     assert at_rest(pool) and store.used_bytes == store.count == 0
     with capsys.disabled():
-        print(f"\nRSS in MiB after each 1,000 cycles: {', '.join(f'{size / 2**20:.1f}' for size in resident)}")
+        print(
+            "\nRSS in MiB after each 1,000 cycles: "
+            f"{', '.join(f'{size / 2**20:.1f}' for size in resident)}"
+        )
     assert resident[-1] - resident[1] < 4 << 20
     await store.close()

@@ -18,7 +18,15 @@ from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
 from kvflow.protocols.pages.plan import Pairing
 from tests.memory.gate import CopyGate
-from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of, overwrite
+from tests.memory.kinds import (
+    KINDS,
+    check_restored,
+    contents,
+    has_rows,
+    layout_of,
+    names_of,
+    overwrite,
+)
 from tests.memory.test_snapshot import forgetting
 
 ORDERS: list[Order] = ["page_first", "layer_first"]
@@ -31,7 +39,9 @@ def made(kind: str, order: Order = "page_first", num_pages: int = 14) -> PagedPo
 
 
 def places(kind: str, pages: tuple[int, ...], rows: tuple[int, ...]) -> Places:
-    found = [np.array(indices, dtype=np.int32) for indices in (pages, rows if has_rows(kind) else ())]
+    found = [
+        np.array(indices, dtype=np.int32) for indices in (pages, rows if has_rows(kind) else ())
+    ]
     return Places(*found)
 
 
@@ -44,8 +54,14 @@ def never() -> bool:
 async def test_every_buffer_goes_there_and_back(kind: str, order: Order) -> None:
     pool = made(kind, order)
     staging = Staging(pool, shared=False)
-    here, between, there = (places(kind, *p) for p in (((7, 0, 3), (4,)), ((9, 2, 5), (0,)), ((1, 2, 8), (3,))))
-    out, lent, into = pool.layout.numbered(here), staging.host.layout.numbered(between), pool.layout.numbered(there)
+    here, between, there = (
+        places(kind, *p) for p in (((7, 0, 3), (4,)), ((9, 2, 5), (0,)), ((1, 2, 8), (3,)))
+    )
+    out, lent, into = (
+        pool.layout.numbered(here),
+        staging.host.layout.numbered(between),
+        pool.layout.numbered(there),
+    )
     before = contents(kind, pool)
     assert staging.copy_out(out, lent, never)
     overwrite(pool, 2)
@@ -64,7 +80,9 @@ async def test_every_buffer_goes_there_and_back(kind: str, order: Order) -> None
     pool.close()
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in names_of(kind)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in KINDS for name in names_of(kind)]
+)
 @pytest.mark.parametrize("way", ["_out", "_into"])
 def test_a_copy_that_forgets_a_name_is_found(kind: str, name: str, way: str) -> None:
     pool = made(kind, num_pages=6)
@@ -86,12 +104,18 @@ def test_a_copy_that_forgets_a_name_is_found(kind: str, name: str, way: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_sum_through_scratch_is_that_of_the_pool(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sum_through_scratch_is_that_of_the_pool(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "_SCRATCH_BYTES", 1)  # two pages at a time
     pool = made(kind)
     direct, staged = PageChecksums(pool), StagedChecksums(pool)
     found = []
-    for seed, pages, rows in ((1, (3,), ()), (2, (3, 1, 9, 0, 5), (2,)), (3, (3, 1, 9, 0, 5), (2,))):
+    for seed, pages, rows in (
+        (1, (3,), ()),
+        (2, (3, 1, 9, 0, 5), (2,)),
+        (3, (3, 1, 9, 0, 5), (2,)),
+    ):
         overwrite(pool, seed)
         wanted = pool.layout.numbered(places(kind, pages, rows))
         sums = [await checksums.begin(wanted).done for checksums in (direct, staged)]
@@ -109,11 +133,16 @@ def test_sizes(kind: str) -> None:
     layout = pool.layout
     for size_bytes in (0, layout.size_bytes, 1 << 40):
         whole = Staging(pool, size_bytes, shared=False)
-        assert (whole.host.layout.num_pages, whole.host.layout.num_rows) == (layout.num_pages, layout.num_rows)
+        assert (whole.host.layout.num_pages, whole.host.layout.num_rows) == (
+            layout.num_pages,
+            layout.num_rows,
+        )
         whole.close()
     limit = 2 * (2 * layout.page_bytes + layout.row_bytes)
     some = Staging(pool, limit, shared=False)
-    assert 0 < some.host.layout.size_bytes <= limit < layout.size_bytes and some.host.segment is None
+    assert (
+        0 < some.host.layout.size_bytes <= limit < layout.size_bytes and some.host.segment is None
+    )
     assert bool(some.host.layout.num_rows) == has_rows(kind)
     some.close()
     with pytest.raises(MisuseError, match="1 bytes of host memory do not hold"):
@@ -128,7 +157,9 @@ def test_more_than_there_is_memory_for_is_refused() -> None:
 
 
 async def test_what_peers_say_that_they_serve_is_kept_within_bounds() -> None:
-    """One that cuts its spans otherwise at each registration, say because it is started again and again."""
+    """One that cuts its spans otherwise at each registration, say because it is started again and
+    again.
+    """
     layout = build_layout([StateKind("0.k", "uint8", (32, 2), axis=0)], page_size=2, num_pages=3)
     pool = PagedPool.allocate(layout, shared=False)
     staging = Staging(pool, shared=False)
@@ -154,12 +185,18 @@ def test_what_each_shard_sends_of_a_page_lies_in_one_stretch() -> None:
     heads = [StateKind(name, "uint8", (4, 2)) for name in ("0.k", "0.v")]
     half = [kind._replace(shape=(2, 2), start=2, whole=4) for kind in heads]
     pool = PagedPool.allocate(build_layout(heads, page_size=4, num_pages=2), shared=False)
-    rank, one, no_rows = build_layout(half, page_size=4, num_pages=2), np.array([1], np.int32), NO_PLACES
+    rank, one, no_rows = (
+        build_layout(half, page_size=4, num_pages=2),
+        np.array([1], np.int32),
+        NO_PLACES,
+    )
     blocks = []
     for shards in (1, 2):
         staging = Staging(pool, shared=False, shards=shards)
         pairing = Pairing(rank, staging.host.layout, ("rank", "staging"), partly=True)
-        blocks.append(pairing.blocks(one, one, no_rows, no_rows, max_block_bytes=1 << 20).sizes.size)
+        blocks.append(
+            pairing.blocks(one, one, no_rows, no_rows, max_block_bytes=1 << 20).sizes.size
+        )
         staging.close()
     assert blocks[1] == 1 < blocks[0]
     pool.close()
@@ -189,21 +226,28 @@ async def test_a_cancelled_landing_brings_nothing_and_answers_nothing() -> None:
     answer = await task.done
     await task.released
     if not answer:  # it had not begun, or was stopped
-        assert all((a == b).all() for a, b in zip(was.values(), contents("mha", pool).values(), strict=True))
+        assert all(
+            (a == b).all()
+            for a, b in zip(was.values(), contents("mha", pool).values(), strict=True)
+        )
     assert arrivals._bring(lent, lent, None, lambda: True) == b""
     await arrivals.close()
     staging.close()
     pool.close()
 
 
-async def test_scratch_that_a_hanging_thread_reads_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scratch_that_a_hanging_thread_reads_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(page_tasks, "CLOSE_S", 0.01)
     pool, gate = made("mha"), CopyGate(monkeypatch)
     checksums = StagedChecksums(pool)
     task = checksums.begin(pool.layout.numbered(places("mha", (1,), ())))
     await gate.reached()
     await checksums.close()
-    assert not task.released.done() and not any("closed" in repr(scratch.host) for scratch in checksums._made)
+    assert not task.released.done() and not any(
+        "closed" in repr(scratch.host) for scratch in checksums._made
+    )
     gate.go.set()
     await asyncio.wait_for(task.released, 20)
     assert task.error == ""

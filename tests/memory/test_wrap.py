@@ -1,4 +1,6 @@
-"""Pools over an engine's own arrays: numpy and torch alike, opaque pages, memory in a shared segment, misuse."""
+"""Pools over an engine's own arrays: numpy and torch alike, opaque pages, memory in a shared
+segment, misuse.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_layer_first_arrays_are_a_buffer_each(kind: Callable[[Any], Any]) -> Non
 
 def test_views_into_one_page_first_array_share_a_buffer(kind: Callable[[Any], Any]) -> None:
     whole = counting(5, 3, 2, 4, 8)  # [page, layer, k/v, slot, dim]
-    streams = {f"{layer}.{x}": kind(whole[:, layer, i]) for layer in range(3) for i, x in enumerate("kv")}
+    streams = {
+        f"{layer}.{x}": kind(whole[:, layer, i]) for layer in range(3) for i, x in enumerate("kv")
+    }
     pool = PagedPool.wrap(streams, page_size=4)
     (buffer,) = pool.layout.buffers
     assert (buffer.address, buffer.page_bytes) == (whole.ctypes.data, whole[0].nbytes)
@@ -71,7 +75,10 @@ def test_a_part_of_each_page_stays_inside_the_memory(kind: Callable[[Any], Any])
 
 def test_one_page_is_a_pool(kind: Callable[[Any], Any]) -> None:
     only = counting(1, 4, 8)
-    assert PagedPool.wrap({"k": kind(only)}, page_size=np.int64(4)).pages_bytes(numbers(0)).tobytes() == only.tobytes()
+    assert (
+        PagedPool.wrap({"k": kind(only)}, page_size=np.int64(4)).pages_bytes(numbers(0)).tobytes()
+        == only.tobytes()
+    )
 
 
 def test_arrays_and_tensors_stand_for_each_other() -> None:
@@ -80,7 +87,8 @@ def test_arrays_and_tensors_stand_for_each_other() -> None:
     assert pool.array("a") is array and pool.tensor("t") is tensor
     pool.tensor("a")[1] = 5
     assert (array[1] == 5).all()
-    assert pool.array("t").dtype == np.uint16 and (pool.array("t") == 0x3F80).all()  # the bits of 1.0
+    # The bits of 1.0.
+    assert pool.array("t").dtype == np.uint16 and (pool.array("t") == 0x3F80).all()
     pool.close()
     for view_of in (pool.array, pool.tensor):
         with pytest.raises(LayoutError, match="closed"):
@@ -97,16 +105,31 @@ F32 = np.float32
         ([np.zeros((4, 4, 2), F32)], "from a mapping of stream names to arrays, not from a list"),
         (np.zeros((4, 4, 2), F32), "not from a ndarray"),
         ({"k": [[1.0]]}, "'k' is a list, neither a numpy array nor a torch tensor"),
-        ({"k": np.zeros((4, 3, 2), F32)}, r"'k': shape \(4, 3, 2\) is not .* with a page_size of 4"),
+        (
+            {"k": np.zeros((4, 3, 2), F32)},
+            r"'k': shape \(4, 3, 2\) is not .* with a page_size of 4",
+        ),
         ({"k": np.zeros(4, F32)}, r"'k': shape \(4,\) is not \[num_pages, page_size, ...\]"),
         ({"k": np.zeros((0, 4, 2), F32)}, "at least one element"),
-        ({"k": np.zeros((4, 4, 2), F32), "v": np.zeros((5, 4, 2), F32)}, "'v' has 5 pages, 'k' has 4"),
-        ({"k": np.zeros((4, 2, 4), F32).transpose(0, 2, 1)}, "'k': one page of it is not contiguous"),
+        (
+            {"k": np.zeros((4, 4, 2), F32), "v": np.zeros((5, 4, 2), F32)},
+            "'v' has 5 pages, 'k' has 4",
+        ),
+        (
+            {"k": np.zeros((4, 2, 4), F32).transpose(0, 2, 1)},
+            "'k': one page of it is not contiguous",
+        ),
         ({"k": np.zeros((4, 4, 4), F32)[:, :, ::2]}, "'k': one page of it is not contiguous"),
         ({"k": np.zeros((4, 4, 2), F32)[::-1]}, "'k': pages of 32 bytes overlap, -32 bytes apart"),
         ({"k": np.broadcast_to(np.zeros((1, 4, 2), F32), (4, 4, 2))}, "'k' is read-only"),
-        ({"k": torch.zeros(1, 4, 2).expand(4, 4, 2)}, "'k': pages of 32 bytes overlap, 0 bytes apart"),
-        ({"k": np.zeros((4, 4, 2))}, "unknown dtype 'float64'; use float32, .*or make the pool opaque with a tag"),
+        (
+            {"k": torch.zeros(1, 4, 2).expand(4, 4, 2)},
+            "'k': pages of 32 bytes overlap, 0 bytes apart",
+        ),
+        (
+            {"k": np.zeros((4, 4, 2))},
+            "unknown dtype 'float64'; use float32, .*or make the pool opaque with a tag",
+        ),
         ({"k": torch.zeros(4, 4, 2, dtype=torch.float64)}, "unknown dtype 'float64'"),
         ({"k": np.zeros((4, 4, 2), ">f4")}, "byte order"),
         ({"k": np.zeros((4, 4, 2), object)}, "plain numbers"),
@@ -138,7 +161,10 @@ def test_a_pool_of_nothing_but_rows_has_the_pages_it_is_given() -> None:
     ("given", "text"),
     [
         ({"tensors": {}, "rows": {"ssm": STATES}}, "a pool of nothing but rows needs num_pages"),
-        ({"tensors": {}, "rows": {"ssm": STATES}, "num_pages": 0}, "num_pages 0: a pool has at least one page"),
+        (
+            {"tensors": {}, "rows": {"ssm": STATES}, "num_pages": 0},
+            "num_pages 0: a pool has at least one page",
+        ),
         ({"tensors": {}, "rows": {"ssm": STATES}, "num_pages": "4"}, "num_pages '4'"),
         ({"num_pages": 4}, "num_pages is for pools of nothing but rows: stream 'k' has pages"),
         ({"formats": {"k": 5}}, "stream 'k': its format is a int, not a str"),
@@ -164,7 +190,9 @@ def test_no_byte_is_given_twice(kind: Callable[[Any], Any]) -> None:
 
 
 def test_pages_that_leave_their_allocation_are_refused() -> None:
-    """The views of one stream reach further than the memory behind them: what lies between is somebody else's."""
+    """The views of one stream reach further than the memory behind them: what lies between is
+    somebody else's.
+    """
     memory = np.zeros((64, 1), F32)
     strided = np.lib.stride_tricks.as_strided(memory[:8], shape=(3, 2, 4), strides=(96, 16, 4))
     assert PagedPool.wrap({"k": strided[:2]}, page_size=2).layout.num_pages == 2
@@ -215,7 +243,9 @@ def in_segment(segment: SharedSegment, kind: Callable[[Any], Any]) -> dict[str, 
     return {"k": kind(found[0]), "v": kind(found[1])}
 
 
-async def test_an_engines_memory_in_a_segment_is_written_into_by_peers(kind: Callable[[Any], Any]) -> None:
+async def test_an_engines_memory_in_a_segment_is_written_into_by_peers(
+    kind: Callable[[Any], Any],
+) -> None:
     segment = SharedSegment.create(1 << 16)
     mine = in_segment(segment, kind)
     target = PagedPool.wrap(mine, page_size=4, segment=segment)
@@ -224,8 +254,12 @@ async def test_an_engines_memory_in_a_segment_is_written_into_by_peers(kind: Cal
     planes = LocalPlane(source.segment), LocalPlane(target.segment)
     planes[0].export(source.layout)
     route = await planes[0].connect(*planes[1].export(target.layout))
-    assert await asyncio.shield(route.write(numbers(6, 7), numbers(0, 3)).done) is WriteOutcome.LANDED
-    assert (np.asarray(mine["v"])[[0, 3]] == -counting(8, 4, 2)[[6, 7]]).all() and not np.asarray(mine["k"])[1].any()
+    assert (
+        await asyncio.shield(route.write(numbers(6, 7), numbers(0, 3)).done) is WriteOutcome.LANDED
+    )
+    assert (np.asarray(mine["v"])[[0, 3]] == -counting(8, 4, 2)[[6, 7]]).all() and not np.asarray(
+        mine["k"]
+    )[1].any()
     for plane in planes:
         await plane.close()
     target.close()
@@ -237,14 +271,18 @@ async def test_an_engines_memory_in_a_segment_is_written_into_by_peers(kind: Cal
 def test_memory_outside_the_segment_is_refused(kind: Callable[[Any], Any]) -> None:
     segment = SharedSegment.create(1 << 16)
     arrays = {**in_segment(segment, kind), "elsewhere": kind(counting(8, 4, 2))}
-    with pytest.raises(LayoutError, match=f"'elsewhere' does not lie in .* descriptor {segment.fd}"):
+    with pytest.raises(
+        LayoutError, match=f"'elsewhere' does not lie in .* descriptor {segment.fd}"
+    ):
         PagedPool.wrap(arrays, page_size=4, segment=segment)
     segment.close()
 
 
 def test_a_segment_that_peers_cannot_open_is_refused() -> None:
     segment = SharedSegment.private(1 << 16)
-    with pytest.raises(LayoutError, match=r"cannot be opened by a peer: make it with SharedSegment\.create"):
+    with pytest.raises(
+        LayoutError, match=r"cannot be opened by a peer: make it with SharedSegment\.create"
+    ):
         PagedPool.wrap(in_segment(segment, KINDS["numpy"]), page_size=4, segment=segment)
 
 
@@ -267,7 +305,10 @@ def test_pools_say_what_they_are() -> None:
     pool.close()
     assert repr(pool).endswith("closed>")
     mine = PagedPool.wrap({"k": counting(2, 3), "v": counting(2, 3)}, page_size=5, tag="t")
-    assert repr(mine) == "<PagedPool of 2 pages, 5 tokens and 24 bytes each, in 2 streams, tag 't', private>"
+    assert (
+        repr(mine)
+        == "<PagedPool of 2 pages, 5 tokens and 24 bytes each, in 2 streams, tag 't', private>"
+    )
 
 
 def test_pools_need_no_torch() -> None:
@@ -278,14 +319,19 @@ def test_pools_need_no_torch() -> None:
         "from kvflow.protocols.errors import MisuseError\n"
         "from kvflow.protocols.pages.layout import build_layout\n"
         "pool = PagedPool.wrap({'k': np.ones((2, 4, 3), np.float32)}, page_size=4)\n"
-        "made = PagedPool.allocate(build_layout([('k', 'bfloat16', (3,))], page_size=4, num_pages=2))\n"
+        "made = PagedPool.allocate(build_layout([('k', 'bfloat16', (3,))], page_size=4, "
+        "num_pages=2))\n"
         "made.array('k')[1] = 1\n"
         "assert made.pages_bytes([1]).sum() == 12 and pool.array('k').sum() == 24\n"
         "try: pool.tensor('k')\n"
         "except MisuseError as error: print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stderr == "" and done.stdout.startswith("PagedPool.tensor needs torch, which is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == "" and done.stdout.startswith(
+        "PagedPool.tensor needs torch, which is not installed"
+    )
 
 
 def test_arrays_may_be_parts_of_what_ranks_have_together() -> None:
@@ -294,11 +340,18 @@ def test_arrays_may_be_parts_of_what_ranks_have_together() -> None:
     parts: dict[str, Any] = {name: {"start": np.int64(4), "whole": 8} for name in arrays}
     parts["latent"] = {"replica": 1, "replicas": 2}
     pool = PagedPool.wrap({**arrays, "latent": latent}, 2, parts=parts)
-    assert [c.label for c in pool.layout.components] == ["k[4:8 of 8]", "v[4:8 of 8]", "latent (copy 1 of 2)"]
+    assert [c.label for c in pool.layout.components] == [
+        "k[4:8 of 8]",
+        "v[4:8 of 8]",
+        "latent (copy 1 of 2)",
+    ]
     assert pool.array("k") is pool.array("k", start=4, replica=0) is arrays["k"]
     for given, text in (
         ({"x": {}}, "parts names 'x', which is no stream"),
-        ({"k": {"begin": 1}}, "stream 'k': its part {'begin': 1} is not a mapping with some of start, whole"),
+        (
+            {"k": {"begin": 1}},
+            "stream 'k': its part {'begin': 1} is not a mapping with some of start, whole",
+        ),
         ({"k": [4, 8]}, r"its part \[4, 8\] is not a mapping"),
         ({"k": {"start": "4"}}, "stream 'k': start '4' is not an integer"),
         ({"k": {"start": 5, "whole": 8}}, "entries 5..9 are not within its whole of 8"),
@@ -318,8 +371,13 @@ def test_several_parts_of_one_name_are_told_apart_by_their_start_and_copy() -> N
     pool.array("k", start=2)[...] = 7
     assert pool.tensor("k", start=2).eq(7).all() and not pool.array("k", start=0).any()
     assert pool.tensor("k", start=2) is pool.tensor("k", start=2)
-    assert pool.array("latent", replica=1).ctypes.data != pool.array("latent", replica=0).ctypes.data
-    with pytest.raises(LayoutError, match=r"'k': start None and replica None are those of 2 components.*k\[2:4 of 4\]"):
+    assert (
+        pool.array("latent", replica=1).ctypes.data != pool.array("latent", replica=0).ctypes.data
+    )
+    with pytest.raises(
+        LayoutError,
+        match=r"'k': start None and replica None are those of 2 components.*k\[2:4 of 4\]",
+    ):
         pool.array("k")
     with pytest.raises(LayoutError, match=r"2 of 4\], k\[2:4 of 4\]\)?$"):
         pool.array("k")
@@ -330,7 +388,9 @@ def test_several_parts_of_one_name_are_told_apart_by_their_start_and_copy() -> N
 
 def test_a_name_of_two_units_is_refused() -> None:
     with pytest.raises(LayoutError, match="stream 'k' is named twice"):
-        PagedPool.wrap({"k": np.zeros((4, 2, 8), F32)}, page_size=2, rows={"k": np.zeros((3, 8), F32)})
+        PagedPool.wrap(
+            {"k": np.zeros((4, 2, 8), F32)}, page_size=2, rows={"k": np.zeros((3, 8), F32)}
+        )
 
 
 def test_pages_of_one_slot_are_pages_like_others() -> None:

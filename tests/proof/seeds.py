@@ -1,4 +1,6 @@
-"""Some seeds of the simulator, as judges of mutants: pytest does not collect this file by itself."""
+"""Some seeds of the simulator, as judges of mutants:
+pytest does not collect this file by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The mutation tool: what it changes, what it leaves alone, and that judges are brought before every mutant."""
+"""The mutation tool: what it changes, what it leaves alone, and that judges are brought before
+every mutant.
+"""
 
 from __future__ import annotations
 
@@ -121,13 +123,16 @@ def shown(tmp_path: Path, mutants: Iterable[Mutant]) -> list[str]:
         ("x = True", ["x = False"]),
         ("x = -1", ["x =  1", "x = -2"]),
         ("x = (A, B)", ["x = (B,)", "x = (A,)"]),
-        ("x = {A: 1 * b, **c}", ["x = { **c}", "x = {A: 2 * b, **c}", "x = {A: 0 * b, **c}", "x = {A: 1 + b, **c}"]),
+        (
+            "x = {A: 1 * b, **c}",
+            ["x = { **c}", "x = {A: 2 * b, **c}", "x = {A: 0 * b, **c}", "x = {A: 1 + b, **c}"],
+        ),
         ("x = min(a, b)", ["x = max(a, b)"]),
         ("x = list(a)", ["x = (a)"]),
         ("x = f(a, b=c)", ["x = f(a)"]),
         ("x = [a for a in b if c]", ["x = [a for a in b if True]", "x = [a for a in b if False]"]),
     ],
-)  # fmt: skip
+)
 def test_what_becomes_of_an_expression(tmp_path: Path, before: str, after: list[str]) -> None:
     assert sorted(shown(tmp_path, found(tmp_path, before))) == sorted(after)
 
@@ -146,7 +151,10 @@ def test_what_becomes_of_an_expression(tmp_path: Path, before: str, after: list[
         ("if a: f()", {"if True: f()", "if False: f()", "if a: pass"}),
         ("while a: f()", {"while False: f()", "while a: pass"}),
         ("for x in a: f()", {"for x in (): f()", "for x in a: pass"}),
-        ("return a if b else self", {"return None", "return a if True else self", "return a if False else self"}),
+        (
+            "return a if b else self",
+            {"return None", "return a if True else self", "return a if False else self"},
+        ),
     ],
 )
 def test_what_becomes_of_a_statement(tmp_path: Path, before: str, after: set[str]) -> None:
@@ -166,7 +174,13 @@ def test_cases_and_handlers(tmp_path: Path) -> None:
             pass
     """
     operators = {mutant.operator for mutant in found(tmp_path, source)}
-    assert {"case does nothing", "guard True", "pattern 0 dropped", "pattern 1 dropped", "raised again"} <= operators
+    assert {
+        "case does nothing",
+        "guard True",
+        "pattern 0 dropped",
+        "pattern 1 dropped",
+        "raised again",
+    } <= operators
 
 
 @pytest.mark.parametrize(
@@ -176,7 +190,10 @@ def test_cases_and_handlers(tmp_path: Path) -> None:
         "def f(a: int | None) -> list[int]: ...",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import x",
         "class A(IntEnum):\n    B = 1",
-        "class A:\n    __slots__ = ('a', 'b')\n    def __repr__(self):\n        return self.a + self.b",
+        (
+            "class A:\n    __slots__ = ('a', 'b')\n    def __repr__(self):\n        return self.a "
+            "+ self.b"
+        ),
         "_FAIL = Move(P.FAILED, (C.TELL, C.END))",
         "class A:\n    def __init__(self, a):\n        self.a = a",
         "def f(self):\n    self.story.tell('a', 1 + 2)",
@@ -188,7 +205,10 @@ def test_texts_types_and_names_are_left_alone(tmp_path: Path, source: str) -> No
 
 def test_a_key_survives_edits_elsewhere(tmp_path: Path) -> None:
     before = found(tmp_path, "def f(a):\n    if a > 1:\n        g()\n    if a > 1:\n        h()")
-    after = found(tmp_path, "import x\n\ndef f(a):\n    i(a)\n    if a > 1:\n        g()\n    if a > 1:\n        h()")
+    after = found(
+        tmp_path,
+        "import x\n\ndef f(a):\n    i(a)\n    if a > 1:\n        g()\n    if a > 1:\n        h()",
+    )
     assert len({mutant.key for mutant in before}) == len(before)
     assert {mutant.key for mutant in before} < {mutant.key for mutant in after}
 
@@ -197,9 +217,13 @@ def test_named_mutants_stand_exactly_once(tmp_path: Path) -> None:
     (tmp_path / "one.py").write_text("def f(a):\n    return g(a)\n\n\ndef h(a):\n    return g(a)\n")
     entry = '[[mutant]]\nname = "n"\nfile = "one.py"\nwhy = "w"\n'
     path = tmp_path / "named.toml"
-    path.write_text(entry + 'find = "def h(a):\\n    return g(a)"\nreplace = "def h(a):\\n    return a"\n')
+    path.write_text(
+        entry + 'find = "def h(a):\\n    return g(a)"\nreplace = "def h(a):\\n    return a"\n'
+    )
     (mutant,) = lists.read_named(tmp_path, path)
-    assert mutant.key == "named n" and shown(tmp_path, [mutant])[0].endswith("def h(a):\n    return a")
+    assert mutant.key == "named n" and shown(tmp_path, [mutant])[0].endswith(
+        "def h(a):\n    return a"
+    )
     path.write_text(entry + 'find = "return g(a)"\nreplace = "return a"\n')
     with pytest.raises(CannotBegin, match="stands 2 times in one"):
         lists.read_named(tmp_path, path)
@@ -218,7 +242,10 @@ def test_the_lists_of_this_tree_fit_it() -> None:
     assert [scope.name for scope in scopes] == areas
     for scope in scopes:
         assert lists.files_of(ROOT, scope, [])
-        assert all((ROOT / path.partition("::")[0]).exists() for path in (*scope.judges, *scope.deselect, *scope.skip))
+        assert all(
+            (ROOT / path.partition("::")[0]).exists()
+            for path in (*scope.judges, *scope.deselect, *scope.skip)
+        )
     texts = {file: scope.texts for scope in scopes for file in lists.files_of(ROOT, scope, [])}
     assert all(mutant.file in texts for mutant in lists.read_named(ROOT))
     keys = {key for key in lists.read_equivalent() if ":: TABLE ::" not in key}
@@ -250,11 +277,26 @@ class Toy:
             "here = pathlib.Path.cwd(); sys.exit(main(sys.argv[1:], here, here))"
         )
         environment = {**os.environ, "PYTHONPATH": f"{self._root}{os.pathsep}{ROOT}"}
-        command = [sys.executable, "-c", program, "--json", "out.json", "--patience-s", "2", *arguments]
-        done = subprocess.run(command, cwd=self._root, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stdout + done.stderr
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            "--json",
+            "out.json",
+            "--patience-s",
+            "2",
+            *arguments,
+        ]
+        done = subprocess.run(
+            command, cwd=self._root, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode in (0, 1) and "Traceback" not in done.stderr, (
+            done.stdout + done.stderr
+        )
         report: dict[str, Any] = json.loads((self._root / "out.json").read_text())
-        report["outcomes"] = {one["key"].removeprefix("toy/lamp.py :: "): one["outcome"] for one in report["mutants"]}
+        report["outcomes"] = {
+            one["key"].removeprefix("toy/lamp.py :: "): one["outcome"] for one in report["mutants"]
+        }
         return done.returncode, report
 
 
@@ -277,7 +319,8 @@ def test_every_mutant_is_judged(toy: Toy) -> None:
     assert outcomes["(module) :: 3 -> 2 :: LIMIT_W = 3 :: 0"] == "killed"
     assert outcomes["TABLE :: phase OFF :: OFF x UP: ON GLOW :: 0"] == "killed"
     assert outcomes["TABLE :: cell ERROR :: OFF x DOWN: IGNORE :: 0"] == "killed"
-    # No judge asks about 4 W, commands, or what the table excludes; an even number is dimmed; one function is not run.
+    # No judge asks about 4 W, commands, or what the table excludes; an even number is dimmed; one
+    # function is not run.
     assert {key for key, outcome in outcomes.items() if outcome != "killed"} == {
         "(module) :: 3 -> 4 :: LIMIT_W = 3 :: 0",
         "TABLE :: without GLOW :: OFF x UP: ON GLOW :: 0",
@@ -299,13 +342,17 @@ def test_every_mutant_is_judged(toy: Toy) -> None:
 def test_equivalent_named_and_stale(toy: Toy) -> None:
     toy.write(
         "named.toml",
-        '[[mutant]]\nname = "n"\nfile = "toy/lamp.py"\nfind = "> LIMIT_W"\nreplace = ">= LIMIT_W"\nwhy = "w"',
+        '[[mutant]]\nname = "n"\nfile = "toy/lamp.py"\nfind = "> LIMIT_W"\nreplace = ">= '
+        'LIMIT_W"\nwhy = "w"',
     )
     true, untrue = "without GLOW :: OFF x UP: ON GLOW", "cell ERROR :: OFF x DOWN: IGNORE"
     keys = [f"toy/lamp.py :: TABLE :: {text} :: 0" for text in (true, untrue)]
     toy.write("equivalent.toml", f'[[equivalent]]\nreason = "r"\nkeys = {json.dumps(keys)}\n')
     status, report = toy.judged("--only", "GLOW", "OFF x UP")
-    assert (report["equivalent"], report["stale"]) == (2, 0) and f"TABLE :: {true} :: 0" not in report["outcomes"]
+    assert (report["equivalent"], report["stale"]) == (
+        2,
+        0,
+    ) and f"TABLE :: {true} :: 0" not in report["outcomes"]
     assert status == 0 and report["survivors"] == 0
     status, report = toy.judged("--recheck", "--only", "OFF x DOWN", "cell ERROR")
     assert status == 1 and report["wrongly_equivalent"] == 1
@@ -317,7 +364,10 @@ def test_equivalent_named_and_stale(toy: Toy) -> None:
 
 def test_a_sample_is_drawn_by_its_seed(tmp_path: Path) -> None:
     mutants = found(tmp_path, LAMP)
-    drawn = [chosen(mutants, parser().parse_args(["--sample", "3", "--seed", seed])) for seed in ("1", "1", "2")]
+    drawn = [
+        chosen(mutants, parser().parse_args(["--sample", "3", "--seed", seed]))
+        for seed in ("1", "1", "2")
+    ]
     assert drawn[0] == drawn[1] != drawn[2] and len(drawn[0]) == 3
     only = chosen(mutants, parser().parse_args(["--only", "is_bright", ">="]))
     assert [mutant.operator for mutant in only] == ["> -> >="]
@@ -342,21 +392,32 @@ def test_changed_lines_and_who_imports_them(tmp_path: Path) -> None:
     git("commit", "--quiet", "--message", "one")
     with pytest.raises(CannotBegin, match="HEAD~1"):
         changed_lines(tmp_path, "")
-    (tmp_path / "kvflow/one.py").write_text("def f(a):\n    return a > 1\n\n\ndef g(a):\n    return a > 3\n")
+    (tmp_path / "kvflow/one.py").write_text(
+        "def f(a):\n    return a > 1\n\n\ndef g(a):\n    return a > 3\n"
+    )
     (tmp_path / "kvflow/two.py").write_text("")
     git("commit", "--quiet", "--all", "--message", "two")
     lines = changed_lines(tmp_path, "")
     assert lines == changed_lines(tmp_path, "HEAD~1") == {"kvflow/one.py": {6}}
     mutants = mutants_of(tmp_path, "kvflow/one.py")
     assert {mutant.scope for mutant in touched(mutants, lines)} == {"g"}
-    assert set(importing(tmp_path, ("tests",), list(lines))) == {"tests/test_one.py", "tests/test_both.py"}
-    assert importing(tmp_path, ("tests",), ["kvflow/one.py", "kvflow/two.py"])[0] == "tests/test_both.py"
+    assert set(importing(tmp_path, ("tests",), list(lines))) == {
+        "tests/test_one.py",
+        "tests/test_both.py",
+    }
+    assert (
+        importing(tmp_path, ("tests",), ["kvflow/one.py", "kvflow/two.py"])[0]
+        == "tests/test_both.py"
+    )
 
 
 def test_a_mutant_is_brought_before_the_cheapest_judges_that_fit(tmp_path: Path) -> None:
     (tmp_path / "judges.py").write_text("")
     (mutant, *_) = found(tmp_path, "def f(a):\n    return a > 1\n")
-    seconds = {f"judges.py::{name}": cost for name, cost in (("dear", 30.0), ("cheap", 1.0), ("middling", 5.0))}
+    seconds = {
+        f"judges.py::{name}": cost
+        for name, cost in (("dear", 30.0), ("cheap", 1.0), ("middling", 5.0))
+    }
     survey = Survey(("one.py",), seconds, [], {}, {"one.py": {2: set(seconds)}}, {}, [])
     for most_s, names in ((3.0, ["cheap"]), (10.0, ["cheap", "middling"]), (0.5, ["cheap"])):
         asked = Plan(tmp_path, survey, 5.0, most_s).judges_of(mutant)
@@ -371,8 +432,13 @@ def runs(stat: Path) -> bool:
 
 
 def test_what_a_killed_tool_has_forked_ends_with_it() -> None:
-    script = "import time; from tests.proof.mutants.forks import fork; print(fork(lambda: time.sleep(600)), flush=True)"
-    tool = subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep(600)"], cwd=ROOT, stdout=subprocess.PIPE)
+    script = (
+        "import time; from tests.proof.mutants.forks import fork; print(fork(lambda: "
+        "time.sleep(600)), flush=True)"
+    )
+    tool = subprocess.Popen(
+        [sys.executable, "-c", f"{script}; time.sleep(600)"], cwd=ROOT, stdout=subprocess.PIPE
+    )
     assert tool.stdout is not None
     child = Path("/proc", tool.stdout.readline().decode().strip(), "stat")
     tool.kill()

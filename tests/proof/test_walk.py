@@ -1,4 +1,6 @@
-"""The exhaustive walk: nothing is broken in small bounds, it sees what a plain walk sees, its short cuts hold."""
+"""The exhaustive walk: nothing is broken in small bounds, it sees what a plain walk sees, its short
+cuts hold.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from kvflow.testing.walk.world import Bounds, Price
 from kvflow.testing.walk.worlds import SETS, WORLDS
 from tests.protocols.joined import Joined, State
 
-TINY = Bounds(chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0)
+TINY = Bounds(
+    chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0
+)
 UNPAID = {Price.NOTHING, Price.DOUBT}
 
 
@@ -31,7 +35,10 @@ def test_nothing_is_broken_within_small_bounds() -> None:
     assert [world["world"] for world in report["worlds"]] == list(SETS["small"])
     assert all(world["states"] > 1_000 and world["rest_states"] > 5 for world in report["worlds"])
     assert not any(cells["impossible"] for cells in report["cells"].values())
-    assert report["endpoints"] == ["kvflow.protocols.decode.DecodeEndpoint", "kvflow.protocols.prefill.PrefillEndpoint"]
+    assert report["endpoints"] == [
+        "kvflow.protocols.decode.DecodeEndpoint",
+        "kvflow.protocols.prefill.PrefillEndpoint",
+    ]
 
 
 def test_as_many_states_as_a_plain_walk_sees() -> None:
@@ -58,14 +65,20 @@ def test_a_deaf_decode_is_changed_by_no_word(ranks: int) -> None:
     asked = 0
     told = [(w.source, type(w)) for w in walk.tables._words.values]
     assert len(told) > 5
-    words = [w for w in walk.tables._words.values if isinstance(w, wire.ChunkDone | wire.RoomFailed | wire.AbortAck)]
+    words = [
+        w
+        for w in walk.tables._words.values
+        if isinstance(w, wire.ChunkDone | wire.RoomFailed | wire.AbortAck)
+    ]
     for decode in walk.tables.decodes.values:
         for rank in range(ranks):
             if not decode.alive or not deaf(decode, rank, 1):
                 continue
             for word in words:
                 side = DecodeSide(decode, walk.tables.world)
-                after = side.run(lambda s, rank=rank, word=word: s.hear(rank, word))  # type: ignore[misc]
+                after = side.run(
+                    lambda s, rank=rank, word=word: s.hear(rank, word),  # type: ignore[misc]
+                )
                 assert (after, side.words) == (decode, [[]] * ranks), word
                 asked += 1
     assert asked > 10
@@ -106,9 +119,9 @@ def test_fewer_faults_are_within_more() -> None:
     faults = Faults(Bounds(drops=1, duplicates=0, aborts=0))
     assert faults.within.tolist() == [0b01, 0b11]
     both = np.array([0b11], np.uint64)
-    assert faults.only_richest(both).tolist() == [0b10] and faults.closed(np.array([0b10], np.uint64)).tolist() == [
-        0b11
-    ]
+    assert faults.only_richest(both).tolist() == [0b10] and faults.closed(
+        np.array([0b10], np.uint64)
+    ).tolist() == [0b11]
 
 
 def test_bounds_and_plants_have_names() -> None:
@@ -126,7 +139,8 @@ def test_a_word_has_one_cause_and_the_first_rank_as_its_source() -> None:
         assert msgspec.structs.asdict(word).get("rank", 0) == 0
 
 
-# The worlds that broke what was first built: each path ended in a state that was never at rest, or unsafe.
+# The worlds that broke what was first built: each path ended in a state that was never at rest, or
+# unsafe.
 PATHS: dict[str, tuple[Bounds, list[str]]] = {
     "announced, and the Bootstrap lost": (
         TINY._replace(drops=1),
@@ -197,7 +211,9 @@ def comes_to_rest(joined: Joined, path: list[str]) -> None:
 
 
 def test_a_grant_of_a_decode_that_was_displaced_does_not_begin_again() -> None:
-    """Its Register and Bootstrap were under way all the time: prefill wrote into pages that it had called drained."""
+    """Its Register and Bootstrap were under way all the time: prefill wrote into pages that it had
+    called drained.
+    """
     joined = Joined(TINY._replace(doubts=1, silences=2, others=1, targets=1))
     state = joined.follow(
         [

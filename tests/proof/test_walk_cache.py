@@ -30,7 +30,11 @@ def test_nothing_is_broken(name: str) -> None:
 
 def test_the_other_worlds_are_named() -> None:
     assert set(WORLDS) == {"small", *AT_LEAST} | NOT_WALKED_HERE
-    assert {f"cache-{name}" for name in WORLDS} == set(run.ALL_SETS["cache"]) < set(run.ALL_SETS["full"])
+    assert (
+        {f"cache-{name}" for name in WORLDS}
+        == set(run.ALL_SETS["cache"])
+        < set(run.ALL_SETS["full"])
+    )
 
 
 def test_two_writes_and_two_splits_break_nothing_in_any_order() -> None:

@@ -12,7 +12,13 @@ import pytest
 from kvflow.protocols.group_leader import GroupLeader
 from kvflow.protocols.group_member import GroupMember
 from kvflow.protocols.machines import group as tables
-from kvflow.protocols.machines.group import LeaderKind, LeaderPhase, MemberCommand, MemberKind, MemberPhase
+from kvflow.protocols.machines.group import (
+    LeaderKind,
+    LeaderPhase,
+    MemberCommand,
+    MemberKind,
+    MemberPhase,
+)
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.wire.group import Vote
 from kvflow.testing.walk.breadth_first import walk
@@ -23,7 +29,9 @@ QUICK = ("loss", "failure-loss", "silence", "refused")
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WORLDS])
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WORLDS]
+)
 def test_nothing_is_broken(name: str) -> None:
     report = walk(GroupWorld(WORLDS[name][1]))
     print(name, report)
@@ -45,7 +53,9 @@ def _waits_for_the_decision_to_drain() -> AbstractContextManager[Any]:
 
 
 def _starts_alone() -> AbstractContextManager[Any]:
-    return _cell(MemberPhase.OPEN, MemberKind.MATCHED, Move(MemberPhase.STARTED, (MemberCommand.START,)))
+    return _cell(
+        MemberPhase.OPEN, MemberKind.MATCHED, Move(MemberPhase.STARTED, (MemberCommand.START,))
+    )
 
 
 def _reports_twice() -> AbstractContextManager[Any]:
@@ -54,7 +64,11 @@ def _reports_twice() -> AbstractContextManager[Any]:
     def twice(self: GroupLeader, ticket: Any, kind: LeaderKind, cause: Any = None) -> None:
         record = self._requests.get(ticket)
         feed(self, ticket, kind, cause)
-        if record is not None and record.phase is LeaderPhase.FAILED and kind is not LeaderKind.CLOSED:
+        if (
+            record is not None
+            and record.phase is LeaderPhase.FAILED
+            and kind is not LeaderKind.CLOSED
+        ):
             record.phase = LeaderPhase.RUNNING
             self._requests[ticket] = record
 
@@ -110,8 +124,16 @@ def _a_room_in_use_fails_its_first_request() -> AbstractContextManager[Any]:
 
 
 PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
-    "a stage skips local failures": (_skips_local_failures, GroupBounds(ranks=2, failures=1), "rest"),
-    "a drained rank is forgotten": (_waits_for_the_decision_to_drain, GroupBounds(ranks=2, failures=1), "rest"),
+    "a stage skips local failures": (
+        _skips_local_failures,
+        GroupBounds(ranks=2, failures=1),
+        "rest",
+    ),
+    "a drained rank is forgotten": (
+        _waits_for_the_decision_to_drain,
+        GroupBounds(ranks=2, failures=1),
+        "rest",
+    ),
     "a rank starts by itself": (_starts_alone, GroupBounds(ranks=2), "is not matched at rank"),
     "a failure is told twice": (_reports_twice, GroupBounds(ranks=2, failures=2), "twice"),
     "the leader is lost, and nobody notices": (
@@ -119,15 +141,27 @@ PLANTS: dict[str, tuple[Plant, GroupBounds, str]] = {
         GroupBounds(ranks=2, crashes=1),
         "rest",
     ),
-    "requests of a lost rank stay": (_a_lost_ranks_requests_stay, GroupBounds(ranks=2, crashes=1), "rest"),
-    "one rank's vote counts for two": (_a_vote_counts_for_two, GroupBounds(ranks=3), "nothing has happened to it"),
+    "requests of a lost rank stay": (
+        _a_lost_ranks_requests_stay,
+        GroupBounds(ranks=2, crashes=1),
+        "rest",
+    ),
+    "one rank's vote counts for two": (
+        _a_vote_counts_for_two,
+        GroupBounds(ranks=3),
+        "nothing has happened to it",
+    ),
     "a rank is not told of a refusal": (_refuses_at_rank_0_alone, WORLDS["refused"][1], "rest"),
     "a second request for a room fails the first": (
         _a_room_in_use_fails_its_first_request,
         WORLDS["reused"][1],
         "nothing has happened to it",
     ),
-    "the first rank's end is everybody's": (_succeeds_with_the_first, GroupBounds(ranks=2), "has not landed"),
+    "the first rank's end is everybody's": (
+        _succeeds_with_the_first,
+        GroupBounds(ranks=2),
+        "has not landed",
+    ),
 }
 
 

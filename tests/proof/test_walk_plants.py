@@ -20,12 +20,16 @@ def test_is_found(plant: Plant) -> None:
     with plant.install():
         report = run.walk(plant.bounds)
     assert report["violations"] == 1, "the walk has not found it"
-    print(f"{plant.name}: {report['broken']}, {len(report['path'])} steps, {report['states']} states")
+    print(
+        f"{plant.name}: {report['broken']}, {len(report['path'])} steps, {report['states']} states"
+    )
     assert report["broken"].split(":")[0] == plant.invariant
     assert report["path"] and all(report["path"])
 
 
-@pytest.mark.parametrize("bounds", sorted({plant.bounds for plant in PLANTS}, key=repr), ids=lambda bounds: "")
+@pytest.mark.parametrize(
+    "bounds", sorted({plant.bounds for plant in PLANTS}, key=repr), ids=lambda bounds: ""
+)
 def test_nothing_is_found_without_the_plant(bounds: object) -> None:
     report = run.walk(bounds)  # type: ignore[arg-type]
     assert report["violations"] == 0, report

@@ -1,4 +1,6 @@
-"""One endpoint by itself: what it is told, and everything it asks its shell for, as values that can be compared."""
+"""One endpoint by itself: what it is told, and everything it asks its shell for, as values that can
+be compared.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ RANK = Rank(0)
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16)
 ADDRESS = PlaneAddress("fake", "there", ProcessIdentity("boot", "pid", 1, 2))
 OWN_ADDRESS = PlaneAddress("fake", "here", ProcessIdentity("boot", "pid", 3, 4))
-TIMING = Timing(heartbeat_s=1.0, lost_after_s=5.0, repeat_after_s=0.5, rendezvous_s=3.0, register_s=10.0)
+TIMING = Timing(
+    heartbeat_s=1.0, lost_after_s=5.0, repeat_after_s=0.5, rendezvous_s=3.0, register_s=10.0
+)
 DIGEST = b"d" * 32
 TOKENS = 11  # three pages of four, the last one partly filled
 PAGES = (7, 2, 5)
@@ -57,17 +61,28 @@ def indices(*pages: int) -> PageIndices:
 
 def seen(command: Any) -> Any:
     """A command as a value: arrays of pages as tuples."""
-    pages = {name: tuple(v.tolist()) for name, v in msgspec.structs.asdict(command).items() if hasattr(v, "tolist")}
+    pages = {
+        name: tuple(v.tolist())
+        for name, v in msgspec.structs.asdict(command).items()
+        if hasattr(v, "tolist")
+    }
     return msgspec.structs.replace(command, **pages) if pages else command
 
 
 class LonePrefill:
-    """A prefill rank that two decodes may know. Its methods return what it asked for: messages, and other commands."""
+    """A prefill rank that two decodes may know.
 
-    def __init__(self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, rank: int = RANK) -> None:
+    Its methods return what it asked for: messages, and other commands.
+    """
+
+    def __init__(
+        self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, rank: int = RANK
+    ) -> None:
         self.counts, self.now = Counts(), START
         identity = PrefillIdentity(PREFILL, Rank(rank), LAYOUT, OWN_ADDRESS)
-        self.endpoint = PrefillEndpoint(identity, observer=self.counts, timing=timing, bounds=bounds)
+        self.endpoint = PrefillEndpoint(
+            identity, observer=self.counts, timing=timing, bounds=bounds
+        )
         self.core = self.endpoint.core
 
     def asked(self) -> list[Any]:
@@ -105,7 +120,9 @@ class LonePrefill:
         self.asked()
         return self
 
-    def open(self, room: int = 7, tokens: int = TOKENS, digest: bytes = DIGEST, **more: Any) -> PrefillRoomRecord:
+    def open(
+        self, room: int = 7, tokens: int = TOKENS, digest: bytes = DIGEST, **more: Any
+    ) -> PrefillRoomRecord:
         return self.endpoint.open_room(room, tokens, digest, now=self.now, **more)
 
     def matched(self, room: int = 7, grant: int = 1, **more: Any) -> PrefillRoomRecord:
@@ -115,11 +132,15 @@ class LonePrefill:
         self.asked()
         return record
 
-    def send(self, record: PrefillRoomRecord, *pages: int, last: bool = False, handoff: bytes = b"") -> list[Any]:
+    def send(
+        self, record: PrefillRoomRecord, *pages: int, last: bool = False, handoff: bytes = b""
+    ) -> list[Any]:
         self.endpoint.queue_chunk(record, indices(*pages), last=last, handoff=handoff, now=self.now)
         return self.asked()
 
-    def ended(self, write: int, outcome: WriteOutcome = WriteOutcome.LANDED, **more: Any) -> list[Any]:
+    def ended(
+        self, write: int, outcome: WriteOutcome = WriteOutcome.LANDED, **more: Any
+    ) -> list[Any]:
         self.endpoint.write_ended(write, outcome, self.now, **more)
         return self.asked()
 
@@ -135,16 +156,25 @@ def between(target: Incarnation = DECODE, source: Incarnation = PREFILL) -> dict
     return {"source": source, "target": target}
 
 
-def head(room: int, grant: int, target: Incarnation = DECODE, source: Incarnation = PREFILL) -> dict[str, Any]:
+def head(
+    room: int, grant: int, target: Incarnation = DECODE, source: Incarnation = PREFILL
+) -> dict[str, Any]:
     return {"room": RoomId(room), "grant": GrantId(grant), **between(target, source)}
 
 
 def register(target: Incarnation = DECODE, fresh_from: int = 1, **fields: Any) -> wire.Register:
-    given = {"wire_version": wire.WIRE_VERSION, "layout": LAYOUT, "address": ADDRESS, **between(target)} | fields
+    given = {
+        "wire_version": wire.WIRE_VERSION,
+        "layout": LAYOUT,
+        "address": ADDRESS,
+        **between(target),
+    } | fields
     return wire.Register(fresh_from=GrantId(fresh_from), **given)
 
 
-def announce(room: int = 7, grant: int = 1, target: Incarnation = DECODE, **fields: Any) -> wire.Announce:
+def announce(
+    room: int = 7, grant: int = 1, target: Incarnation = DECODE, **fields: Any
+) -> wire.Announce:
     return wire.Announce(**head(room, grant, target, **fields))
 
 
@@ -177,7 +207,9 @@ def abort(
     return wire.Abort(cause=cause, **head(room, grant, target, source))
 
 
-def ask(*beliefs: tuple[int, int, int], target: Incarnation = DECODE, source: Incarnation = PREFILL) -> wire.Resync:
+def ask(
+    *beliefs: tuple[int, int, int], target: Incarnation = DECODE, source: Incarnation = PREFILL
+) -> wire.Resync:
     """A Resync about rooms given as (room, grant, next_seq)."""
     rooms = tuple(wire.Belief(RoomId(room), GrantId(grant), seq) for room, grant, seq in beliefs)
     return wire.Resync(rooms=rooms, **between(target, source))
@@ -190,7 +222,9 @@ def beat(
     settled: tuple[tuple[int, int], ...] = (),
 ) -> wire.Heartbeat:
     ranges = tuple((GrantId(start), GrantId(end)) for start, end in settled)
-    return wire.Heartbeat(settled_below=GrantId(settled_below), settled=ranges, **between(target, source))
+    return wire.Heartbeat(
+        settled_below=GrantId(settled_below), settled=ranges, **between(target, source)
+    )
 
 
 # --- what a prefill sends
@@ -231,7 +265,14 @@ def chunk_done(
     rank: int = RANK,
     **fields: Any,
 ) -> wire.ChunkDone:
-    more = {"seq": seq, "pages": pages, "last": last, "handoff": handoff, "checksum": checksum, "rank": Rank(rank)}
+    more = {
+        "seq": seq,
+        "pages": pages,
+        "last": last,
+        "handoff": handoff,
+        "checksum": checksum,
+        "rank": Rank(rank),
+    }
     return wire.ChunkDone(**more, **head(room, grant, **fields))
 
 
@@ -239,18 +280,24 @@ def begun(room: int = 7, grant: int = 1, rank: int = RANK, **fields: Any) -> wir
     return wire.Begun(rank=Rank(rank), **head(room, grant, **fields))
 
 
-def failed(cause: Cause, room: int = 7, grant: int = 1, rank: int = RANK, **fields: Any) -> wire.RoomFailed:
+def failed(
+    cause: Cause, room: int = 7, grant: int = 1, rank: int = RANK, **fields: Any
+) -> wire.RoomFailed:
     return wire.RoomFailed(cause=cause, rank=Rank(rank), **head(room, grant, **fields))
 
 
-def ack(room: int = 7, grant: int = 1, *, drained: bool = True, rank: int = RANK, **fields: Any) -> wire.AbortAck:
+def ack(
+    room: int = 7, grant: int = 1, *, drained: bool = True, rank: int = RANK, **fields: Any
+) -> wire.AbortAck:
     return wire.AbortAck(drained=drained, rank=Rank(rank), **head(room, grant, **fields))
 
 
 # --- decode
 
 
-def rank_info(rank: int = RANK, incarnation: int = PREFILL, control: str = "", size: int = 1) -> RankInfo:
+def rank_info(
+    rank: int = RANK, incarnation: int = PREFILL, control: str = "", size: int = 1
+) -> RankInfo:
     return RankInfo(rank, size, incarnation, control or f"tcp://prefill:{rank}", "fake", "")
 
 
@@ -270,13 +317,18 @@ SILENT = Cause(Code.PEER_LOST, f"{AT} was silent for 5 s")
 
 
 class LoneDecode:
-    """A decode that one or two prefill ranks may know. Its methods return what it asked for; of a message that is
-    (the peer it is for, the message)."""
+    """A decode that one or two prefill ranks may know.
 
-    def __init__(self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, **more: Any) -> None:
+    Its methods return what it asked for; of a message that is (the peer it is for, the message)."""
+
+    def __init__(
+        self, *, timing: Timing | None = TIMING, bounds: Bounds | None = None, **more: Any
+    ) -> None:
         self.counts, self.now = Counts(1), START
         identity = DecodeIdentity(DECODE, LAYOUT, ADDRESS)
-        self.endpoint = DecodeEndpoint(identity, observer=self.counts, timing=timing, bounds=bounds, **more)
+        self.endpoint = DecodeEndpoint(
+            identity, observer=self.counts, timing=timing, bounds=bounds, **more
+        )
         self.core = self.endpoint.core
 
     def asked(self) -> list[Any]:
@@ -309,17 +361,23 @@ class LoneDecode:
         prefix: int = 0,
         **more: Any,
     ) -> GrantId:
-        return self.endpoint.open_room(room, ranks, Prompt(tokens, DIGEST, prefix), now=self.now, **more)
+        return self.endpoint.open_room(
+            room, ranks, Prompt(tokens, DIGEST, prefix), now=self.now, **more
+        )
 
     def up(self, ranks: tuple[RankInfo, ...] = ONE, size: int = 0) -> LoneDecode:
-        """A room was opened on these ranks and closed again; they are linked, and owe nothing. `size`: of how many they
-        are, where that is not all."""
+        """A room was opened on these ranks and closed again; they are linked, and owe nothing.
+
+        `size`: of how many they are, where that is not all."""
         grant = self.open(999, ranks)
         fresh = self.core.next_grant
         for info in ranks:
             source = Incarnation(info.incarnation)
             self.hear(
-                registered(source=source, rank=info.rank, size=size or len(ranks), fresh_from=fresh), key=key_of(info)
+                registered(
+                    source=source, rank=info.rank, size=size or len(ranks), fresh_from=fresh
+                ),
+                key=key_of(info),
             )
         self.endpoint.close_room(grant, GONE, self.now)
         for info in ranks:
@@ -328,7 +386,9 @@ class LoneDecode:
         self.asked()
         return self
 
-    def lent(self, room: int = 7, ranks: tuple[RankInfo, ...] = ONE, **more: Any) -> DecodeRoomRecord:
+    def lent(
+        self, room: int = 7, ranks: tuple[RankInfo, ...] = ONE, **more: Any
+    ) -> DecodeRoomRecord:
         """A room on linked ranks whose pages are offered."""
         grant = self.open(room, ranks, **more)
         record = self.endpoint.rooms[grant]
@@ -356,13 +416,19 @@ def other(message: wire.Message) -> tuple[PeerKey, wire.Message]:
     return to(message, OTHER_KEY)
 
 
-def done(seq: int, pages: int, last: bool = False, handoff: bytes = b"", **more: Any) -> wire.ChunkDone:
+def done(
+    seq: int, pages: int, last: bool = False, handoff: bytes = b"", **more: Any
+) -> wire.ChunkDone:
     return chunk_done(seq, pages, last, handoff, grant=G, **more)
 
 
 def over(grant: int, cause: Cause, *, freed: bool = True) -> list[object]:
     """What a room of which nothing was lent asks for at its end."""
-    return [RoomFailed(grant, cause), *([FreePages(grant)] if freed else []), RoomEnded(grant)]  # type: ignore[arg-type]
+    return [
+        RoomFailed(grant, cause),
+        *([FreePages(grant)] if freed else []),
+        RoomEnded(grant),
+    ]  # type: ignore[arg-type]
 
 
 def quarantined(grant: int) -> list[object]:

@@ -1,4 +1,5 @@
-"""The shipped endpoints joined without tables and bounds, one step at a time: for random walks over several ranks.
+"""The shipped endpoints joined without tables and bounds, one step at a time: for random walks over
+several ranks.
 
 What each side does is `kvflow.testing.walk`, the same as in the exhaustive walk.
 """
@@ -42,7 +43,9 @@ class Joined:
         self.start = State(decode, (Lane(prefill),) * bounds.ranks)
 
     def steps(self, state: State) -> list[tuple[Act[Any], State]]:
-        """Everything that can happen, the link's own faults apart; what a full queue cannot take is lost."""
+        """Everything that can happen, the link's own faults apart; what a full queue cannot take is
+        lost.
+        """
         found: list[tuple[Act[Any], State]] = []
         rooms = len(self.bounds.rooms)
         crashed = not state.decode.alive or any(lane.prefill.gone for lane in state.lanes)
@@ -54,7 +57,9 @@ class Joined:
             for act in theirs:
                 inbox = () if act.price is Price.CRASH else lane.to_prefill[act.hears :]
                 said = () if deaf(state.decode, rank, rooms) else lane.to_decode + act.words[0]
-                found.append((act, state.put(rank, Lane(act.side, inbox, self._fit(state, rank, said, 2)))))
+                found.append(
+                    (act, state.put(rank, Lane(act.side, inbox, self._fit(state, rank, said, 2))))
+                )
             mine = self.acts.of_decode(state.decode, rank, neighbour(lane.prefill))
             if lane.to_decode and state.decode.alive:
                 mine = [*mine, self.acts.decode_hears(state.decode, rank, lane.to_decode[0])]
@@ -91,13 +96,19 @@ class Joined:
         if self.unsafe(after):
             raise ViolationError(f"I2: {after}")
         whole = (1 << self.bounds.chunks) - 1
-        if act.succeeded and any(lane.prefill.landed[act.succeeded] != whole for lane in after.lanes):
+        if act.succeeded and any(
+            lane.prefill.landed[act.succeeded] != whole for lane in after.lanes
+        ):
             raise ViolationError("I8: success without all pages of all ranks")
 
     @staticmethod
     def unsafe(state: State) -> bool:
         """I2: pages are free or their user's, and somebody may write into them."""
-        home = sum(1 << n for n, g in enumerate(state.decode.grants, 1) if g.pages in (Pages.KEPT, Pages.FREE))
+        home = sum(
+            1 << n
+            for n, g in enumerate(state.decode.grants, 1)
+            if g.pages in (Pages.KEPT, Pages.FREE)
+        )
         return any(
             home & lane.prefill.writing and (rank, 1) not in state.decode.declared
             for rank, lane in enumerate(state.lanes)
@@ -112,7 +123,10 @@ class Joined:
             if to_prefill or to_decode or (not prefill.alive and prefill.late):
                 return False
             waits = (
-                prefill.writes or prefill.outcomes or prefill.asked < rooms or (prefill.target_gone and prefill.watched)
+                prefill.writes
+                or prefill.outcomes
+                or prefill.asked < rooms
+                or (prefill.target_gone and prefill.watched)
             )
             if prefill.alive and (not prefill.idle or waits):
                 return False
@@ -133,7 +147,9 @@ class Joined:
                 state = self.lose(state, text)
                 continue
             found = [(act, after) for act, after in self.steps(state) if act.text == text]
-            assert found, f"{text!r} cannot happen; what can: {[act.text for act, _ in self.steps(state)]}"
+            assert found, (
+                f"{text!r} cannot happen; what can: {[act.text for act, _ in self.steps(state)]}"
+            )
             self.check(*found[0])
             state = found[0][1]
         return state

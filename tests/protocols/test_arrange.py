@@ -1,4 +1,6 @@
-"""Pages in another order: the same bytes, each once, and in one stretch what one peer sends or takes."""
+"""Pages in another order: the same bytes, each once, and in one stretch what one peer sends or
+takes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages import arrange
 from kvflow.protocols.pages.arrange import as_in, blocks_between, by_shard, from_shards
 from kvflow.protocols.pages.kinds import ROW, StateKind
-from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout, build_layout, opaque_layout
+from kvflow.protocols.pages.layout import (
+    NO_PLACES,
+    PageIndices,
+    PoolLayout,
+    build_layout,
+    opaque_layout,
+)
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.transports.data.slices import are_tiny
 from tests.ranks.shards import PAGE_SIZE, Whole, everything, heads, latents, shard_of
@@ -33,16 +41,27 @@ def copied(source: PagedPool, target: PagedPool, through: PoolLayout) -> None:
     pages = np.arange(PAGES, dtype=np.int32)
     rows: PageIndices = np.arange(2, dtype=np.int32) if through.num_rows else NO_PLACES
     for here, there in ((source.layout, between.layout), (between.layout, target.layout)):
-        HostCopier.copy(Pairing(here, there).blocks(pages, pages[::-1], rows, rows, max_block_bytes=1 << 20))
+        HostCopier.copy(
+            Pairing(here, there).blocks(pages, pages[::-1], rows, rows, max_block_bytes=1 << 20)
+        )
     between.close()
 
 
-CASES = [(heads(2, 8), 2), (heads(3, 6), 3), (heads(2, 2), 4), (latents(3), 2), (everything(2), 4), (everything(1), 8)]
+CASES = [
+    (heads(2, 8), 2),
+    (heads(3, 6), 3),
+    (heads(2, 2), 4),
+    (latents(3), 2),
+    (everything(2), 4),
+    (everything(1), 8),
+]
 
 
 @pytest.mark.parametrize(("streams", "shards"), CASES)
 @pytest.mark.parametrize("width", [1, 2])
-def test_every_byte_goes_there_and_back(streams: list[Whole], shards: int, width: int, seed: int) -> None:
+def test_every_byte_goes_there_and_back(
+    streams: list[Whole], shards: int, width: int, seed: int
+) -> None:
     if width == 2 and any(s.axis is None for s in streams):
         width = 1  # copies are one too many to come back as they were
     own = layout_of(streams, width)
@@ -98,7 +117,10 @@ def test_what_no_shard_has_a_share_of_is_left_whole() -> None:
     keys = build_layout([("index_k", "uint8", (8,))], page_size=4, num_pages=2)
     assert by_shard(keys, 2) == keys
     opaque = opaque_layout({"kv": 4096}, page_size=4, num_pages=2, tag="mine")
-    assert by_shard(opaque, 2) == as_in(opaque, opaque) == opaque and not from_shards(opaque, 2).in_slices
+    assert (
+        by_shard(opaque, 2) == as_in(opaque, opaque) == opaque
+        and not from_shards(opaque, 2).in_slices
+    )
 
 
 def test_too_many_parts_are_left_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +135,9 @@ def test_a_pool_of_rows_alone_is_looked_at_by_its_rows() -> None:
     state = [Whole(0, StateKind("0.state", "uint8", (8, 3, 2), ROW))]
     for streams, blocks in ((ring, (8, True)), (state, (24, False))):
         assert (
-            blocks_between(layout_of(streams, 2, 1), layout_of(streams)) == blocks == from_shards(layout_of(streams), 2)
+            blocks_between(layout_of(streams, 2, 1), layout_of(streams))
+            == blocks
+            == from_shards(layout_of(streams), 2)
         )
 
 
@@ -122,4 +146,9 @@ def test_only_slices_are_tiny() -> None:
     whole = layout_of(heads(1, 2))
     assert whole.page_bytes == 128 and not are_tiny("mooncake", blocks_between(whole, whole))
     slices = blocks_between(layout_of(heads(1, 2), 2, 1), whole)
-    assert [are_tiny(plane, slices) for plane in ("mooncake", "nixl", "local", "mine")] == [True, True, False, False]
+    assert [are_tiny(plane, slices) for plane in ("mooncake", "nixl", "local", "mine")] == [
+        True,
+        True,
+        False,
+        False,
+    ]

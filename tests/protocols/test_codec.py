@@ -13,7 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvflow.protocols.errors import WireError
-from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefill, prompt_digest, routing_id
+from kvflow.protocols.wire.codec import (
+    encode,
+    parse_at_decode,
+    parse_at_prefill,
+    prompt_digest,
+    routing_id,
+)
 from kvflow.protocols.wire.messages import (
     Abort,
     AbortAck,
@@ -36,10 +42,14 @@ READERS: list[tuple[type, Any, Any]] = [
 some = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 
 
-@pytest.mark.parametrize(("kind", "made", "decode"), READERS, ids=[f"{k.__name__}-{d.__name__}" for k, _, d in READERS])
+@pytest.mark.parametrize(
+    ("kind", "made", "decode"), READERS, ids=[f"{k.__name__}-{d.__name__}" for k, _, d in READERS]
+)
 @some
 @given(data=st.data())
-def test_round_trip(kind: type, made: st.SearchStrategy[Message], decode: Any, data: st.DataObject) -> None:
+def test_round_trip(
+    kind: type, made: st.SearchStrategy[Message], decode: Any, data: st.DataObject
+) -> None:
     message = data.draw(made)
     found = decode(encode(message))
     assert type(found) is kind
@@ -49,7 +59,10 @@ def test_round_trip(kind: type, made: st.SearchStrategy[Message], decode: Any, d
 @pytest.mark.parametrize(
     ("kind", "decode"),
     [
-        *((kind, parse_at_prefill) for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)),
+        *(
+            (kind, parse_at_prefill)
+            for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)
+        ),
         *((kind, parse_at_decode) for kind in (Announce, Bootstrap, Abort)),
     ],
     ids=lambda value: value.__name__,
@@ -68,7 +81,9 @@ def test_unknown_tags(decode: Any, tag: object) -> None:
 
 
 @pytest.mark.parametrize("decode", BOTH, ids=lambda value: value.__name__)
-@pytest.mark.parametrize("value", [None, 1, "text", b"bytes", {}, {"tag": 9}, [], [9], [[]], [9, 1], 1.5], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, 1, "text", b"bytes", {}, {"tag": 9}, [], [9], [[]], [9, 1], 1.5], ids=repr
+)
 def test_no_message_at_all(decode: Any, value: object) -> None:
     with pytest.raises(WireError):
         decode(msgspec.msgpack.encode(value))

@@ -1,4 +1,6 @@
-"""What ranks serve must be decode's pool, each byte once: in words when it is not, and before anything is lent (I8)."""
+"""What ranks serve must be decode's pool, each byte once: in words when it is not, and before
+anything is lent (I8).
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,36 @@ def of(*spans: tuple[str, int, int]) -> tuple[Served, ...]:
         ([of(("k", 3, 8)), of(("k", 0, 3), ("latent", 0, 16)), ()], ""),
         ([of(("k", 0, 8))], "latent: no rank sends it"),
         ([of(("k", 0, 4), ("latent", 0, 16))], "k: no rank sends entries 4..8"),
-        ([of(("k", 2, 4), ("latent", 0, 16)), of(("k", 5, 7))],
-         "k: no rank sends entries 0..2; k: no rank sends entries 4..5; k: no rank sends entries 7..8"),
-        ([of(("k", 0, 8), ("latent", 0, 16)), of(("latent", 0, 16))],
-         "latent: entries 0..16 come from rank 0 and from rank 1"),
-        ([of(("k", 0, 5), ("latent", 0, 16)), of(("k", 4, 8))], "k: entries 4..5 come from rank 0 and from rank 1"),
-        ([of(("k", 0, 8), ("k", 0, 8), ("latent", 0, 16))], "k: entries 0..8 come from rank 0 and from rank 0"),
+        (
+            [of(("k", 2, 4), ("latent", 0, 16)), of(("k", 5, 7))],
+            (
+                "k: no rank sends entries 0..2; k: no rank sends entries 4..5; k: no rank sends "
+                "entries 7..8"
+            ),
+        ),
+        (
+            [of(("k", 0, 8), ("latent", 0, 16)), of(("latent", 0, 16))],
+            "latent: entries 0..16 come from rank 0 and from rank 1",
+        ),
+        (
+            [of(("k", 0, 5), ("latent", 0, 16)), of(("k", 4, 8))],
+            "k: entries 4..5 come from rank 0 and from rank 1",
+        ),
+        (
+            [of(("k", 0, 8), ("k", 0, 8), ("latent", 0, 16))],
+            "k: entries 0..8 come from rank 0 and from rank 0",
+        ),
         ([of(("k", 0, 8), ("latent", 0, 16), ("v", 0, 8))], "'v' of rank 0 has no place at decode"),
-        ([of(("k", 0, 8), ("latent", 0, 16), ("k", 8, 8))], "k: rank 0 says that it sends entries 8..8"),
+        (
+            [of(("k", 0, 8), ("latent", 0, 16), ("k", 8, 8))],
+            "k: rank 0 says that it sends entries 8..8",
+        ),
         ([()], "k: no rank sends it; latent: no rank sends it"),
     ],
-)  # fmt: skip
-def test_what_is_missing_or_comes_twice_is_named(ranks: list[tuple[Served, ...]], text: str) -> None:
+)
+def test_what_is_missing_or_comes_twice_is_named(
+    ranks: list[tuple[Served, ...]], text: str
+) -> None:
     assert uncovered(pool(K, LATENT), ranks) == text
     copies = [kind._replace(replica=copy, replicas=2) for kind in (K, LATENT) for copy in range(2)]
     assert uncovered(pool(*copies), ranks) == text, "decode's copies all come from the same bytes"
@@ -76,8 +96,12 @@ def test_an_opaque_page_is_sent_by_one_rank() -> None:
 def test_spans() -> None:
     assert without([(0, 8), (10, 12)], [(1, 2), (1, 3), (7, 11)]) == [(0, 1), (3, 7), (11, 12)]
     assert without([(0, 4)], []) == [(0, 4)] and without([(2, 4)], [(0, 9)]) == []
-    assert within([(0, 4), (6, 8)], [(2, 7)]) == [(2, 4), (6, 7)] and within([(0, 4)], [(4, 5)]) == []
-    assert sends_all(pool(K), of(("k", 0, 8))) and not sends_all(pool(K), of(("k", 0, 4), ("k", 4, 8)))
+    assert (
+        within([(0, 4), (6, 8)], [(2, 7)]) == [(2, 4), (6, 7)] and within([(0, 4)], [(4, 5)]) == []
+    )
+    assert sends_all(pool(K), of(("k", 0, 8))) and not sends_all(
+        pool(K), of(("k", 0, 4), ("k", 4, 8))
+    )
 
 
 class TestDecode:
@@ -86,15 +110,23 @@ class TestDecode:
         grant = decode.open(ranks=TWO)
         decode.asked()
         assert not decode.hear(registered(size=2, fresh_from=1))[1:]
-        told = decode.hear(registered(source=OTHER_PREFILL, rank=1, size=1, fresh_from=1), key=OTHER_KEY)
+        told = decode.hear(
+            registered(source=OTHER_PREFILL, rank=1, size=1, fresh_from=1), key=OTHER_KEY
+        )
         (failed,) = (each for each in told if isinstance(each, RoomFailed))
         assert failed.cause.code is Code.REFUSED and failed.cause.text == (
             "what prefill tcp://prefill:0 sends is not decode's pool, each byte once: "
             "k: entries 0..4 come from rank 0 and from rank 1"
         )
-        assert FreePages(grant) in told and RoomEnded(grant) in told and not any(isinstance(e, Linked) for e in told)
+        assert (
+            FreePages(grant) in told
+            and RoomEnded(grant) in told
+            and not any(isinstance(e, Linked) for e in told)
+        )
         legs = [entry[1] for entry in told if isinstance(entry, tuple)]
-        assert [type(leg) for leg in legs] == [Abort, Abort] and {leg.cause for leg in legs} == {failed.cause}
+        assert [type(leg) for leg in legs] == [Abort, Abort] and {leg.cause for leg in legs} == {
+            failed.cause
+        }
 
     def test_the_next_is_refused_when_it_is_opened_and_its_legs_are_told(self) -> None:
         decode = LoneDecode().up(TWO, size=1)
@@ -104,10 +136,13 @@ class TestDecode:
         assert [type(leg) for leg in legs] == [Abort, Abort] and legs[0].cause.code is Code.REFUSED
         assert not decode.endpoint.rooms
 
-    def test_it_is_found_out_once_for_each_set_of_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_is_found_out_once_for_each_set_of_ranks(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         found = []
         monkeypatch.setattr(
-            "kvflow.protocols.decode_links.uncovered", lambda *asked: found.append(asked) or uncovered(*asked)
+            "kvflow.protocols.decode_links.uncovered",
+            lambda *asked: found.append(asked) or uncovered(*asked),
         )
         decode = LoneDecode().up(TWO)
         for room in range(3):

@@ -15,7 +15,10 @@ def test_as_a_plain_dictionary_would(seed: int) -> None:
     plain: dict[int, float] = {}
     now = 0.0
     for _ in range(4_000):
-        key, at_s = rng.randrange(60), now + rng.choice([0.0, 0.001, 0.02, 0.3, 4.0, NEVER]) * rng.random()
+        key, at_s = (
+            rng.randrange(60),
+            now + rng.choice([0.0, 0.001, 0.02, 0.3, 4.0, NEVER]) * rng.random(),
+        )
         if rng.random() < 0.5:
             deadlines.set(key, at_s)
             plain.pop(key, None)

@@ -56,13 +56,21 @@ LEAVING = Cause(Code.SHUTDOWN, "decode is shutting down")
 class TestEndings:
     def test_by_the_client_and_prefill_has_drained(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        assert decode.close(G) == [RoomFailed(G, GONE), to(abort(grant=G))] and record.phase is DecodePhase.DRAINING
+        assert (
+            decode.close(G) == [RoomFailed(G, GONE), to(abort(grant=G))]
+            and record.phase is DecodePhase.DRAINING
+        )
         assert decode.close(G, BROKEN) == [] == decode.hear(failed(BROKEN, grant=G))
         assert decode.core.ledger.quarantined_pages == 3
-        assert decode.hear(ack(grant=G)) == [FreePages(G), RoomEnded(G)] and record.phase is DecodePhase.ABORTED
+        assert (
+            decode.hear(ack(grant=G)) == [FreePages(G), RoomEnded(G)]
+            and record.phase is DecodePhase.ABORTED
+        )
         assert record.state.cause == GONE and decode.core.ledger.quarantined_pages == 0
         told = [line.what for line in record.story.lines()]
-        assert told == ["lent", "ended_locally", "ended_locally", "room_failed", "loans_ended"], "also what came late"
+        assert told == ["lent", "ended_locally", "ended_locally", "room_failed", "loans_ended"], (
+            "also what came late"
+        )
         assert decode.hear(ack(grant=G)) == [] and decode.counts.stale == 1
 
     def test_and_prefill_cannot_say(self, decode: LoneDecode) -> None:
@@ -71,11 +79,16 @@ class TestEndings:
         assert decode.hear(ack(room=8, grant=G)) == [] and decode.counts.stale == 1
         assert decode.hear(ack(grant=G, drained=False)) == [QuarantinePages(G), RoomEnded(G)]
         assert record.phase is DecodePhase.LOST and decode.counts.endings["lost:client_gone"] == 1
-        assert record.story.lines()[-1].text == "transfer_error: prefill cannot prove where its writes went"
+        assert (
+            record.story.lines()[-1].text
+            == "transfer_error: prefill cannot prove where its writes went"
+        )
         decode.endpoint.writer_died(KEY, decode.now)
         assert decode.asked() == [HangUp(KEY), FreePages(G), StopWatch(KEY)]
 
-    def test_what_was_never_offered_or_is_proven_cannot_be_in_doubt(self, decode: LoneDecode) -> None:
+    def test_what_was_never_offered_or_is_proven_cannot_be_in_doubt(
+        self, decode: LoneDecode
+    ) -> None:
         doubt, again = ack(grant=G, drained=False), GrantId(G + 1)
         decode.lent()
         decode.hear(ack(grant=G))
@@ -98,11 +111,18 @@ class TestEndings:
         assert decode.hear(unproven, key=OTHER_KEY) == []
         assert decode.hear(ack(grant=grant)) == [QuarantinePages(grant), RoomEnded(grant)]
         assert record.phase is DecodePhase.LOST and record.state.cause == GONE
-        assert decode.hear(ack(grant=grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == [FreePages(grant)]
+        assert decode.hear(ack(grant=grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == [
+            FreePages(grant)
+        ]
 
     def test_by_prefill(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        told = [RoomFailed(G, BROKEN), to(abort(grant=G, cause=BROKEN)), QuarantinePages(G), RoomEnded(G)]
+        told = [
+            RoomFailed(G, BROKEN),
+            to(abort(grant=G, cause=BROKEN)),
+            QuarantinePages(G),
+            RoomEnded(G),
+        ]
         assert decode.hear(failed(BROKEN, grant=G)) == told and record.phase is DecodePhase.FAILED
         assert decode.hear(ack(grant=G)) == [FreePages(G)]
 
@@ -120,13 +140,22 @@ class TestEndings:
         decode.up(ELSEWHERE)
         stranger = failed(BROKEN, grant=G, source=key_of(ELSEWHERE[0]).incarnation)
         assert decode.hear(stranger, key=key_of(ELSEWHERE[0])) == []
-        assert decode.counts.stale == 3 and G in decode.endpoint.rooms, "it is not one of the room's ranks"
+        assert decode.counts.stale == 3 and G in decode.endpoint.rooms, (
+            "it is not one of the room's ranks"
+        )
 
-    def test_the_last_chunk_of_a_room_that_drains_is_proof_all_the_same(self, decode: LoneDecode) -> None:
+    def test_the_last_chunk_of_a_room_that_drains_is_proof_all_the_same(
+        self, decode: LoneDecode
+    ) -> None:
         decode.lent()
         decode.hear(done(0, 1))
         decode.close(G)
-        assert decode.hear(done(2, 1, True)) == [] == decode.hear(done(0, 1)) == decode.hear(done(1, 1))
+        assert (
+            decode.hear(done(2, 1, True))
+            == []
+            == decode.hear(done(0, 1))
+            == decode.hear(done(1, 1))
+        )
         assert decode.counts.stale == 3 and len(decode.core.ledger) == 1
         assert decode.hear(done(1, 2, True)) == [FreePages(G), RoomEnded(G)]
         assert "success" not in decode.counts.endings
@@ -141,7 +170,9 @@ class TestEndings:
         decode.hear(ack(grant=G))
         grant = decode.open(8, deadline_at_s=decode.now + 60)
         decode.close(grant)
-        assert {timer.kind for timer in decode.core.deadlines} == {"link", "repeat"}, "it goes with its room"
+        assert {timer.kind for timer in decode.core.deadlines} == {"link", "repeat"}, (
+            "it goes with its room"
+        )
 
     def test_by_a_deadline_that_has_passed_already(self, decode: LoneDecode) -> None:
         decode.open(deadline_at_s=START - 0.25)
@@ -154,7 +185,9 @@ class TestEndings:
         decode.close(G)
         decode.tick(2)
         decode.tick()
-        assert record.state.cause == GONE and not any(timer.kind == "stalled" for timer in decode.core.deadlines)
+        assert record.state.cause == GONE and not any(
+            timer.kind == "stalled" for timer in decode.core.deadlines
+        )
 
 
 class TestAborts:
@@ -184,7 +217,9 @@ class TestAborts:
         decode.hear(ack(8, second.grant))
         decode.tick(1)
         decode.tick(1)
-        assert "repeat" not in {timer.kind for timer in decode.core.deadlines}, "nothing is asked for any more"
+        assert "repeat" not in {timer.kind for timer in decode.core.deadlines}, (
+            "nothing is asked for any more"
+        )
 
     def test_answers_to_others_do_not_put_them_off(self, decode: LoneDecode) -> None:
         decode.now += 1
@@ -207,9 +242,14 @@ class TestAborts:
         assert fresh.core.deadlines.next_at_s() > fresh.now
         fresh.hear(registered(fresh_from=1))
         fresh.tick()
-        assert fresh.tick() == [to(abort(grant=grant))] and next(iter(fresh.endpoint.peers)).repeat_after_s == 1.0
+        assert (
+            fresh.tick() == [to(abort(grant=grant))]
+            and next(iter(fresh.endpoint.peers)).repeat_after_s == 1.0
+        )
 
-    def test_one_that_prefill_takes_long_over_does_not_delay_the_next(self, decode: LoneDecode) -> None:
+    def test_one_that_prefill_takes_long_over_does_not_delay_the_next(
+        self, decode: LoneDecode
+    ) -> None:
         first, second = decode.lent(7), decode.lent(8)
         decode.close(first.grant)
         for _ in range(16):
@@ -227,7 +267,9 @@ class TestAborts:
         withdrawn = decode.open(8)
         decode.close(withdrawn)
         decode.tick(0.5)
-        assert [message for _, message in decode.tick() if type(message) is type(abort())] == [abort(8, withdrawn)]
+        assert [message for _, message in decode.tick() if type(message) is type(abort())] == [
+            abort(8, withdrawn)
+        ]
 
 
 class TestAsking:
@@ -295,12 +337,16 @@ class TestAsking:
         decode.lent()
         told = [decode.tick(after_s) for after_s in (0.5, 1.0, 2.125)]
         asked = [[message for _, message in sent if type(message) is type(ask())] for sent in told]
-        assert asked == [[ask((7, G, 0))], [ask((7, G, 0))], []], "it fell silent; its room is lost in the next tick"
+        assert asked == [[ask((7, G, 0))], [ask((7, G, 0))], []], (
+            "it fell silent; its room is lost in the next tick"
+        )
         assert decode.core.links.peers[KEY].phase is LinkPhase.SILENT and G in decode.endpoint.rooms
 
     def test_what_prefill_does_not_know_is_offered_again(self, decode: LoneDecode) -> None:
         decode.lent()
-        assert decode.hear(ask((7, G, 0), (7, G, 0))) == [to(bootstrap(grant=G))], "each is answered once"
+        assert decode.hear(ask((7, G, 0), (7, G, 0))) == [to(bootstrap(grant=G))], (
+            "each is answered once"
+        )
         assert decode.hear(ask((9, 9, 0))) == []
         decode.hear(done(0, 1))
         assert decode.hear(ask((7, G, 0))) == [], "an old question"
@@ -308,10 +354,15 @@ class TestAsking:
         assert decode.hear(ask((7, G, 1))) == [RoomFailed(G, why), to(abort(grant=G, cause=why))]
         assert decode.hear(ask((7, G, 1))) == []
 
-    def test_a_room_whose_pages_are_not_taken_yet_has_nothing_to_offer(self, decode: LoneDecode) -> None:
+    def test_a_room_whose_pages_are_not_taken_yet_has_nothing_to_offer(
+        self, decode: LoneDecode
+    ) -> None:
         grant = decode.open()
         decode.asked()
-        assert decode.hear(ask((7, grant, 0)), ask((7, grant, 1))) == [] and grant in decode.endpoint.rooms
+        assert (
+            decode.hear(ask((7, grant, 0)), ask((7, grant, 1))) == []
+            and grant in decode.endpoint.rooms
+        )
 
     def test_only_a_rank_of_the_room_that_owes_something_may_ask(self) -> None:
         decode = LoneDecode().up(TWO).up(ELSEWHERE)
@@ -319,7 +370,9 @@ class TestAsking:
         assert decode.hear(ask((7, record.grant, 0), source=OTHER_PREFILL), key=OTHER_KEY) == []
         both = decode.lent(8, TWO)
         decode.hear(chunk_done(0, 3, True, room=8, grant=both.grant))
-        assert decode.hear(ask((8, both.grant, 1))) == [] and not both.state.cause, "it may forget it"
+        assert decode.hear(ask((8, both.grant, 1))) == [] and not both.state.cause, (
+            "it may forget it"
+        )
         offered = [other(bootstrap(8, both.grant, source=OTHER_PREFILL))]
         assert decode.hear(ask((8, both.grant, 0), source=OTHER_PREFILL), key=OTHER_KEY) == offered
 
@@ -343,7 +396,12 @@ class TestLeaving:
     def test_close_hangs_up_on_all(self) -> None:
         decode = LoneDecode().up(TWO)
         decode.endpoint.close(decode.now)
-        assert decode.asked() == [HangUp(KEY), StopWatch(KEY), HangUp(OTHER_KEY), StopWatch(OTHER_KEY)]
+        assert decode.asked() == [
+            HangUp(KEY),
+            StopWatch(KEY),
+            HangUp(OTHER_KEY),
+            StopWatch(OTHER_KEY),
+        ]
 
     def test_a_room_may_end_while_others_are_dealt_with(self, decode: LoneDecode) -> None:
         rooms = [decode.open(room) for room in range(TICK_WORK + 2)]
@@ -351,7 +409,9 @@ class TestLeaving:
         assert list(decode.endpoint.rooms) == rooms[-2:]
         decode.close(rooms[-2])
         decode.tick()
-        assert not decode.endpoint.rooms and decode.counts.endings["aborted:shutdown"] == TICK_WORK + 1
+        assert (
+            not decode.endpoint.rooms and decode.counts.endings["aborted:shutdown"] == TICK_WORK + 1
+        )
 
     def test_and_so_may_its_loans(self, decode: LoneDecode) -> None:
         """The link is lost, and the last chunk of a room has come before its turn."""
@@ -361,7 +421,10 @@ class TestLeaving:
         landed = decode.hear(chunk_done(0, 3, True, room=TICK_WORK + 2, grant=grants[-1]))
         decode.tick()
         assert RoomLanded(grants[-1], b"") in landed and decode.counts.endings["success"] == 1
-        assert decode.counts.endings["lost:peer_lost"] == TICK_WORK + 2 and len(decode.core.ledger) == TICK_WORK + 2
+        assert (
+            decode.counts.endings["lost:peer_lost"] == TICK_WORK + 2
+            and len(decode.core.ledger) == TICK_WORK + 2
+        )
 
     def test_nothing_is_linked_once_it_is_closed(self, decode: LoneDecode) -> None:
         decode.endpoint.close(decode.now)
@@ -386,10 +449,14 @@ class TestLeaving:
         decode.now += 4
         decode.hear(beat(source=elsewhere.incarnation), key=elsewhere)
         decode.tick(1)
-        assert decode.core.tasks and not decode.core.proof_may_come, "it is silent, and the other one owes nothing"
+        assert decode.core.tasks and not decode.core.proof_may_come, (
+            "it is silent, and the other one owes nothing"
+        )
         decode.tick()
         assert not decode.core.proof_may_come and lent.state.cause
-        decode.endpoint.receive(KEY, encode(registered(fresh_from=decode.core.next_grant)), decode.now)
+        decode.endpoint.receive(
+            KEY, encode(registered(fresh_from=decode.core.next_grant)), decode.now
+        )
         assert decode.core.proof_may_come, "and answers again: it is asked"
 
     def test_close_hangs_up_and_leaves_loans_unproven(self, decode: LoneDecode) -> None:

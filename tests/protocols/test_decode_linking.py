@@ -1,4 +1,6 @@
-"""Decode's links to prefill ranks: dialled, registered, lost, found again, and given up (I2, I4, I6)."""
+"""Decode's links to prefill ranks: dialled, registered, lost, found again, and given up (I2, I4,
+I6).
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,17 @@ class TestRegistering:
     def test_a_room_dials_and_registers_and_is_announced_at_once(self, fresh: LoneDecode) -> None:
         grant = fresh.open()
         assert fresh.asked() == [Dial(KEY), to(register()), to(announce())]
-        assert fresh.hear(registered(fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS), Linked(grant)]
-        assert fresh.hear(registered(fresh_from=1)) == [], "the answer to a Register that was repeated"
-        assert fresh.open(8) == 2 and fresh.asked() == [Linked(2), to(announce(8, 2))]  # type: ignore[arg-type]
+        assert fresh.hear(registered(fresh_from=1)) == [
+            WatchWriter(KEY, OWN_ADDRESS),
+            Linked(grant),
+        ]
+        assert fresh.hear(registered(fresh_from=1)) == [], (
+            "the answer to a Register that was repeated"
+        )
+        assert fresh.open(8) == 2 and fresh.asked() == [
+            Linked(2),
+            to(announce(8, 2)),
+        ]  # type: ignore[arg-type]
 
     def test_register_is_repeated_until_it_is_answered(self, fresh: LoneDecode) -> None:
         fresh.open(deadline_at_s=START + 99)
@@ -124,7 +134,9 @@ class TestRegistering:
     def test_the_address_of_the_writer_is_the_first_that_was_named(self, fresh: LoneDecode) -> None:
         fresh.open()
         fresh.asked()
-        assert fresh.hear(registered(fresh_from=1, address=None)) == [Linked(1)]  # type: ignore[arg-type]
+        assert fresh.hear(registered(fresh_from=1, address=None)) == [
+            Linked(1),
+        ]  # type: ignore[arg-type]
         decode = LoneDecode().up()
         (peer,) = decode.endpoint.peers
         decode.hear(registered(fresh_from=9, address=None))
@@ -141,7 +153,10 @@ class TestRegistering:
                 registered("full", source=OTHER_PREFILL, asked=PREFILL),
                 Cause(Code.PEER_LOST, f"{AT} restarted: another incarnation answers"),
             ),
-            (registered(rank=5), Cause(Code.PROTOCOL_ERROR, f"{AT} says it is rank 5, the registry says 0")),
+            (
+                registered(rank=5),
+                Cause(Code.PROTOCOL_ERROR, f"{AT} says it is rank 5, the registry says 0"),
+            ),
         ],
     )
     def test_another_one_answers(self, fresh: LoneDecode, answer: object, why: Cause) -> None:
@@ -150,7 +165,9 @@ class TestRegistering:
         told = [HangUp(KEY), *over(grant, why), StopWatch(KEY)]
         assert fresh.hear(answer) == told  # type: ignore[arg-type]
 
-    def test_the_answer_to_what_another_life_was_asked_is_not_for_this_one(self, fresh: LoneDecode) -> None:
+    def test_the_answer_to_what_another_life_was_asked_is_not_for_this_one(
+        self, fresh: LoneDecode
+    ) -> None:
         old = rank_info(incarnation=OTHER_PREFILL)
         fresh.open(7, (old,))
         fresh.open(8)
@@ -159,7 +176,10 @@ class TestRegistering:
         told = fresh.hear(answer)
         assert told[0] == HangUp(key_of(old)) and link(fresh) is LinkPhase.REGISTERING
         assert fresh.hear(answer) == [] and fresh.counts.stale == 1, "that link is no more"
-        assert fresh.hear(registered(asked=0, fresh_from=2)) == [WatchWriter(KEY, OWN_ADDRESS), Linked(2)]  # type: ignore[arg-type]
+        assert fresh.hear(registered(asked=0, fresh_from=2)) == [
+            WatchWriter(KEY, OWN_ADDRESS),
+            Linked(2),
+        ]  # type: ignore[arg-type]
 
     def test_acceptance_of_an_older_register_is_none(self, decode: LoneDecode) -> None:
         record = decode.lent()
@@ -183,8 +203,12 @@ class TestRegistering:
             registered(target=78),  # type: ignore[arg-type]
         ]
         assert decode.hear(*foreign) == [] and decode.counts.foreign == 5
-        assert decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == [] and decode.counts.foreign == 6
-        assert decode.hear(chunk_done(0, 3, True, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == []
+        assert (
+            decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == [] and decode.counts.foreign == 6
+        )
+        assert (
+            decode.hear(chunk_done(0, 3, True, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == []
+        )
         assert decode.counts.foreign == 7, "it is not linked"
         assert record.state.next_seq == (0,)
 
@@ -194,10 +218,15 @@ class TestWhichRanks:
         fresh.endpoint.bounds = Bounds()
         with pytest.raises(LostError, match="no rank of that prefill is known"):
             fresh.open(ranks=())
-        with pytest.raises(PeerError, match="the registry names one incarnation for two ranks of tcp://prefill:0"):
+        with pytest.raises(
+            PeerError, match="the registry names one incarnation for two ranks of tcp://prefill:0"
+        ):
             fresh.open(ranks=(rank_info(size=2), rank_info(rank=1, size=2)))
         for ranks, text in (
-            ((rank_info(), rank_info(rank=1, incarnation=OTHER_PREFILL)), "has world_size 1, and 2 ranks are given"),
+            (
+                (rank_info(), rank_info(rank=1, incarnation=OTHER_PREFILL)),
+                "has world_size 1, and 2 ranks are given",
+            ),
             ((rank_info(size=2),), "has world_size 2, and 1 rank is given"),
             ((rank_info(rank=1),), r"rank 1 is outside 0\.\.0"),
         ):
@@ -209,19 +238,32 @@ class TestWhichRanks:
         fresh = LoneDecode(bounds=Bounds(ranks_per_room=2))
         fresh.open(ranks=TWO)
         three = tuple(rank_info(rank, incarnation=rank + 1, size=3) for rank in range(3))
-        with pytest.raises(PeerError, match="prefill tcp://prefill:0 has 3 ranks; one room takes 2 at most"):
+        with pytest.raises(
+            PeerError, match="prefill tcp://prefill:0 has 3 ranks; one room takes 2 at most"
+        ):
             fresh.open(8, three)
 
     def test_a_room_is_linked_when_every_rank_is(self, fresh: LoneDecode) -> None:
         grant = fresh.open(ranks=TWO)
         other = {"source": OTHER_PREFILL}
         assert fresh.asked() == [
-            *(Dial(KEY), to(register()), Dial(OTHER_KEY), to(register(source=OTHER_PREFILL), OTHER_KEY)),
-            *(to(announce()), to(announce(source=OTHER_PREFILL), OTHER_KEY)),  # type: ignore[arg-type]
+            *(
+                Dial(KEY),
+                to(register()),
+                Dial(OTHER_KEY),
+                to(register(source=OTHER_PREFILL), OTHER_KEY),
+            ),
+            *(
+                to(announce()),
+                to(announce(source=OTHER_PREFILL), OTHER_KEY),
+            ),  # type: ignore[arg-type]
         ]
         assert fresh.hear(registered(size=2, fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS)]
         answer = registered(rank=1, size=2, fresh_from=1, **other)  # type: ignore[arg-type]
-        assert fresh.hear(answer, key=OTHER_KEY) == [WatchWriter(OTHER_KEY, OWN_ADDRESS), Linked(grant)]
+        assert fresh.hear(answer, key=OTHER_KEY) == [
+            WatchWriter(OTHER_KEY, OWN_ADDRESS),
+            Linked(grant),
+        ]
         offered = [to(bootstrap()), to(bootstrap(source=OTHER_PREFILL), OTHER_KEY)]
         assert fresh.lend(grant) == offered
 
@@ -235,8 +277,12 @@ class TestWhichRanks:
         linked: list[list[GrantId]] = []
         for info in ranks:
             source = Incarnation(info.incarnation)
-            answer = registered(source=source, rank=info.rank, size=len(ranks), fresh_from=fresh.core.next_grant)
-            linked.append([c.grant for c in fresh.hear(answer, key=key_of(info)) if isinstance(c, Linked)])
+            answer = registered(
+                source=source, rank=info.rank, size=len(ranks), fresh_from=fresh.core.next_grant
+            )
+            linked.append(
+                [c.grant for c in fresh.hear(answer, key=key_of(info)) if isinstance(c, Linked)]
+            )
         while fresh.endpoint.next_tick() == float("-inf"):
             linked.append([c.grant for c in fresh.tick() if isinstance(c, Linked)])
         assert max(map(len, linked)) == TICK_WORK
@@ -244,7 +290,9 @@ class TestWhichRanks:
 
     def test_two_ranks_at_one_address(self) -> None:
         decode = LoneDecode().up(TWO)
-        with pytest.raises(PeerError, match="prefill at tcp://prefill:1 is rank 1, and was asked for as 0"):
+        with pytest.raises(
+            PeerError, match="prefill at tcp://prefill:1 is rank 1, and was asked for as 0"
+        ):
             decode.open(ranks=(rank_info(incarnation=OTHER_PREFILL, control=OTHER_KEY.control),))
 
     def test_a_link_that_waits_for_its_end(self, decode: LoneDecode) -> None:
@@ -252,7 +300,10 @@ class TestWhichRanks:
         decode.tick(5)
         decode.tick()
         decode.tick(1)
-        with pytest.raises(LostError, match=r"prefill at tcp://prefill:0 is silent: prefill at .* was silent for 5 s"):
+        with pytest.raises(
+            LostError,
+            match=r"prefill at tcp://prefill:0 is silent: prefill at .* was silent for 5 s",
+        ):
             decode.open(8)
 
     def test_the_link_that_was_idle_for_longest_makes_place(self) -> None:
@@ -283,7 +334,9 @@ class TestWhichRanks:
         assert len(kept.peers) == len(kept.coverage) == 2
         assert {peer.key for peers in kept.coverage for peer in peers} == set(kept.peers)
 
-    def test_one_that_is_lost_makes_place_where_none_is_idle_and_its_loans_wait_for_the_fence(self) -> None:
+    def test_one_that_is_lost_makes_place_where_none_is_idle_and_its_loans_wait_for_the_fence(
+        self,
+    ) -> None:
         other = (rank_info(incarnation=OTHER_PREFILL, control=OTHER_KEY.control),)
         decode = LoneDecode(bounds=Bounds(links=2)).up().up(other)
         decode.lent(8)
@@ -323,12 +376,16 @@ class TestHeartbeats:
         first, second = decode.lent(7), decode.lent(8)
         assert decode.tick(1)[0] == to(beat(2)), "the second and third are open"
         decode.hear(chunk_done(0, 3, True, room=8, grant=second.grant))
-        assert to(beat(2, settled=((3, 4),))) in decode.tick(1), "the second is open, and keeps nothing of the third"
+        assert to(beat(2, settled=((3, 4),))) in decode.tick(1), (
+            "the second is open, and keeps nothing of the third"
+        )
         decode.hear(chunk_done(0, 3, True, grant=first.grant))
         assert to(beat(4)) in decode.tick(1)
 
     @pytest.mark.parametrize(("late_s", "lost_at_s"), [(2.0, 7.0), (9.0, 9.0)])
-    def test_its_own_standstill_is_nobodys_silence(self, decode: LoneDecode, late_s: float, lost_at_s: float) -> None:
+    def test_its_own_standstill_is_nobodys_silence(
+        self, decode: LoneDecode, late_s: float, lost_at_s: float
+    ) -> None:
         decode.lent()
         decode.now += 4
         decode.endpoint.credit_stall(late_s, decode.now)

@@ -1,4 +1,6 @@
-"""A room at decode: announced, lent, filled chunk by chunk, and ended exactly once (I1, I2, I4, I8)."""
+"""A room at decode: announced, lent, filled chunk by chunk, and ended exactly once (I1, I2, I4,
+I8).
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ from tests.protocols.alone import (
 
 
 class TestOpening:
-    def test_a_room_that_is_offered_at_once_announces_itself_by_that(self, decode: LoneDecode) -> None:
+    def test_a_room_that_is_offered_at_once_announces_itself_by_that(
+        self, decode: LoneDecode
+    ) -> None:
         assert decode.open(announce=False) == G and decode.asked() == [Linked(G)]
         assert decode.lend(G) == [to(bootstrap(grant=G))]
         assert decode.counts.rooms_opened == 2 and list(decode.endpoint.rooms) == [G]
@@ -58,8 +62,13 @@ class TestOpening:
         decode = LoneDecode().up(size=2)
         grant = decode.open(ranks=TWO, announce=False)
         told = decode.asked()
-        assert told[2:] == [to(announce(grant=grant)), other(announce(grant=grant, source=OTHER_PREFILL))]
-        told = decode.hear(registered(source=OTHER_PREFILL, rank=1, size=2, fresh_from=grant), key=OTHER_KEY)
+        assert told[2:] == [
+            to(announce(grant=grant)),
+            other(announce(grant=grant, source=OTHER_PREFILL)),
+        ]
+        told = decode.hear(
+            registered(source=OTHER_PREFILL, rank=1, size=2, fresh_from=grant), key=OTHER_KEY
+        )
         assert Linked(grant) in told
 
     def test_what_cannot_be_offered_is_withdrawn(self, decode: LoneDecode) -> None:
@@ -88,7 +97,9 @@ class TestOpening:
             decode.endpoint.refuse_room(7, (), BROKEN, decode.now)
 
     def test_while_too_much_is_in_quarantine_none_is_opened(self) -> None:
-        """A recalled loan counts when prefill has left its Abort unanswered for as long as it takes to repeat it."""
+        """A recalled loan counts when prefill has left its Abort unanswered for as long as it takes
+        to repeat it.
+        """
         decode = LoneDecode(bounds=Bounds(quarantine_share=0.2)).up()  # three pages of sixteen
         first, second = decode.lent(7), decode.lent(8)
         decode.close(first.grant)
@@ -119,7 +130,9 @@ class TestBeginning:
     def test_every_rank_has_to_say_so(self) -> None:
         decode = LoneDecode().up(size=2)
         grant = decode.open(ranks=TWO)
-        decode.hear(registered(source=OTHER_PREFILL, rank=1, size=2, fresh_from=grant), key=OTHER_KEY)
+        decode.hear(
+            registered(source=OTHER_PREFILL, rank=1, size=2, fresh_from=grant), key=OTHER_KEY
+        )
         mine, theirs = begun(grant=grant), begun(grant=grant, rank=1, source=OTHER_PREFILL)
         assert decode.hear(mine, mine) == []
         assert decode.hear(theirs, key=OTHER_KEY) == [RoomBegun(grant)]
@@ -149,9 +162,17 @@ class TestLending:
     def test_too_late(self, decode: LoneDecode) -> None:
         grant = decode.open()
         decode.asked()
-        ended = [RoomFailed(grant, GONE), to(abort(grant=grant)), FreePages(grant), RoomEnded(grant)]
+        ended = [
+            RoomFailed(grant, GONE),
+            to(abort(grant=grant)),
+            FreePages(grant),
+            RoomEnded(grant),
+        ]
         assert decode.close(grant) == ended
-        assert decode.endpoint.lend(grant, indices(1, 2, 3), decode.now) is False and decode.asked() == []
+        assert (
+            decode.endpoint.lend(grant, indices(1, 2, 3), decode.now) is False
+            and decode.asked() == []
+        )
         assert decode.close(grant) == [] and decode.hear(ack(grant=grant)) == []
 
     def test_prefill_is_given_time_to_answer_it(self, decode: LoneDecode) -> None:
@@ -179,8 +200,15 @@ class TestChunks:
         record = decode.lent()
         assert decode.hear(done(0, 2)) == [] and record.phase is DecodePhase.TRANSFERRING
         assert decode.hear(done(1, 1, True, b"h")) == [RoomLanded(G, b"h"), RoomEnded(G)]
-        assert decode.counts.endings == {"aborted:client_gone": 1, "success": 1} and decode.counts.bytes_moved == 3
-        assert len(decode.core.ledger) == 0 and not decode.endpoint.rooms and len(decode.core.deadlines) == 2
+        assert (
+            decode.counts.endings == {"aborted:client_gone": 1, "success": 1}
+            and decode.counts.bytes_moved == 3
+        )
+        assert (
+            len(decode.core.ledger) == 0
+            and not decode.endpoint.rooms
+            and len(decode.core.deadlines) == 2
+        )
         assert decode.tick(1)[-1] == to(beat(3))
 
     def test_repeated_missing_and_foreign_ones_count_for_nothing(self, decode: LoneDecode) -> None:
@@ -190,7 +218,9 @@ class TestChunks:
             assert decode.hear(message) == []
         assert decode.counts.stale == 4 and record.state.filled == (1,)
 
-    def test_a_rank_that_could_not_vouch_for_its_writes_lands_nothing_more(self, decode: LoneDecode) -> None:
+    def test_a_rank_that_could_not_vouch_for_its_writes_lands_nothing_more(
+        self, decode: LoneDecode
+    ) -> None:
         record = decode.lent()
         decode.hear(ack(grant=G, drained=False))
         assert decode.hear(done(0, 1), done(0, 3, True)) == [] and decode.counts.stale == 2
@@ -200,7 +230,9 @@ class TestChunks:
         record = decode.lent()
         told = decode.hear(done(0, 2, True))
         why = Cause(Code.PROTOCOL_ERROR, "rank 0 filled 2 pages of 3 by chunk 0")
-        assert told == [RoomFailed(G, why), FreePages(G), RoomEnded(G)], "its last chunk has proven its writes"
+        assert told == [RoomFailed(G, why), FreePages(G), RoomEnded(G)], (
+            "its last chunk has proven its writes"
+        )
         assert record.phase is DecodePhase.ABORTED
 
     def test_the_hand_over_is_the_first_ranks_that_brings_one(self) -> None:
@@ -208,19 +240,32 @@ class TestChunks:
         record = decode.lent(ranks=TWO)
         decode.hear(chunk_done(0, 3, True, b"first", grant=record.grant))
         told = decode.hear(
-            chunk_done(0, 3, True, b"second", grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY
+            chunk_done(0, 3, True, b"second", grant=record.grant, source=OTHER_PREFILL, rank=1),
+            key=OTHER_KEY,
         )
         assert told == [RoomLanded(record.grant, b"first"), RoomEnded(record.grant)]
 
     def test_ranks_fill_the_room_each_at_its_own_pace(self) -> None:
         decode = LoneDecode().up(TWO)
         record = decode.lent(ranks=TWO)
-        decode.hear(chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY)
-        assert (record.next_seq(0), record.next_seq(1), record.first_page(0), record.first_page(1)) == (0, 1, 0, 2)
+        decode.hear(
+            chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY
+        )
+        assert (
+            record.next_seq(0),
+            record.next_seq(1),
+            record.first_page(0),
+            record.first_page(1),
+        ) == (0, 1, 0, 2)
 
 
 def summed(
-    decode: LoneDecode, seq: int, checksum: bytes, rank: int = 0, grant: GrantId = G, error: str = ""
+    decode: LoneDecode,
+    seq: int,
+    checksum: bytes,
+    rank: int = 0,
+    grant: GrantId = G,
+    error: str = "",
 ) -> list[object]:
     decode.endpoint.chunk_summed(grant, rank, seq, checksum, decode.now, error=error)
     return decode.asked()
@@ -236,7 +281,9 @@ class TestVerifiedChunks:
     def test_they_land_in_the_order_they_came_in(self, decode: LoneDecode) -> None:
         record = decode.lent()
         assert decode.hear(done(0, 2, checksum=b"a")) == [VerifyChunk(G, 0, 0, 0, 2, SERVED)]
-        assert decode.hear(done(1, 1, True, b"h", checksum=b"b")) == [VerifyChunk(G, 0, 1, 2, 1, SERVED)]
+        assert decode.hear(done(1, 1, True, b"h", checksum=b"b")) == [
+            VerifyChunk(G, 0, 1, 2, 1, SERVED)
+        ]
         assert len(decode.core.ledger) == 0, "the last one is proof, whatever its checksum says"
         assert summed(decode, 1, b"b") == [] and record.state.filled == (0,)
         assert summed(decode, 0, b"a") == [RoomLanded(G, b"h"), RoomEnded(G)]
@@ -245,9 +292,24 @@ class TestVerifiedChunks:
     @pytest.mark.parametrize(
         ("sent", "found", "code", "text"),
         [
-            (b"a", b"b", Code.TRANSFER_ERROR, "chunk 0 of rank 0: checksum 61 at prefill, 62 at decode"),
-            (b"", b"b", Code.TRANSFER_ERROR, "chunk 0 of rank 0: prefill sends no checksum, and this decode verifies"),
-            (b"a", b"", Code.ENGINE_ERROR, "chunk 0 of rank 0: the checksum of the landed pages could not be computed"),
+            (
+                b"a",
+                b"b",
+                Code.TRANSFER_ERROR,
+                "chunk 0 of rank 0: checksum 61 at prefill, 62 at decode",
+            ),
+            (
+                b"",
+                b"b",
+                Code.TRANSFER_ERROR,
+                "chunk 0 of rank 0: prefill sends no checksum, and this decode verifies",
+            ),
+            (
+                b"a",
+                b"",
+                Code.ENGINE_ERROR,
+                "chunk 0 of rank 0: the checksum of the landed pages could not be computed",
+            ),
         ],
     )
     def test_a_difference_ends_the_room(
@@ -256,8 +318,13 @@ class TestVerifiedChunks:
         decode.lent()
         decode.hear(done(0, 1, checksum=sent), done(1, 1, checksum=b"c"))
         stop, failure, told = summed(decode, 0, found)
-        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
-        assert failure.cause.code is code and failure.cause.text.startswith(text)  # type: ignore[attr-defined]
+        assert (stop, told) == (
+            StopVerifying(G),
+            to(abort(grant=G, cause=failure.cause)),
+        )  # type: ignore[attr-defined]
+        assert failure.cause.code is code and failure.cause.text.startswith(
+            text,
+        )  # type: ignore[attr-defined]
         assert decode.counts.mismatched == 1
         assert summed(decode, 1, b"c") == [] and summed(decode, 0, sent or b"x") == []
 
@@ -265,14 +332,27 @@ class TestVerifiedChunks:
         decode = LoneDecode(verify=True).up(TWO)
         record = decode.lent(ranks=TWO)
         grant = record.grant
-        decode.hear(chunk_done(0, 1, grant=grant, checksum=b"a"), chunk_done(1, 1, grant=grant, checksum=b"b"))
+        decode.hear(
+            chunk_done(0, 1, grant=grant, checksum=b"a"),
+            chunk_done(1, 1, grant=grant, checksum=b"b"),
+        )
         decode.hear(
             chunk_done(0, 2, grant=grant, checksum=b"c", source=OTHER_PREFILL, rank=1),
             chunk_done(1, 1, True, grant=grant, checksum=b"d", source=OTHER_PREFILL, rank=1),
             key=OTHER_KEY,
         )
-        assert [(check.rank, check.message.seq) for check in record.checks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-        assert (record.next_seq(0), record.first_page(0), record.next_seq(1), record.first_page(1)) == (2, 2, 2, 3)
+        assert [(check.rank, check.message.seq) for check in record.checks] == [
+            (0, 0),
+            (0, 1),
+            (1, 0),
+            (1, 1),
+        ]
+        assert (
+            record.next_seq(0),
+            record.first_page(0),
+            record.next_seq(1),
+            record.first_page(1),
+        ) == (2, 2, 2, 3)
         assert summed(decode, 0, b"c", 1, grant) == [] == summed(decode, 1, b"b", 0, grant)
         assert record.state.filled == (0, 0)
         assert summed(decode, 0, b"a", 0, grant) == [] and record.state.filled == (2, 2)
@@ -283,9 +363,14 @@ class TestVerifiedChunks:
         decode.lent()
         decode.hear(done(0, 3, checksum=b"a"))
         assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, 3, 0, SERVED)]
-        assert summed(decode, 0, b"a") == [] and summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
+        assert summed(decode, 0, b"a") == [] and summed(decode, 1, b"") == [
+            RoomLanded(G, b"h"),
+            RoomEnded(G),
+        ]
 
-    def test_prefill_gives_up_a_room_whose_last_chunk_is_being_summed(self, decode: LoneDecode) -> None:
+    def test_prefill_gives_up_a_room_whose_last_chunk_is_being_summed(
+        self, decode: LoneDecode
+    ) -> None:
         decode.lent()
         decode.hear(done(0, 3, True, checksum=b"a"))
         ended = [StopVerifying(G), RoomFailed(G, BROKEN), FreePages(G), RoomEnded(G)]
@@ -301,7 +386,9 @@ class TestVerifiedChunks:
 
 
 class TestStagedRooms:
-    """Where pages are `staged` a chunk lands when it has been brought to where it is used; no sum is compared."""
+    """Where pages are `staged` a chunk lands when it has been brought to where it is used; no sum
+    is compared.
+    """
 
     @pytest.fixture
     def decode(self) -> LoneDecode:
@@ -310,8 +397,12 @@ class TestStagedRooms:
     def test_they_land_when_they_have_been_brought(self, decode: LoneDecode) -> None:
         record = decode.lent()
         assert decode.hear(done(0, 2)) == [VerifyChunk(G, 0, 0, 0, 2, SERVED)]
-        assert decode.hear(done(1, 1, True, b"h", checksum=b"of prefill")) == [VerifyChunk(G, 0, 1, 2, 1, SERVED)]
-        assert len(decode.core.ledger) == 0 and record.state.filled == (0,), "proof, but nothing is there yet"
+        assert decode.hear(done(1, 1, True, b"h", checksum=b"of prefill")) == [
+            VerifyChunk(G, 0, 1, 2, 1, SERVED)
+        ]
+        assert len(decode.core.ledger) == 0 and record.state.filled == (0,), (
+            "proof, but nothing is there yet"
+        )
         assert summed(decode, 1, b"brought") == [] and record.state.filled == (0,)
         assert summed(decode, 0, b"brought") == [RoomLanded(G, b"h"), RoomEnded(G)]
 
@@ -319,8 +410,14 @@ class TestStagedRooms:
         decode.lent()
         decode.hear(done(0, 1))
         stop, failure, told = summed(decode, 0, b"", error="the device is lost")
-        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
-        text = "chunk 0 of rank 0: the pages could not be brought to where they are used: the device is lost"
+        assert (stop, told) == (
+            StopVerifying(G),
+            to(abort(grant=G, cause=failure.cause)),
+        )  # type: ignore[attr-defined]
+        text = (
+            "chunk 0 of rank 0: the pages could not be brought to where they are used: the device "
+            "is lost"
+        )
         assert failure.cause == Cause(Code.ENGINE_ERROR, text)  # type: ignore[attr-defined]
         assert decode.counts.mismatched == 0, "nothing was compared"
 
@@ -334,10 +431,16 @@ class TestStagedRooms:
 def test_the_story_tells_what_happened_to_a_room(decode: LoneDecode) -> None:
     record = decode.lent()
     decode.hear(done(0, 1), done(1, 2, True))
-    assert [line.what for line in record.story.lines()] == ["lent", "chunk_landed"], "the last one, and its end"
+    assert [line.what for line in record.story.lines()] == ["lent", "chunk_landed"], (
+        "the last one, and its end"
+    )
 
 
 def test_its_times_and_bounds_have_defaults() -> None:
     decode = LoneDecode(timing=None)
-    assert decode.core.timing == Timing() and decode.endpoint.bounds == Bounds() and not decode.core.verify
+    assert (
+        decode.core.timing == Timing()
+        and decode.endpoint.bounds == Bounds()
+        and not decode.core.verify
+    )
     assert Prompt(TOKENS, DIGEST).prefix_tokens == 0

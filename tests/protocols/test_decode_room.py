@@ -1,4 +1,6 @@
-"""The decode table, cell by cell, against rules written down apart from it, and the counting around it (I4, I8)."""
+"""The decode table, cell by cell, against rules written down apart from it, and the counting around
+it (I4, I8).
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,21 @@ def expected(phase: DecodePhase, kind: DecodeKind) -> object:
     if kind in CHUNKS:
         if phase not in LENT:  # no page was lent
             return ERROR
-        return Move(P.TRANSFERRING) if kind is K.CHUNK_LANDED else Move(P.SUCCESS, (C.TELL_LANDED, C.END))
+        return (
+            Move(P.TRANSFERRING)
+            if kind is K.CHUNK_LANDED
+            else Move(P.SUCCESS, (C.TELL_LANDED, C.END))
+        )
     assert kind in ENDINGS
-    if phase is P.BOOTSTRAPPING:  # nothing is lent: it ends at once, and its announcements are withdrawn
+    # Nothing is lent: it ends at once, and its announcements are withdrawn.
+    if phase is P.BOOTSTRAPPING:
         end = P.ABORTED if kind is K.ENDED_LOCALLY else P.FAILED
         return Move(end, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
     if kind is K.ENDED_LOCALLY:
         return Move(P.DRAINING, (C.TELL_FAILED, C.RECALL_LOANS))
-    return Move(P.LOST if kind is K.SOURCE_LOST else P.FAILED, (C.TELL_FAILED, C.RECALL_LOANS, C.END))
+    return Move(
+        P.LOST if kind is K.SOURCE_LOST else P.FAILED, (C.TELL_FAILED, C.RECALL_LOANS, C.END)
+    )
 
 
 @pytest.mark.parametrize(("phase", "kind"), CELLS, ids=lambda value: value.name)
@@ -72,9 +81,13 @@ def test_rules(phase: DecodePhase, kind: DecodeKind) -> None:
     still_open = phase in LENT | {P.BOOTSTRAPPING}
     closes = still_open and cell.phase not in LENT
     told = commands.count(C.TELL_LANDED) + commands.count(C.TELL_FAILED)
-    assert told == (1 if closes else 0), "the client gets one answer, as soon as the room is no longer open"
+    assert told == (1 if closes else 0), (
+        "the client gets one answer, as soon as the room is no longer open"
+    )
     recalls = closes and cell.phase is not P.SUCCESS
-    assert (C.RECALL_LOANS in commands) == recalls, "loans are recalled when a room ends early, and only then"
+    assert (C.RECALL_LOANS in commands) == recalls, (
+        "loans are recalled when a room ends early, and only then"
+    )
     if C.TELL_FAILED in commands:
         assert commands[0] is C.TELL_FAILED, "the client first"
 
@@ -129,7 +142,8 @@ def test_success_needs_every_rank() -> None:
     for rank in (2, 0):
         room, commands = step(room, chunk(0, 2, last=True, rank=rank))
         assert (room.phase, commands) == (P.TRANSFERRING, ())
-    room, commands = step(room, chunk(0, 2, last=True, rank=2))  # once more does not stand for another rank
+    # Once more does not stand for another rank.
+    room, commands = step(room, chunk(0, 2, last=True, rank=2))
     assert (room.phase, commands) == (P.TRANSFERRING, ())
     room, commands = step(room, chunk(0, 1, rank=1))
     assert room.phase is P.TRANSFERRING
@@ -160,7 +174,9 @@ events = st.one_of(
 
 @settings(max_examples=300)
 @given(st.lists(events, max_size=20))
-def test_whatever_a_peer_sends_success_means_full_and_one_ending(received: list[DecodeEvent]) -> None:
+def test_whatever_a_peer_sends_success_means_full_and_one_ending(
+    received: list[DecodeEvent],
+) -> None:
     room, ends, told = waiting(3, ranks=2), 0, 0
     for event in received:
         if room.phase in TERMINAL:

@@ -48,20 +48,26 @@ class TestSilence:
         assert not ledger._by_source and not ledger._acknowledged, "nothing is kept of it"
 
     @pytest.mark.parametrize("after_s", [1.0, 1.2])
-    def test_a_heartbeat_does_not_wait_for_thousands_of_rooms(self, decode: LoneDecode, after_s: float) -> None:
+    def test_a_heartbeat_does_not_wait_for_thousands_of_rooms(
+        self, decode: LoneDecode, after_s: float
+    ) -> None:
         """Else a prefill that answers each of them would be silent by the time it is asked."""
         for room in range(2 * TICK_WORK + 5):
             decode.lent(room)
         told = decode.tick(after_s)
         asked = [len(entry[1].rooms) for entry in told if isinstance(entry[1], wire.Resync)]
-        assert asked == [TICK_WORK - 1] and to(beat(2)) in told, "the first of what is due is a repetition"
+        assert asked == [TICK_WORK - 1] and to(beat(2)) in told, (
+            "the first of what is due is a repetition"
+        )
         told = decode.tick()
         assert [type(entry[1]) for entry in told] == [wire.Resync], "and one is enough"
         decode.hear(beat())
         assert to(beat(2)) in decode.tick(1.0)
 
     def test_what_it_knows_and_what_is_settled(self, decode: LoneDecode) -> None:
-        """The third grant ended in silence, and was never acknowledged: only an acceptance says that it is known."""
+        """The third grant ended in silence, and was never acknowledged: only an acceptance says
+        that it is known.
+        """
         for answer, settled in ((registered("full"), 3), (registered(fresh_from=4), 4)):
             decode = LoneDecode().up()
             record, waiting = decode.lent(7), decode.open(8)
@@ -69,10 +75,16 @@ class TestSilence:
             decode.tick()
             decode.hear(answer)
             told = decode.hear(ack(grant=record.grant)) + decode.tick(1)
-            beats = [entry[1] for entry in told if isinstance(entry, tuple) and type(entry[1]) is type(beat())]
+            beats = [
+                entry[1]
+                for entry in told
+                if isinstance(entry, tuple) and type(entry[1]) is type(beat())
+            ]
             assert waiting == 3 and beats == [beat(settled)]
             if settled == 4:
-                assert decode.tick(3.75) and link(decode) is LinkPhase.UP, "it was received from when it accepted"
+                assert decode.tick(3.75) and link(decode) is LinkPhase.UP, (
+                    "it was received from when it accepted"
+                )
 
     def test_rooms_end_and_what_was_lent_waits_for_proof(self, decode: LoneDecode) -> None:
         record, waiting = decode.lent(7), decode.open(8)
@@ -80,9 +92,11 @@ class TestSilence:
         told = decode.tick(5)
         assert to(register(fresh_from=4)) in told and decode.endpoint.next_tick() == float("-inf")
         told = decode.tick()
-        assert told == [RoomFailed(record.grant, SILENT), *quarantined(record.grant), *over(waiting, SILENT)], (
-            "an Abort would only wait in a queue"
-        )
+        assert told == [
+            RoomFailed(record.grant, SILENT),
+            *quarantined(record.grant),
+            *over(waiting, SILENT),
+        ], "an Abort would only wait in a queue"
         assert record.state.cause == SILENT and decode.counts.endings == {
             "aborted:client_gone": 1,
             "lost:peer_lost": 1,
@@ -90,7 +104,9 @@ class TestSilence:
         }
         assert len(decode.core.ledger) == 1 and decode.core.ledger.quarantined_pages == 3
 
-    def test_it_registers_again_and_dials_again_until_it_is_accepted(self, decode: LoneDecode) -> None:
+    def test_it_registers_again_and_dials_again_until_it_is_accepted(
+        self, decode: LoneDecode
+    ) -> None:
         record = decode.lent()
         assert Dial(KEY) not in decode.tick(5)
         decode.tick()
@@ -99,14 +115,20 @@ class TestSilence:
             assert decode.tick(1) == [to(register(fresh_from=3))]
             assert decode.hear(beat()) == [] and link(decode) is LinkPhase.SILENT
         assert decode.tick(1) == [HangUp(KEY), Dial(KEY), to(register(fresh_from=3))]
-        assert decode.tick(1) == [to(register(fresh_from=3))], "and the wait for the next dial begins anew"
+        assert decode.tick(1) == [to(register(fresh_from=3))], (
+            "and the wait for the next dial begins anew"
+        )
         told = decode.hear(registered(fresh_from=3))
-        assert told == [to(abort(grant=record.grant, cause=SILENT))] and link(decode) is LinkPhase.UP
+        assert (
+            told == [to(abort(grant=record.grant, cause=SILENT))] and link(decode) is LinkPhase.UP
+        )
         assert decode.hear(ack(grant=record.grant)) == [FreePages(record.grant)]
         assert decode.tick(1)[-1] == to(beat(3))
 
     def test_a_silent_prefill_that_refuses_is_asked_once(self, decode: LoneDecode) -> None:
-        """It lives, and may know what became of its writes; it answers every Register the same way."""
+        """It lives, and may know what became of its writes;
+        it answers every Register the same way.
+        """
         record = decode.lent()
         decode.tick(5)
         decode.tick()
@@ -183,7 +205,9 @@ class TestDeclaredDead:
             *(FreePages(first.grant), FreePages(second.grant), StopWatch(KEY)),
         ], "should it live, it is told to stop"
         assert decode.counts.declared_dead == 1 and len(decode.core.ledger) == 0
-        with pytest.raises(LostError, match="prefill 0000000000000065 at tcp://prefill:0 was declared dead"):
+        with pytest.raises(
+            LostError, match="prefill 0000000000000065 at tcp://prefill:0 was declared dead"
+        ):
             decode.open(9)
         with pytest.raises(MisuseError, match="no prefill 0000000000000065 is linked here"):
             decode.endpoint.declare_dead(PREFILL, "again", decode.now)

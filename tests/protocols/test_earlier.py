@@ -1,4 +1,6 @@
-"""Loans of earlier nodes over a pool, in an endpoint's ledger: one watch a writer, and an end by proof alone (I2)."""
+"""Loans of earlier nodes over a pool, in an endpoint's ledger: one watch a writer, and an end by
+proof alone (I2).
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,15 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank
 from kvflow.telemetry.counters import Counts
 
 LENDER = 77
-FIRST, SECOND = (PlaneAddress("local", f"fd:{n}", ProcessIdentity("boot", "ns", n, 1)) for n in (1, 2))
+FIRST, SECOND = (
+    PlaneAddress("local", f"fd:{n}", ProcessIdentity("boot", "ns", n, 1)) for n in (1, 2)
+)
 LAYOUT = build_layout([("k", "uint8", (2,))], page_size=4, num_pages=64)
 
 
-def loan(grant: int, writer: PlaneAddress | None = FIRST, incarnation: int = 11, pages: int = 2) -> UnprovenLoan:
+def loan(
+    grant: int, writer: PlaneAddress | None = FIRST, incarnation: int = 11, pages: int = 2
+) -> UnprovenLoan:
     lent = np.arange(pages, dtype=np.int32) + 2 * grant
     return UnprovenLoan(
         writer=writer,
@@ -63,7 +69,10 @@ def test_a_writer_is_watched_once_whatever_it_owes() -> None:
     assert desk.asked() == [WatchEarlierWriter(1, FIRST), WatchEarlierWriter(2, SECOND)]
     assert desk.granted == {5: (LENDER, 1), 6: (LENDER, 2), 7: (LENDER, 3), 8: (LENDER, 4)}
     assert (len(desk.ledger), desk.ledger.quarantined_pages) == (4, 8)
-    assert [desk.earlier.owed_by(writer) for writer in desk.earlier.writers.values()] == [(3, 6), (1, 2)]
+    assert [desk.earlier.owed_by(writer) for writer in desk.earlier.writers.values()] == [
+        (3, 6),
+        (1, 2),
+    ]
     writer = desk.earlier.writers[1]
     assert (writer.incarnation, writer.control, writer.rank) == (11, "tcp://there:1", 0)
     assert desk.earlier.find(11, FIRST) is writer and desk.earlier.find(11, SECOND) is None
@@ -73,12 +82,18 @@ def test_a_writer_is_watched_once_whatever_it_owes() -> None:
 def test_they_are_in_doubt_and_only_their_own_writer_ends_them() -> None:
     desk = Desk(loan(1), loan(2, SECOND, 12))
     lease = desk.ledger.find(desk.earlier.writers[1], GrantId(5))
-    assert lease is not None and lease.doubtful and set(lease.loans.values()) == {LoanPhase.DOUBTFUL}
+    assert (
+        lease is not None and lease.doubtful and set(lease.loans.values()) == {LoanPhase.DOUBTFUL}
+    )
     assert lease.room == 71
     desk.asked()
     desk.earlier.writer_died(1)
     assert desk.asked() == [FreePages(GrantId(5)), StopEarlierWatch(1, Incarnation(11), FIRST)]
-    assert list(desk.earlier.writers) == [2] and desk.ledger.quarantined_pages == 2 and len(desk.ledger) == 1
+    assert (
+        list(desk.earlier.writers) == [2]
+        and desk.ledger.quarantined_pages == 2
+        and len(desk.ledger) == 1
+    )
     desk.earlier.writer_died(1)  # a second word for it
     assert desk.asked() == []
     desk.earlier.writer_died(2)
@@ -89,16 +104,24 @@ def test_they_are_in_doubt_and_only_their_own_writer_ends_them() -> None:
 
 def test_pages_of_several_ranks_are_counted_once_and_wait_for_every_one() -> None:
     desk = Desk(loan(1), loan(1, SECOND, 12))
-    assert desk.granted == {5: (LENDER, 1)} and (len(desk.ledger), desk.ledger.quarantined_pages) == (2, 2)
+    assert desk.granted == {5: (LENDER, 1)} and (
+        len(desk.ledger),
+        desk.ledger.quarantined_pages,
+    ) == (2, 2)
     desk.asked()
     desk.earlier.writer_died(2)
-    assert desk.asked() == [StopEarlierWatch(2, Incarnation(12), SECOND)] and desk.ledger.quarantined_pages == 2
+    assert (
+        desk.asked() == [StopEarlierWatch(2, Incarnation(12), SECOND)]
+        and desk.ledger.quarantined_pages == 2
+    )
     desk.earlier.writer_died(1)
     assert desk.asked() == [FreePages(GrantId(5)), StopEarlierWatch(1, Incarnation(11), FIRST)]
 
 
 def test_two_writers_of_one_incarnation_are_two() -> None:
-    """What a prefill says of itself is its own affair: it may name another address to another decode."""
+    """What a prefill says of itself is its own affair: it may name another address to another
+    decode.
+    """
     desk = Desk(loan(1), loan(2, SECOND))
     assert [type(command) for command in desk.asked()] == [WatchEarlierWriter, WatchEarlierWriter]
     desk.earlier.writer_died(2)
@@ -143,13 +166,17 @@ def decode() -> DecodeEndpoint:
 
 
 def prefill() -> PrefillEndpoint:
-    return PrefillEndpoint(PrefillIdentity(Incarnation(1), Rank(0), LAYOUT, SECOND), observer=Counts())
+    return PrefillEndpoint(
+        PrefillIdentity(Incarnation(1), Rank(0), LAYOUT, SECOND), observer=Counts()
+    )
 
 
 @pytest.mark.parametrize("make", [decode, prefill])
 def test_either_endpoint_works_it_off_tick_by_tick(make: Any) -> None:
     endpoint, count = make(), 2 * TICK_WORK + 1
-    endpoint.earlier.inherit([loan(n % 32) for n in range(1)] + [loan(n, pages=0) for n in range(1, count)])
+    endpoint.earlier.inherit(
+        [loan(n % 32) for n in range(1)] + [loan(n, pages=0) for n in range(1, count)]
+    )
     assert endpoint.core.ledger.quarantined_pages == 2 and len(endpoint.core.ledger) == count
     assert len(endpoint.commands()) == 1 and endpoint.next_tick() > 0
     endpoint.earlier.writer_died(1)
@@ -170,7 +197,11 @@ def test_an_operator_declares_it_dead_at_either_endpoint(make: Any) -> None:
         endpoint.declare_dead(Incarnation(13), **word)
     assert endpoint.declare_dead(Incarnation(11), **word) == (2, 4)
     endpoint.tick(0.0)
-    assert [type(command) for command in endpoint.commands()] == [FreePages, FreePages, StopEarlierWatch]
+    assert [type(command) for command in endpoint.commands()] == [
+        FreePages,
+        FreePages,
+        StopEarlierWatch,
+    ]
     assert endpoint.core.observer.declared_dead == 1 and endpoint.core.ledger.quarantined_pages == 2
 
 
@@ -191,4 +222,6 @@ def test_a_decode_that_closes_ends_what_is_proven_first() -> None:
 def test_a_loan_is_what_it_is_and_no_other() -> None:
     """Loans are told apart although arrays of pages cannot be compared."""
     one = loan(1)
-    assert one != loan(1) and one in [loan(1), one] and msgspec.structs.replace(one, room=3).room == 3
+    assert (
+        one != loan(1) and one in [loan(1), one] and msgspec.structs.replace(one, room=3).room == 3
+    )

@@ -1,7 +1,9 @@
-"""Two shipped endpoints joined by hand over a link that loses, repeats and reorders, with rules drawn by hypothesis.
+"""Two shipped endpoints joined by hand over a link that loses, repeats and reorders, with rules
+drawn by hypothesis.
 
-The world knows what neither endpoint can: which writes run or may still land, which pages are free, what users were
-told. `kvflow.testing.bare` plays whole scenarios this way, `kvflow.testing.walk` everything that small worlds can do.
+The world knows what neither endpoint can: which writes run or may still land, which pages are free,
+what users were told. `kvflow.testing.bare` plays whole scenarios this way, `kvflow.testing.walk`
+everything that small worlds can do.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ from kvflow.testing.bare.plants import planted
 PAGES, TOKENS, DIGEST, CONTROL = 2, 8, b"d" * 32, "tcp://prefill:1"
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16)
 ADDRESS = PlaneAddress("fake", "there", ProcessIdentity("boot", "pid:[1]", 1, 1))
-TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, repeat_after_s=0.4, rendezvous_s=2.0, register_s=1.5)
+TIMING = Timing(
+    heartbeat_s=0.5, lost_after_s=1.5, repeat_after_s=0.4, rendezvous_s=2.0, register_s=1.5
+)
 WHY = Cause(Code.CLIENT_GONE, "by rule")
 PICK = st.integers(0, 7)
 MOMENT = st.sampled_from((0.01, 0.1, 0.41, 1.6))
@@ -66,7 +70,8 @@ class Joined(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.free = list(range(LAYOUT.num_pages))
-        self.owners: dict[int, int] = {}  # by page: the grant that has it; its negative once it is the user's
+        # By page: the grant that has it; its negative once it is the user's.
+        self.owners: dict[int, int] = {}
         self.lent: dict[int, list[int]] = {}
         self.linked: list[int] = []
         self.told: dict[int, Cause | None] = {}  # at decode, by grant
@@ -83,13 +88,17 @@ class Joined(RuleBasedStateMachine):
         self.lives = 0
         self.next_room = 0
         identity = DecodeIdentity(Incarnation(1000), LAYOUT, ADDRESS)
-        self.decode = DecodeEndpoint(identity, observer=Counts(), timing=TIMING, bounds=Bounds(quarantine_share=1.0))
+        self.decode = DecodeEndpoint(
+            identity, observer=Counts(), timing=TIMING, bounds=Bounds(quarantine_share=1.0)
+        )
         self._start()
 
     def _start(self) -> None:
         self.lives += 1
         identity = PrefillIdentity(Incarnation(self.lives), Rank(0), LAYOUT, ADDRESS)
-        self.prefill = PrefillEndpoint(identity, observer=Counts(), timing=TIMING, bounds=Bounds(closed_grants=2))
+        self.prefill = PrefillEndpoint(
+            identity, observer=Counts(), timing=TIMING, bounds=Bounds(closed_grants=2)
+        )
         self.info = RankInfo(0, 1, self.lives, CONTROL, "fake", "m")
 
     # --- what endpoints ask for
@@ -138,7 +147,9 @@ class Joined(RuleBasedStateMachine):
 
     def _free_pages(self, command: c.FreePages) -> None:
         for page in self.lent.pop(command.grant, ()):
-            assert self.owners.pop(page) == command.grant, "I1: pages are given back that are not lent"
+            assert self.owners.pop(page) == command.grant, (
+                "I1: pages are given back that are not lent"
+            )
             self.free.append(page)
 
     def _send_to_decode(self, command: c.SendToDecode) -> None:
@@ -151,7 +162,9 @@ class Joined(RuleBasedStateMachine):
         record = self.legs[command.serial]
         targets = command.target_pages.tolist()
         for page in targets:
-            assert self.owners.get(page) == record.grant, "I2: a write begins on pages that are not lent"
+            assert self.owners.get(page) == record.grant, (
+                "I2: a write begins on pages that are not lent"
+            )
         self.writes.append(Write(command.write, record.grant, command.serial, self.lives, targets))
 
     def _room_matched(self, command: c.RoomMatched) -> None:
@@ -170,12 +183,18 @@ class Joined(RuleBasedStateMachine):
 
     def _room_released(self, command: c.RoomReleased) -> None:
         if command.serial in self.legs:
-            assert command.serial in self.stopped, "I4: a room ends at prefill, and its engine is not told"
-            assert not any(w.serial == command.serial and w.outcome is None for w in self._running()), "I12"
+            assert command.serial in self.stopped, (
+                "I4: a room ends at prefill, and its engine is not told"
+            )
+            assert not any(
+                w.serial == command.serial and w.outcome is None for w in self._running()
+            ), "I12"
             del self.legs[command.serial]
 
     def _running(self) -> list[Write]:
-        return [write for write in self.writes if write.life == self.lives and write.outcome is None]
+        return [
+            write for write in self.writes if write.life == self.lives and write.outcome is None
+        ]
 
     # --- rules: users
 
@@ -219,7 +238,9 @@ class Joined(RuleBasedStateMachine):
 
     def _open(self, room: int, announce: bool) -> None:
         try:
-            self.decode.open_room(room, [self.info], Prompt(TOKENS, DIGEST), now=self.now, announce=announce)
+            self.decode.open_room(
+                room, [self.info], Prompt(TOKENS, DIGEST), now=self.now, announce=announce
+            )
         except KvflowError as error:
             assert error.code is Code.PEER_LOST, error
         self.run_both()
@@ -250,12 +271,16 @@ class Joined(RuleBasedStateMachine):
         count = left if whole else 1
         last = count == left
         handoff = b"handoff" if last else b""
-        self.prefill.queue_chunk(record, np.arange(count, dtype=np.int32), last=last, handoff=handoff, now=self.now)
+        self.prefill.queue_chunk(
+            record, np.arange(count, dtype=np.int32), last=last, handoff=handoff, now=self.now
+        )
         self.run_both()
 
     def _sendable(self) -> list[PrefillRoomRecord]:
         phases = (PrefillPhase.WAITING_FOR_INPUT, PrefillPhase.TRANSFERRING)
-        return [leg for leg in self.legs.values() if leg.phase in phases and not leg.state.last_queued]
+        return [
+            leg for leg in self.legs.values() if leg.phase in phases and not leg.state.last_queued
+        ]
 
     @precondition(lambda self: self._running())
     @rule(pick=PICK, outcome=st.sampled_from(WriteOutcome))
@@ -274,7 +299,9 @@ class Joined(RuleBasedStateMachine):
 
     def _lands(self, write: Write, pages: list[int]) -> None:
         for page in pages:
-            assert self.owners.get(page) == write.grant, "I2: a byte lands on a page that is not lent"
+            assert self.owners.get(page) == write.grant, (
+                "I2: a byte lands on a page that is not lent"
+            )
             self.landed.setdefault(write.grant, set()).add(page)
 
     @precondition(lambda self: self.decode.rooms)
@@ -298,7 +325,9 @@ class Joined(RuleBasedStateMachine):
     def deliver_to_prefill(self, at: int, keep: bool) -> None:
         """The next message, or one from behind it; it may come again."""
         at = min(at, len(self.to_prefill) - 1)
-        frame = self.to_prefill[at] if keep and len(self.to_prefill) < 12 else self.to_prefill.pop(at)
+        frame = (
+            self.to_prefill[at] if keep and len(self.to_prefill) < 12 else self.to_prefill.pop(at)
+        )
         self.prefill.receive(routing_id(Incarnation(1000)), frame, self.now)
         self.run_both()
 
@@ -353,7 +382,10 @@ class Joined(RuleBasedStateMachine):
     @precondition(lambda self: self.lives < 3)
     @rule(proven=st.booleans())
     def crash_prefill(self, proven: bool) -> None:
-        """Its writes end with it; whether that is known is another matter. Engines come back without their rooms."""
+        """Its writes end with it; whether that is known is another matter.
+
+        Engines come back without their rooms.
+        """
         old = self.lives
         self.writes = [write for write in self.writes if write.life != old]
         self.legs.clear()
@@ -383,11 +415,17 @@ class Joined(RuleBasedStateMachine):
 
     @invariant()
     def what_has_ended_is_in_no_table(self) -> None:
-        assert not any(record.phase in OVER_AT_DECODE for record in self.decode.rooms.values()), "I5"
-        assert not any(record.phase in OVER_AT_PREFILL for record in self.prefill.rooms.values()), "I5"
+        assert not any(record.phase in OVER_AT_DECODE for record in self.decode.rooms.values()), (
+            "I5"
+        )
+        assert not any(record.phase in OVER_AT_PREFILL for record in self.prefill.rooms.values()), (
+            "I5"
+        )
 
     def teardown(self) -> None:
-        """A fair run without further faults comes to rest: every user is told, every loan has ended."""
+        """A fair run without further faults comes to rest: every user is told, every loan has
+        ended.
+        """
         for leg in list(self.legs.values()):
             self.prefill.close_room(leg, WHY, self.now)
         for grant in list(self.decode.rooms):
@@ -403,7 +441,9 @@ class Joined(RuleBasedStateMachine):
         unproven = {write.grant for write in self.writes}
         assert not self.prefill.rooms and not self.legs, "a room at prefill hangs"
         assert not self.decode.rooms, "a room at decode hangs"
-        assert {owner for owner in self.owners.values() if owner > 0} <= unproven, "a loan has not ended"
+        assert {owner for owner in self.owners.values() if owner > 0} <= unproven, (
+            "a loan has not ended"
+        )
 
 
 RUN: dict[type, Any] = {
@@ -434,18 +474,27 @@ SETTINGS: dict[str, Any] = {
 
 
 def test_two_endpoints_keep_their_promises() -> None:
-    run_state_machine_as_test(Joined, settings=settings(max_examples=60, stateful_step_count=40, **SETTINGS))
+    run_state_machine_as_test(
+        Joined, settings=settings(max_examples=60, stateful_step_count=40, **SETTINGS)
+    )
 
 
 @pytest.mark.parametrize(
     "plant",
     [
-        *("ack before drain", "doubt taken for proof", "silence taken for proof", "room failed ends the loan"),
+        *(
+            "ack before drain",
+            "doubt taken for proof",
+            "silence taken for proof",
+            "room failed ends the loan",
+        ),
         *("double ending", "lent after the end", "doubt forgotten", "dropped from one table"),
     ],
 )
 def test_a_planted_bug_is_found(plant: str) -> None:
-    found = settings(max_examples=400, stateful_step_count=40, database=None, phases=[Phase.generate], **SETTINGS)
+    found = settings(
+        max_examples=400, stateful_step_count=40, database=None, phases=[Phase.generate], **SETTINGS
+    )
     with planted(plant), pytest.raises((AssertionError, ExceptionGroup)):
         run_state_machine_as_test(Joined, settings=found)
 
@@ -453,4 +502,6 @@ def test_a_planted_bug_is_found(plant: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_they_do_so_in_longer_lives() -> None:
-    run_state_machine_as_test(Joined, settings=settings(max_examples=700, stateful_step_count=120, **SETTINGS))
+    run_state_machine_as_test(
+        Joined, settings=settings(max_examples=700, stateful_step_count=120, **SETTINGS)
+    )

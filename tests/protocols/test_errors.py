@@ -15,4 +15,6 @@ def test_a_cause_survives_being_raised(code: Code, text: str) -> None:
 
 
 def test_an_error_that_was_raised_here_is_its_own_cause() -> None:
-    assert CapacityError("rooms", 3, 2).cause() == Cause(Code.CAPACITY, "rooms: asked for 3, limit 2")
+    assert CapacityError("rooms", 3, 2).cause() == Cause(
+        Code.CAPACITY, "rooms: asked for 3, limit 2"
+    )

@@ -1,5 +1,5 @@
-"""A decode that prefill has forgotten, refused or seen to die, and that registers again: what had ended for it does not
-begin again (I6).
+"""A decode that prefill has forgotten, refused or seen to die, and that registers again: what had
+ended for it does not begin again (I6).
 
 Found by the bare simulator.
 """
@@ -65,7 +65,9 @@ class Talk:
         return self.heard()
 
     def announce(self, grant: int) -> list[Message]:
-        return self.say(Announce(room=RoomId(7), grant=GrantId(grant), source=PREFILL, target=DECODE))
+        return self.say(
+            Announce(room=RoomId(7), grant=GrantId(grant), source=PREFILL, target=DECODE)
+        )
 
 
 def assert_stale(told: list[Message]) -> None:
@@ -79,7 +81,9 @@ def test_an_announcement_that_ended_with_the_refusal_does_not_begin_again() -> N
     talk.register()
     talk.announce(3)
     told = talk.refuse_route()
-    assert any(isinstance(message, AbortAck) and message.grant == 3 and message.drained for message in told)
+    assert any(
+        isinstance(message, AbortAck) and message.grant == 3 and message.drained for message in told
+    )
     talk.register()
     assert_stale(talk.announce(3))
     assert talk.announce(4) == []
@@ -97,7 +101,9 @@ def test_it_is_remembered_through_a_second_refusal() -> None:
 
 
 def test_it_is_remembered_through_a_refusal_of_a_later_registration() -> None:
-    """Decode comes back and asks for later grants only, is refused, and its first Register arrives once more."""
+    """Decode comes back and asks for later grants only, is refused, and its first Register arrives
+    once more.
+    """
     talk = Talk()
     talk.register()
     talk.announce(3)

@@ -1,11 +1,21 @@
-"""Goodbyes: what a prefill's proves and to whom, how often it is said, and what a decode's makes prefill forget."""
+"""Goodbyes: what a prefill's proves and to whom, how often it is said, and what a decode's makes
+prefill forget.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from kvflow.protocols import prefill_core
-from kvflow.protocols.commands import CloseRoute, FreePages, HangUp, OpenRoute, RoomFailed, RoomReleased, StopWatch
+from kvflow.protocols.commands import (
+    CloseRoute,
+    FreePages,
+    HangUp,
+    OpenRoute,
+    RoomFailed,
+    RoomReleased,
+    StopWatch,
+)
 from kvflow.protocols.errors import AbortedError, Cause, Code, LostError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.link import LinkPhase
@@ -60,7 +70,9 @@ class TestPrefillSaysGoodbye:
         prefill = LonePrefill().up(DECODE, OTHER_DECODE)
         assert part(prefill) == [goodbye(), goodbye(target=OTHER_DECODE)]
         assert prefill.hear(acknowledged()) == [CloseRoute(DECODE)]
-        assert [peer.incarnation for peer in prefill.endpoint.unparted(prefill.now)] == [OTHER_DECODE]
+        assert [peer.incarnation for peer in prefill.endpoint.unparted(prefill.now)] == [
+            OTHER_DECODE
+        ]
         assert prefill.tick(TIMING.repeat_after_s) == [goodbye(target=OTHER_DECODE)]
         assert prefill.tick(TIMING.repeat_after_s) == [goodbye(target=OTHER_DECODE)]
         assert prefill.hear(acknowledged(OTHER_DECODE)) == [CloseRoute(OTHER_DECODE)]
@@ -117,7 +129,9 @@ class TestPrefillSaysGoodbye:
         assert prefill.hear(acknowledged()) == [CloseRoute(DECODE)]
         assert not prefill.endpoint.route_opened(DECODE, prefill.now), "the shell closes it"
 
-    def test_it_is_withheld_where_it_would_prove_too_much(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_is_withheld_where_it_would_prove_too_much(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(prefill_core, "MAX_UNPROVEN", 1)
         prefill = LonePrefill().up(DECODE, OTHER_DECODE)
         for room, target in ((1, DECODE), (2, DECODE), (3, OTHER_DECODE)):
@@ -141,7 +155,9 @@ class TestPrefillSaysGoodbye:
 
 
 class TestDecodeIsTold:
-    def test_every_loan_has_ended_those_prefill_never_received_too(self, decode: LoneDecode) -> None:
+    def test_every_loan_has_ended_those_prefill_never_received_too(
+        self, decode: LoneDecode
+    ) -> None:
         """One is lent, one is only announced, one is in doubt since an earlier silence."""
         decode.lent(1)
         decode.open(2)
@@ -152,9 +168,17 @@ class TestDecodeIsTold:
             RoomFailed(G, SHUT_DOWN),
             RoomFailed(3, SHUT_DOWN),
         ]
-        assert {entry.grant for entry in told if type(entry) is FreePages} == {G, 3} and told[-1] == StopWatch(KEY)
-        assert not any(isinstance(entry, tuple) for entry in told[1:]), "prefill has gone: it is asked nothing"
-        assert len(decode.core.ledger) == 0 and not decode.core.links.peers and len(decode.core.deadlines) == 0
+        assert {entry.grant for entry in told if type(entry) is FreePages} == {G, 3} and told[
+            -1
+        ] == StopWatch(KEY)
+        assert not any(isinstance(entry, tuple) for entry in told[1:]), (
+            "prefill has gone: it is asked nothing"
+        )
+        assert (
+            len(decode.core.ledger) == 0
+            and not decode.core.links.peers
+            and len(decode.core.deadlines) == 0
+        )
 
     def test_loans_in_doubt_end_when_it_comes_after_a_silence(self, decode: LoneDecode) -> None:
         decode.lent()
@@ -162,7 +186,11 @@ class TestDecodeIsTold:
         decode.tick()
         assert decode.core.ledger.quarantined_pages == 3
         told = decode.hear(goodbye())
-        assert FreePages(G) in told and decode.core.ledger.quarantined_pages == 0 and not decode.core.links.peers
+        assert (
+            FreePages(G) in told
+            and decode.core.ledger.quarantined_pages == 0
+            and not decode.core.links.peers
+        )
 
     def test_what_it_names_stays_on_loan_and_the_fence_ends_it(self, decode: LoneDecode) -> None:
         decode.lent(1)
@@ -215,7 +243,9 @@ class TestDecodeIsTold:
         grant = decode.open(7)
         decode.asked()
         told = decode.hear(goodbye())
-        assert told[:2] == [to(acknowledged()), HangUp(KEY)] and RoomFailed(grant, SHUT_DOWN) in told
+        assert (
+            told[:2] == [to(acknowledged()), HangUp(KEY)] and RoomFailed(grant, SHUT_DOWN) in told
+        )
         assert not decode.core.links.peers
 
 
@@ -224,7 +254,10 @@ class TestDecodeSaysGoodbye:
         assert part(decode) == [to(goodbye())] and link(decode) is LinkPhase.PARTING
         assert decode.tick(TIMING.repeat_after_s) == [to(goodbye())]
         assert [peer.key for peer in decode.endpoint.unparted(decode.now)] == [KEY]
-        assert decode.hear(acknowledged()) == [HangUp(KEY), StopWatch(KEY)] and not decode.core.links.peers
+        assert (
+            decode.hear(acknowledged()) == [HangUp(KEY), StopWatch(KEY)]
+            and not decode.core.links.peers
+        )
 
     def test_once_where_no_answer_can_be_expected(self) -> None:
         silent = LoneDecode().up()
@@ -256,7 +289,10 @@ class TestDecodeSaysGoodbye:
 class TestPrefillIsTold:
     def test_it_forgets_the_decode_and_answers_as_often_as_it_is_asked(self) -> None:
         prefill = LonePrefill().up()
-        assert prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)] and not prefill.core.peers
+        assert (
+            prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)]
+            and not prefill.core.peers
+        )
         assert prefill.hear(goodbye()) == [acknowledged()]
         assert prefill.register() == [] and prefill.counts.stale == 1, "sent before the goodbye"
         assert len(prefill.core.deadlines) == 0
@@ -279,7 +315,10 @@ class TestPrefillIsTold:
         prefill.send(prefill.matched(), 0, 1, 2, last=True)
         prefill.ended(1, WriteOutcome.UNPROVEN)
         prefill.tick(TIMING.lost_after_s)
-        assert prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)] and not prefill.core.peers
+        assert (
+            prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)]
+            and not prefill.core.peers
+        )
 
     def test_its_route_is_being_opened(self) -> None:
         prefill = LonePrefill()
@@ -310,7 +349,9 @@ class TestPrefillIsTold:
         prefill = LonePrefill(bounds=Bounds(closed_grants=1)).up()
         prefill.core.former.displaced[OTHER_DECODE] = GrantId(5)
         prefill.hear(announce(7, 1), goodbye())
-        assert list(prefill.core.former.parted) == [DECODE] and prefill.core.former.displaced == {OTHER_DECODE: 5}
+        assert list(prefill.core.former.parted) == [DECODE] and prefill.core.former.displaced == {
+            OTHER_DECODE: 5
+        }
 
 
 def test_what_is_named_is_read_back(decode: LoneDecode) -> None:

@@ -1,4 +1,6 @@
-"""The grant table, cell by cell, against rules written down apart from it, and the memory around it (I6)."""
+"""The grant table, cell by cell, against rules written down apart from it, and the memory around it
+(I6).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.protocols.machines.grants import TABLE, GrantCommand, GrantKind, GrantPhase, GrantTable, KeptBytes
+from kvflow.protocols.machines.grants import (
+    TABLE,
+    GrantCommand,
+    GrantKind,
+    GrantPhase,
+    GrantTable,
+    KeptBytes,
+)
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
 from kvflow.protocols.wire.messages import AbortAck, ChunkDone, GrantId, Message, Rank, RoomId
 from tests.protocols.cells import check_cell
@@ -33,7 +42,9 @@ def expected(phase: GrantPhase, kind: GrantKind) -> object:
     if kind is K.END_IN_DOUBT:  # only a room writes
         return Move(P.DOUBTFUL) if phase is P.OPEN else ERROR
     if kind is K.EVICT:
-        return Move(P.BELOW_DOUBTFUL if phase is P.DOUBTFUL else P.BELOW) if phase in ENDED else ERROR
+        return (
+            Move(P.BELOW_DOUBTFUL if phase is P.DOUBTFUL else P.BELOW) if phase in ENDED else ERROR
+        )
     assert kind is K.SETTLE  # of what is remembered, and is not a room's
     return Move(P.BELOW) if phase in (P.ANNOUNCED, *ENDED, P.BELOW_DOUBTFUL) else ERROR
 
@@ -72,7 +83,9 @@ def test_rules(phase: GrantPhase, kind: GrantKind) -> None:
     if not isinstance(cell, Move):
         return
     if phase in (*ENDED, *BELOW):
-        assert not {C.EXPECT, C.ADMIT, C.TELL_ROOM} & set(cell.commands), "what has ended does not begin again"
+        assert not {C.EXPECT, C.ADMIT, C.TELL_ROOM} & set(cell.commands), (
+            "what has ended does not begin again"
+        )
         assert cell.phase not in BEGUN
     if phase in DOUBT and kind is not K.SETTLE:
         assert cell.phase in DOUBT, "doubt ends only when decode has settled the grant"
@@ -100,7 +113,13 @@ def test_the_memory_is_bounded_and_what_falls_out_of_it_stays_ended() -> None:
     for grant in (1, 2, 3, 4):
         closed(table, grant)
     assert (table.remembered, table.low_water) == (2, 3)
-    assert [table.phase(GrantId(g)) for g in range(1, 6)] == [P.BELOW, P.BELOW, P.CLOSED, P.CLOSED, P.UNKNOWN]
+    assert [table.phase(GrantId(g)) for g in range(1, 6)] == [
+        P.BELOW,
+        P.BELOW,
+        P.CLOSED,
+        P.CLOSED,
+        P.UNKNOWN,
+    ]
     assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.REFUSE_STALE,)
     assert table.feed(GrantId(3), K.BOOTSTRAP) == (C.RESEND,) and table.last_messages(GrantId(3))
 
@@ -116,7 +135,9 @@ def test_an_evicted_grant_in_doubt_is_never_called_drained() -> None:
     assert table.settle(GrantId(3)) == [], "decode says so with every heartbeat"
     closed(table, 3, drained=False)
     closed(table, 4)
-    assert table.settle(GrantId(3)) == [] and not table.is_drained(GrantId(3)), "it has settled those below"
+    assert table.settle(GrantId(3)) == [] and not table.is_drained(GrantId(3)), (
+        "it has settled those below"
+    )
 
 
 def test_what_is_settled_takes_no_memory() -> None:
@@ -126,7 +147,9 @@ def test_what_is_settled_takes_no_memory() -> None:
     table.feed(GrantId(6), K.ANNOUNCE)
     table.announcements.add(GrantId(6), RoomId(6))
     table.settle(GrantId(7))
-    assert not (table._phases or table._sent or table._unsettled or table._evicted_in_doubt or table.rooms)
+    assert not (
+        table._phases or table._sent or table._unsettled or table._evicted_in_doubt or table.rooms
+    )
     assert not (table.announcements.rooms or table.announcements._order) and table.remembered == 0
 
 
@@ -138,7 +161,9 @@ def test_a_claim_to_have_settled_what_was_never_offered_changes_nothing(below: i
     assert (table.low_water, table.remembered, table.phase(GrantId(2))) == (1, 1, P.DOUBTFUL)
     closed(table, 3)
     assert table.settle(GrantId(3)) == [] and table.low_water == 3
-    assert table.phase(GrantId(3)) is P.CLOSED and table.remembered == 1, "the bound itself is not settled"
+    assert table.phase(GrantId(3)) is P.CLOSED and table.remembered == 1, (
+        "the bound itself is not settled"
+    )
 
 
 def test_what_is_settled_above_an_open_grant_takes_no_memory_and_does_not_begin_again() -> None:
@@ -151,7 +176,11 @@ def test_what_is_settled_above_an_open_grant_takes_no_memory_and_does_not_begin_
     closed(table, 102)
     assert table.settle(GrantId(1), [(GrantId(2), GrantId(100))]) == []
     assert table.remembered == 1 and not table.unproven() and table.low_water == 1
-    assert table.feed(GrantId(50), K.BOOTSTRAP) == table.feed(GrantId(99), K.ANNOUNCE) == (C.REFUSE_STALE,)
+    assert (
+        table.feed(GrantId(50), K.BOOTSTRAP)
+        == table.feed(GrantId(99), K.ANNOUNCE)
+        == (C.REFUSE_STALE,)
+    )
     assert table.phase(GrantId(100)) is P.UNKNOWN, "it may be on its way"
     assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.ADMIT,)
     table.rooms[GrantId(1)] = "room"
@@ -169,7 +198,9 @@ def test_what_was_announced_in_a_settled_range_is_withdrawn() -> None:
 
 
 @pytest.mark.parametrize("bad", [(2, 2), (3, 2), (2, 4), (2, 1 << 40)])
-def test_ranges_that_hold_nothing_or_what_was_never_offered_change_nothing(bad: tuple[int, int]) -> None:
+def test_ranges_that_hold_nothing_or_what_was_never_offered_change_nothing(
+    bad: tuple[int, int],
+) -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(1))
     closed(table, 1)
     closed(table, 2)
@@ -194,7 +225,9 @@ def test_bytes_of_hand_overs_are_counted_over_all_tables_until_they_are_forgotte
     for table, grant in ((first, 1), (first, 2), (second, 1)):
         number = GrantId(grant)
         table.feed(number, K.BOOTSTRAP)
-        done = ChunkDone(rank=Rank(0), seq=0, pages=1, last=True, handoff=b"h" * 100, **_between(grant))
+        done = ChunkDone(
+            rank=Rank(0), seq=0, pages=1, last=True, handoff=b"h" * 100, **_between(grant)
+        )
         table.end(number, (done,))
     assert (kept.total, first.kept_bytes, second.kept_bytes) == (300, 200, 100)
     first.evict()
@@ -206,7 +239,9 @@ def test_bytes_of_hand_overs_are_counted_over_all_tables_until_they_are_forgotte
 
 
 def test_a_new_table_begins_where_decode_says() -> None:
-    """It may have been known here, and forgotten: nothing below begins (see Register.fresh_from)."""
+    """It may have been known here, and forgotten:
+    nothing below begins (see Register.fresh_from).
+    """
     table: GrantTable[str] = GrantTable(8, GrantId(5))
     assert table.phase(GrantId(4)) is P.BELOW and table.phase(GrantId(5)) is P.UNKNOWN
     assert table.feed(GrantId(4), K.ANNOUNCE) == (C.REFUSE_STALE,)
@@ -216,8 +251,16 @@ def test_a_new_table_begins_where_decode_says() -> None:
 def test_doubts_of_a_decode_that_was_forgotten_are_doubts_when_it_is_back() -> None:
     table: GrantTable[str] = GrantTable(8, GrantId(1))
     table.remember_doubts((GrantId(2), GrantId(4)))
-    assert table.unproven() == (2, 4) and not table.is_drained(GrantId(2)) and table.is_drained(GrantId(3))
-    assert table.feed(GrantId(4), K.BOOTSTRAP) == table.feed(GrantId(1), K.BOOTSTRAP) == (C.REFUSE_STALE,)
+    assert (
+        table.unproven() == (2, 4)
+        and not table.is_drained(GrantId(2))
+        and table.is_drained(GrantId(3))
+    )
+    assert (
+        table.feed(GrantId(4), K.BOOTSTRAP)
+        == table.feed(GrantId(1), K.BOOTSTRAP)
+        == (C.REFUSE_STALE,)
+    )
     assert table.phase(GrantId(5)) is P.UNKNOWN and table.seen_below == 5
     assert table.settle(GrantId(5)) == [] and not table.unproven()
 
@@ -230,7 +273,9 @@ def test_a_withdrawn_announcement_has_no_messages_and_is_remembered() -> None:
     assert table.feed(GrantId(1), K.ABORT) == (C.END_OTHER_HALF, C.ACKNOWLEDGE)
     table.end(GrantId(1), ())
     assert table.all_ended and table.remembered == 1 and table.last_messages(GrantId(1)) == ()
-    assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.RESEND,), "its pages came late: it does not begin"
+    assert table.feed(GrantId(1), K.BOOTSTRAP) == (C.RESEND,), (
+        "its pages came late: it does not begin"
+    )
 
 
 def test_settling_withdraws_what_was_announced_and_never_offered_whatever_the_order() -> None:
@@ -242,18 +287,27 @@ def test_settling_withdraws_what_was_announced_and_never_offered_whatever_the_or
     table.announcements.discard(GrantId(1))
     table.feed(GrantId(1), K.BOOTSTRAP)
     assert table.settle(GrantId(4)) == [(2, 20), (3, 30)]
-    assert [table.phase(GrantId(grant)) for grant in (1, 2, 3, 4)] == [P.OPEN, P.OPEN, P.BELOW, P.ANNOUNCED]
+    assert [table.phase(GrantId(grant)) for grant in (1, 2, 3, 4)] == [
+        P.OPEN,
+        P.OPEN,
+        P.BELOW,
+        P.ANNOUNCED,
+    ]
     assert table.settle(GrantId(5)) == [(4, 40)] and table.settle(GrantId(5)) == []
 
 
 @settings(max_examples=300)
 @given(st.data())
 def test_the_memory_agrees_with_itself(data: st.DataObject) -> None:
-    """Random lives of a few grants: what is counted, remembered and in doubt is what the phases say."""
+    """Random lives of a few grants: what is counted, remembered and in doubt is what the phases
+    say.
+    """
     table: GrantTable[str] = GrantTable(2, GrantId(1))
     for _ in range(data.draw(st.integers(0, 30))):
         grant = GrantId(data.draw(st.integers(1, 5)))
-        match data.draw(st.sampled_from(["announce", "bootstrap", "abort", "end", "doubt", "settle"])):
+        match data.draw(
+            st.sampled_from(["announce", "bootstrap", "abort", "end", "doubt", "settle"])
+        ):
             case "end" | "doubt" as how:
                 if table.phase(grant) is P.OPEN:
                     sent: tuple[Message, ...] = (ack(grant, drained=how == "end"),)
@@ -276,5 +330,9 @@ def test_the_memory_agrees_with_itself(data: st.DataObject) -> None:
         unproven = [number for number, phase in phases.items() if phase in (P.OPEN, *DOUBT)]
         assert table.unproven() == tuple(unproven)
         announced = [number for number, phase in phases.items() if phase is P.ANNOUNCED]
-        assert table.announcements.rooms == {GrantId(number): RoomId(number) for number in announced}
-        assert all(phase is not P.UNKNOWN for number, phase in phases.items() if number < table.low_water)
+        assert table.announcements.rooms == {
+            GrantId(number): RoomId(number) for number in announced
+        }
+        assert all(
+            phase is not P.UNKNOWN for number, phase in phases.items() if number < table.low_water
+        )

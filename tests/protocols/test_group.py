@@ -1,4 +1,6 @@
-"""A group of ranks over links that lose, repeat and reorder frames; and what each end says to bad and stale ones."""
+"""A group of ranks over links that lose, repeat and reorder frames; and what each end says to bad
+and stale ones.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,22 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError, MisuseError, RoomInUseError
-from kvflow.protocols.group_leader import GroupLeader, RequestDecided, SendToMember, UnwatchMember, WatchMember
+from kvflow.protocols.errors import (
+    CapacityError,
+    Cause,
+    Code,
+    KvflowError,
+    LostError,
+    MisuseError,
+    RoomInUseError,
+)
+from kvflow.protocols.group_leader import (
+    GroupLeader,
+    RequestDecided,
+    SendToMember,
+    UnwatchMember,
+    WatchMember,
+)
 from kvflow.protocols.group_member import (
     CloseRoom,
     GroupMember,
@@ -38,8 +54,9 @@ TIMING = Timing(heartbeat_s=1.0, lost_after_s=5.0, repeat_after_s=0.4)
 
 
 class Group:
-    """One leader's address and its ranks, driven by a seed. `trouble`: the share of frames that are lost, repeated or
-    late."""
+    """One leader's address and its ranks, driven by a seed.
+
+    `trouble`: the share of frames that are lost, repeated or late."""
 
     def __init__(self, seed: int, ranks: int, trouble: float = 0.0) -> None:
         self.rng, self.ranks, self.trouble, self.now = random.Random(seed), ranks, trouble, 0.0
@@ -54,7 +71,8 @@ class Group:
         self.refused: dict[int, list[tuple[int, Cause]]] = defaultdict(list)  # rank -> rooms
         self.decided: dict[TicketKey, Cause | None] = {}
         self.settled: dict[tuple[Incarnation, TicketKey], Cause | None] = {}
-        self.applied: dict[tuple[Any, ...], list[int]] = defaultdict(list)  # member, leader, session -> decisions
+        # Member, leader, session -> decisions.
+        self.applied: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         self.log: dict[tuple[Incarnation, int], tuple[Any, ...]] = {}  # leader, number -> decision
         self.start_leader()
         for rank in range(1, ranks):
@@ -73,7 +91,10 @@ class Group:
         self.members[rank] = GroupMember(self.life(), rank, self.ranks, now=self.now, timing=TIMING)
 
     def crash(self, rank: int) -> None:
-        """The leader is in the process of rank 0. Its connections break now, or are noticed by silence."""
+        """The leader is in the process of rank 0.
+
+        Its connections break now, or are noticed by silence.
+        """
         gone = self.members.pop(rank)
         self.rooms = {key: state for key, state in self.rooms.items() if key[0] != rank}
         seen = self.rng.random() < 0.5
@@ -114,7 +135,9 @@ class Group:
     def note(self, sent: Any) -> None:
         if isinstance(sent, wire.Decision):
             entry = (sent.ticket, sent.ruling, sent.cause)
-            assert self.log.setdefault((sent.leader, sent.number), entry) == entry, "one log for every member"
+            assert self.log.setdefault((sent.leader, sent.number), entry) == entry, (
+                "one log for every member"
+            )
 
     def run_member(self, member: GroupMember) -> None:
         rank = member.rank
@@ -152,11 +175,15 @@ class Group:
         assert key not in self.decided, "decided twice"
         self.decided[key] = command.cause
         if command.cause is None:
-            assert {(rank, key) for rank in range(self.ranks)} <= self.landed, "a success without the others"
+            assert {(rank, key) for rank in range(self.ranks)} <= self.landed, (
+                "a success without the others"
+            )
 
     def arrive(self, frame: Any) -> None:
         if isinstance(frame, SendToMember):
-            found = [m for m in self.members.values() if routing_id(m.incarnation) == frame.routing_id]
+            found = [
+                m for m in self.members.values() if routing_id(m.incarnation) == frame.routing_id
+            ]
             for member in found:
                 self.read(member, frame.frame)
         elif self.leader is not None:
@@ -169,7 +196,11 @@ class Group:
         before = -1 if session is None else session.link.received_below
         member.receive(frame, self.now)
         message = parse_at_member(frame)
-        if session is not None and session is member.session and session.link.received_below > before:
+        if (
+            session is not None
+            and session is member.session
+            and session.link.received_below > before
+        ):
             assert isinstance(message, wire.Decision)
             self.applied[member.incarnation, session.leader, session.number].append(message.number)
         self.run_member(member)
@@ -179,7 +210,10 @@ class Group:
     def step(self, until_s: float) -> None:
         """Frames and timers up to then."""
         while True:
-            ends: list[Any] = [*([self.leader] if self.leader is not None else []), *self.members.values()]
+            ends: list[Any] = [
+                *([self.leader] if self.leader is not None else []),
+                *self.members.values(),
+            ]
             due_s = min((max(end.next_tick(), self.now) for end in ends), default=float("inf"))
             next_s = min(due_s, self.queue[0][0] if self.queue else float("inf"))
             if next_s > until_s:
@@ -264,7 +298,10 @@ def test_a_storm_over_lossy_links(block: int, request: pytest.FixtureRequest) ->
                 group.run_leader()
             elif dice < 0.31 and group.leader is not None:
                 with suppress(KvflowError):  # a rank is missing, or the room is in use
-                    group.leader.open(rng.choice([7, *(one.room for one in group.leader.requests.values())]), b"prompt")
+                    group.leader.open(
+                        rng.choice([7, *(one.room for one in group.leader.requests.values())]),
+                        b"prompt",
+                    )
                 group.run_leader()
             elif dice < 0.35 and group.leader is not None and group.leader.requests:
                 group.leader.close(rng.choice(sorted(group.leader.requests)), GONE)
@@ -302,7 +339,9 @@ def opened(group: Group, room: int = 7) -> TicketKey:
 
 
 def test_a_failure_reaches_every_rank_at_once_with_its_cause() -> None:
-    """As when decode aborts a room that a later stage still waits for, after an earlier stage has dropped it."""
+    """As when decode aborts a room that a later stage still waits for, after an earlier stage has
+    dropped it.
+    """
     group = joined(4)
     key = opened(group)
     cause = Cause(Code.CLIENT_GONE, "decode has aborted")
@@ -340,7 +379,9 @@ def test_what_is_too_much_is_refused() -> None:
     for command in member.commands():
         assert isinstance(command, SendToLeader)
         leader.receive(routing_id(Incarnation(2)), command.frame, 0.0)
-    with pytest.raises(CapacityError, match="bytes of a request to a group: asked for 4194305, limit 4194304"):
+    with pytest.raises(
+        CapacityError, match="bytes of a request to a group: asked for 4194305, limit 4194304"
+    ):
         leader.open(7, bytes(wire.MAX_REQUEST_BYTES + 1))
     with pytest.raises(MisuseError, match="room id -1"):
         leader.open(-1, b"")
@@ -406,16 +447,33 @@ def test_what_a_decision_must_have_and_has_not() -> None:
     group = joined(1)
     member = group.members[0]
     assert member.session is not None
-    sent = {"leader": member.session.leader, "member": member.incarnation, "session": member.session.number}
+    sent = {
+        "leader": member.session.leader,
+        "member": member.incarnation,
+        "session": member.session.number,
+    }
     for seq, ruling in enumerate((Ruling.OPEN, Ruling.REFUSE)):  # no room
-        member.receive(encode(wire.Decision(**sent, seq=seq, number=seq, ticket=Ticket(5), ruling=ruling)), group.now)
+        member.receive(
+            encode(wire.Decision(**sent, seq=seq, number=seq, ticket=Ticket(5), ruling=ruling)),
+            group.now,
+        )
     assert member.dropped == 2
-    nameless = wire.Decision(**sent, seq=2, number=2, ticket=Ticket(5), ruling=Ruling.REFUSE, room=RoomId(7))
+    nameless = wire.Decision(
+        **sent, seq=2, number=2, ticket=Ticket(5), ruling=Ruling.REFUSE, room=RoomId(7)
+    )
     member.receive(encode(nameless), group.now)
-    assert member.commands() == [RefuseRoom(RoomId(7), Cause(Code.REFUSED, "the group does not open this room"))]
+    assert member.commands() == [
+        RefuseRoom(RoomId(7), Cause(Code.REFUSED, "the group does not open this room"))
+    ]
 
 
-JOIN = {"member": Incarnation(50), "rank": Rank(1), "world_size": 2, "last_leader": Incarnation(0), "last_session": 0}
+JOIN = {
+    "member": Incarnation(50),
+    "rank": Rank(1),
+    "world_size": 2,
+    "last_leader": Incarnation(0),
+    "last_session": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -439,8 +497,14 @@ def test_a_rank_that_does_not_belong_here_is_told_why(change: dict[str, Any], re
 def test_a_process_is_one_rank() -> None:
     leader = GroupLeader(Incarnation(1), 2, now=0.0)
     for rank in (1, 0):
-        leader.receive(routing_id(Incarnation(50)), encode(wire.Join(**JOIN | {"rank": Rank(rank)})), 0.0)
-    answers = [parse_at_member(command.frame) for command in leader.commands() if isinstance(command, SendToMember)]
+        leader.receive(
+            routing_id(Incarnation(50)), encode(wire.Join(**JOIN | {"rank": Rank(rank)})), 0.0
+        )
+    answers = [
+        parse_at_member(command.frame)
+        for command in leader.commands()
+        if isinstance(command, SendToMember)
+    ]
     refusals = [answer.refusal for answer in answers if isinstance(answer, wire.Joined)]
     assert refusals == ["", "this process is rank 1 already, and cannot be rank 0 too"]
     assert set(leader.members) == {Rank(1)}
@@ -450,7 +514,9 @@ def test_a_rank_that_has_left_asks_at_once_and_watches_nobody_any_more() -> None
     process = ProcessIdentity("machine", "namespace", 7, 1)
     for watched in (None, process):
         member = GroupMember(Incarnation(50), 0, 1, now=0.0, timing=TIMING)
-        answer = wire.Joined(leader=Incarnation(1), member=Incarnation(50), session=1, process=watched)
+        answer = wire.Joined(
+            leader=Incarnation(1), member=Incarnation(50), session=1, process=watched
+        )
         member.receive(encode(answer), 3.0)
         assert member.next_tick() == 3.0 + TIMING.heartbeat_s
         member.commands()
@@ -465,7 +531,11 @@ def test_bad_foreign_and_stale_frames_change_nothing() -> None:
     assert leader is not None
     assert member.session is not None
     key = opened(group)
-    sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
+    sent = {
+        "leader": leader.incarnation,
+        "member": member.incarnation,
+        "session": member.session.number,
+    }
     vote = wire.RankVote(**sent, seq=0, ticket=key.ticket, vote=Vote.READY)
     before = repr(leader), leader.requests[key.ticket].missing
     leader.receive(b"somebody", encode(vote), 0.0)
@@ -474,9 +544,13 @@ def test_bad_foreign_and_stale_frames_change_nothing() -> None:
     assert leader.dropped == 3
     assert (repr(leader), leader.requests[key.ticket].missing) == before
     member.receive(b"\xc1", 0.0)
-    other = wire.Decision(**sent | {"member": Incarnation(99)}, seq=1, number=1, ticket=key.ticket, ruling=Ruling.FAIL)
+    other = wire.Decision(
+        **sent | {"member": Incarnation(99)}, seq=1, number=1, ticket=key.ticket, ruling=Ruling.FAIL
+    )
     member.receive(encode(other), 0.0)
-    stale = wire.Decision(**sent | {"session": 77}, seq=1, number=1, ticket=key.ticket, ruling=Ruling.FAIL)
+    stale = wire.Decision(
+        **sent | {"session": 77}, seq=1, number=1, ticket=key.ticket, ruling=Ruling.FAIL
+    )
     member.receive(encode(stale), 0.0)
     assert member.dropped == 3
     assert key in member.tickets
@@ -489,7 +563,11 @@ def test_a_rank_that_votes_out_of_turn_is_out_of_the_group(vote: Vote) -> None:
     assert leader is not None
     assert member.session is not None
     key = opened(group)
-    sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
+    sent = {
+        "leader": leader.incarnation,
+        "member": member.incarnation,
+        "session": member.session.number,
+    }
     votes = [vote] if vote is Vote.DONE else [vote, vote]
     for seq, each in enumerate(votes):
         frame = encode(wire.RankVote(**sent, seq=seq, ticket=key.ticket, vote=each))
@@ -497,7 +575,9 @@ def test_a_rank_that_votes_out_of_turn_is_out_of_the_group(vote: Vote) -> None:
     assert leader.unavailable_reason
     group.run_leader()
     group.step(group.now + 0.2)
-    assert group.decided[key] == Cause(Code.PEER_LOST, f"rank 1 voted {vote.name} for request 1 out of turn")
+    assert group.decided[key] == Cause(
+        Code.PEER_LOST, f"rank 1 voted {vote.name} for request 1 out of turn"
+    )
     group.settle()
     group.check_rest()  # it has joined again
 
@@ -508,7 +588,11 @@ def test_a_vote_for_a_request_there_is_not(ticket: int) -> None:
     leader, member = group.leader, group.members[1]
     assert leader is not None
     assert member.session is not None
-    sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
+    sent = {
+        "leader": leader.incarnation,
+        "member": member.incarnation,
+        "session": member.session.number,
+    }
     frame = encode(wire.RankVote(**sent, seq=0, ticket=Ticket(ticket), vote=Vote.READY))
     leader.receive(routing_id(member.incarnation), frame, 0.0)
     assert leader.unavailable_reason == "rank 1 of the group's 2 is missing"
@@ -534,7 +618,11 @@ def test_a_stale_session_is_told_at_once() -> None:
 
 def test_a_member_that_confirms_nothing_is_lost() -> None:
     leader = GroupLeader(Incarnation(1), 1, now=0.0, bounds=Bounds(rooms=2))
-    leader.receive(routing_id(Incarnation(50)), encode(wire.Join(**JOIN | {"rank": Rank(0), "world_size": 1})), 0.0)
+    leader.receive(
+        routing_id(Incarnation(50)),
+        encode(wire.Join(**JOIN | {"rank": Rank(0), "world_size": 1})),
+        0.0,
+    )
     for _ in range(5):
         leader.close(leader.open(7, b""), GONE)
     leader.tick(1.0)
@@ -605,7 +693,9 @@ def test_what_is_missing_is_asked_for_once_each_time() -> None:
 
 
 def test_words_of_the_group_are_read_by_their_side_alone() -> None:
-    beat = wire.Beat(leader=Incarnation(1), member=Incarnation(2), session=1, sent_below=0, received_below=0)
+    beat = wire.Beat(
+        leader=Incarnation(1), member=Incarnation(2), session=1, sent_below=0, received_below=0
+    )
     assert parse_at_leader(encode(beat)) == parse_at_member(encode(beat)) == beat
 
 
@@ -617,12 +707,18 @@ def test_an_idle_group_stays_together() -> None:
 
 
 def test_a_join_that_is_repeated_begins_one_session() -> None:
-    """Also where the number of the last session, under another leader, is higher than any of this one."""
+    """Also where the number of the last session, under another leader, is higher than any of this
+    one.
+    """
     leader = GroupLeader(Incarnation(1), 2, now=0.0)
     join = encode(wire.Join(**JOIN | {"last_leader": Incarnation(9), "last_session": 30}))
     for _ in range(2):
         leader.receive(routing_id(Incarnation(50)), join, 0.0)
-    answers = [parse_at_member(command.frame) for command in leader.commands() if isinstance(command, SendToMember)]
+    answers = [
+        parse_at_member(command.frame)
+        for command in leader.commands()
+        if isinstance(command, SendToMember)
+    ]
     assert [answer.session for answer in answers] == [1, 1]
     again = encode(wire.Join(**JOIN | {"last_leader": Incarnation(1), "last_session": 1}))
     leader.receive(routing_id(Incarnation(50)), again, 0.0)
@@ -636,7 +732,9 @@ def test_rank_0_is_the_member_beside_the_leader() -> None:
     for member in (earlier, mine):
         asked = wire.Join(**JOIN | {"member": member, "rank": Rank(0)})
         leader.receive(routing_id(member), encode(asked), 0.0)
-    told, taken = (parse_at_member(c.frame) for c in leader.commands() if isinstance(c, SendToMember))
+    told, taken = (
+        parse_at_member(c.frame) for c in leader.commands() if isinstance(c, SendToMember)
+    )
     assert told.refusal == "rank 0 is in the leader's own process"
     assert not taken.refusal
     assert leader.members[Rank(0)].incarnation == mine
@@ -647,7 +745,9 @@ def test_a_refusal_of_an_earlier_question_ends_no_session() -> None:
     member, leader = group.members[1], group.leader
     assert leader is not None
     session = member.session
-    late = wire.Joined(leader=leader.incarnation, member=member.incarnation, session=0, refusal="rank 1 is taken")
+    late = wire.Joined(
+        leader=leader.incarnation, member=member.incarnation, session=0, refusal="rank 1 is taken"
+    )
     member.receive(encode(late), group.now)
     assert member.session is session and not member.refusal
 
@@ -698,7 +798,11 @@ def test_votes_from_before_a_loss_start_nothing() -> None:
     leader.commands()
     new = leader.members[Rank(1)]
     for member, seq in ((zero, 0), (new, 0)):
-        sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session}
+        sent = {
+            "leader": leader.incarnation,
+            "member": member.incarnation,
+            "session": member.session,
+        }
         vote = wire.RankVote(**sent, seq=seq, ticket=keys[-1].ticket, vote=Vote.READY)
         leader.receive(routing_id(member.incarnation), encode(vote), group.now)
     assert not leader.commands()
@@ -743,9 +847,14 @@ def test_a_rank_that_is_lost_is_told_so_and_watched_no_more() -> None:
         assert isinstance(told, SendToMember)
         assert told.routing_id == routing_id(life)
         answer = parse_at_member(told.frame)
-        assert (answer.session, answer.refusal) == (session, f"rank {rank} of the group has died")  # type: ignore[union-attr]
+        assert (answer.session, answer.refusal) == (
+            session,
+            f"rank {rank} of the group has died",
+        )  # type: ignore[union-attr]
         assert unwatch == ([UnwatchMember(life)] if rank else [])
-    beat = wire.Beat(leader=leader.incarnation, member=life, session=session, sent_below=0, received_below=0)
+    beat = wire.Beat(
+        leader=leader.incarnation, member=life, session=session, sent_below=0, received_below=0
+    )
     leader.receive(routing_id(life), encode(beat), 0.0)
     assert leader.dropped == 1
 
@@ -765,7 +874,10 @@ def test_heartbeats_come_when_they_are_due() -> None:
 def test_the_longest_request_is_opened() -> None:
     leader = joined(1).leader
     assert leader is not None
-    assert [leader.open(room, bytes(wire.MAX_REQUEST_BYTES * (room == 8))) for room in (7, 8)] == [1, 2]
+    assert [leader.open(room, bytes(wire.MAX_REQUEST_BYTES * (room == 8))) for room in (7, 8)] == [
+        1,
+        2,
+    ]
 
 
 def test_a_vote_that_is_missed_is_asked_for_at_once() -> None:
@@ -774,11 +886,19 @@ def test_a_vote_that_is_missed_is_asked_for_at_once() -> None:
     assert leader is not None
     assert member.session is not None
     key = opened(group)
-    sent = {"leader": leader.incarnation, "member": member.incarnation, "session": member.session.number}
+    sent = {
+        "leader": leader.incarnation,
+        "member": member.incarnation,
+        "session": member.session.number,
+    }
     for _ in range(3):  # once, however many come after it
         vote = wire.RankVote(**sent, seq=1, ticket=key.ticket, vote=Vote.DONE)
         leader.receive(routing_id(member.incarnation), encode(vote), group.now)
-    (asked,) = (parse_at_member(command.frame) for command in leader.commands() if isinstance(command, SendToMember))
+    (asked,) = (
+        parse_at_member(command.frame)
+        for command in leader.commands()
+        if isinstance(command, SendToMember)
+    )
     assert isinstance(asked, wire.Beat)
     assert asked.gap
     assert asked.received_below == 0

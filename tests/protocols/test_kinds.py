@@ -1,4 +1,6 @@
-"""State kinds: what is kept per token slot, per page and per request, in one descriptor that peers compare."""
+"""State kinds: what is kept per token slot, per page and per request, in one descriptor that peers
+compare.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ HYBRID = [
 
 
 def hybrid(**changes: object) -> PoolLayout:
-    return build_layout(HYBRID, **{"page_size": 4, "num_pages": 6, "num_rows": 3, **changes})  # type: ignore[arg-type]
+    return build_layout(
+        HYBRID,
+        **{"page_size": 4, "num_pages": 6, "num_rows": 3, **changes},
+    )  # type: ignore[arg-type]
 
 
 def test_each_unit_has_its_own_bytes() -> None:
@@ -37,7 +42,10 @@ def test_each_unit_has_its_own_bytes() -> None:
         "1.ssm": (ROW, 256),
     }
     assert (layout.page_bytes, layout.row_bytes) == (280, 384)
-    assert [(b.name, b.unit, b.size_bytes) for b in layout.buffers] == [("pages", PAGE, 1680), ("rows", ROW, 1152)]
+    assert [(b.name, b.unit, b.size_bytes) for b in layout.buffers] == [
+        ("pages", PAGE, 1680),
+        ("rows", ROW, 1152),
+    ]
     by_layer = hybrid(order="layer_first")
     assert [b.unit for b in by_layer.buffers] == [PAGE] * 4 + [ROW] * 2
     assert by_layer.size_bytes == layout.size_bytes == 6 * 280 + 3 * 384
@@ -48,23 +56,38 @@ def test_a_model_of_state_rows_alone_has_pages_without_bytes() -> None:
     layout = build_layout(HYBRID[4:], page_size=4, num_pages=6, num_rows=3)
     assert (layout.page_bytes, layout.row_bytes) == (0, 384)
     pages, rows = np.arange(3, dtype=np.int32), np.array([2, 0], dtype=np.int32)
-    assert Pairing(layout, layout).blocks(pages, pages, rows, rows, max_block_bytes=1 << 20).total_bytes == 2 * 384
+    assert (
+        Pairing(layout, layout)
+        .blocks(pages, pages, rows, rows, max_block_bytes=1 << 20)
+        .total_bytes
+        == 2 * 384
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "text"),
     [
-        (StateKind("x", "uint8", (1,), "token"), {}, "'x': unknown unit 'token'; use slot, page, row"),
+        (
+            StateKind("x", "uint8", (1,), "token"),
+            {},
+            "'x': unknown unit 'token'; use slot, page, row",
+        ),
         (StateKind("x", "uint8", (0,), ROW), {}, "'x': shape"),
         (StateKind("0.k", "uint8", (4,), ROW), {}, "'0.k' is named twice"),
         (StateKind("x", "uint8", (4,), format="f" * 300), {}, "of 300 characters"),
-        (StateKind("x", "uint8", (4,)), {"num_rows": 0}, "0 rows: a pool with components of the unit 'row'"),
+        (
+            StateKind("x", "uint8", (4,)),
+            {"num_rows": 0},
+            "0 rows: a pool with components of the unit 'row'",
+        ),
         (StateKind("x", "uint8", (4,)), {"num_rows": -1}, "num_rows -1"),
         (StateKind("x", "uint8", (4,)), {"num_rows": MAX_ROWS + 1}, "num_rows"),
         (StateKind("x", "uint8", (4,)), {"num_rows": 1.5}, "num_rows 1.5 is not an integer"),
     ],
 )
-def test_a_kind_that_does_not_hold_is_refused(kind: StateKind, changes: dict[str, object], text: str) -> None:
+def test_a_kind_that_does_not_hold_is_refused(
+    kind: StateKind, changes: dict[str, object], text: str
+) -> None:
     given = {"page_size": 4, "num_pages": 6, "num_rows": 3, **changes}
     with pytest.raises(LayoutError, match=text):
         build_layout([*HYBRID, kind], **given)  # type: ignore[arg-type]
@@ -78,11 +101,26 @@ def _with(layout: PoolLayout, **fields: object) -> PoolLayout:
     ("changed", "text"),
     [
         (lambda p: _with(p, num_rows=4), "'rows': 1152 bytes do not hold 4 rows of 384"),
-        (lambda p: _with(p, buffers=(p.buffers[0], _with(p.buffers[1], unit=PAGE))), "do not hold 6 pages of 384"),
-        (lambda p: _with(p, buffers=(p.buffers[0], _with(p.buffers[1], unit="x"))), "unit 'x' is neither"),
-        (lambda p: _with(p, components=(_with(p.components[0], buffer=1), *p.components[1:])), "its unit is 'slot'"),
-        (lambda p: _with(p, components=(*p.components[:5], _with(p.components[5], buffer=0))), "its unit is 'row'"),
-        (lambda p: _with(p, components=(*p.components[:5], _with(p.components[5], offset=129))), "buffer's row"),
+        (
+            lambda p: _with(p, buffers=(p.buffers[0], _with(p.buffers[1], unit=PAGE))),
+            "do not hold 6 pages of 384",
+        ),
+        (
+            lambda p: _with(p, buffers=(p.buffers[0], _with(p.buffers[1], unit="x"))),
+            "unit 'x' is neither",
+        ),
+        (
+            lambda p: _with(p, components=(_with(p.components[0], buffer=1), *p.components[1:])),
+            "its unit is 'slot'",
+        ),
+        (
+            lambda p: _with(p, components=(*p.components[:5], _with(p.components[5], buffer=0))),
+            "its unit is 'row'",
+        ),
+        (
+            lambda p: _with(p, components=(*p.components[:5], _with(p.components[5], offset=129))),
+            "buffer's row",
+        ),
     ],
 )
 def test_what_a_peer_says_of_rows_is_checked(changed: object, text: str) -> None:
@@ -94,7 +132,10 @@ def test_rows_and_formats_are_compared() -> None:
     changed = [k._replace(format="nvfp4") if k.name == "0.index_scale" else k for k in HYBRID[:5]]
     changed[3] = changed[3]._replace(unit=SLOT)
     other = build_layout(
-        [*changed, StateKind("1.ssm", "bfloat16", (4, 8, 2), ROW)], page_size=4, num_pages=6, num_rows=9
+        [*changed, StateKind("1.ssm", "bfloat16", (4, 8, 2), ROW)],
+        page_size=4,
+        num_pages=6,
+        num_rows=9,
     )
     assert differences(hybrid(), other, ("snapshot", "pool")) == [
         "0.index_scale format: snapshot '', pool 'nvfp4'",
@@ -102,13 +143,18 @@ def test_rows_and_formats_are_compared() -> None:
         "1.ssm dtype: snapshot float32, pool bfloat16",
     ]
     without = build_layout(HYBRID[:4], page_size=4, num_pages=6)
-    assert differences(without, hybrid()) == ["1.conv: only decode has it", "1.ssm: only decode has it"]
+    assert differences(without, hybrid()) == [
+        "1.conv: only decode has it",
+        "1.ssm: only decode has it",
+    ]
     assert differences(hybrid(num_rows=7, num_pages=1), hybrid()) == []
 
 
 def test_rows_of_opaque_pools_are_compared_as_their_pages_are() -> None:
     def opaque(**rows: int) -> PoolLayout:
-        return opaque_layout({"kv": 100}, page_size=4, num_pages=2, tag="t", rows=rows, num_rows=2 if rows else 0)
+        return opaque_layout(
+            {"kv": 100}, page_size=4, num_pages=2, tag="t", rows=rows, num_rows=2 if rows else 0
+        )
 
     assert differences(opaque(conv=60, ssm=40), opaque(state=100)) == []
     assert differences(opaque(conv=60), opaque()) == ["bytes per row: prefill 60, decode 0"]
@@ -116,12 +162,16 @@ def test_rows_of_opaque_pools_are_compared_as_their_pages_are() -> None:
         "conv: bytes 0..60 of a row at prefill, 40..100 at decode"
     )
     one = np.array([1], dtype=np.int32)
-    plan = Pairing(opaque(conv=60, ssm=40), opaque(state=100)).blocks(one, one, one, one, max_block_bytes=1 << 20)
+    plan = Pairing(opaque(conv=60, ssm=40), opaque(state=100)).blocks(
+        one, one, one, one, max_block_bytes=1 << 20
+    )
     assert plan.sizes.tolist() == [100, 100]
 
 
 class LayoutOfBefore(msgspec.Struct, frozen=True, array_like=True):
-    """`PoolLayout` as the first peers of wire version 2 read it: elements that they do not know are left out."""
+    """`PoolLayout` as the first peers of wire version 2 read it: elements that they do not know are
+    left out.
+    """
 
     page_size: int
     num_pages: int

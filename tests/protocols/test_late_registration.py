@@ -1,7 +1,8 @@
-"""What decode withdrew while its registration was still unanswered is asked for at once when it is accepted (I4).
+"""What decode withdrew while its registration was still unanswered is asked for at once when it is
+accepted (I4).
 
-Found by the bare simulator: prefill drops the Abort of a decode that it does not know yet, and by the time the Register
-had got through, decode asked once in eight seconds only.
+Found by the bare simulator: prefill drops the Abort of a decode that it does not know yet, and by
+the time the Register had got through, decode asked once in eight seconds only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.wire.codec import encode, parse_at_prefill
-from kvflow.protocols.wire.messages import WIRE_VERSION, Abort, GrantId, Incarnation, Rank, Registered
+from kvflow.protocols.wire.messages import (
+    WIRE_VERSION,
+    Abort,
+    GrantId,
+    Incarnation,
+    Rank,
+    Registered,
+)
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 

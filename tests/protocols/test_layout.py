@@ -64,19 +64,37 @@ _LONG = "x" * (MAX_LABEL + 1)
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, shape=()),), (_BUFFER,)), "shape"),
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, shape=(-8, -16)),), (_BUFFER,)), "shape"),
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, size_bytes=1023),), (_BUFFER,)), "shape"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=1),), (_BUFFER,)), "buffer 1 is outside"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=-1),), (_BUFFER,)), "buffer -1 is outside"),
+        (
+            PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=1),), (_BUFFER,)),
+            "buffer 1 is outside",
+        ),
+        (
+            PoolLayout(4, 10, (msgspec.structs.replace(_K, buffer=-1),), (_BUFFER,)),
+            "buffer -1 is outside",
+        ),
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, offset=-1),), (_BUFFER,)), "leave"),
         (PoolLayout(4, 10, (msgspec.structs.replace(_K, offset=1),), (_BUFFER,)), "leave"),
         (PoolLayout(4, 10, (_K, _K), (_BUFFER,)), "component '0.k' is named twice"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_K, name=_LONG),), (_BUFFER,)), "over the limit of 256"),
-        (PoolLayout(4, 10, (_K,), (msgspec.structs.replace(_BUFFER, name=_LONG),)), "over the limit of 256"),
+        (
+            PoolLayout(4, 10, (msgspec.structs.replace(_K, name=_LONG),), (_BUFFER,)),
+            "over the limit of 256",
+        ),
+        (
+            PoolLayout(4, 10, (_K,), (msgspec.structs.replace(_BUFFER, name=_LONG),)),
+            "over the limit of 256",
+        ),
         (PoolLayout(4, 10, (_BLOB,), (_BUFFER,), _LONG), "tag of 257 characters"),
         (_changed(fingerprint=_LONG), "fingerprint of 257 characters"),
         (PoolLayout(4, 10, (_BLOB,), (_BUFFER,)), "unknown dtype 'opaque'"),
         (PoolLayout(4, 10, (_K,), (_BUFFER,), "tag"), "dtype 'bfloat16'"),
-        (PoolLayout(4, 10, (msgspec.structs.replace(_BLOB, shape=(512,)),), (_BUFFER,), "tag"), r"shape \(512,\)"),
-        (PoolLayout(4, 10, (Component("b", "opaque", (0,), 0, 0, 0),), (_BUFFER,), "tag"), r"shape \(0,\)"),
+        (
+            PoolLayout(4, 10, (msgspec.structs.replace(_BLOB, shape=(512,)),), (_BUFFER,), "tag"),
+            r"shape \(512,\)",
+        ),
+        (
+            PoolLayout(4, 10, (Component("b", "opaque", (0,), 0, 0, 0),), (_BUFFER,), "tag"),
+            r"shape \(0,\)",
+        ),
     ],
 )
 def test_a_descriptor_that_does_not_hold_is_refused(layout: PoolLayout, names: str) -> None:
@@ -84,7 +102,9 @@ def test_a_descriptor_that_does_not_hold_is_refused(layout: PoolLayout, names: s
         layout.check()
 
 
-@pytest.mark.parametrize(("page_size", "num_pages", "dtype"), [(0, 1, "uint8"), (1, 0, "uint8"), (1, 1, "float7")])
+@pytest.mark.parametrize(
+    ("page_size", "num_pages", "dtype"), [(0, 1, "uint8"), (1, 0, "uint8"), (1, 1, "float7")]
+)
 def test_nonsense_is_not_laid_out(page_size: int, num_pages: int, dtype: str) -> None:
     with pytest.raises(LayoutError):
         build_layout([("k", dtype, (1,))], page_size=page_size, num_pages=num_pages)
@@ -99,13 +119,20 @@ def test_sizes_are_integers(wrong: object) -> None:
 
 
 def test_sizes_from_numpy_survive_the_wire() -> None:
-    layout = build_layout([("k", "uint8", (np.int16(3),))], page_size=np.int64(4), num_pages=np.int32(10))
+    layout = build_layout(
+        [("k", "uint8", (np.int16(3),))], page_size=np.int64(4), num_pages=np.int32(10)
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=PoolLayout) == layout
 
 
 def test_an_order_nobody_knows_is_refused() -> None:
     with pytest.raises(LayoutError, match="order 'token_first' is neither"):
-        build_layout(STREAMS, page_size=1, num_pages=1, order="token_first")  # type: ignore[arg-type]
+        build_layout(
+            STREAMS,
+            page_size=1,
+            num_pages=1,
+            order="token_first",
+        )  # type: ignore[arg-type]
 
 
 def opaque(streams: dict[str, int], tag: str = "flash-attn HND", page_size: int = 16) -> PoolLayout:
@@ -114,7 +141,8 @@ def opaque(streams: dict[str, int], tag: str = "flash-attn HND", page_size: int 
 
 def test_opaque_pools_fit_when_tag_page_size_and_bytes_agree() -> None:
     whole, layers = opaque({"blob": 1001}), opaque({"layer 0": 500, "layer 1": 501})
-    assert whole.page_bytes == layers.page_bytes == 1001  # which needs not be a multiple of the page size
+    # Which needs not be a multiple of the page size.
+    assert whole.page_bytes == layers.page_bytes == 1001
     assert differences(whole, layers) == differences(layers, whole) == []
     assert differences(whole, opaque({"blob": 1001}, tag="flash-attn NHD")) == [
         "page tag: prefill 'flash-attn HND', decode 'flash-attn NHD'"
@@ -138,7 +166,9 @@ def test_an_opaque_pool_needs_a_tag() -> None:
 
 
 def test_fingerprints_are_compared() -> None:
-    ours, theirs = (build_layout(STREAMS, page_size=4, num_pages=10, fingerprint=f) for f in ("llama tp1", ""))
+    ours, theirs = (
+        build_layout(STREAMS, page_size=4, num_pages=10, fingerprint=f) for f in ("llama tp1", "")
+    )
     assert differences(ours, ours) == []
     assert differences(ours, theirs) == ["model fingerprint: prefill 'llama tp1', decode ''"]
 
@@ -151,11 +181,22 @@ def test_a_peer_that_knows_neither_tag_nor_fingerprint_is_understood() -> None:
 
 def test_differences_say_what_differs() -> None:
     ours = build_layout([*STREAMS, ("only.here", "uint8", (1,))], page_size=4, num_pages=10)
-    other = [("0.k", "float16", (8, 16)), ("0.v", "bfloat16", (4, 4)), ("0.scale", "uint8", (3,)), ("x", "uint8", (1,))]
+    other = [
+        ("0.k", "float16", (8, 16)),
+        ("0.v", "bfloat16", (4, 4)),
+        ("0.scale", "uint8", (3,)),
+        ("x", "uint8", (1,)),
+    ]
     theirs = build_layout(other, page_size=8, num_pages=99)
     found = differences(ours, theirs)
     assert len(found) == 5
-    for part in ("page_size: prefill 4, decode 8", "0.k dtype", "0.v shape", "here: only prefill", "x: only decode"):
+    for part in (
+        "page_size: prefill 4, decode 8",
+        "0.k dtype",
+        "0.v shape",
+        "here: only prefill",
+        "x: only decode",
+    ):
         assert any(part in line for line in found)
 
 
@@ -164,7 +205,10 @@ def test_differences_of_many_layers_are_summed_up() -> None:
         build_layout([(f"{i}.k", dtype, (1,)) for i in range(36)], page_size=1, num_pages=1)
         for dtype in ("float32", "float16")
     )
-    assert differences(source, target)[-2:] == ["4.k dtype: prefill float32, decode float16", "and 31 more"]
+    assert differences(source, target)[-2:] == [
+        "4.k dtype: prefill float32, decode float16",
+        "and 31 more",
+    ]
 
 
 def test_a_layout_survives_the_wire() -> None:

@@ -1,4 +1,6 @@
-"""The ledger of loans: what is counted, what is in quarantine, and what a source has said it knows (I1, I2)."""
+"""The ledger of loans: what is counted, what is in quarantine, and what a source has said it knows
+(I1, I2).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def test_a_lease_is_free_when_its_room_and_all_of_its_loans_have_ended() -> None
     assert not ledger.room_ended(lease)
     first = ledger.feed(lease, "a", K.DRAINED)
     assert first.commands == (LoanCommand.RETURN,) and not first.freed
-    assert (len(ledger), ledger.quarantined_pages, ledger.owed_by("a"), ledger.owes("b")) == (1, 3, (0, 0), True)
+    assert (len(ledger), ledger.quarantined_pages, ledger.owed_by("a"), ledger.owes("b")) == (
+        1,
+        3,
+        (0, 0),
+        True,
+    )
     assert ledger.feed(lease, "b", K.DRAINED).freed
     assert (len(ledger), ledger.quarantined_pages, ledger.owes("b")) == (0, 0, False)
 
@@ -58,7 +65,9 @@ def test_loans_that_end_before_their_room_free_nothing() -> None:
     ledger: Ledger[str] = Ledger(3)
     lease = lent(ledger, 1, "a")
     assert not ledger.feed(lease, "a", K.LANDED).freed and ledger.quarantined_pages == 0
-    assert ledger.recall(lease, GONE, 0.0) == [] and ledger.quarantined_pages == 0, "nothing is lent any more"
+    assert ledger.recall(lease, GONE, 0.0) == [] and ledger.quarantined_pages == 0, (
+        "nothing is lent any more"
+    )
     assert ledger.room_ended(lease)
 
 
@@ -142,7 +151,11 @@ def test_ranges_that_are_settled_above_an_open_loan() -> None:
         ledger.feed(leases[grant], "a", K.LANDED)
     assert ledger.settled_below("a") == 1
     assert ledger.settled_above("a", 9) == ((2, 4), (5, 6), (8, 9)), "the ninth is not known to it"
-    assert [ledger.settled_above("a", 2) for _ in range(3)] == [((2, 4), (5, 6)), ((8, 9), (2, 4)), ((5, 6), (8, 9))]
+    assert [ledger.settled_above("a", 2) for _ in range(3)] == [
+        ((2, 4), (5, 6)),
+        ((8, 9), (2, 4)),
+        ((5, 6), (8, 9)),
+    ]
     assert ledger.settled_above("b", 9) == ledger.settled_above("c", 9) == ()
     for grant in (1, 4, 6, 7, 9):
         ledger.feed(leases[grant], "a", K.LANDED)

@@ -22,8 +22,13 @@ def step(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand
     return (phase, ()) if move is None else move
 
 
-def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:
-    """None: ignored. What other machines report comes at any time; what the ledger asks for comes in its order."""
+def expected(
+    phase: LoanPhase, kind: LoanKind
+) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:
+    """None: ignored.
+
+    What other machines report comes at any time; what the ledger asks for comes in its order.
+    """
     if phase is P.RETURNED:  # out of the ledger
         return ERROR
     if kind is K.LEND:  # pages are offered once
@@ -42,9 +47,11 @@ def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCom
         return ERROR
     if kind is K.SOURCE_BACK and phase is not P.DOUBTFUL:  # it was lost before
         return ERROR
-    if kind is K.LANDED and phase is P.DOUBTFUL:  # a prefill that cannot vouch does not take that back
+    # A prefill that cannot vouch does not take that back.
+    if kind is K.LANDED and phase is P.DOUBTFUL:
         return ERROR
-    if kind is K.DRAINED and phase is P.LENT:  # proof, but the room has not been told why its grant ended
+    # Proof, but the room has not been told why its grant ended.
+    if kind is K.DRAINED and phase is P.LENT:
         return P.PROVEN, ()
     if kind in PROOF:
         return P.RETURNED, (C.RETURN,)
@@ -56,8 +63,12 @@ def expected(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCom
     return P.RECALLED, (C.SEND_ABORT,)
 
 
-def without_pages(phase: LoanPhase, kind: LoanKind) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:
-    """Before any page is offered no rank can write: whatever is answered, or not, nothing has to be proven."""
+def without_pages(
+    phase: LoanPhase, kind: LoanKind
+) -> tuple[LoanPhase, tuple[LoanCommand, ...]] | object | None:
+    """Before any page is offered no rank can write: whatever is answered, or not, nothing has to be
+    proven.
+    """
     if phase is P.ANNOUNCED:
         if kind is K.RECALL:
             return P.WITHDRAWN, (C.SEND_ABORT,)
@@ -87,12 +98,18 @@ def test_returned_only_on_proof_and_only_once(phase: LoanPhase, kind: LoanKind) 
     after, commands = step(phase, kind)
     returns = commands.count(C.RETURN)
     assert returns == (1 if after is P.RETURNED and phase is not P.RETURNED else 0)
-    assert not returns or kind in PROOF or phase in (P.WITHDRAWN, P.PROVEN), "only what was lent needs proof"
+    assert not returns or kind in PROOF or phase in (P.WITHDRAWN, P.PROVEN), (
+        "only what was lent needs proof"
+    )
 
 
 @pytest.mark.parametrize("phase", LENT, ids=lambda value: value.name)
-@pytest.mark.parametrize("kinds", list(itertools.product(sorted(set(K) - PROOF), repeat=3)), ids=str)
-def test_no_sequence_without_proof_returns_anything(phase: LoanPhase, kinds: tuple[LoanKind, ...]) -> None:
+@pytest.mark.parametrize(
+    "kinds", list(itertools.product(sorted(set(K) - PROOF), repeat=3)), ids=str
+)
+def test_no_sequence_without_proof_returns_anything(
+    phase: LoanPhase, kinds: tuple[LoanKind, ...]
+) -> None:
     for kind in kinds:
         if TABLE.cell(phase, kind) is ERROR:
             return
@@ -112,7 +129,9 @@ def test_silence_and_return_is_asked_about_until_answered() -> None:
 
 
 def test_a_rank_that_ended_the_grant_keeps_its_loan_until_the_room_ends() -> None:
-    """Else the grant would be settled, and the reason, whose message was lost, could not be sent again."""
+    """Else the grant would be settled, and the reason, whose message was lost, could not be sent
+    again.
+    """
     phase, commands = step(P.LENT, K.DRAINED)
     assert (phase, commands) == (P.PROVEN, ())
     assert step(phase, K.DRAINED) == (P.PROVEN, ())

@@ -1,5 +1,5 @@
-"""The shipped endpoints together, in random walks past every bound of the exhaustive one (tests/proof/test_walk.py):
-any number of faults, three ranks, a link that reorders."""
+"""The shipped endpoints together, in random walks past every bound of the exhaustive one
+(tests/proof/test_walk.py): any number of faults, three ranks, a link that reorders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from tests.protocols.joined import Joined, State, is_fault, meddle
 
 WALKS, STEPS = 15, 40
 ANY = Bounds(in_flight=99)
-RARE = {Price.CRASH: 0.02, Price.DECODE_ABORT: 0.05, Price.PREFILL_ABORT: 0.05, Price.SILENCE: 0.05, Price.DOUBT: 0.2}
+RARE = {
+    Price.CRASH: 0.02,
+    Price.DECODE_ABORT: 0.05,
+    Price.PREFILL_ABORT: 0.05,
+    Price.SILENCE: 0.05,
+    Price.DOUBT: 0.2,
+}
 JOINED = {ranks: Joined(ANY._replace(ranks=ranks)) for ranks in (1, 2, 3)}
 
 
@@ -64,13 +70,21 @@ def test_without_faults_every_room_succeeds(seed: int, ranks: int) -> None:
     for n in range(5):
         rng, state = random.Random(f"{seed} fair {n}"), joined.start
         while not joined.at_rest(state):
-            acts = [(act, after) for act, after in joined.steps(state) if not is_fault(act) and not act.timer]
-            act, state = rng.choice(acts or [step for step in joined.steps(state) if not is_fault(step[0])])
+            acts = [
+                (act, after)
+                for act, after in joined.steps(state)
+                if not is_fault(act) and not act.timer
+            ]
+            act, state = rng.choice(
+                acts or [step for step in joined.steps(state) if not is_fault(step[0])]
+            )
             joined.check(act, state)
         assert state.decode.grants[0].pages is Pages.KEPT
 
 
-@pytest.mark.parametrize("plant", [p for p in PLANTS if p.name in ("free on timer", "ack before drain")])
+@pytest.mark.parametrize(
+    "plant", [p for p in PLANTS if p.name in ("free on timer", "ack before drain")]
+)
 def test_walks_find_a_planted_bug(seed: int, plant: Any) -> None:
     with plant.install():
         joined = Joined(ANY)
@@ -101,16 +115,24 @@ class Recording(Acts):
 
 WORLDS = {
     "one room": Bounds(chunks=2, in_flight=9),
-    "two rooms": Bounds(chunks=1, in_flight=9, rooms=(1, 1), announce=True, quarantine_share=0.0, leaves=1),
-    "registration": Bounds(chunks=1, in_flight=9, registered=False, refusals=1, others=1, targets=1, closed_grants=0),
-    "checksums": Bounds(chunks=2, in_flight=9, verify=True, checksums=1, out_of_order=True, declares=1),
+    "two rooms": Bounds(
+        chunks=1, in_flight=9, rooms=(1, 1), announce=True, quarantine_share=0.0, leaves=1
+    ),
+    "registration": Bounds(
+        chunks=1, in_flight=9, registered=False, refusals=1, others=1, targets=1, closed_grants=0
+    ),
+    "checksums": Bounds(
+        chunks=2, in_flight=9, verify=True, checksums=1, out_of_order=True, declares=1
+    ),
     "two ranks": Bounds(ranks=2, chunks=2, in_flight=9, step_by_step=True),
 }
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_an_endpoint_of_the_same_key_behaves_the_same(seed: int, name: str) -> None:
-    """The key is complete: an endpoint with a history of its own does what the one on the shelf does."""
+    """The key is complete: an endpoint with a history of its own does what the one on the shelf
+    does.
+    """
     joined, compared = Joined(WORLDS[name], Recording), 0
     with run.one_task_at_a_time() if joined.bounds.step_by_step else nullcontext():
         for n in range(12):
@@ -133,7 +155,9 @@ def live_walk(joined: Joined, rng: random.Random) -> int:
             break
         act, after = rng.choices(found, [RARE.get(act.price, 1.0) for act, _ in found])[0]
         joined.check(act, after)
-        changed = [r for r, lane in enumerate(state.lanes) if lane.prefill != after.lanes[r].prefill]
+        changed = [
+            r for r, lane in enumerate(state.lanes) if lane.prefill != after.lanes[r].prefill
+        ]
         if not isinstance(act.side, Decode) and not changed:
             state = after  # whichever rank it was: it is as before
             continue

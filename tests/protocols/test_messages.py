@@ -1,4 +1,6 @@
-"""The shape of every message: frozen, tagged, with limits that can be reached, and nothing more than the limits."""
+"""The shape of every message: frozen, tagged, with limits that can be reached, and nothing more
+than the limits.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_tags_are_distinct_and_the_first_element() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [k for k in ALL if "room" in {f.name for f in msgspec.structs.fields(k)}], ids=lambda kind: kind.__name__
+    "kind",
+    [k for k in ALL if "room" in {f.name for f in msgspec.structs.fields(k)}],
+    ids=lambda kind: kind.__name__,
 )
 @pytest.mark.parametrize("room", [0, 1, 2**63 - 1, 2**63, U64])
 def test_room_is_any_u64(kind: type, room: int) -> None:
@@ -86,7 +90,10 @@ LIMITS: list[tuple[type, str, Any, Any]] = [
     *((kind, name, U64, 0) for kind in ALL for name in ("source", "target")),
     *((kind, "grant", U64, 0) for kind in OF_A_ROOM),
     *((kind, "room", U64, -1) for kind in OF_A_ROOM),
-    *((kind, "rank", MAX_RANKS - 1, MAX_RANKS) for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)),
+    *(
+        (kind, "rank", MAX_RANKS - 1, MAX_RANKS)
+        for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)
+    ),
     *((kind, "rank", 0, -1) for kind in (Registered, Begun, ChunkDone, RoomFailed, AbortAck)),
     (Registered, "refusal", "x" * MAX_TEXT, "x" * (MAX_TEXT + 1)),
     (Bootstrap, "pages", b"\0" * 4 * MAX_PAGES_PER_ROOM, b"\0" * (4 * MAX_PAGES_PER_ROOM + 1)),
@@ -110,9 +117,13 @@ LIMITS: list[tuple[type, str, Any, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "allowed", "refused"), LIMITS, ids=[f"{k.__name__}.{n}-{i}" for i, (k, n, *_) in enumerate(LIMITS)]
+    ("kind", "name", "allowed", "refused"),
+    LIMITS,
+    ids=[f"{k.__name__}.{n}-{i}" for i, (k, n, *_) in enumerate(LIMITS)],
 )
-def test_limits_hold_and_can_be_reached(kind: type, name: str, allowed: object, refused: object) -> None:
+def test_limits_hold_and_can_be_reached(
+    kind: type, name: str, allowed: object, refused: object
+) -> None:
     assert read(changed(kind, **{name: allowed})) == changed(kind, **{name: allowed})
     with pytest.raises(WireError):
         read(changed(kind, **{name: refused}))
@@ -132,7 +143,9 @@ def test_the_largest_messages_fit_in_a_frame() -> None:
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_a_newer_peer_may_say_more(kind: type) -> None:
-    longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(GOOD[kind])), "from the future"])
+    longer = msgspec.msgpack.encode(
+        [*msgspec.msgpack.decode(encode(GOOD[kind])), "from the future"]
+    )
     decode = parse_at_prefill if kind in get_args(messages.ToPrefill) else parse_at_decode
     assert decode(longer) == GOOD[kind]
 
@@ -143,5 +156,7 @@ def test_importing_the_protocols_loads_no_framework() -> None:
         "import kvflow.protocols.machines.decode_room, kvflow.protocols.machines.prefill_room;"
         "print(*({'torch', 'zmq', 'uvloop', 'aiohttp'} & set(sys.modules)))"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert found.stdout.split() == []

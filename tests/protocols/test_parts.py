@@ -1,4 +1,6 @@
-"""Parts and copies: what holds is accepted, and plans between any two widths write every byte once."""
+"""Parts and copies: what holds is accepted,
+and plans between any two widths write every byte once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ PLACES = 5
 
 
 class Stream(NamedTuple):
-    """A stream of the whole model, divided along `axis`, or held by every shard where that is None."""
+    """A stream of the whole model, divided along `axis`,
+    or held by every shard where that is None.
+    """
 
     stage: int
     kind: StateKind
@@ -34,7 +38,10 @@ class Stream(NamedTuple):
 
 
 def cut(total: int, shards: int) -> list[tuple[int, int]]:
-    """First entry and count of each shard; as even as can be. Fewer entries than shards: some have the same one."""
+    """First entry and count of each shard; as even as can be.
+
+    Fewer entries than shards: some have the same one.
+    """
     if total < shards:
         return [(shard * total // shards, 1) for shard in range(shards)]
     edges = [shard * total // shards for shard in range(shards + 1)]
@@ -49,11 +56,18 @@ def part(s: Stream, shard: int, shards: int) -> StateKind:
     twins = [i for i, span in enumerate(spans) if span == spans[shard]]
     whole, (start, shape[s.axis]) = shape[s.axis], spans[shard]
     return s.kind._replace(
-        shape=tuple(shape), start=start, whole=whole, replica=twins.index(shard), replicas=len(twins), axis=s.axis
+        shape=tuple(shape),
+        start=start,
+        whole=whole,
+        replica=twins.index(shard),
+        replicas=len(twins),
+        axis=s.axis,
     )
 
 
-def parts(streams: Sequence[Stream], shard: int, shards: int, stage: int | None = None) -> list[StateKind]:
+def parts(
+    streams: Sequence[Stream], shard: int, shards: int, stage: int | None = None
+) -> list[StateKind]:
     return [part(s, shard, shards) for s in streams if stage in (None, s.stage)]
 
 
@@ -65,7 +79,11 @@ def models(draw: st.DrawFn) -> list[Stream]:
         dtype = draw(st.sampled_from(["uint8", "bfloat16"]))
         shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
         axis = draw(st.one_of(st.none(), st.integers(0, len(shape) - 1)))
-        found.append(Stream(draw(st.integers(0, 1)), StateKind(f"{i}", dtype, shape, unit, axis=axis or 0), axis))
+        found.append(
+            Stream(
+                draw(st.integers(0, 1)), StateKind(f"{i}", dtype, shape, unit, axis=axis or 0), axis
+            )
+        )
     return found
 
 
@@ -102,7 +120,9 @@ def plans(draw: st.DrawFn) -> Plan:
 def laid_out(kinds: Sequence[StateKind], plan: Plan, side: int) -> PoolLayout | None:
     if not kinds:
         return None
-    layout = build_layout(kinds, page_size=plan.page_size, num_pages=PLACES, num_rows=PLACES, order=plan.orders[side])
+    layout = build_layout(
+        kinds, page_size=plan.page_size, num_pages=PLACES, num_rows=PLACES, order=plan.orders[side]
+    )
     at, buffers = 3, []
     for b in layout.buffers:
         buffers.append(msgspec.structs.replace(b, address=at))
@@ -118,7 +138,12 @@ def view(layout: PoolLayout, c: Component, flat: Memory) -> NDArray[np.uint8]:
     """[pages, slots, *shape, bytes of an element] of one component, slots 1 where it has none."""
     b = layout.buffers[c.buffer]
     repeats = layout.page_size if c.unit == SLOT else 1
-    shape = (layout.count_of(c), repeats, *c.shape, c.size_bytes // repeats // int(np.prod(c.shape)))
+    shape = (
+        layout.count_of(c),
+        repeats,
+        *c.shape,
+        c.size_bytes // repeats // int(np.prod(c.shape)),
+    )
     inner = np.lib.stride_tricks.as_strided(
         flat[b.address + c.offset :], (shape[0], c.size_bytes), (b.page_bytes, 1), writeable=True
     )
@@ -135,7 +160,9 @@ def entries(c: Component) -> tuple[slice, ...]:
 @given(plans())
 @settings(max_examples=300)
 def test_between_any_widths_every_byte_is_written_once_from_the_right_byte(plan: Plan) -> None:
-    """Prefill of any width, and one or two stages, to decode of any width: what a rank serves lands in every copy."""
+    """Prefill of any width, and one or two stages, to decode of any width: what a rank serves lands
+    in every copy.
+    """
     target = laid_out(parts_of_all(plan.streams, plan.widths[1]), plan, 1)
     assert target is not None
     rng = np.random.default_rng(0)
@@ -175,20 +202,32 @@ def parts_of_all(streams: Sequence[Stream], shards: int) -> list[StateKind]:
     return [kind for shard in range(shards) for kind in parts(streams, shard, shards)]
 
 
-def copy(pairing: Pairing, plan: Plan, here: Memory, there: Memory, written: NDArray[np.int64]) -> None:
+def copy(
+    pairing: Pairing, plan: Plan, here: Memory, there: Memory, written: NDArray[np.int64]
+) -> None:
     source, target = plan.places
     lists = (source.pages, target.pages, source.rows, target.rows)
     pairing.check(*lists)
     blocks = pairing.blocks(*lists, max_block_bytes=plan.max_block_bytes)
-    assert blocks.total_bytes == pairing.page_bytes * source.pages.size + pairing.row_bytes * source.rows.size
-    assert not blocks.sizes.size or 0 < int(blocks.sizes.min()) <= int(blocks.sizes.max()) <= plan.max_block_bytes
+    assert (
+        blocks.total_bytes
+        == pairing.page_bytes * source.pages.size + pairing.row_bytes * source.rows.size
+    )
+    assert (
+        not blocks.sizes.size
+        or 0 < int(blocks.sizes.min()) <= int(blocks.sizes.max()) <= plan.max_block_bytes
+    )
     for s, t, n in zip(*(column.tolist() for column in blocks), strict=True):
         there[t : t + n] = here[s : s + n]
         written[t : t + n] += 1
 
 
-def layout_of(*kinds: StateKind, fingerprint: str = "", order: Order = "page_first", num_pages: int = 4) -> PoolLayout:
-    return build_layout(kinds, page_size=4, num_pages=num_pages, fingerprint=fingerprint, order=order)
+def layout_of(
+    *kinds: StateKind, fingerprint: str = "", order: Order = "page_first", num_pages: int = 4
+) -> PoolLayout:
+    return build_layout(
+        kinds, page_size=4, num_pages=num_pages, fingerprint=fingerprint, order=order
+    )
 
 
 HEADS = StateKind("k", "bfloat16", (4, 16), start=4, whole=8)
@@ -220,7 +259,10 @@ def test_a_part_that_does_not_hold_is_refused(changes: dict[str, Any], text: str
     ("other", "text"),
     [
         (HEADS, r"component 'k' is named twice: k\[4:8 of 8\]"),
-        (HEADS._replace(start=2), r"component 'k': k\[2:6 of 8\] and k\[4:8 of 8\] overlap, and are not copies"),
+        (
+            HEADS._replace(start=2),
+            r"component 'k': k\[2:6 of 8\] and k\[4:8 of 8\] overlap, and are not copies",
+        ),
         (HEADS._replace(start=0, whole=9), r"parts differ in whole_shape: \(8, 16\) and \(9, 16\)"),
         (HEADS._replace(start=0, dtype="float16"), "parts differ in dtype: bfloat16 and float16"),
         (HEADS._replace(start=0, format="x"), "parts differ in format"),
@@ -236,7 +278,11 @@ def test_parts_of_one_name_are_parts_of_one_thing(other: StateKind, text: str) -
 def test_a_pool_holds_several_parts_and_copies() -> None:
     first, again = HEADS._replace(start=0), HEADS._replace(start=0, replica=1, replicas=2)
     layout = layout_of(HEADS, first, again)
-    assert [c.label for c in layout.components] == ["k[4:8 of 8]", "k[0:4 of 8]", "k[0:4 of 8] (copy 1 of 2)"]
+    assert [c.label for c in layout.components] == [
+        "k[4:8 of 8]",
+        "k[0:4 of 8]",
+        "k[0:4 of 8] (copy 1 of 2)",
+    ]
     assert [c.part for c in layout.components] == [Part(4, 8), Part(0, 8), Part(0, 8, 1, 2)]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=PoolLayout) == layout
 
@@ -245,7 +291,9 @@ def test_an_opaque_pool_has_no_parts() -> None:
     layout = opaque_layout({"blob": 64}, page_size=4, num_pages=4, tag="t")
     for change in ({"whole": 64}, {"replicas": 2}, {"axis": 1}):
         changed = tuple(msgspec.structs.replace(c, **change) for c in layout.components)
-        with pytest.raises(LayoutError, match="component 'blob': an opaque pool has no parts and no copies"):
+        with pytest.raises(
+            LayoutError, match="component 'blob': an opaque pool has no parts and no copies"
+        ):
             msgspec.structs.replace(layout, components=changed).check()
 
 
@@ -254,19 +302,36 @@ def test_an_opaque_pool_has_no_parts() -> None:
     [
         ([HEADS], [HEADS._replace(start=0, shape=(8, 16))], True, []),
         ([HEADS], [StateKind("k", "bfloat16", (8, 16))], True, []),
-        ([HEADS], [StateKind("k", "bfloat16", (8, 16))], False, ["k: only decode has entries 0..4"]),
+        (
+            [HEADS],
+            [StateKind("k", "bfloat16", (8, 16))],
+            False,
+            ["k: only decode has entries 0..4"],
+        ),
         ([HEADS], [HEADS._replace(start=3)], True, ["k: only prefill has entries 7..8"]),
-        ([HEADS], [HEADS._replace(start=3)], False,
-         ["k: only prefill has entries 7..8", "k: only decode has entries 3..4"]),
-        ([HEADS], [StateKind("k", "bfloat16", (4, 16))], True,
-         ["k shape (heads, dim): prefill (8, 16), decode (4, 16)"]),
-        ([HEADS._replace(axis=1, start=0, whole=0)], [HEADS._replace(start=0, whole=0)], True,
-         ["k axis along which it is split: prefill 1, decode 0"]),
+        (
+            [HEADS],
+            [HEADS._replace(start=3)],
+            False,
+            ["k: only prefill has entries 7..8", "k: only decode has entries 3..4"],
+        ),
+        (
+            [HEADS],
+            [StateKind("k", "bfloat16", (4, 16))],
+            True,
+            ["k shape (heads, dim): prefill (8, 16), decode (4, 16)"],
+        ),
+        (
+            [HEADS._replace(axis=1, start=0, whole=0)],
+            [HEADS._replace(start=0, whole=0)],
+            True,
+            ["k axis along which it is split: prefill 1, decode 0"],
+        ),
         ([HEADS], [HEADS, StateKind("v", "uint8", (1,))], True, []),
         ([HEADS], [HEADS, StateKind("v", "uint8", (1,))], False, ["v: only decode has it"]),
         ([HEADS, StateKind("v", "uint8", (1,))], [HEADS], True, ["v: only prefill has it"]),
     ],
-)  # fmt: skip
+)
 def test_what_differs_is_named(
     source: list[StateKind], target: list[StateKind], partly: bool, found: list[str]
 ) -> None:
@@ -279,7 +344,9 @@ def test_ranks_of_one_model_have_one_fingerprint() -> None:
 
 
 def test_copies_are_sent_by_one_rank_each_whatever_order_they_are_listed_in() -> None:
-    kinds = [StateKind(f"{i}.latent", "uint8", (4,)) for i in range(5)] + [StateKind("k", "uint8", (2,))]
+    kinds = [StateKind(f"{i}.latent", "uint8", (4,)) for i in range(5)] + [
+        StateKind("k", "uint8", (2,))
+    ]
     sent: list[str] = []
     for rank in range(3):
         own = [kind._replace(replica=rank, replicas=3) for kind in kinds[:5]]
@@ -295,7 +362,10 @@ def test_a_rank_may_have_nothing_to_send() -> None:
     pool = layout_of(StateKind("latent", "uint8", (4,), replica=1, replicas=2))
     assert pool.served.components == () and pool.served.page_bytes == 0
     pool.served.check()
-    assert Pairing(pool.served, layout_of(StateKind("latent", "uint8", (4,))), partly=True).page_bytes == 0
+    assert (
+        Pairing(pool.served, layout_of(StateKind("latent", "uint8", (4,))), partly=True).page_bytes
+        == 0
+    )
 
 
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])
@@ -317,11 +387,18 @@ def test_planning_takes_milliseconds() -> None:
     layers = [StateKind(f"{i}.{x}", "bfloat16", (8, 128)) for i in range(32) for x in "kv"]
     pages = np.random.default_rng(0).permutation(1024).astype(np.int32)
     mine = [kind._replace(shape=(4, 128), whole=8) for kind in layers]
-    theirs = [kind._replace(shape=(2, 128), start=2 * i, whole=8) for i in range(4) for kind in layers]
+    theirs = [
+        kind._replace(shape=(2, 128), start=2 * i, whole=8) for i in range(4) for kind in layers
+    ]
     for name, source, target in (("whole to whole", layers, layers), ("TP 2 to 4", mine, theirs)):
         for order in ("page_first", "layer_first"):
             pools = [
-                build_layout(kinds, page_size=16, num_pages=1024, order=order)  # type: ignore[arg-type]
+                build_layout(
+                    kinds,
+                    page_size=16,
+                    num_pages=1024,
+                    order=order,
+                )  # type: ignore[arg-type]
                 for kinds in (source, target)
             ]
             pairing, took_s = Pairing(*pools, partly=True), []

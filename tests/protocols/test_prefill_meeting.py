@@ -1,4 +1,6 @@
-"""Prefill's half of a room and decode's: they meet in either order, or each hears why the other does not come (I4)."""
+"""Prefill's half of a room and decode's: they meet in either order, or each hears why the other
+does not come (I4).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class TestMeeting:
     def test_the_engine_first(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         assert prefill.asked() == [] and record.phase is PrefillPhase.EXPECTED and record.half
-        assert (record.grant, record.prefix_tokens, len(record.target_pages)) == (0, 0, 0), "not known yet"
+        assert (record.grant, record.prefix_tokens, len(record.target_pages)) == (0, 0, 0), (
+            "not known yet"
+        )
         assert prefill.hear(announce()) == [] and record.phase is PrefillPhase.ANNOUNCED
         assert prefill.hear(bootstrap(prefix=4, pages=(7, 2))) == [RoomMatched(record.serial, 4)]
         assert record.target_pages.tolist() == [7, 2] and not record.half
@@ -52,7 +56,9 @@ class TestMeeting:
 
     @pytest.mark.parametrize("first", ["engine", "decode"])
     def test_decode_hears_that_the_engine_has_begun(self, prefill: LonePrefill, first: str) -> None:
-        """Once it has announced the room, and again when it repeats that; not after it has lent its pages."""
+        """Once it has announced the room, and again when it repeats that; not after it has lent its
+        pages.
+        """
         told = prefill.hear(announce()) if first == "decode" else []
         record = prefill.open()
         assert told + prefill.asked() == []
@@ -82,7 +88,10 @@ class TestMeeting:
         prefill.now += 3
         prefill.hear(beat(target=OTHER_DECODE))
         told = [word for word in prefill.tick(3) if isinstance(word, wire.RoomFailed)]
-        assert failed(causes[5], 5, 1, target=OTHER_DECODE) in told and not prefill.core.rendezvous.announced
+        assert (
+            failed(causes[5], 5, 1, target=OTHER_DECODE) in told
+            and not prefill.core.rendezvous.announced
+        )
 
     def test_a_decode_that_lends_at_once_need_not_hear_it(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
@@ -120,7 +129,9 @@ class TestMeeting:
 
     @pytest.mark.parametrize("pages_first", [True, False])
     @pytest.mark.parametrize(("tokens", "digest"), [(12, DIGEST), (TOKENS, b"e" * 32)])
-    def test_another_prompt(self, prefill: LonePrefill, tokens: int, digest: bytes, pages_first: bool) -> None:
+    def test_another_prompt(
+        self, prefill: LonePrefill, tokens: int, digest: bytes, pages_first: bool
+    ) -> None:
         text = f"room 7: prefill's prompt has {tokens} tokens, decode's 11, or their ids differ"
         why = Cause(Code.PROMPT_MISMATCH, text)
         if pages_first:
@@ -128,20 +139,35 @@ class TestMeeting:
         record = prefill.open(tokens=tokens, digest=digest, deadline_at_s=START + 90)
         told = prefill.asked() if pages_first else prefill.hear(bootstrap())
         assert told == [failed(why), ack(), *stopped(record, why)]
-        assert record.phase is PrefillPhase.FAILED and prefill.counts.endings == {"failed:prompt_mismatch": 1}
+        assert record.phase is PrefillPhase.FAILED and prefill.counts.endings == {
+            "failed:prompt_mismatch": 1
+        }
         assert len(prefill.core.deadlines) == 1, "the silence of decode, and no room's"
 
-    def test_what_ended_is_sent_again_when_decode_repeats_itself(self, prefill: LonePrefill) -> None:
+    def test_what_ended_is_sent_again_when_decode_repeats_itself(
+        self, prefill: LonePrefill
+    ) -> None:
         prefill.hear(bootstrap())
         prefill.open(tokens=12)
-        told = [message for message in prefill.asked() if not isinstance(message, RoomStopped | RoomReleased)]
+        told = [
+            message
+            for message in prefill.asked()
+            if not isinstance(message, RoomStopped | RoomReleased)
+        ]
         assert len(told) == 2
-        assert prefill.hear(bootstrap()) == prefill.hear(announce()) == prefill.hear(ask((7, 1, 0))) == told
+        assert (
+            prefill.hear(bootstrap())
+            == prefill.hear(announce())
+            == prefill.hear(ask((7, 1, 0)))
+            == told
+        )
         assert prefill.hear(abort()) == [ack()]
 
 
 class TestWhileTheLastRoomOfThatIdDrains:
-    """Whatever half comes, it has ended at once, and the other one is told the same when it comes."""
+    """Whatever half comes, it has ended at once,
+    and the other one is told the same when it comes.
+    """
 
     @pytest.fixture
     def drains(self, prefill: LonePrefill) -> PrefillRoomRecord:
@@ -166,7 +192,9 @@ class TestWhileTheLastRoomOfThatIdDrains:
         assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused
         self.at_rest(prefill)
 
-    def test_decode_first(self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]) -> None:
+    def test_decode_first(
+        self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]
+    ) -> None:
         assert prefill.hear(announce(7, 1, OTHER_DECODE)) == refused
         assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused, "said again"
         prefill.ended(1)
@@ -174,7 +202,9 @@ class TestWhileTheLastRoomOfThatIdDrains:
         assert prefill.asked() == stopped(record, DRAINS)
         self.at_rest(prefill)
 
-    def test_both(self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]) -> None:
+    def test_both(
+        self, prefill: LonePrefill, drains: PrefillRoomRecord, refused: list[wire.Message]
+    ) -> None:
         assert prefill.hear(bootstrap(7, 1, OTHER_DECODE)) == refused
         with pytest.raises(RoomInUseError):
             prefill.open()
@@ -185,7 +215,9 @@ class TestWhileTheLastRoomOfThatIdDrains:
         self.at_rest(prefill)
         prefill.ended(1)
         record = prefill.open()
-        assert prefill.hear(bootstrap(7, 3, OTHER_DECODE)) == [RoomMatched(record.serial, 0)], "the next one works"
+        assert prefill.hear(bootstrap(7, 3, OTHER_DECODE)) == [RoomMatched(record.serial, 0)], (
+            "the next one works"
+        )
 
     def test_the_engine_refuses(self, prefill: LonePrefill, drains: PrefillRoomRecord) -> None:
         prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
@@ -193,7 +225,9 @@ class TestWhileTheLastRoomOfThatIdDrains:
         assert prefill.hear(announce(7, 1, OTHER_DECODE))[0].cause == BROKEN
         self.at_rest(prefill)
 
-    def test_decode_aborts_what_never_came(self, prefill: LonePrefill, drains: PrefillRoomRecord) -> None:
+    def test_decode_aborts_what_never_came(
+        self, prefill: LonePrefill, drains: PrefillRoomRecord
+    ) -> None:
         assert prefill.hear(abort(7, 1, OTHER_DECODE)) == [ack(7, 1, target=OTHER_DECODE)]
         prefill.ended(1)
         record = prefill.open()
@@ -219,13 +253,19 @@ class TestOneOfAKind:
         assert prefill.hear(announce(7, 2)) == [failed(IN_USE, 7, 2), ack(7, 2)]
         refused = [failed(IN_USE, 7, 1, target=OTHER_DECODE), ack(7, 1, target=OTHER_DECODE)]
         assert prefill.hear(announce(7, 1, OTHER_DECODE)) == refused
-        assert prefill.hear(bootstrap(7, 3)) == [failed(IN_USE, 7, 3), ack(7, 3)], "pages of a third"
+        assert prefill.hear(bootstrap(7, 3)) == [failed(IN_USE, 7, 3), ack(7, 3)], (
+            "pages of a third"
+        )
         record = prefill.open()
-        assert prefill.hear(bootstrap(7, 1)) == [RoomMatched(record.serial, 0)], "the first one's place is kept"
+        assert prefill.hear(bootstrap(7, 1)) == [RoomMatched(record.serial, 0)], (
+            "the first one's place is kept"
+        )
 
     @pytest.mark.parametrize("message", [announce(7, 2), bootstrap(7, 2)])
     @pytest.mark.parametrize("first", [announce(), bootstrap()])
-    def test_a_room_has_one_decode(self, prefill: LonePrefill, first: wire.Message, message: wire.Message) -> None:
+    def test_a_room_has_one_decode(
+        self, prefill: LonePrefill, first: wire.Message, message: wire.Message
+    ) -> None:
         record = prefill.open()
         prefill.hear(first)
         assert prefill.hear(message) == [failed(IN_USE, 7, 2), ack(7, 2)]
@@ -261,7 +301,13 @@ class TestWhatIsOffered:
     )
     @pytest.mark.parametrize("announced", [True, False])
     def test_it_has_to_add_up(
-        self, prefill: LonePrefill, pages: tuple[int, ...], tokens: int, prefix: int, text: str, announced: bool
+        self,
+        prefill: LonePrefill,
+        pages: tuple[int, ...],
+        tokens: int,
+        prefix: int,
+        text: str,
+        announced: bool,
     ) -> None:
         if announced:
             prefill.open()
@@ -269,11 +315,15 @@ class TestWhatIsOffered:
         refusal, end, *more = prefill.hear(bootstrap(pages=pages, tokens=tokens, prefix=prefix))
         assert text in refusal.cause.text and (refusal, end) == (failed(refusal.cause), ack())
         assert len(more) == 2 * announced and not prefill.endpoint.rooms
-        assert refusal.cause.code is (Code.PROTOCOL_ERROR if text.startswith("prefix") else Code.BAD_REQUEST)
+        assert refusal.cause.code is (
+            Code.PROTOCOL_ERROR if text.startswith("prefix") else Code.BAD_REQUEST
+        )
 
     def test_all_of_the_prompt_may_be_there_already(self, prefill: LonePrefill) -> None:
         record = prefill.open()
-        assert prefill.hear(bootstrap(pages=(), prefix=TOKENS)) == [RoomMatched(record.serial, TOKENS)]
+        assert prefill.hear(bootstrap(pages=(), prefix=TOKENS)) == [
+            RoomMatched(record.serial, TOKENS)
+        ]
 
     def test_a_pool_of_another_size(self) -> None:
         prefill = LonePrefill().up()
@@ -285,9 +335,13 @@ class TestTheOtherHalfNeverComes:
         assert prefill.hear(abort()) == [ack()]
         record = prefill.open()
         assert prefill.asked() == stopped(record, GONE)
-        assert prefill.hear(announce(7, 2)) == [], "that was told: the next room of this id is a new one"
+        assert prefill.hear(announce(7, 2)) == [], (
+            "that was told: the next room of this id is a new one"
+        )
         assert list(prefill.core.rendezvous.announced) == [7]
-        assert prefill.hear(bootstrap(7, 1)) == [], "what has ended does not begin, and has nothing to send"
+        assert prefill.hear(bootstrap(7, 1)) == [], (
+            "what has ended does not begin, and has nothing to send"
+        )
 
     def test_decode_withdraws_what_it_announced(self, prefill: LonePrefill) -> None:
         assert prefill.hear(announce(), abort()) == [ack()]
@@ -300,36 +354,48 @@ class TestTheOtherHalfNeverComes:
     def test_decode_refuses_while_the_engine_waits(self, prefill: LonePrefill) -> None:
         record = prefill.open()
         assert prefill.hear(abort()) == [*stopped(record, GONE), ack()]
-        assert prefill.hear(announce(7, 2)) == [], "decode knows: the next room of this id is a new one"
+        assert prefill.hear(announce(7, 2)) == [], (
+            "decode knows: the next room of this id is a new one"
+        )
 
-    def test_both_give_up_and_neither_is_told_of_the_other_later(self, prefill: LonePrefill) -> None:
+    def test_both_give_up_and_neither_is_told_of_the_other_later(
+        self, prefill: LonePrefill
+    ) -> None:
         prefill.hear(abort())
         prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
         assert prefill.asked() == [] == prefill.hear(announce(7, 2))
         prefill.close(prefill.open(8))
         assert prefill.hear(abort(8, 3)) == [ack(8, 3)] and not prefill.open(8).ended
 
-    def test_an_abort_about_an_older_grant_leaves_the_newer_announcement(self, prefill: LonePrefill) -> None:
+    def test_an_abort_about_an_older_grant_leaves_the_newer_announcement(
+        self, prefill: LonePrefill
+    ) -> None:
         prefill.hear(announce(7, 2))
         assert prefill.hear(abort(7, 1)) == [ack(7, 1)]
         record = prefill.open()
         assert not record.ended and prefill.asked() == [] and len(prefill.core.rendezvous) == 0
 
-    def test_an_abort_about_a_room_of_another_grant_leaves_it_alone(self, prefill: LonePrefill) -> None:
+    def test_an_abort_about_a_room_of_another_grant_leaves_it_alone(
+        self, prefill: LonePrefill
+    ) -> None:
         record = prefill.open()
         prefill.hear(announce(7, 2))
         assert prefill.hear(abort(7, 1)) == [ack(7, 1)] and not record.ended
         assert prefill.hear(abort(7, 2)) == [ack(7, 2), *stopped(record, GONE)]
 
     @pytest.mark.parametrize("first", [announce(), bootstrap()])
-    def test_decode_gives_up_while_the_engine_waits(self, prefill: LonePrefill, first: wire.Message) -> None:
+    def test_decode_gives_up_while_the_engine_waits(
+        self, prefill: LonePrefill, first: wire.Message
+    ) -> None:
         record = prefill.open()
         prefill.hear(first)
         assert prefill.hear(abort()) == [ack(), *stopped(record, GONE)]
         assert prefill.counts.endings == {"aborted:client_gone": 1}
         assert prefill.open().ended is False, "nothing is left of it"
 
-    def test_decode_gives_up_pages_that_the_engine_has_not_asked_for(self, prefill: LonePrefill) -> None:
+    def test_decode_gives_up_pages_that_the_engine_has_not_asked_for(
+        self, prefill: LonePrefill
+    ) -> None:
         prefill.hear(bootstrap())
         assert prefill.hear(abort()) == [ack(), RoomReleased(1)]
         record = prefill.open()
@@ -367,7 +433,9 @@ class TestTheOtherHalfNeverComes:
         prefill.endpoint.refuse_room(7, BROKEN, prefill.now)
         assert prefill.asked() == told
         prefill.hear(announce(7, 2))
-        assert (7 in prefill.core.rendezvous.announced) == bool(came), "decode is told when it comes, unless it was"
+        assert (7 in prefill.core.rendezvous.announced) == bool(came), (
+            "decode is told when it comes, unless it was"
+        )
 
     def test_a_refusal_leaves_a_room_that_was_opened(self, prefill: LonePrefill) -> None:
         record = prefill.open()
@@ -388,7 +456,9 @@ class TestTheOtherHalfNeverComes:
 
 
 class TestDeadlines:
-    def test_a_half_that_nobody_announced_ends_at_the_rendezvous(self, prefill: LonePrefill) -> None:
+    def test_a_half_that_nobody_announced_ends_at_the_rendezvous(
+        self, prefill: LonePrefill
+    ) -> None:
         record = prefill.open()
         prefill.hear(beat())
         assert prefill.endpoint.next_tick() == START + 3
@@ -414,8 +484,12 @@ class TestDeadlines:
         prefill.tick()
         assert patient.ended
 
-    @pytest.mark.parametrize("come", ["announced later", "announced before", "offered later", "offered before"])
-    def test_one_whose_other_half_is_known_waits_for_its_own_deadline(self, prefill: LonePrefill, come: str) -> None:
+    @pytest.mark.parametrize(
+        "come", ["announced later", "announced before", "offered later", "offered before"]
+    )
+    def test_one_whose_other_half_is_known_waits_for_its_own_deadline(
+        self, prefill: LonePrefill, come: str
+    ) -> None:
         message = announce() if come.startswith("announced") else bootstrap()
         prefill.hear(*([message] if come.endswith("before") else []))
         record = prefill.open(deadline_at_s=START + 20)
@@ -439,7 +513,9 @@ class TestDeadlines:
         prefill.tick(1)
         assert record.ended
 
-    def test_without_a_deadline_a_room_waits_as_long_as_its_decode_lives(self, prefill: LonePrefill) -> None:
+    def test_without_a_deadline_a_room_waits_as_long_as_its_decode_lives(
+        self, prefill: LonePrefill
+    ) -> None:
         first, second = prefill.open(7), prefill.open(8)
         prefill.hear(announce(7, 1), bootstrap(8, 2))
         for _ in range(100):

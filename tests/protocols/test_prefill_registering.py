@@ -1,11 +1,20 @@
-"""Prefill, told by a decode who it is: accepted, refused, displaced, or told what may not begin any more (I6)."""
+"""Prefill, told by a decode who it is: accepted, refused, displaced, or told what may not begin any
+more (I6).
+"""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from kvflow.protocols.commands import CloseRoute, OpenRoute, RoomMatched, RoomReleased, RoomStopped, WatchProcess
+from kvflow.protocols.commands import (
+    CloseRoute,
+    OpenRoute,
+    RoomMatched,
+    RoomReleased,
+    RoomStopped,
+    WatchProcess,
+)
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
@@ -63,7 +72,9 @@ def test_a_decode_is_accepted_when_its_route_is_open() -> None:
     assert prefill.register(fresh_from=4) == [beat()], "it takes long: decode must not give up"
     prefill.endpoint.route_opened(DECODE, prefill.now)
     assert prefill.asked() == [WatchProcess(DECODE, named_by(DECODE)), registered(fresh_from=4)]
-    assert prefill.register(fresh_from=2) == [registered(fresh_from=4)], "an older Register came later"
+    assert prefill.register(fresh_from=2) == [registered(fresh_from=4)], (
+        "an older Register came later"
+    )
     assert prefill.register(fresh_from=6) == [registered(fresh_from=6)]
     prefill.endpoint.route_opened(DECODE, prefill.now)
     prefill.endpoint.route_refused(DECODE, "too late", prefill.now)
@@ -78,12 +89,17 @@ def test_a_decode_is_accepted_when_its_route_is_open() -> None:
     ("fields", "text"),
     [
         ({"wire_version": 1}, f"wire version 1, this prefill speaks {wire.WIRE_VERSION}"),
-        ({"address": msgspec.structs.replace(ADDRESS, backend="local")}, "data planes differ: prefill fake, decode lo"),
+        (
+            {"address": msgspec.structs.replace(ADDRESS, backend="local")},
+            "data planes differ: prefill fake, decode lo",
+        ),
         ({"layout": SMALLER}, "page_size"),
         ({"layout": msgspec.structs.replace(LAYOUT, num_pages=-1)}, "num_pages"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_kept(fields: dict[str, object], text: str) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_is_kept(
+    fields: dict[str, object], text: str
+) -> None:
     prefill = LonePrefill()
     answer, *more = prefill.register(**fields)
     assert text in answer.refusal and answer == registered(answer.refusal) and more == []
@@ -130,10 +146,17 @@ class TestRefusedByTheRoute:
         why = Cause(Code.REFUSED, "no such segment")
         sent = prefill.asked()
         assert sent[:3] == [registered("no such segment"), failed(why, 8, 2), ack(8, 2)]
-        assert sent[3:] == [failed(why), ack(), RoomStopped(record.serial, why), RoomReleased(record.serial)]
+        assert sent[3:] == [
+            failed(why),
+            ack(),
+            RoomStopped(record.serial, why),
+            RoomReleased(record.serial),
+        ]
         assert list(prefill.endpoint.peers) == [] and not prefill.endpoint.rooms
         other = prefill.open(8)
-        assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], "its half came later"
+        assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], (
+            "its half came later"
+        )
 
     def test_what_the_engine_has_ended_is_kept_for_it(self) -> None:
         """Its next Register may be on the way behind what it announces."""
@@ -155,7 +178,9 @@ class TestRefusedByTheRoute:
         assert prefill.hear(abort(7, 2), announce(7, 3)) == [registered("no such segment")]
         record = prefill.open(7)
         why = Cause(Code.REFUSED, "prefill refused this decode: no such segment")
-        assert prefill.asked() == [RoomStopped(record.serial, why), RoomReleased(record.serial)], "the latest word"
+        assert prefill.asked() == [RoomStopped(record.serial, why), RoomReleased(record.serial)], (
+            "the latest word"
+        )
 
     def test_rooms_that_it_announces_or_refuses_afterwards_end_too(self) -> None:
         prefill = LonePrefill()
@@ -164,12 +189,18 @@ class TestRefusedByTheRoute:
         first, second = prefill.open(7), prefill.open(8)
         prefill.asked()
         why = Cause(Code.REFUSED, "prefill refused this decode: no such segment")
-        assert prefill.hear(announce(7, 1)) == [RoomStopped(first.serial, why), RoomReleased(first.serial)]
+        assert prefill.hear(announce(7, 1)) == [
+            RoomStopped(first.serial, why),
+            RoomReleased(first.serial),
+        ]
         own = Cause(Code.CAPACITY, "no pages")
         told = [RoomStopped(second.serial, own), RoomReleased(second.serial)]
         assert prefill.hear(abort(8, 2, cause=own)) == told
         assert prefill.counts.stale == 0
-        assert prefill.hear(bootstrap(9, 3), beat(), ask((9, 3, 0))) == [] and prefill.counts.stale == 3
+        assert (
+            prefill.hear(bootstrap(9, 3), beat(), ask((9, 3, 0))) == []
+            and prefill.counts.stale == 3
+        )
 
     def test_rooms_of_one_that_never_registered_are_nobodys(self) -> None:
         prefill = LonePrefill()
@@ -184,7 +215,9 @@ class TestRefusedByTheRoute:
         prefill.endpoint.peer_died(DECODE, prefill.now)
         assert prefill.asked() == [CloseRoute(DECODE)]
         record = prefill.open(7)
-        assert prefill.hear(announce(7, 1)) == [] and not record.ended, "an old refusal is forgotten"
+        assert prefill.hear(announce(7, 1)) == [] and not record.ended, (
+            "an old refusal is forgotten"
+        )
 
     def test_what_it_sent_before_does_not_begin_when_it_is_back(self) -> None:
         prefill = LonePrefill()
@@ -196,7 +229,10 @@ class TestRefusedByTheRoute:
         assert OTHER_DECODE not in prefill.core.former.displaced, "nothing is kept of a stranger"
         prefill.up()
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
-        assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)] and not prefill.core.former.displaced
+        assert (
+            prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
+            and not prefill.core.former.displaced
+        )
 
     def test_reasons_are_bounded_and_the_oldest_goes_first(self) -> None:
         prefill = LonePrefill(bounds=Bounds(targets=2))
@@ -213,7 +249,11 @@ class TestWhileTheRouteIsOpened:
         assert prefill.hear(bootstrap(7, 1), ask((7, 1, 0))) == [] and prefill.counts.stale == 2
         assert prefill.hear(beat()) == [beat()]
         assert prefill.hear(announce(7, 1)) == [] and record.peer is not None
-        assert prefill.hear(abort(7, 1)) == [ack(), RoomStopped(record.serial, _gone()), RoomReleased(record.serial)]
+        assert prefill.hear(abort(7, 1)) == [
+            ack(),
+            RoomStopped(record.serial, _gone()),
+            RoomReleased(record.serial),
+        ]
         assert prefill.counts.stale == 2
 
     def test_silence_counts_from_the_day_it_is_open(self) -> None:
@@ -241,18 +281,26 @@ class TestPlacesAreBounded:
     def test_one_process_takes_so_many_places_and_no_more(self) -> None:
         prefill = LonePrefill(bounds=Bounds(decodes_per_process=2)).up(DECODE, OTHER_DECODE)
         assert refusal(prefill, THIRD_DECODE) == "2 decodes of process 1 are registered already"
-        lie = msgspec.structs.replace(ADDRESS.process, network_namespace="another", time_namespace="another")
+        lie = msgspec.structs.replace(
+            ADDRESS.process, network_namespace="another", time_namespace="another"
+        )
         prefill.register(THIRD_DECODE, address=msgspec.structs.replace(ADDRESS, process=lie))
         assert [peer.incarnation for peer in prefill.endpoint.peers] == [DECODE, OTHER_DECODE]
-        other = msgspec.structs.replace(ADDRESS, process=msgspec.structs.replace(ADDRESS.process, pid=9))
+        other = msgspec.structs.replace(
+            ADDRESS, process=msgspec.structs.replace(ADDRESS.process, pid=9)
+        )
         named = msgspec.structs.replace(other, owner=THIRD_DECODE)
-        assert prefill.register(THIRD_DECODE, address=other) == [OpenRoute(THIRD_DECODE, named, LAYOUT)]
+        assert prefill.register(THIRD_DECODE, address=other) == [
+            OpenRoute(THIRD_DECODE, named, LAYOUT)
+        ]
         fourth = wire.Incarnation(THIRD_DECODE + 1)
         prefill.tick(5)
         assert prefill.register(fourth)[0] == CloseRoute(DECODE), "a silent one makes place"
 
     @pytest.mark.parametrize("doubt", [False, True])
-    def test_a_silent_decode_makes_place_and_what_can_still_land_is_remembered(self, doubt: bool) -> None:
+    def test_a_silent_decode_makes_place_and_what_can_still_land_is_remembered(
+        self, doubt: bool
+    ) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE)
         record = prefill.matched()
         prefill.send(record, 1)
@@ -269,9 +317,13 @@ class TestPlacesAreBounded:
         prefill.up(THIRD_DECODE).tick(5)
         assert prefill.register(DECODE, fresh_from=2)[0] == CloseRoute(OTHER_DECODE)
         prefill.up(DECODE)
-        assert prefill.hear(abort()) == [ack(drained=not doubt)], "it is back, and asks what became of its loan"
+        assert prefill.hear(abort()) == [ack(drained=not doubt)], (
+            "it is back, and asks what became of its loan"
+        )
         assert not prefill.core.former.in_doubt
-        assert prefill.core.peers[DECODE].grants.unproven() == ((1,) if doubt else ()), "as it was before"
+        assert prefill.core.peers[DECODE].grants.unproven() == ((1,) if doubt else ()), (
+            "as it was before"
+        )
 
     def test_one_that_has_no_doubts_makes_place_first_and_only_so_many_are_remembered(self) -> None:
         prefill = LonePrefill(bounds=Bounds(targets=2, closed_grants=1)).up(DECODE, OTHER_DECODE)
@@ -328,13 +380,17 @@ class TestPlacesAreBounded:
         prefill.up(DECODE)
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
         assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
-        assert list(prefill.core.former.displaced) == [OTHER_DECODE], "the other one made place, and is remembered"
+        assert list(prefill.core.former.displaced) == [OTHER_DECODE], (
+            "the other one made place, and is remembered"
+        )
         prefill.tick(5)
         prefill.up(OTHER_DECODE)
         assert list(prefill.core.former.displaced) == [THIRD_DECODE]
         prefill.tick(5)
         prefill.up(wire.Incarnation(111))
-        assert list(prefill.core.former.displaced) == [DECODE], "so many are remembered, the latest ones"
+        assert list(prefill.core.former.displaced) == [DECODE], (
+            "so many are remembered, the latest ones"
+        )
 
 
 class TestWhatWasWithdrawn:
@@ -348,7 +404,9 @@ class TestWhatWasWithdrawn:
         ended = [ack(7, 1), RoomStopped(record.serial, why), RoomReleased(record.serial)]
         assert prefill.register(fresh_from=3) == [registered(fresh_from=3), *ended]
         other = prefill.open(8)
-        assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], "never came, and ended"
+        assert prefill.asked() == [RoomStopped(other.serial, why), RoomReleased(other.serial)], (
+            "never came, and ended"
+        )
         assert prefill.hear(announce(8, 4)) == [], "and that was told once"
         assert list(prefill.core.rendezvous.announced) == [9, 8], "the third is still expected"
 

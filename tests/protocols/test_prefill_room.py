@@ -1,4 +1,6 @@
-"""The prefill table, cell by cell, against rules written down apart from it, and its counting (I3, I4, I12)."""
+"""The prefill table, cell by cell, against rules written down apart from it, and its counting (I3,
+I4, I12).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ CELLS = list(itertools.product(P, K))
 ENDINGS = {K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST, K.MISMATCHED}
 IN_DOUBT = {K.WRITE_FAILED, K.ALL_DOUBTFUL}
 WRITES = {K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED, *IN_DOUBT, K.ALL_STOPPED, K.DRAINED, K.UNPROVEN}
-HAS_ENGINE = {P.EXPECTED, P.ANNOUNCED, P.WAITING_FOR_INPUT, P.TRANSFERRING}  # matched() or done() is awaited
-HAS_DECODE = {P.ANNOUNCED, P.BOOTSTRAPPED, P.WAITING_FOR_INPUT, P.TRANSFERRING}  # a decode asks for it
+# matched() or done() is awaited.
+HAS_ENGINE = {P.EXPECTED, P.ANNOUNCED, P.WAITING_FOR_INPUT, P.TRANSFERRING}
+# A decode asks for it.
+HAS_DECODE = {P.ANNOUNCED, P.BOOTSTRAPPED, P.WAITING_FOR_INPUT, P.TRANSFERRING}
 
 
 def ending(phase: PrefillPhase, kind: PrefillKind) -> object:
@@ -48,8 +52,12 @@ def expected(phase: PrefillPhase, kind: PrefillKind) -> object:
     if phase in TERMINAL:  # in no table any more, and nothing of it runs
         return ERROR
     if phase is P.DRAINING:  # the ends of writes decide; new work would be our own mistake
-        last = {K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)), K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END))}
-        late = (K.CHUNK_LANDED, K.ABORT_RECEIVED, K.ENDED_LOCALLY)  # a lost target's rooms that drain are left alone
+        last = {
+            K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)),
+            K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END)),
+        }
+        # A lost target's rooms that drain are left alone.
+        late = (K.CHUNK_LANDED, K.ABORT_RECEIVED, K.ENDED_LOCALLY)
         return last.get(kind, IGNORE if kind in late else ERROR)
     halves = phase in (P.EXPECTED, P.ANNOUNCED, P.BOOTSTRAPPED)
     if kind is K.ANNOUNCED:  # once, by the decode that will offer pages
@@ -95,16 +103,24 @@ def test_rules(phase: PrefillPhase, kind: PrefillKind) -> None:
     acks = commands.count(C.SEND_DRAINED) + commands.count(C.SEND_UNPROVEN)
     ended_early = cell.phase in TERMINAL and cell.phase is not P.SUCCESS
     known = phase in HAS_DECODE | {P.DRAINING} or kind is K.MISMATCHED
-    assert acks == (1 if ended_early and known else 0), "one verdict on the loan, when nothing runs any more"
+    assert acks == (1 if ended_early and known else 0), (
+        "one verdict on the loan, when nothing runs any more"
+    )
     if cell.phase in (P.TRANSFERRING, P.DRAINING):
-        assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands), "writes still run"
+        assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands), (
+            "writes still run"
+        )
     if C.SEND_DRAINED in commands:
         assert kind not in IN_DOUBT | {K.UNPROVEN}, "never drained after doubt"
     assert (C.SEND_UNPROVEN in commands) == (cell.phase is P.LOST)
-    assert (C.SEND_CHUNK_DONE in commands) == (kind in (K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED)), "only what landed (I3)"
+    assert (C.SEND_CHUNK_DONE in commands) == (kind in (K.CHUNK_LANDED, K.IDLE, K.ALL_LANDED)), (
+        "only what landed (I3)"
+    )
     assert (C.TELL_SUCCESS in commands) == (cell.phase is P.SUCCESS)
     if C.SEND_FAILED in commands:
-        assert commands[0] is C.SEND_FAILED, "the other side is told first, whatever else there is to do"
+        assert commands[0] is C.SEND_FAILED, (
+            "the other side is told first, whatever else there is to do"
+        )
         assert kind is not K.ABORT_RECEIVED, "decode ended it"
     assert (C.CANCEL_WRITES in commands) == (cell.phase is P.DRAINING)
 
@@ -137,18 +153,25 @@ def test_chunks_land_one_after_the_other_or_together() -> None:
     landed = ended(WriteOutcome.LANDED)
     together, _ = run(queued(), queued(last=True), landed)
     assert together.phase is P.TRANSFERRING
-    for events in ([queued(), queued(last=True), landed, landed], [queued(), landed, queued(last=True), landed]):
+    for events in (
+        [queued(), queued(last=True), landed, landed],
+        [queued(), landed, queued(last=True), landed],
+    ):
         room, said = run(*events)
         assert room.phase is P.SUCCESS
         assert said.count(C.SEND_CHUNK_DONE) == 2 and said[-2:] == [C.TELL_SUCCESS, C.END]
 
 
-@pytest.mark.parametrize("why", [K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST], ids=lambda value: value.name)
+@pytest.mark.parametrize(
+    "why", [K.ABORT_RECEIVED, K.ENDED_LOCALLY, K.TARGET_LOST], ids=lambda value: value.name
+)
 @pytest.mark.parametrize("outcomes", list(itertools.product(WriteOutcome, repeat=2)), ids=str)
 def test_an_ending_waits_for_every_write_and_remembers_doubt(
     why: PrefillKind, outcomes: tuple[WriteOutcome, WriteOutcome]
 ) -> None:
-    room, said = run(queued(), queued(), PrefillEvent(why, cause=Cause(Code.CLIENT_GONE)), ended(outcomes[0]))
+    room, said = run(
+        queued(), queued(), PrefillEvent(why, cause=Cause(Code.CLIENT_GONE)), ended(outcomes[0])
+    )
     assert room.phase is P.DRAINING
     assert not {C.SEND_DRAINED, C.SEND_UNPROVEN, C.END} & set(said)
     room, commands = step(room, ended(outcomes[1]))
@@ -179,33 +202,54 @@ def test_a_write_that_stopped_short_fails_the_room_and_leaves_no_doubt() -> None
 
 def test_the_first_cause_is_kept() -> None:
     first, second = Cause(Code.CLIENT_GONE), Cause(Code.TRANSFER_ERROR)
-    room, _ = run(queued(), PrefillEvent(K.ABORT_RECEIVED, cause=first), ended(WriteOutcome.UNPROVEN, second))
+    room, _ = run(
+        queued(), PrefillEvent(K.ABORT_RECEIVED, cause=first), ended(WriteOutcome.UNPROVEN, second)
+    )
     assert (room.phase, room.cause) == (P.LOST, first)
 
 
 @settings(max_examples=400)
 @given(st.data())
 def test_whatever_happens_nothing_ends_while_it_runs(data: st.DataObject) -> None:
-    """Random lives; what the handler guarantees (no chunk after the last one or the end) is the only restriction."""
-    room, said, running, doubt = PrefillRoomState(P.WAITING_FOR_INPUT), list[PrefillCommand](), 0, False
+    """Random lives; what the handler guarantees (no chunk after the last one or the end) is the
+    only restriction.
+    """
+    room, said, running, doubt = (
+        PrefillRoomState(P.WAITING_FOR_INPUT),
+        list[PrefillCommand](),
+        0,
+        False,
+    )
     for _ in range(data.draw(st.integers(0, 14))):
         if room.phase in TERMINAL:
             break
         can_send = room.phase in (P.WAITING_FOR_INPUT, P.TRANSFERRING) and not room.last_queued
-        losable = room.phase is not P.DRAINING  # a room that has ended is not among those a lost decode loses
-        choices = ["abort", "local"] + ["lost"] * losable + ["send"] * 4 * can_send + ["write"] * 3 * bool(running)
+        # A room that has ended is not among those a lost decode loses.
+        losable = room.phase is not P.DRAINING
+        choices = (
+            ["abort", "local"]
+            + ["lost"] * losable
+            + ["send"] * 4 * can_send
+            + ["write"] * 3 * bool(running)
+        )
         match data.draw(st.sampled_from(choices)):
             case "send":
                 event, running = queued(last=data.draw(st.booleans())), running + 1
             case "write":
                 outcome = data.draw(st.sampled_from(WriteOutcome))
-                event, running, doubt = ended(outcome), running - 1, doubt or outcome is WriteOutcome.UNPROVEN
+                event, running, doubt = (
+                    ended(outcome),
+                    running - 1,
+                    doubt or outcome is WriteOutcome.UNPROVEN,
+                )
             case other:
                 kinds = {"abort": K.ABORT_RECEIVED, "local": K.ENDED_LOCALLY, "lost": K.TARGET_LOST}
                 event = PrefillEvent(kinds[other], cause=Cause(Code.CLIENT_GONE, other))
         room, commands = step(room, event)
         said.extend(commands)
-        assert not (running and {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands))
+        assert not (
+            running and {C.SEND_DRAINED, C.SEND_UNPROVEN, C.TELL_SUCCESS, C.END} & set(commands)
+        )
         assert not (doubt and {C.SEND_DRAINED, C.TELL_SUCCESS} & set(commands))
         assert room.queued - room.ended == running
     assert said.count(C.END) == (room.phase in TERMINAL)

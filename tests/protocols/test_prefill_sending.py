@@ -1,11 +1,27 @@
-"""A matched room at prefill: chunks become writes, writes end, and what decode is told about them (I2, I3, I4)."""
+"""A matched room at prefill: chunks become writes, writes end, and what decode is told about them
+(I2, I3, I4).
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols.commands import CancelWrite, CloseRoute, RoomDone, RoomReleased, RoomStopped, StartWrite
-from kvflow.protocols.errors import AbortedError, CapacityError, Cause, Code, MisuseError, RefusedError
+from kvflow.protocols.commands import (
+    CancelWrite,
+    CloseRoute,
+    RoomDone,
+    RoomReleased,
+    RoomStopped,
+    StartWrite,
+)
+from kvflow.protocols.errors import (
+    AbortedError,
+    CapacityError,
+    Cause,
+    Code,
+    MisuseError,
+    RefusedError,
+)
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
@@ -51,14 +67,19 @@ class TestPinned:
         prefill.hear(abort(7, 1))
         assert pinned(prefill) == pinned_pages(prefill.core.writes.values(), record.peer) == 3
         first = prefill.matched(12, 5)
-        assert first.phase is PrefillPhase.WAITING_FOR_INPUT, "what was cancelled a moment ago may end at once"
+        assert first.phase is PrefillPhase.WAITING_FOR_INPUT, (
+            "what was cancelled a moment ago may end at once"
+        )
         prefill.tick(prefill.core.timing.repeat_after_s)
         text = "pages held by writes to this decode that do not end: asked for 3, limit 2"
         cause = Cause(Code.CAPACITY, text)
         engine = prefill.open(8)
         assert prefill.hear(bootstrap(8, 2)) == [
-            failed(cause, 8, 2), ack(8, 2), RoomStopped(engine.serial, cause), RoomReleased(engine.serial)
-        ]  # fmt: skip
+            failed(cause, 8, 2),
+            ack(8, 2),
+            RoomStopped(engine.serial, cause),
+            RoomReleased(engine.serial),
+        ]
         assert prefill.hear(announce(9, 3)) == [failed(cause, 9, 3), ack(9, 3)]
         late = prefill.open(9)
         assert late.state.cause == cause, "the engine's half that comes later is told too"
@@ -74,7 +95,10 @@ class TestPinned:
         prefill.hear(abort(7, 1))
         prefill.tick(prefill.core.timing.repeat_after_s)
         prefill.hear(announce(8, 1, OTHER_DECODE))
-        cause = Cause(Code.CAPACITY, "pages held by writes to this decode that do not end: asked for 3, limit 2")
+        cause = Cause(
+            Code.CAPACITY,
+            "pages held by writes to this decode that do not end: asked for 3, limit 2",
+        )
         assert prefill.hear(bootstrap(8, 2)) == [failed(cause, 8, 2), ack(8, 2)]
         engine = prefill.open(8)
         assert not engine.ended
@@ -82,7 +106,9 @@ class TestPinned:
         assert engine.phase is PrefillPhase.WAITING_FOR_INPUT
         prefill.close(engine)
         prefill.hear(abort(8, 1, OTHER_DECODE))
-        assert not prefill.open(8).ended, "the next room of that number is not told what became of the refused one"
+        assert not prefill.open(8).ended, (
+            "the next room of that number is not told what became of the refused one"
+        )
 
     def test_without_a_limit_none_is_refused(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
@@ -95,17 +121,29 @@ class TestPinned:
 class TestChunks:
     def test_each_goes_onto_the_next_of_decodes_pages(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
-        assert prefill.send(record, 1, 3) == [StartWrite(1, 1, DECODE, (1, 3), (7, 2))]  # type: ignore[arg-type]
-        assert prefill.send(record, 4, last=True, handoff=b"h") == [StartWrite(2, 1, DECODE, (4,), (5,))]  # type: ignore[arg-type]
+        assert prefill.send(record, 1, 3) == [
+            StartWrite(1, 1, DECODE, (1, 3), (7, 2)),
+        ]  # type: ignore[arg-type]
+        assert prefill.send(record, 4, last=True, handoff=b"h") == [
+            StartWrite(2, 1, DECODE, (4,), (5,))
+        ]  # type: ignore[arg-type]
         assert prefill.ended(1, checksum=b"sum") == [chunk_done(0, 2, checksum=b"sum")]
         assert record.phase is PrefillPhase.TRANSFERRING and list(prefill.core.writes) == [2]
         done = [chunk_done(1, 1, True, b"h"), RoomDone(1), RoomReleased(1)]
         assert prefill.ended(2) == done and record.phase is PrefillPhase.SUCCESS
-        assert prefill.hear(bootstrap()) == [chunk_done(0, 2, checksum=b"sum"), done[0]], "it missed them"
-        assert prefill.counts.endings == {"success": 1} and not prefill.core.writes and not prefill.endpoint.rooms
+        assert prefill.hear(bootstrap()) == [chunk_done(0, 2, checksum=b"sum"), done[0]], (
+            "it missed them"
+        )
+        assert (
+            prefill.counts.endings == {"success": 1}
+            and not prefill.core.writes
+            and not prefill.endpoint.rooms
+        )
         assert len(prefill.core.deadlines) == 1 and len(prefill.core.rendezvous) == 0
 
-    def test_they_are_told_in_the_order_in_which_they_were_queued(self, prefill: LonePrefill) -> None:
+    def test_they_are_told_in_the_order_in_which_they_were_queued(
+        self, prefill: LonePrefill
+    ) -> None:
         record = prefill.matched()
         for page, last in ((1, False), (2, False), (3, True)):
             prefill.send(record, page, last=last)
@@ -116,23 +154,32 @@ class TestChunks:
     def test_a_pause_between_two(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         prefill.send(record, 1)
-        assert prefill.ended(1) == [chunk_done(0, 1)] and record.phase is PrefillPhase.WAITING_FOR_INPUT
+        assert (
+            prefill.ended(1) == [chunk_done(0, 1)]
+            and record.phase is PrefillPhase.WAITING_FOR_INPUT
+        )
         prefill.send(record, 2, 3, last=True)
         assert prefill.ended(2) == [chunk_done(1, 2, True), RoomDone(1), RoomReleased(1)]
 
     def test_the_last_one_may_have_no_pages(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         prefill.send(record, 1, 2, 3)
-        assert prefill.send(record, last=True, handoff=b"h") == [StartWrite(2, 1, DECODE, (), ())]  # type: ignore[arg-type]
+        assert prefill.send(record, last=True, handoff=b"h") == [
+            StartWrite(2, 1, DECODE, (), ()),
+        ]  # type: ignore[arg-type]
         assert prefill.ended(2) == []
         done = [chunk_done(0, 3), chunk_done(1, 0, True, b"h"), RoomDone(1), RoomReleased(1)]
         assert prefill.ended(1) == done
 
-    def test_a_room_of_no_pages_is_done_when_its_write_has_ended(self, prefill: LonePrefill) -> None:
+    def test_a_room_of_no_pages_is_done_when_its_write_has_ended(
+        self, prefill: LonePrefill
+    ) -> None:
         prefill.hear(bootstrap(pages=(), prefix=11))
         record = prefill.open()
         prefill.asked()
-        assert prefill.send(record, last=True) == [StartWrite(1, 1, DECODE, (), ())]  # type: ignore[arg-type]
+        assert prefill.send(record, last=True) == [
+            StartWrite(1, 1, DECODE, (), ()),
+        ]  # type: ignore[arg-type]
         assert record.phase is PrefillPhase.TRANSFERRING and not record.ended
         assert prefill.ended(1) == [chunk_done(0, 0, True), RoomDone(1), RoomReleased(1)]
         assert prefill.counts.endings == {"success": 1}
@@ -145,7 +192,9 @@ class TestChunks:
     def test_writes_of_all_rooms_have_numbers_of_their_own(self, prefill: LonePrefill) -> None:
         first, second = prefill.matched(7, 1), prefill.matched(8, 2)
         prefill.send(first, 1)
-        assert prefill.send(second, 2) == [StartWrite(2, 2, DECODE, (2,), (7,))]  # type: ignore[arg-type]
+        assert prefill.send(second, 2) == [
+            StartWrite(2, 2, DECODE, (2,), (7,)),
+        ]  # type: ignore[arg-type]
         assert prefill.ended(2) == [chunk_done(0, 1, room=8, grant=2)]
 
 
@@ -162,7 +211,12 @@ class TestWhatCannotBeSent:
         ],
     )
     def test_other_pages_than_are_left(
-        self, prefill: LonePrefill, sent: tuple[int, ...], pages: tuple[int, ...], last: bool, text: str
+        self,
+        prefill: LonePrefill,
+        sent: tuple[int, ...],
+        pages: tuple[int, ...],
+        last: bool,
+        text: str,
     ) -> None:
         record = prefill.matched()
         if sent:
@@ -174,7 +228,9 @@ class TestWhatCannotBeSent:
 
     def test_a_hand_over_before_the_last_chunk(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
-        with pytest.raises(MisuseError, match="room 7: hand-over of 1 bytes with a chunk that is not the last"):
+        with pytest.raises(
+            MisuseError, match="room 7: hand-over of 1 bytes with a chunk that is not the last"
+        ):
             prefill.send(record, 1, handoff=b"h")
 
     def test_before_it_is_matched_and_after_the_last(self, prefill: LonePrefill) -> None:
@@ -191,7 +247,9 @@ class TestWhatCannotBeSent:
 
     def test_too_large_a_hand_over(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
-        with pytest.raises(CapacityError, match=f"asked for {MAX_HANDOFF_BYTES + 1}, limit {MAX_HANDOFF_BYTES}"):
+        with pytest.raises(
+            CapacityError, match=f"asked for {MAX_HANDOFF_BYTES + 1}, limit {MAX_HANDOFF_BYTES}"
+        ):
             prefill.send(record, 1, 2, 3, last=True, handoff=bytes(MAX_HANDOFF_BYTES + 1))
         prefill.send(record, 1, 2, 3, last=True, handoff=bytes(MAX_HANDOFF_BYTES))
 
@@ -207,11 +265,17 @@ class TestWhatCannotBeSent:
         assert prefill.asked() == []
 
     def test_a_chunk_is_checked_once(self, prefill: LonePrefill) -> None:
-        """`checked`: the caller has called `check_chunk` just before, and took hold of the pages in between."""
+        """`checked`: the caller has called `check_chunk` just before, and took hold of the pages in
+        between.
+        """
         record = prefill.matched()
         prefill.endpoint.check_chunk(record, indices(1, 2, 3), True, 0)
-        prefill.endpoint.queue_chunk(record, indices(1, 2, 3), last=True, handoff=b"", now=START, checked=True)
-        assert prefill.asked() == [StartWrite(1, 1, DECODE, (1, 2, 3), (7, 2, 5))]  # type: ignore[arg-type]
+        prefill.endpoint.queue_chunk(
+            record, indices(1, 2, 3), last=True, handoff=b"", now=START, checked=True
+        )
+        assert prefill.asked() == [
+            StartWrite(1, 1, DECODE, (1, 2, 3), (7, 2, 5)),
+        ]  # type: ignore[arg-type]
         with pytest.raises(MisuseError):
             prefill.endpoint.queue_chunk(record, indices(1), last=True, handoff=b"", now=START)
 
@@ -226,7 +290,9 @@ class TestWritesThatFail:
             (W.UNPROVEN, "ETIMEDOUT", "ETIMEDOUT", False),
         ],
     )
-    def test_the_only_one(self, prefill: LonePrefill, outcome: W, error: str, text: str, drained: bool) -> None:
+    def test_the_only_one(
+        self, prefill: LonePrefill, outcome: W, error: str, text: str, drained: bool
+    ) -> None:
         record = prefill.matched()
         prefill.send(record, 1)
         why = Cause(Code.TRANSFER_ERROR, text)
@@ -237,7 +303,9 @@ class TestWritesThatFail:
         assert peer.grants.unproven() == (() if drained else (record.grant,))
         assert peer.grants.is_drained(record.grant) is drained
         assert prefill.hear(abort()) == [ack(drained=drained)]
-        assert prefill.hear(bootstrap()) == [failed(why), ack(drained=drained)], "it does not begin again"
+        assert prefill.hear(bootstrap()) == [failed(why), ack(drained=drained)], (
+            "it does not begin again"
+        )
 
     def test_others_that_run_are_stopped_and_awaited(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
@@ -246,7 +314,13 @@ class TestWritesThatFail:
         assert prefill.ended(2, W.UNPROVEN, error="EIO") == [] == prefill.ended(3)
         why = Cause(Code.TRANSFER_ERROR, "EIO")
         assert prefill.ended(1) == [
-            *(chunk_done(0, 1), failed(why), RoomStopped(1, why), ack(drained=False), RoomReleased(1))
+            *(
+                chunk_done(0, 1),
+                failed(why),
+                RoomStopped(1, why),
+                ack(drained=False),
+                RoomReleased(1),
+            )
         ], "all have ended, and one is in doubt"
 
     def test_doubt_stays_whatever_ends_later(self, prefill: LonePrefill) -> None:
@@ -255,7 +329,10 @@ class TestWritesThatFail:
             prefill.send(record, page, last=page == 3)
         why = Cause(Code.TRANSFER_ERROR, "EIO")
         stop = [failed(why), RoomStopped(1, why), CancelWrite(2), CancelWrite(3)]
-        assert prefill.ended(1, W.UNPROVEN, error="EIO") == stop and record.phase is PrefillPhase.DRAINING
+        assert (
+            prefill.ended(1, W.UNPROVEN, error="EIO") == stop
+            and record.phase is PrefillPhase.DRAINING
+        )
         assert prefill.ended(2) == []
         assert prefill.ended(3, W.CANCELLED) == [ack(drained=False), RoomReleased(1)]
         assert prefill.counts.endings == {"lost:transfer_error": 1}
@@ -267,7 +344,9 @@ class TestRoomsThatEndWhileTheyWrite:
         prefill.send(record, 1)
         prefill.send(record, 2)
         prefill.ended(2)
-        assert prefill.hear(abort()) == [RoomStopped(1, GONE), CancelWrite(1)], "what has ended needs no stop"
+        assert prefill.hear(abort()) == [RoomStopped(1, GONE), CancelWrite(1)], (
+            "what has ended needs no stop"
+        )
         assert prefill.hear(abort()) == [], "repeated: the answer comes when it has drained"
         assert prefill.close(record) == []
         assert prefill.ended(1, W.CANCELLED) == [ack(), RoomReleased(1)]
@@ -310,19 +389,25 @@ class TestRoomsThatEndWhileTheyWrite:
         first, second = prefill.matched(7, 1), prefill.matched(8, 2)
         prefill.send(first, 1)
         prefill.endpoint.peer_died(DECODE, prefill.now)
-        assert prefill.asked() == [*(RoomStopped(1, DIED), CancelWrite(1), RoomStopped(2, DIED), RoomReleased(2))], (
-            "nothing is sent to it"
-        )
+        assert prefill.asked() == [
+            *(RoomStopped(1, DIED), CancelWrite(1), RoomStopped(2, DIED), RoomReleased(2))
+        ], "nothing is sent to it"
         assert second.ended
         assert prefill.hear(beat(), announce(9, 9)) == [] and prefill.counts.stale == 2
-        assert prefill.register() == [] and [p.phase for p in prefill.endpoint.peers] == [PeerPhase.GONE]
+        assert prefill.register() == [] and [p.phase for p in prefill.endpoint.peers] == [
+            PeerPhase.GONE
+        ]
         prefill.endpoint.peer_died(DECODE, prefill.now)
         assert prefill.asked() == []
-        assert prefill.ended(1) == [RoomReleased(1), CloseRoute(DECODE)], "the route last: no write runs on it"
+        assert prefill.ended(1) == [RoomReleased(1), CloseRoute(DECODE)], (
+            "the route last: no write runs on it"
+        )
         assert list(prefill.endpoint.peers) == [] and len(prefill.core.deadlines) == 0
 
     @pytest.mark.parametrize("lost", ["silent", "dead"])
-    def test_by_decode_which_is_lost_before_it_has_drained(self, prefill: LonePrefill, lost: str) -> None:
+    def test_by_decode_which_is_lost_before_it_has_drained(
+        self, prefill: LonePrefill, lost: str
+    ) -> None:
         record = prefill.matched()
         prefill.send(record, 1)
         prefill.hear(abort())
@@ -352,7 +437,10 @@ class TestDecodeAsks:
         prefill.send(record, 1)
         prefill.ended(1)
         prefill.send(record, 2, 3, last=True)
-        assert prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1)] and prefill.hear(ask((7, 1, 1))) == []
+        assert (
+            prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1)]
+            and prefill.hear(ask((7, 1, 1))) == []
+        )
         prefill.ended(2)
         assert prefill.hear(ask((7, 1, 1))) == [chunk_done(1, 2, True)]
         assert prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1), chunk_done(1, 2, True)]
@@ -370,7 +458,10 @@ class TestDecodeAsks:
         record = prefill.matched()
         prefill.send(record, 1)
         prefill.ended(1)
-        assert prefill.hear(ask((7, 1, 0), (7, 1, 0), (9, 4, 0), (9, 4, 0))) == [chunk_done(0, 1), ask((9, 4, 0))]
+        assert prefill.hear(ask((7, 1, 0), (7, 1, 0), (9, 4, 0), (9, 4, 0))) == [
+            chunk_done(0, 1),
+            ask((9, 4, 0)),
+        ]
 
     def test_announced_and_not_offered_is_as_good_as_unknown(self, prefill: LonePrefill) -> None:
         prefill.open(7)
@@ -386,8 +477,14 @@ class TestBelowTheLowWater:
         prefill.register(fresh_from=5)
         prefill.up()
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
-        assert prefill.hear(announce(7, 4)) == [failed(stale, 7, 4), ack(7, 4)] == prefill.hear(bootstrap(7, 4))
-        assert prefill.hear(abort(7, 4)) == [ack(7, 4)] and prefill.hear(ask((7, 4, 2))) == [ask((7, 4, 2))]
+        assert (
+            prefill.hear(announce(7, 4))
+            == [failed(stale, 7, 4), ack(7, 4)]
+            == prefill.hear(bootstrap(7, 4))
+        )
+        assert prefill.hear(abort(7, 4)) == [ack(7, 4)] and prefill.hear(ask((7, 4, 2))) == [
+            ask((7, 4, 2))
+        ]
         assert prefill.core.rooms == {} == prefill.core.rendezvous.announced
 
     def test_what_was_evicted_in_doubt_is_never_called_drained(self) -> None:

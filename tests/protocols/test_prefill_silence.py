@@ -1,4 +1,6 @@
-"""Prefill and the silence or death of its decodes; what a tick does, and how much of it (I4, I11)."""
+"""Prefill and the silence or death of its decodes; what a tick does,
+and how much of it (I4, I11).
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,17 @@ def test_whatever_is_received_ends_the_silence(prefill: LonePrefill) -> None:
     prefill.tick(5)
     assert prefill.hear(beat()) == [beat()] and phase(prefill) is PeerPhase.UP
     prefill.tick(5)
-    assert prefill.register(fresh_from=3) == [registered(fresh_from=3)] and phase(prefill) is PeerPhase.UP
+    assert (
+        prefill.register(fresh_from=3) == [registered(fresh_from=3)]
+        and phase(prefill) is PeerPhase.UP
+    )
     assert prefill.endpoint.next_tick() == prefill.now + 5
 
 
 @pytest.mark.parametrize(("late_s", "lost_at_s"), [(2.0, 7.0), (9.0, 9.0)])
-def test_its_own_standstill_is_nobodys_silence(prefill: LonePrefill, late_s: float, lost_at_s: float) -> None:
+def test_its_own_standstill_is_nobodys_silence(
+    prefill: LonePrefill, late_s: float, lost_at_s: float
+) -> None:
     """What decode sent meanwhile is unread; but nothing counts as received in the future."""
     prefill.now += 4
     prefill.endpoint.credit_stall(late_s, prefill.now)
@@ -81,7 +88,9 @@ def test_announcements_of_a_silent_decode_are_void_and_only_its_own(prefill: Lon
     assert list(prefill.core.rendezvous.announced) == [9]
     record = prefill.open(8)
     assert prefill.asked() == [RoomStopped(record.serial, SILENT), RoomReleased(record.serial)]
-    assert prefill.hear(announce(8, 1)) == [failed(SILENT, 8), ack(8)], "it was lost: it hears again"
+    assert prefill.hear(announce(8, 1)) == [failed(SILENT, 8), ack(8)], (
+        "it was lost: it hears again"
+    )
 
 
 def test_a_silent_decode_that_dies_is_forgotten(prefill: LonePrefill) -> None:
@@ -96,7 +105,9 @@ def test_a_decode_that_dies_while_it_is_up_leaves_no_timer(prefill: LonePrefill)
     prefill.hear(announce(8, 1))
     prefill.endpoint.peer_died(DECODE, prefill.now)
     died = Cause(Code.PEER_LOST, f"decode {DECODE:016x} died")
-    assert prefill.asked() == [failed(died, 8), ack(8), CloseRoute(DECODE)], "its announcement is void"
+    assert prefill.asked() == [failed(died, 8), ack(8), CloseRoute(DECODE)], (
+        "its announcement is void"
+    )
     assert prefill.core.rendezvous.announced == {}
     prefill.tick(3)
     assert len(prefill.core.deadlines) == 0
@@ -133,7 +144,9 @@ def to_the_end(prefill: LonePrefill) -> list[int]:
         prefill.endpoint.tick(prefill.now)
 
 
-@pytest.mark.parametrize("how", ["leave", "die", "fall silent", "withdraw by heartbeat", "withdraw by register"])
+@pytest.mark.parametrize(
+    "how", ["leave", "die", "fall silent", "withdraw by heartbeat", "withdraw by register"]
+)
 def test_many_announcements_are_void_a_few_at_a_time(prefill: LonePrefill, how: str) -> None:
     prefill.hear(*(announce(room, room) for room in MANY))
     if how == "leave":
@@ -152,12 +165,16 @@ def test_many_announcements_are_void_a_few_at_a_time(prefill: LonePrefill, how: 
     assert (DECODE in prefill.core.peers) == (how != "die")
     if how != "leave":
         record = prefill.open(MANY[-1])
-        assert record.ended and prefill.open(MANY[-1]).phase is PrefillPhase.EXPECTED, "and that is told once"
+        assert record.ended and prefill.open(MANY[-1]).phase is PrefillPhase.EXPECTED, (
+            "and that is told once"
+        )
 
 
 @pytest.mark.parametrize("how", ["fall silent", "withdraw"])
 def test_an_engine_does_not_join_what_is_about_to_be_void(prefill: LonePrefill, how: str) -> None:
-    """The turn of its announcement has not come, and the engine's half is there, or another decode's."""
+    """The turn of its announcement has not come, and the engine's half is there, or another
+    decode's.
+    """
     prefill.up(OTHER_DECODE)
     prefill.hear(*(announce(room, room) for room in MANY))
     prefill.now += 4
@@ -176,7 +193,9 @@ def test_an_engine_does_not_join_what_is_about_to_be_void(prefill: LonePrefill, 
         and record.state.cause.code in (Code.PEER_LOST, Code.CLIENT_GONE)
     )
     prefill.asked()
-    assert prefill.hear(announce(other, 7, OTHER_DECODE))[:1] != [failed(IN_USE, other, 7, OTHER_DECODE)]
+    assert prefill.hear(announce(other, 7, OTHER_DECODE))[:1] != [
+        failed(IN_USE, other, 7, OTHER_DECODE)
+    ]
     to_the_end(prefill)
     assert prefill.open(last).phase is PrefillPhase.EXPECTED
 
@@ -205,7 +224,10 @@ def test_a_room_that_ended_by_itself_is_not_ended_again(prefill: LonePrefill) ->
 def test_many_deadlines_strike_a_few_at_a_time(prefill: LonePrefill) -> None:
     rooms = [prefill.open(room) for room in range(1, TICK_WORK + 3)]
     prefill.tick(3)
-    assert sum(record.ended for record in rooms) == TICK_WORK and prefill.endpoint.next_tick() <= prefill.now
+    assert (
+        sum(record.ended for record in rooms) == TICK_WORK
+        and prefill.endpoint.next_tick() <= prefill.now
+    )
     prefill.tick()
     assert all(record.ended for record in rooms)
 
@@ -213,4 +235,6 @@ def test_many_deadlines_strike_a_few_at_a_time(prefill: LonePrefill) -> None:
 def test_its_times_and_bounds_have_defaults() -> None:
     prefill = LonePrefill(timing=None)
     assert prefill.core.timing == Timing() and prefill.core.bounds == Bounds()
-    assert LonePrefill(timing=Timing(lost_after_s=0.5)).endpoint.unavailable_reason == "", "nothing has stood still yet"
+    assert LonePrefill(timing=Timing(lost_after_s=0.5)).endpoint.unavailable_reason == "", (
+        "nothing has stood still yet"
+    )

@@ -20,7 +20,9 @@ def runs(numbers: set[int]) -> int:
 
 
 @given(st.lists(st.tuples(grants, st.integers(1, 5), st.none() | grants), max_size=8))
-def test_it_holds_what_was_added_in_as_few_ranges_as_can_be(steps: list[tuple[int, int, int | None]]) -> None:
+def test_it_holds_what_was_added_in_as_few_ranges_as_can_be(
+    steps: list[tuple[int, int, int | None]],
+) -> None:
     ranges, plain = GrantRanges(), set[int]()
     for start, count, through in steps:
         ranges.add(GrantId(start), GrantId(start + count))

@@ -6,7 +6,12 @@ import itertools
 
 import pytest
 
-from kvflow.protocols.machines.residency import TABLE, ResidencyCommand, ResidencyKind, ResidencyPhase
+from kvflow.protocols.machines.residency import (
+    TABLE,
+    ResidencyCommand,
+    ResidencyKind,
+    ResidencyPhase,
+)
 from kvflow.protocols.machines.tables import ERROR, IGNORE, Move
 from tests.protocols.cells import check_cell
 
@@ -20,7 +25,9 @@ COPIES = {P.LEAVING, P.RETURNING}
 def expected(phase: ResidencyPhase, kind: ResidencyKind) -> object:
     if phase is P.ENDED:  # a copy that `close` came too late to stop may have made a snapshot
         late = Move(P.ENDED, (C.FREE_SNAPSHOT,))
-        return {K.COPIED_OUT: late, K.COPIED_IN: IGNORE, K.COPY_ENDED: IGNORE, K.CLOSE: IGNORE}.get(kind, ERROR)
+        return {K.COPIED_OUT: late, K.COPIED_IN: IGNORE, K.COPY_ENDED: IGNORE, K.CLOSE: IGNORE}.get(
+            kind, ERROR
+        )
     if kind is K.CLOSE:
         owned = {C.STOP_COPY: COPIES, C.GIVE_BACK: OWNS_PAGES, C.FREE_SNAPSHOT: MAY_OWN_SNAPSHOT}
         return Move(P.ENDED, tuple(command for command, phases in owned.items() if phase in phases))
@@ -46,7 +53,11 @@ def test_what_is_owned_is_freed_once(phase: ResidencyPhase, kind: ResidencyKind)
     if not isinstance(cell, Move):
         return
     gives_back = phase in OWNS_PAGES and cell.phase not in OWNS_PAGES
-    assert (C.GIVE_BACK in cell.commands) == gives_back, "pages go with the phase that owns them (I1)"
+    assert (C.GIVE_BACK in cell.commands) == gives_back, (
+        "pages go with the phase that owns them (I1)"
+    )
     if phase in MAY_OWN_SNAPSHOT and cell.phase not in MAY_OWN_SNAPSHOT:
         assert C.FREE_SNAPSHOT in cell.commands
-    assert not (phase is P.LEAVING and cell.phase is P.AWAY and kind is not K.COPIED_OUT), "only a whole copy leaves"
+    assert not (phase is P.LEAVING and cell.phase is P.AWAY and kind is not K.COPIED_OUT), (
+        "only a whole copy leaves"
+    )

@@ -70,7 +70,10 @@ def test_move_ignore_error() -> None:
     assert TABLE.moves[Lamp.OFF, Press.DOWN] is None
     with pytest.raises(TransitionError, match=r"UP.*ON"):
         TABLE.moves[Lamp.ON, Press.UP]
-    assert (repr(TABLE.cell(Lamp.OFF, Press.DOWN)), repr(TABLE.cell(Lamp.ON, Press.UP))) == ("IGNORE", "ERROR")
+    assert (repr(TABLE.cell(Lamp.OFF, Press.DOWN)), repr(TABLE.cell(Lamp.ON, Press.UP))) == (
+        "IGNORE",
+        "ERROR",
+    )
 
 
 def test_a_missing_cell_is_found_when_the_table_is_built() -> None:
@@ -81,7 +84,11 @@ def test_a_missing_cell_is_found_when_the_table_is_built() -> None:
 
 
 def test_diagram_shows_moves_only() -> None:
-    assert TABLE.mermaid().splitlines() == ["stateDiagram-v2", "    OFF --> ON: up", "    ON --> OFF: down"]
+    assert TABLE.mermaid().splitlines() == [
+        "stateDiagram-v2",
+        "    OFF --> ON: up",
+        "    ON --> OFF: down",
+    ]
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -97,15 +104,21 @@ class TestOurs:
         for phase in ENDS[name]:
             for kind in table.kinds:
                 cell = table.cell(phase, kind)
-                assert cell is ERROR or (name not in GONE and (cell is IGNORE or cell.phase in ENDS[name]))
+                assert cell is ERROR or (
+                    name not in GONE and (cell is IGNORE or cell.phase in ENDS[name])
+                )
 
     def test_every_phase_is_reachable_and_can_end(self, name: str) -> None:
         table: Any = OURS[name]
         onward = {
-            phase: {c.phase for kind in table.kinds if isinstance(c := table.cell(phase, kind), Move)}
+            phase: {
+                c.phase for kind in table.kinds if isinstance(c := table.cell(phase, kind), Move)
+            }
             for phase in table.phases
         }
-        starts = {"prefill": {prefill_room.PrefillPhase.EXPECTED, prefill_room.PrefillPhase.BOOTSTRAPPED}}
+        starts = {
+            "prefill": {prefill_room.PrefillPhase.EXPECTED, prefill_room.PrefillPhase.BOOTSTRAPPED}
+        }
         reached: set[Any] = set(starts.get(name, {next(iter(table.phases))}))
         while more := {b for a in reached for b in onward[a]} - reached:
             reached |= more
@@ -116,7 +129,9 @@ class TestOurs:
         assert can_end == set(table.phases)
 
     def test_ways_into_an_end_are_one_way(self, name: str) -> None:
-        """A move that stays must leave something to do, or it should say IGNORE (a count may have changed, though)."""
+        """A move that stays must leave something to do, or it should say IGNORE (a count may have
+        changed, though).
+        """
         table: Any = OURS[name]
         for phase in table.phases:
             for kind in table.kinds:

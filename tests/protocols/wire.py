@@ -1,4 +1,6 @@
-"""One good message of every class, and hypothesis strategies for all values that may stand on the wire."""
+"""One good message of every class, and hypothesis strategies for all values that may stand on the
+wire.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,12 @@ ADDRESS = PlaneAddress("fake", "a", ProcessIdentity("b", "n", 1, 2))
 _ROOM: dict[str, Any] = {"room": 7, "grant": 1, "source": 1, "target": 2}
 _LIVES: dict[str, Any] = {"source": 1, "target": 2}
 GOOD: dict[type, Any] = {
-    Register: Register(wire_version=WIRE_VERSION, layout=LAYOUT, address=ADDRESS, fresh_from=0, **_LIVES),
-    Registered: Registered(wire_version=WIRE_VERSION, rank=0, refusal="", address=ADDRESS, **_LIVES),
+    Register: Register(
+        wire_version=WIRE_VERSION, layout=LAYOUT, address=ADDRESS, fresh_from=0, **_LIVES
+    ),
+    Registered: Registered(
+        wire_version=WIRE_VERSION, rank=0, refusal="", address=ADDRESS, **_LIVES
+    ),
     Announce: Announce(**_ROOM),
     Begun: Begun(rank=0, **_ROOM),
     Bootstrap: Bootstrap(pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **_ROOM),
@@ -81,15 +87,30 @@ lives: dict[str, Any] = {"source": ids, "target": ids}
 header: dict[str, Any] = {"room": rooms, "grant": ids, **lives}
 
 to_prefill: dict[type, st.SearchStrategy[Message]] = {
-    Register: st.builds(Register, wire_version=numbers, layout=layouts, address=addresses, fresh_from=counts, **lives),
+    Register: st.builds(
+        Register,
+        wire_version=numbers,
+        layout=layouts,
+        address=addresses,
+        fresh_from=counts,
+        **lives,
+    ),
     Announce: st.builds(Announce, **header),
     Bootstrap: st.builds(
-        Bootstrap, pages=packed, prompt_tokens=counts, prompt_digest=digests, prefix_tokens=counts, **header
+        Bootstrap,
+        pages=packed,
+        prompt_tokens=counts,
+        prompt_digest=digests,
+        prefix_tokens=counts,
+        **header,
     ),
     Abort: st.builds(Abort, cause=causes, **header),
     Resync: st.builds(Resync, rooms=st.lists(beliefs, max_size=5).map(tuple), **lives),
     Heartbeat: st.builds(
-        Heartbeat, settled_below=counts, settled=st.lists(st.tuples(counts, counts), max_size=3).map(tuple), **lives
+        Heartbeat,
+        settled_below=counts,
+        settled=st.lists(st.tuples(counts, counts), max_size=3).map(tuple),
+        **lives,
     ),
     Goodbye: st.builds(Goodbye, unproven=st.lists(ids, max_size=5).map(tuple), **lives),
     GoodbyeAck: st.builds(GoodbyeAck, **lives),

@@ -19,7 +19,9 @@ Truth = dict[str, NDArray[Any]]
 
 
 class Whole(NamedTuple):
-    """A stream of the whole model: of layer `layer`, divided among shards along `axis`, or held by each (None)."""
+    """A stream of the whole model: of layer `layer`, divided among shards along `axis`, or held by
+    each (None).
+    """
 
     layer: int
     kind: StateKind
@@ -27,7 +29,9 @@ class Whole(NamedTuple):
 
 
 def heads(layers: int, count: int, dim: int = 8) -> list[Whole]:
-    return [Whole(i, StateKind(f"{i}.{x}", "uint8", (count, dim))) for i in range(layers) for x in "kv"]
+    return [
+        Whole(i, StateKind(f"{i}.{x}", "uint8", (count, dim))) for i in range(layers) for x in "kv"
+    ]
 
 
 def latents(layers: int) -> list[Whole]:
@@ -36,7 +40,9 @@ def latents(layers: int) -> list[Whole]:
 
 
 def everything(layers: int) -> list[Whole]:
-    """K/V heads, a scale per page, a state with heads, a ring that is split along its second axis, one that is not."""
+    """K/V heads, a scale per page, a state with heads, a ring that is split along its second axis,
+    one that is not.
+    """
     found = heads(layers, 8)
     for i in range(layers):
         found += [
@@ -48,8 +54,12 @@ def everything(layers: int) -> list[Whole]:
     return found
 
 
-def shard_of(streams: Sequence[Whole], shard: int, shards: int, stage: int = 0, stages: int = 1) -> list[StateKind]:
-    """What one rank has: its layers, of each the heads that are its own, or the one it shares with its neighbours."""
+def shard_of(
+    streams: Sequence[Whole], shard: int, shards: int, stage: int = 0, stages: int = 1
+) -> list[StateKind]:
+    """What one rank has: its layers, of each the heads that are its own, or the one it shares with
+    its neighbours.
+    """
     layers = 1 + max(s.layer for s in streams)
     mine = range(stage * layers // stages, (stage + 1) * layers // stages)
     return [_part(s, shard, shards) for s in streams if s.layer in mine]
@@ -76,7 +86,9 @@ def truth_of(streams: Sequence[Whole], tokens: int, seed: int) -> Truth:
     rng, pages = np.random.default_rng(seed), -(-tokens // PAGE_SIZE)
     counts = {SLOT: pages * PAGE_SIZE, PAGE: pages, ROW: 1}
     return {
-        s.kind.name: rng.integers(1, 255, (counts[s.kind.unit], *(int(n) for n in s.kind.shape)), dtype=np.uint8)
+        s.kind.name: rng.integers(
+            1, 255, (counts[s.kind.unit], *(int(n) for n in s.kind.shape)), dtype=np.uint8
+        )
         for s in streams
     }
 
@@ -97,7 +109,9 @@ def fill(pool: PagedPool, places: Places, truth: Truth) -> None:
 
 
 def check(pool: PagedPool, places: Places, truth: Truth) -> None:
-    """Every byte of the request is what it should be, in each copy, and no other byte has changed."""
+    """Every byte of the request is what it should be, in each copy,
+    and no other byte has changed.
+    """
     for c in pool.layout.components:
         array = pool.array(c.name, start=c.start, replica=c.replica)
         assert (array[places[c.in_rows]] == _own(truth, c)).all(), c.label

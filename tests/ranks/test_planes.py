@@ -1,4 +1,6 @@
-"""Prefills and decodes of different widths, over each data plane: what lands where, and what an abort leaves."""
+"""Prefills and decodes of different widths, over each data plane: what lands where, and what an
+abort leaves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols import decode_links, prefill_core
-from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError, MisuseError, RefusedError, TransferError
+from kvflow.protocols.errors import (
+    AbortedError,
+    Cause,
+    Code,
+    KvflowError,
+    MisuseError,
+    RefusedError,
+    TransferError,
+)
 from kvflow.protocols.pages import coverage
 from kvflow.protocols.pages import layout as layout_module
 from kvflow.protocols.pages.components import Component, served
@@ -29,7 +39,18 @@ from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.conformance.bench import SETTLE_S
 from kvflow.testing.pair import until
 from kvflow.transports.data.select import open_plane
-from tests.ranks.shards import PAGE_SIZE, Truth, Whole, check, everything, fill, heads, latents, shard_of, truth_of
+from tests.ranks.shards import (
+    PAGE_SIZE,
+    Truth,
+    Whole,
+    check,
+    everything,
+    fill,
+    heads,
+    latents,
+    shard_of,
+    truth_of,
+)
 
 PAGES, ROWS = 40, 4
 TOKENS = 30  # 8 pages, the last of them in part
@@ -50,12 +71,15 @@ NO_MOONCAKE = pytest.mark.skipif(not _is_there("mooncake"), reason="no mooncake"
 NO_NIXL = pytest.mark.skipif(not _is_there("nixl_cu12", "nixl_cu13"), reason="no nixl")
 PLANES = [
     "local",
-    pytest.param("mooncake", marks=[NO_MOONCAKE, pytest.mark.slow]),  # a second each: every rank starts an engine
+    # A second each: every rank starts an engine.
+    pytest.param("mooncake", marks=[NO_MOONCAKE, pytest.mark.slow]),
     pytest.param("nixl", marks=[NO_NIXL, pytest.mark.slow]),
 ]
 
 
-def pool_of(kinds: Sequence[object], rows: bool, order: Order, fingerprint: str = "model") -> PagedPool:
+def pool_of(
+    kinds: Sequence[object], rows: bool, order: Order, fingerprint: str = "model"
+) -> PagedPool:
     layout = build_layout(
         kinds,  # type: ignore[arg-type]
         page_size=PAGE_SIZE,
@@ -82,8 +106,9 @@ async def group(
     lands: bool = False,
     changed: Callable[[list[StateKind], int], list[StateKind]] | None = None,
 ) -> AsyncIterator[Group]:
-    """`prefill`: stages and shards of each; `rate` in bytes/s of each rank; `staged`: on both sides; `gathers`: at
-    prefill; `lands`: at decode, which knows prefill's shards; `changed`: what a rank has instead."""
+    """`prefill`: stages and shards of each; `rate` in bytes/s of each rank; `staged`: on both
+    sides; `gathers`: at prefill; `lands`: at decode, which knows prefill's shards; `changed`: what
+    a rank has instead."""
     stages, shards = prefill
     rows = any(s.kind.unit == "row" for s in streams)
     ranks = [(stage, shard) for stage in range(stages) for shard in range(shards)]
@@ -96,9 +121,20 @@ async def group(
             staging = _staging(pool, stack) if staged or gathers else None
             segment = (pool if staging is None else staging.host).segment
             sends = open_plane(plane, segment, rate_limit_bytes_per_s=rate)
-            node = PrefillNode(pool, sends, rank=rank, world_size=len(ranks), verify_transfers=verify, staging=staging)
+            node = PrefillNode(
+                pool,
+                sends,
+                rank=rank,
+                world_size=len(ranks),
+                verify_transfers=verify,
+                staging=staging,
+            )
             prefills.append(await stack.enter_async_context(node))
-        parts = [kind for shard in range(decode_shards) for kind in shard_of(streams, shard, decode_shards)]
+        parts = [
+            kind
+            for shard in range(decode_shards)
+            for kind in shard_of(streams, shard, decode_shards)
+        ]
         pool = pool_of(parts, rows, orders[1])
         stack.callback(pool.close)
         staging = _staging(pool, stack, shards if lands else 1) if staged or lands else None
@@ -113,8 +149,12 @@ def _staging(pool: PagedPool, stack: AsyncExitStack, shards: int = 1) -> Staging
 
 
 def taken(node: PrefillNode, pages: int, rows: bool) -> Places:
-    found = Places(node.pool.pages.take(pages, "test"), node.pool.rows.take(1, "test") if rows else NO_PLACES)
-    return Places(np.random.default_rng(pages).permutation(found.pages).astype(np.int32), found.rows)
+    found = Places(
+        node.pool.pages.take(pages, "test"), node.pool.rows.take(1, "test") if rows else NO_PLACES
+    )
+    return Places(
+        np.random.default_rng(pages).permutation(found.pages).astype(np.int32), found.rows
+    )
 
 
 async def opened(g: Group, room: int, prompt: range) -> tuple[list[PrefillRoom], DecodeRoom]:
@@ -175,8 +215,12 @@ async def test_every_byte_lands_where_it_belongs(
     [
         pytest.param(heads(2, 8), (1, 2), 1, ("page_first", "page_first"), id="TP 2 to 1"),
         pytest.param(heads(2, 8), (1, 1), 2, ("layer_first", "page_first"), id="TP 1 to 2"),
-        pytest.param(everything(2), (2, 2), 4, ("page_first", "layer_first"), id="states, PP 2 x TP 2 to 4"),
-        pytest.param(latents(1), (1, 4), 2, ("page_first", "page_first"), id="MLA, two ranks send nothing"),
+        pytest.param(
+            everything(2), (2, 2), 4, ("page_first", "layer_first"), id="states, PP 2 x TP 2 to 4"
+        ),
+        pytest.param(
+            latents(1), (1, 4), 2, ("page_first", "page_first"), id="MLA, two ranks send nothing"
+        ),
     ],
 )
 async def test_checksums_are_of_what_each_rank_has_sent(
@@ -194,8 +238,12 @@ async def test_checksums_are_of_what_each_rank_has_sent(
 
 
 @pytest.mark.parametrize("copy", [0, 1])
-async def test_a_byte_that_changed_on_its_way_is_found_in_any_part_and_copy(copy: int, seed: int) -> None:
-    """Of two ranks one has sent what it has, and the bytes of the other, or of one of their copies, are not those."""
+async def test_a_byte_that_changed_on_its_way_is_found_in_any_part_and_copy(
+    copy: int, seed: int
+) -> None:
+    """Of two ranks one has sent what it has, and the bytes of the other, or of one of their copies,
+    are not those.
+    """
     streams = [*heads(1, 4), *latents(1)]
     truth = truth_of(streams, TOKENS, seed)
     async with group("local", streams, (1, 2), 2, verify=True) as g:
@@ -241,7 +289,9 @@ async def test_an_abort_in_mid_transfer_leaves_no_late_byte(plane: str, seed: in
 
 
 async def test_staging_on_both_sides_brings_each_rank_by_itself(seed: int) -> None:
-    """At decode a rank's chunk is brought when it has landed, whatever has become of the other's."""
+    """At decode a rank's chunk is brought when it has landed,
+    whatever has become of the other's.
+    """
     streams = everything(2)
     truth = truth_of(streams, TOKENS, seed)
     for verify in (False, True):
@@ -290,13 +340,16 @@ def forgetful(components: Iterable[Component]) -> tuple[Component, ...]:
     return tuple(c for c in served(components) if c.label != "1.v[4:8 of 8]")
 
 
-async def test_a_rank_that_forgets_a_part_is_refused(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+async def test_a_rank_that_forgets_a_part_is_refused(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     streams = heads(2, 8)
     monkeypatch.setattr(layout_module, "served", forgetful)
     async with group("local", streams, (1, 2), 1) as g:
         with pytest.raises(RefusedError, match=r"1.v: no rank sends entries 4..8"):
             await g.decode.room(1, [node.info for node in g.prefills], range(9))
-    monkeypatch.setattr(decode_links, "uncovered", lambda *_: "")  # and where decode does not look, bytes are missing
+    # And where decode does not look, bytes are missing.
+    monkeypatch.setattr(decode_links, "uncovered", lambda *_: "")
     async with group("local", streams, (1, 2), 1) as g:
         with pytest.raises(AssertionError, match=r"1.v"):
             await transferred(g, truth_of(streams, TOKENS, seed), 1, TOKENS)
@@ -310,7 +363,9 @@ async def test_a_rank_that_says_more_than_it_sends_is_found_by_the_checksum(
     monkeypatch.setattr(layout_module, "served", forgetful)
     right = coverage.served_of
     monkeypatch.setattr(
-        prefill_core, "served_of", lambda layout: right(whole if layout.components[0].start else layout)
+        prefill_core,
+        "served_of",
+        lambda layout: right(whole if layout.components[0].start else layout),
     )
     async with group("local", streams, (1, 2), 1, verify=True) as g:
         with pytest.raises(TransferError, match="of rank 1: checksum"):
@@ -318,7 +373,9 @@ async def test_a_rank_that_says_more_than_it_sends_is_found_by_the_checksum(
 
 
 async def test_a_room_is_served_by_its_group_or_by_the_one_it_names() -> None:
-    """Two groups of a data-parallel prefill, of one rank each, and what their registry would say of both."""
+    """Two groups of a data-parallel prefill, of one rank each, and what their registry would say of
+    both.
+    """
     streams = heads(1, 2)
     asked: list[str] = []
     async with AsyncExitStack() as stack:
@@ -337,7 +394,13 @@ async def test_a_room_is_served_by_its_group_or_by_the_one_it_names() -> None:
         pool = pool_of(shard_of(streams, 0, 1), False, "page_first")
         stack.callback(pool.close)
         decode = await stack.enter_async_context(DecodeNode(pool, "local", resolve=resolve))
-        for room, dp_rank, served_by in ((4, None, 0), (5, None, 1), (6, 1, 1), (7, 0, 0), (9, None, 1)):
+        for room, dp_rank, served_by in (
+            (4, None, 0),
+            (5, None, 1),
+            (6, 1, 1),
+            (7, 0, 0),
+            (9, None, 1),
+        ):
             source = prefills[served_by].room(room, range(5))
             target = decode.room(room, "dp" if room != 9 else every, range(5), dp_rank=dp_rank)
             await target

@@ -1,4 +1,6 @@
-"""Widths that differ, over planes that take a block at a time: slices pass through staging, in large blocks."""
+"""Widths that differ, over planes that take a block at a time: slices pass through staging, in
+large blocks.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _tiny_for_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tiny for mooncake is so for local too, which takes no engine: the same code, in little time."""
+    """What is tiny for mooncake is so for local too, which takes no engine: the same code, in
+    little time.
+    """
     monkeypatch.setitem(TINY_BELOW_BYTES, "local", TINY_BELOW_BYTES["mooncake"])
 
 
@@ -63,7 +67,13 @@ async def at_rest_afterwards(*given: Any, **more: Any) -> AsyncIterator[Group]:
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize(("streams", "prefill", "decode", "gathers", "lands"), CASES)
 async def test_every_byte_lands_where_it_belongs_in_large_blocks(
-    plane: str, streams: list[Whole], prefill: tuple[int, int], decode: int, gathers: bool, lands: bool, seed: int
+    plane: str,
+    streams: list[Whole],
+    prefill: tuple[int, int],
+    decode: int,
+    gathers: bool,
+    lands: bool,
+    seed: int,
 ) -> None:
     truth = truth_of(streams, TOKENS, seed)
     staging = {"gathers": gathers, "lands": lands}
@@ -73,11 +83,15 @@ async def test_every_byte_lands_where_it_belongs_in_large_blocks(
         assert not any(in_slices(g))
 
 
-@pytest.mark.parametrize(("prefill", "decode", "side"), [((1, 2), 1, "lands"), ((1, 1), 2, "gathers")])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "side"), [((1, 2), 1, "lands"), ((1, 1), 2, "gathers")]
+)
 async def test_an_abort_in_mid_copy_leaves_no_late_byte(
     prefill: tuple[int, int], decode: int, side: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slices are brought to the room's pages, or away from prefill's: the pages are free when that has ended."""
+    """Slices are brought to the room's pages, or away from prefill's: the pages are free when that
+    has ended.
+    """
     streams, tokens = heads(2, 8), PAGES * PAGE_SIZE
     truth = truth_of(streams, tokens, seed)
     async with at_rest_afterwards("local", streams, prefill, decode, **{side: True}) as g:
@@ -95,7 +109,9 @@ async def test_an_abort_in_mid_copy_leaves_no_late_byte(
             await until(lambda: target.over)
             assert g.decode.pool.pages.free_pages == 0 and not target.when_released.given
         else:
-            assert g.prefills[0].pool.pages.held_pages == PAGES and not g.decode.pool.pages.free_pages
+            assert (
+                g.prefills[0].pool.pages.held_pages == PAGES and not g.decode.pool.pages.free_pages
+            )
         gate.go.set()
         await target.released()
         assert g.decode.pool.pages.at_rest()
@@ -111,25 +127,38 @@ async def test_an_abort_in_mid_copy_leaves_no_late_byte(
         await transferred(g, truth, 2, tokens)
 
 
-async def test_what_would_be_tiny_is_said_and_what_to_do(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+async def test_what_would_be_tiny_is_said_and_what_to_do(
+    caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
     streams = heads(2, 8)
     truth = truth_of(streams, TOKENS, seed)
     with caplog.at_level(logging.INFO):
-        async with group("local", streams, (1, 2), 1, gathers=True) as g:  # of no use here: the target is in slices
+        # Of no use here: the target is in slices.
+        async with group("local", streams, (1, 2), 1, gathers=True) as g:
             await transferred(g, truth, 1, TOKENS)
             assert all(in_slices(g))
             for node in g.prefills:
                 [route] = node.shell.routes.values()
-                assert isinstance(route, StagedRoute) and route._out is None, "another order would gain nothing"
-        assert "slices of 32 bytes are slow over local" in caplog.text and "--disaggregation-prefill-tp" in caplog.text
+                assert isinstance(route, StagedRoute) and route._out is None, (
+                    "another order would gain nothing"
+                )
+        assert (
+            "slices of 32 bytes are slow over local" in caplog.text
+            and "--disaggregation-prefill-tp" in caplog.text
+        )
         caplog.clear()
         async with group("local", streams, (1, 1), 2, gathers=True) as g:
             await transferred(g, truth, 1, TOKENS)
-        assert "slices of 32 bytes are written over local in blocks of 1024, from staging" in caplog.text
+        assert (
+            "slices of 32 bytes are written over local in blocks of 1024, from staging"
+            in caplog.text
+        )
         assert "are slow" not in caplog.text
 
 
-async def test_blocks_that_are_large_enough_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+async def test_blocks_that_are_large_enough_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """Where widths are equal, or the plane is fast, pages are staged as they lie."""
     monkeypatch.delitem(TINY_BELOW_BYTES, "local")
     streams = heads(2, 8)

@@ -59,5 +59,7 @@ async def server(prefill_server: Server, decode_server: Server) -> AsyncIterator
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client of the router."""
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as made:
         yield made

@@ -1,4 +1,6 @@
-"""A prefill and a decode without engine and node, which really meet by room: for the routes and the router."""
+"""A prefill and a decode without engine and node, which really meet by room: for the routes and the
+router.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from kvflow.engine.scheduler.limits import EngineLimits
 from kvflow.engine.scheduler.packed_array import PackedArray
-from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions, SamplingParams, TokenOut
+from kvflow.engine.scheduler.params import (
+    EngineOptimism,
+    EngineRetractions,
+    SamplingParams,
+    TokenOut,
+)
 from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
@@ -38,7 +45,9 @@ class WordTokenizer:
     chat_template = "present"
 
     def __init__(self) -> None:
-        self.backend_tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0"))
+        self.backend_tokenizer = Tokenizer(
+            WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="w0")
+        )
         self.backend_tokenizer.pre_tokenizer = Whitespace()
 
     def get_vocab(self) -> dict[str, int]:
@@ -69,13 +78,17 @@ class Meeting:
 
 
 def _scores(request: GenerationRequest) -> PromptLogprobs:
-    """-0.5 for each token of the prompt, which is also its most likely one; -1.5 for the next id; -i for an asked i."""
+    """-0.5 for each token of the prompt, which is also its most likely one; -1.5 for the next id;
+    -i for an asked i.
+    """
     start, top = request.params.prompt_logprobs_from or 0, request.params.logprobs or 0
     behind = np.array(request.prompt[start + 1 :], dtype=np.int64)
     ranks = np.arange(top)
     ids = (behind[:, None] + ranks) % 100
     asked = np.tile(-np.array(request.params.logprob_token_ids, dtype=np.float64), (len(behind), 1))
-    return PromptLogprobs.pack(start, np.full(len(behind), -0.5), ids, np.zeros((len(behind), 1)) - 0.5 - ranks, asked)
+    return PromptLogprobs.pack(
+        start, np.full(len(behind), -0.5), ids, np.zeros((len(behind), 1)) - 0.5 - ranks, asked
+    )
 
 
 OPTIMISM = EngineOptimism(starts=8, hits=4, lost=2, holding_now=1)
@@ -91,7 +104,10 @@ RETRACTION = EngineRetractions(
 
 
 class FakeService:
-    """Counts up from the prompt's last token. `gate` holds every token after the first until it is set."""
+    """Counts up from the prompt's last token.
+
+    `gate` holds every token after the first until it is set.
+    """
 
     def __init__(self, role: str, meeting: Meeting, *, pool_tokens: int = 64) -> None:
         self.role = role
@@ -116,7 +132,8 @@ class FakeService:
         self._meeting = meeting
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
-        self.requests.append(msgspec.structs.replace(request, prompt=request.prompt.tolist()))  # to be compared
+        # To be compared.
+        self.requests.append(msgspec.structs.replace(request, prompt=request.prompt.tolist()))
         self.started.set()
         try:
             if self.failure is not None:
@@ -140,7 +157,9 @@ class FakeService:
                     if self.failure is not None:
                         raise room_error(self.failure)
                 last = i == most
-                token = self._token(int(request.prompt[-1]) + i, request.params, "length" if last else None)
+                token = self._token(
+                    int(request.prompt[-1]) + i, request.params, "length" if last else None
+                )
                 if i == 1:
                     token = msgspec.structs.replace(token, cached_tokens=self.cached_tokens)
                 if i == 1 and request.params.prompt_logprobs_from is not None:
@@ -153,11 +172,19 @@ class FakeService:
 
     def _token(self, token: int, params: SamplingParams, reason: Any) -> TokenOut:
         token %= 100
-        top = () if params.logprobs is None else tuple(((token + i) % 100, -0.5 - i) for i in range(params.logprobs))
+        top = (
+            ()
+            if params.logprobs is None
+            else tuple(((token + i) % 100, -0.5 - i) for i in range(params.logprobs))
+        )
         asked = tuple((i, -float(i)) for i in params.logprob_token_ids)
         stopped = token if token in params.stop_token_ids else None
         reason = reason if stopped is None else "stop"
-        hidden = PackedArray.of(np.full((1, 4), token + 0.5, dtype="f4")) if params.hidden_states else None
+        hidden = (
+            PackedArray.of(np.full((1, 4), token + 0.5, dtype="f4"))
+            if params.hidden_states
+            else None
+        )
         return TokenOut(token, -0.5, top, reason, stopped, asked, hidden_states=hidden)
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
@@ -217,7 +244,11 @@ class FakeService:
         return [{"room": request.room} for request in self.requests]
 
     def story(self, room: int) -> dict[str, Any] | None:
-        return {"room": room, "events": []} if any(request.room == room for request in self.requests) else None
+        return (
+            {"room": room, "events": []}
+            if any(request.room == room for request in self.requests)
+            else None
+        )
 
     def peers(self) -> list[dict[str, Any]]:
         return [{"incarnation": "000000000000abcd", "phase": "silent"}]
@@ -246,15 +277,24 @@ class Role:
     """A fake service behind the real routes."""
 
     def __init__(
-        self, service: FakeService, *, keys: Keys = NO_KEYS, bootstrap_port: int = 8998, **options: Any
+        self,
+        service: FakeService,
+        *,
+        keys: Keys = NO_KEYS,
+        bootstrap_port: int = 8998,
+        **options: Any,
     ) -> None:
         self.service = service
         self.other: RunningFake | Exception | None = None
         self.metrics = Metrics(service.report, role=service.role, model="m", sglang=True)
         self.tokenizer = ThreadedTokenizer(WordTokenizer())
-        self.pipeline = CompletionPipeline(service, self.tokenizer, self.metrics, **{"keepalive_s": 0.02, **options})
+        self.pipeline = CompletionPipeline(
+            service, self.tokenizer, self.metrics, **{"keepalive_s": 0.02, **options}
+        )
         port = bootstrap_port if service.role == "prefill" else None
-        self.role_switch = role_switch.RoleSwitch(self.pipeline, RunningFake(service, port), self.start_other)
+        self.role_switch = role_switch.RoleSwitch(
+            self.pipeline, RunningFake(service, port), self.start_other
+        )
         routes = [
             *generate.routes(self.pipeline),
             *openai.routes(self.pipeline),

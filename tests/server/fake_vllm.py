@@ -1,9 +1,10 @@
 """A vLLM server as a router sees it: the wire of `vllm serve` 0.32.0, and no model behind it.
 
-What it checks and answers was compared with vLLM 0.32.0: entrypoints/openai/{completion,chat_completion}/protocol.py
-and serving.py (fields, order of a stream's events, errors inside of one), entrypoints/serve/engine/protocol.py (errors,
-with a number as their code; the list of models), entrypoints/serve/middleware/authenticate.py (what an API key guards),
-and nixl/pull_scheduler.py (the `kv_transfer_params` that a prefill answers with).
+What it checks and answers was compared with vLLM 0.32.0:
+entrypoints/openai/{completion,chat_completion}/protocol.py and serving.py (fields, order of a
+stream's events, errors inside of one), entrypoints/serve/engine/protocol.py (errors, with a number
+as their code; the list of models), entrypoints/serve/middleware/authenticate.py (what an API key
+guards), and nixl/pull_scheduler.py (the `kv_transfer_params` that a prefill answers with).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ CHAT = "/v1/chat/completions"
 ROOM_OF_PREFILL = 4711  # which it draws where the router has not
 
 
-def error(status: int, message: str, kind: str = "InternalServerError", param: str | None = None) -> dict[str, Any]:
+def error(
+    status: int, message: str, kind: str = "InternalServerError", param: str | None = None
+) -> dict[str, Any]:
     """The body of an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
@@ -36,12 +39,15 @@ def error(status: int, message: str, kind: str = "InternalServerError", param: s
 class FakeVllm:
     """One server. Completions count 1, 2, 3 up to `max_tokens`.
 
-    `gate` holds every request until it is set; with kvflow's connector and a room, a decode waits for its prefill
-    instead, in `rooms`, which a pair shares. `failures` are answered in the place of the next requests: a status, or
-    200 for a stream that begins as usual and has the error in the place of its first token.
+    `gate` holds every request until it is set; with kvflow's connector and a room, a decode waits
+    for its prefill instead, in `rooms`, which a pair shares. `failures` are answered in the place
+    of the next requests: a status, or 200 for a stream that begins as usual and has the error in
+    the place of its first token.
     """
 
-    def __init__(self, connector: Connector = "nixl", rooms: dict[int, asyncio.Event] | None = None) -> None:
+    def __init__(
+        self, connector: Connector = "nixl", rooms: dict[int, asyncio.Event] | None = None
+    ) -> None:
         self.connector, self.rooms = connector, rooms if rooms is not None else {}
         self.model, self.api_key = "m", ""
         self.healthy = True
@@ -55,12 +61,14 @@ class FakeVllm:
         self.request_ids: list[str | None] = []
         self.aborted: asyncio.Queue[str] = asyncio.Queue()
         self.app = web.Application()
-        self.app.add_routes([
-            web.get("/health", self._health),
-            web.get("/version", self._version),
-            web.get("/v1/models", self._models),
-            *(web.post(path, self._serve) for path in ("/v1/completions", CHAT)),
-        ])  # fmt: skip
+        self.app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/version", self._version),
+                web.get("/v1/models", self._models),
+                *(web.post(path, self._serve) for path in ("/v1/completions", CHAT)),
+            ]
+        )
 
     @property
     def params(self) -> list[Any]:
@@ -76,8 +84,16 @@ class FakeVllm:
     async def _models(self, http: web.Request) -> web.Response:
         if (refusal := self._unauthorized(http)) is not None:
             return refusal
-        card = {"id": self.model, "object": "model", "created": 1, "owned_by": "vllm", "root": "/models/m",
-                "parent": None, "max_model_len": 2048, "permission": []}  # fmt: skip
+        card = {
+            "id": self.model,
+            "object": "model",
+            "created": 1,
+            "owned_by": "vllm",
+            "root": "/models/m",
+            "parent": None,
+            "max_model_len": 2048,
+            "permission": [],
+        }
         return web.json_response({"object": "list", "data": [card]})
 
     def _unauthorized(self, http: web.Request) -> web.Response | None:
@@ -114,13 +130,19 @@ class FakeVllm:
 
     def _refused(self, body: dict[str, Any]) -> dict[str, Any] | None:
         if body["model"] != self.model:
-            return error(404, f"The model `{body['model']}` does not exist.", "NotFoundError", "model")
+            return error(
+                404, f"The model `{body['model']}` does not exist.", "NotFoundError", "model"
+            )
         if body.get("stream_options") and not body.get("stream"):
             text = "Stream options can only be defined when `stream=True`."
             return error(400, text, "BadRequestError", "stream_options")
         most = body.get("max_completion_tokens") or body.get("max_tokens") or 16
         if body.get("min_tokens", 0) > most:
-            return error(400, f"min_tokens must be less than or equal to max_tokens={most}", "BadRequestError")
+            return error(
+                400,
+                f"min_tokens must be less than or equal to max_tokens={most}",
+                "BadRequestError",
+            )
         return None
 
     @contextmanager
@@ -134,8 +156,16 @@ class FakeVllm:
 
     async def _computed(self, body: dict[str, Any]) -> None:
         params = body.get("kv_transfer_params") or {}
-        met = self.rooms.setdefault(params["kvflow_room"], asyncio.Event()) if "kvflow_room" in params else None
-        if met is not None and params["do_remote_prefill"] and params["kvflow_room"] != ROOM_OF_PREFILL:
+        met = (
+            self.rooms.setdefault(params["kvflow_room"], asyncio.Event())
+            if "kvflow_room" in params
+            else None
+        )
+        if (
+            met is not None
+            and params["do_remote_prefill"]
+            and params["kvflow_room"] != ROOM_OF_PREFILL
+        ):
             await met.wait()
             return
         await self.gate.wait()
@@ -148,12 +178,24 @@ class FakeVllm:
 
     def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         text, count = "".join(self._tokens(body)), len(self._tokens(body))
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None, "stop_reason": None}
-        choice |= {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
+        choice: dict[str, Any] = {
+            "index": 0,
+            "finish_reason": "length",
+            "logprobs": None,
+            "stop_reason": None,
+        }
+        choice |= (
+            {"message": {"role": "assistant", "content": text}} if path == CHAT else {"text": text}
+        )
         usage = {"prompt_tokens": 3, "completion_tokens": count, "total_tokens": 3 + count}
         kind = "chat.completion" if path == CHAT else "text_completion"
         head = {"id": "cmpl-1", "object": kind, "created": 1, "model": self.model}
-        return {**head, "choices": [choice], "usage": usage, "kv_transfer_params": self._given(body)}
+        return {
+            **head,
+            "choices": [choice],
+            "usage": usage,
+            "kv_transfer_params": self._given(body),
+        }
 
     def _given(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """The params that a prefill answers with."""
@@ -162,7 +204,8 @@ class FakeVllm:
             return None
         found: dict[str, Any] = {
             "do_remote_prefill": True,
-            "remote_prefill_cached_tokens": len(self.bodies),  # vLLM's scheduler adds it, of each request
+            # vLLM's scheduler adds it, of each request.
+            "remote_prefill_cached_tokens": len(self.bodies),
             "do_remote_decode": False,
             "remote_host": "10.0.0.7",
             "remote_port": self.port,
@@ -202,7 +245,11 @@ class FakeVllm:
             what = {"delta": {"content": token}} if path == CHAT else {"text": token}
             yield {**head, "choices": [{"index": 0, **what, "finish_reason": reason}]}
         if (body.get("stream_options") or {}).get("include_usage"):
-            usage = {"prompt_tokens": 3, "completion_tokens": len(tokens), "total_tokens": 3 + len(tokens)}
+            usage = {
+                "prompt_tokens": 3,
+                "completion_tokens": len(tokens),
+                "total_tokens": 3 + len(tokens),
+            }
             yield {**head, "choices": [], "usage": usage}
 
 
@@ -218,12 +265,17 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    prefills: list[FakeVllm], decodes: list[FakeVllm], legs: Literal["sequential", "together"] = "sequential",
+    prefills: list[FakeVllm],
+    decodes: list[FakeVllm],
+    legs: Literal["sequential", "together"] = "sequential",
     **options: Any,
-) -> AsyncIterator[Fleet]:  # fmt: skip
+) -> AsyncIterator[Fleet]:
     """Everything runs within the block."""
     async with AsyncExitStack() as stack:
-        at = {fake: await stack.enter_async_context(served(fake.app)) for fake in (*prefills, *decodes)}
+        at = {
+            fake: await stack.enter_async_context(served(fake.app))
+            for fake in (*prefills, *decodes)
+        }
         urls = ([at[fake].url for fake in fakes] for fakes in (prefills, decodes))
         options = {"poll_s": 3600, "retry_timeout_s": 5, **options}
         router = Router(*urls, engine=VllmEngine(legs), **options)

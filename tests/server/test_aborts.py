@@ -1,4 +1,6 @@
-"""POST /abort_request: what runs ends with what there is, through the router on both legs; what does not is let be."""
+"""POST /abort_request: what runs ends with what there is, through the router on both legs; what
+does not is let be.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ async def post(session: Session, server: Server, path: str, body: Any) -> Any:
         raw = await answer.read()
     if not body.get("stream"):
         return json.loads(raw)
-    lines = [line.removeprefix("data: ") for line in raw.decode().split("\n\n") if line.startswith("data: ")]
+    lines = [
+        line.removeprefix("data: ")
+        for line in raw.decode().split("\n\n")
+        if line.startswith("data: ")
+    ]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
@@ -45,7 +51,9 @@ async def abort(session: Session, server: Server, **body: Any) -> int:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_answer_is_what_there_is(server: Server, session: Session, decode: Role, stream: bool) -> None:
+async def test_the_answer_is_what_there_is(
+    server: Server, session: Session, decode: Role, stream: bool
+) -> None:
     decode.service.gate.clear()
     body = {"text": "w1", "rid": "mine", "stream": stream, "sampling_params": {"max_new_tokens": 5}}
     asked = asyncio.create_task(post(session, server, "/generate", body))
@@ -64,9 +72,16 @@ async def test_the_answer_is_what_there_is(server: Server, session: Session, dec
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chat_has_a_finish_reason_too(server: Server, session: Session, decode: Role, stream: bool) -> None:
+async def test_a_chat_has_a_finish_reason_too(
+    server: Server, session: Session, decode: Role, stream: bool
+) -> None:
     decode.service.gate.clear()
-    body = {"messages": [{"role": "user", "content": "w1"}], "rid": "mine", "stream": stream, "logprobs": True}
+    body = {
+        "messages": [{"role": "user", "content": "w1"}],
+        "rid": "mine",
+        "stream": stream,
+        "logprobs": True,
+    }
     asked = asyncio.create_task(post(session, server, "/v1/chat/completions", body))
     await until_it_waits(decode)
     assert await abort(session, server, rid="mine") == 1
@@ -76,7 +91,9 @@ async def test_a_chat_has_a_finish_reason_too(server: Server, session: Session, 
     assert stream or last["message"]["content"] == "w2"
 
 
-async def test_one_of_several_ends_and_the_others_go_on(server: Server, session: Session, decode: Role) -> None:
+async def test_one_of_several_ends_and_the_others_go_on(
+    server: Server, session: Session, decode: Role
+) -> None:
     decode.service.gate.clear()
     body = {"text": ["w1", "w5"], "rid": ["a", "b"], "sampling_params": {"max_new_tokens": 3}}
     asked = asyncio.create_task(post(session, server, "/generate", body))
@@ -84,14 +101,19 @@ async def test_one_of_several_ends_and_the_others_go_on(server: Server, session:
     assert await abort(session, server, rid="a") == 1
     decode.service.gate.set()
     first, second = await asyncio.wait_for(asked, WITHIN_S)
-    assert (first["meta_info"]["finish_reason"]["type"], second["meta_info"]["finish_reason"]["type"]) == (
+    assert (
+        first["meta_info"]["finish_reason"]["type"],
+        second["meta_info"]["finish_reason"]["type"],
+    ) == (
         "abort",
         "length",
     )
     assert second["output_ids"] == [6, 7, 8]
 
 
-async def test_all_end_in_prefill_as_well(server: Server, session: Session, prefill: Role, decode: Role) -> None:
+async def test_all_end_in_prefill_as_well(
+    server: Server, session: Session, prefill: Role, decode: Role
+) -> None:
     prefill.service.gate.clear()  # so that nothing reaches decode
     body = {"text": "w1", "sampling_params": {"max_new_tokens": 5}}
     asked = [asyncio.create_task(post(session, server, "/generate", body)) for _ in range(4)]
@@ -127,13 +149,22 @@ async def test_one_that_decode_has_not_begun_is_answered_too(
         busy.set()
     answer = await asyncio.wait_for(asked, WITHIN_S)
     last = answer[-1] if stream else answer
-    reason = last["choices"][0]["finish_reason"] if "choices" in last else last["meta_info"]["finish_reason"]["type"]
+    reason = (
+        last["choices"][0]["finish_reason"]
+        if "choices" in last
+        else last["meta_info"]["finish_reason"]["type"]
+    )
     assert reason == "abort"
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 async def test_one_that_ends_as_it_begins_ends_at_the_other_leg_too(
-    server: Server, session: Session, prefill: Role, decode: Role, name: str, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    session: Session,
+    prefill: Role,
+    decode: Role,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its room was never opened, and the other leg waited for it."""
     role = {"prefill": prefill, "decode": decode}[name]
@@ -166,7 +197,9 @@ async def test_the_id_of_the_http_request_is_the_id_of_its_answer(
     decode.service.gate.clear()
     headers = {"X-Request-ID": "from-outside"}
     body = {"text": "w1", "sampling_params": {"max_new_tokens": 5}}
-    asked = asyncio.create_task(session.post(server.make_url("/generate"), json=body, headers=headers))
+    asked = asyncio.create_task(
+        session.post(server.make_url("/generate"), json=body, headers=headers)
+    )
     await until_it_waits(decode)
     assert await abort(session, server, rid="from-outside") == 1
     async with await asyncio.wait_for(asked, WITHIN_S) as answer:
@@ -180,7 +213,9 @@ async def test_openai_answers_end_by_the_id_of_their_request_too(
     decode.service.gate.clear()
     headers = {"X-Request-ID": "from-outside"}
     body = {"prompt": "w1", "n": 2, "max_tokens": 5}
-    asked = asyncio.create_task(session.post(server.make_url("/v1/completions"), json=body, headers=headers))
+    asked = asyncio.create_task(
+        session.post(server.make_url("/v1/completions"), json=body, headers=headers)
+    )
     await until_it_waits(decode, 2)
     assert await abort(session, server, rid="") == 0
     assert await abort(session, server, rid=rid) == 2
@@ -206,5 +241,7 @@ def longest_end_s(ids: list[str]) -> float:
 
 
 def test_an_id_that_a_crowd_has_chosen_costs_the_event_loop_no_more_than_one_of_its_own() -> None:
-    """It was a list, searched for every choice: a third of a second for each of a hundred requests."""
+    """It was a list, searched for every choice:
+    a third of a second for each of a hundred requests.
+    """
     assert longest_end_s(["same"] * 100) < 20 * longest_end_s([str(i) for i in range(100)])

@@ -1,4 +1,6 @@
-"""Services over real nodes, with an engine of the test: who waits for whom, for how long, and what each leg is told."""
+"""Services over real nodes, with an engine of the test: who waits for whom, for how long, and what
+each leg is told.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from tests.server.fake_service import Role, served
 
 CARD = ModelCard(path="m", name="m", context_length=128, vocab_size=100)
 PROMPT = list(range(10))
-PATIENT = Timing(heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02)  # the rendezvous that is served
+# The rendezvous that is served.
+PATIENT = Timing(heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02)
 
 
 class Engine:
@@ -84,7 +87,9 @@ def serving(p: Pair) -> tuple[DecodeService, Engine]:
 
 async def decoded(service: DecodeService, room: int) -> list[int]:
     prompt = np.array(PROMPT, dtype=np.uint32)
-    request = GenerationRequest(room=room, prefill="sim", prompt=prompt, params=SamplingParams(max_new_tokens=1))
+    request = GenerationRequest(
+        room=room, prefill="sim", prompt=prompt, params=SamplingParams(max_new_tokens=1)
+    )
     return [token.token_id async for token in service.tokens(request)]
 
 
@@ -136,7 +141,9 @@ async def test_a_decode_that_will_have_no_pages_says_so_to_both_legs(patient: Pa
 
 
 @pytest.mark.parametrize("turns", range(6))
-async def test_a_promise_that_comes_as_its_client_leaves_is_given_back(patient: Pair, turns: int) -> None:
+async def test_a_promise_that_comes_as_its_client_leaves_is_given_back(
+    patient: Pair, turns: int
+) -> None:
     service, engine = serving(patient)
     asking = asyncio.create_task(decoded(service, 7))
     await announced(patient, 7)
@@ -181,7 +188,10 @@ async def test_a_registry_of_a_thousand_ranks_is_refused_in_words() -> None:
             async with session.post(server.make_url("/generate"), json=body) as answer:
                 error = msgspec.json.decode(await answer.read())["error"]
         assert (answer.status, error["code"]) == (502, "protocol_error")
-        assert error["message"] == "prefill tcp://127.0.0.1:2 has 1024 ranks; one room takes 64 at most"
+        assert (
+            error["message"]
+            == "prefill tcp://127.0.0.1:2 has 1024 ranks; one room takes 64 at most"
+        )
         assert not list(node.peers())
         assert pool.pages.at_rest()
     pool.close()
@@ -207,6 +217,8 @@ async def test_a_refusal_for_a_prefill_that_does_not_answer_is_no_internal_error
     async with kvflow.DecodeNode(pool, plane="local", resolve=resolve) as node:
         node.refuse(7, "127.0.0.1:1", Cause(Code.BAD_REQUEST, "no"))
         assert await asked.get() == "127.0.0.1:1"
-        await until(lambda: not any(task.get_name() == "kvflow-refuse-7" for task in asyncio.all_tasks()))
+        await until(
+            lambda: not any(task.get_name() == "kvflow-refuse-7" for task in asyncio.all_tasks())
+        )
     assert node.counts.handler_errors == 0
     pool.close()

@@ -1,4 +1,6 @@
-"""Request ids and the access log: a client's id is cleaned, echoed, forwarded, and in every line of its request."""
+"""Request ids and the access log: a client's id is cleaned, echoed, forwarded, and in every line of
+its request.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ class Lines(logging.Handler):
 
     def access(self, path: str) -> list[dict[str, Any]]:
         found = [r for r in self.records if r.name == "kvflow.access" and r.fields["path"] == path]
-        return [{**r.fields, "request_id": r.request_id, "rooms": r.rooms, "level": r.levelname} for r in found]
+        return [
+            {**r.fields, "request_id": r.request_id, "rooms": r.rooms, "level": r.levelname}
+            for r in found
+        ]
 
     async def last(self, path: str, count: int) -> dict[str, Any]:
         """The line that makes it `count`: a stream's is written when its handler has ended."""
@@ -62,16 +67,24 @@ async def lines() -> AsyncIterator[Lines]:
 async def test_an_id_is_forwarded_to_both_legs_and_names_the_lines_of_all_three(
     server: Server, session: Session, lines: Lines
 ) -> None:
-    async with session.post(server.make_url("/generate"), json=BODY, headers={"X-Request-ID": "mine-1"}) as answer:
+    async with session.post(
+        server.make_url("/generate"), json=BODY, headers={"X-Request-ID": "mine-1"}
+    ) as answer:
         document = await answer.json()
         assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-1")
         room = int(answer.headers["X-Kvflow-Room"])
     assert document["meta_info"]["id"] == "mine-1"
     found = lines.access("/generate")
-    assert [(line["request_id"], line["rooms"], line["status"]) for line in found] == [("mine-1", (room,), 200)] * 3
+    assert [(line["request_id"], line["rooms"], line["status"]) for line in found] == [
+        ("mine-1", (room,), 200)
+    ] * 3
     assert {line["client"] for line in found} == {"127.0.0.1"}
     texts = [record.getMessage() for record in lines.records if record.name == "kvflow.access"]
-    sizes = [text.rpartition(" s, ")[2] for text in texts if '"POST /generate" 200 ' in text and " s, " in text]
+    sizes = [
+        text.rpartition(" s, ")[2]
+        for text in texts
+        if '"POST /generate" 200 ' in text and " s, " in text
+    ]
     assert sorted(sizes) == ["1+1 tokens", "1+3 tokens"], "prefill's and decode's"
 
 
@@ -93,7 +106,9 @@ async def test_without_an_id_the_router_makes_one_that_all_three_use(
 async def test_what_the_router_asks_one_worker_for_has_its_id_there_too(
     server: Server, session: Session, lines: Lines
 ) -> None:
-    async with session.get(server.make_url("/v1/models"), headers={"X-Request-ID": "mine-2"}) as answer:
+    async with session.get(
+        server.make_url("/v1/models"), headers={"X-Request-ID": "mine-2"}
+    ) as answer:
         assert (answer.status, answer.headers["X-Request-ID"]) == (200, "mine-2")
     assert [line["request_id"] for line in lines.access("/v1/models")] == ["mine-2"] * 2
 
@@ -104,14 +119,23 @@ async def test_error_answers_carry_the_id_and_the_line_says_why(
 ) -> None:
     decode.service.failure = Cause(Code.CAPACITY, "decode is full")
     headers = {"X-Request-ID": "doomed"}
-    async with session.post(server.make_url("/generate"), json={**BODY, "stream": stream}, headers=headers) as answer:
+    async with session.post(
+        server.make_url("/generate"), json={**BODY, "stream": stream}, headers=headers
+    ) as answer:
         assert (answer.status, answer.headers["X-Request-ID"]) == (503, "doomed")
-    refused = [line for line in lines.access("/generate") if "decode is full" in line.get("error", "")]
+    refused = [
+        line for line in lines.access("/generate") if "decode is full" in line.get("error", "")
+    ]
     assert refused and {line["request_id"] for line in refused} == {"doomed"}
 
 
 async def test_a_stream_that_fails_after_its_status_says_so_in_its_line(
-    decode: Role, prefill: Role, decode_server: Server, prefill_server: Server, session: Session, lines: Lines
+    decode: Role,
+    prefill: Role,
+    decode_server: Server,
+    prefill_server: Server,
+    session: Session,
+    lines: Lines,
 ) -> None:
     decode.service.fail_after = 1
     body = {**BODY, **MEETING, "stream": True}
@@ -127,7 +151,9 @@ async def test_a_stream_that_fails_after_its_status_says_so_in_its_line(
 async def test_what_no_handler_answers_is_logged_too(
     decode_server: Server, session: Session, lines: Lines, path: str
 ) -> None:
-    async with session.get(decode_server.make_url(path), headers={"X-Request-ID": "lost"}) as answer:
+    async with session.get(
+        decode_server.make_url(path), headers={"X-Request-ID": "lost"}
+    ) as answer:
         assert answer.status in (404, 405) and answer.headers["X-Request-ID"] == "lost"
         assert answer.headers.get("Allow") == (None if answer.status == 404 else "POST")
         assert path in (await answer.json())["error"]["message"]
@@ -138,7 +164,11 @@ async def test_a_client_that_leaves_is_logged_with_499(
     decode: Role, decode_server: Server, session: Session, lines: Lines
 ) -> None:
     asking = asyncio.ensure_future(
-        session.post(decode_server.make_url("/generate"), json={**BODY, **MEETING}, headers={"X-Request-ID": "left"})
+        session.post(
+            decode_server.make_url("/generate"),
+            json={**BODY, **MEETING},
+            headers={"X-Request-ID": "left"},
+        )
     )
     await decode.service.started.wait()
     asking.cancel()
@@ -148,7 +178,9 @@ async def test_a_client_that_leaves_is_logged_with_499(
     assert line["error"] == "the client disconnected"
 
 
-async def test_polled_routes_are_for_debugging(decode_server: Server, session: Session, lines: Lines) -> None:
+async def test_polled_routes_are_for_debugging(
+    decode_server: Server, session: Session, lines: Lines
+) -> None:
     for path in ("/health", "/v1/models"):
         async with session.get(decode_server.make_url(path)) as answer:
             await answer.read()
@@ -161,22 +193,38 @@ async def test_a_worker_that_joins_again_and_again_is_for_debugging(
 ) -> None:
     async with session.get(server.make_url("/workers")) as answer:
         assert answer.status == 200
-    async with session.post(server.make_url("/workers"), json={"url": "http://127.0.0.1:1"}) as answer:
+    async with session.post(
+        server.make_url("/workers"), json={"url": "http://127.0.0.1:1"}
+    ) as answer:
         assert answer.status == 403
-    assert [line["level"] for line in lines.access("/workers")] == ["DEBUG", "INFO"], "what is refused is no poll"
+    assert [line["level"] for line in lines.access("/workers")] == ["DEBUG", "INFO"], (
+        "what is refused is no poll"
+    )
 
 
 HOSTILE = [
-    "a\tb c", 'quote" and \\', "ümläut-\xff", "x" * 8000, "(request forged, room 1)", "\x7f\x80\x1b[31m", " ", "%0a%0d",
-]  # fmt: skip
+    "a\tb c",
+    'quote" and \\',
+    "ümläut-\xff",
+    "x" * 8000,
+    "(request forged, room 1)",
+    "\x7f\x80\x1b[31m",
+    " ",
+    "%0a%0d",
+]
 
 
 @pytest.mark.parametrize("given", HOSTILE)
-async def test_a_hostile_id_is_cleaned_and_bounded(server: Server, given: str, lines: Lines) -> None:
+async def test_a_hostile_id_is_cleaned_and_bounded(
+    server: Server, given: str, lines: Lines
+) -> None:
     """Sent as raw bytes: no client library would."""
     body = json.dumps(BODY).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\nX-Request-ID: "
+    head = (
+        "POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: "
+        f"{len(body)}\r\nX-Request-ID: "
+    )
     writer.write(head.encode() + given.encode("latin-1") + b"\r\n\r\n" + body)
     answer = await reader.read()
     writer.close()
@@ -186,11 +234,15 @@ async def test_a_hostile_id_is_cleaned_and_bounded(server: Server, given: str, l
         return
     assert status == 200
     echoed = re.search(rb"\r\nX-Request-ID: ([^\r\n]*)\r\n", answer)
-    assert echoed is not None and re.fullmatch(rb"[A-Za-z0-9._:/+=@~-]{1,128}|[A-Za-z0-9._:/+=@~_-]{1,128}", echoed[1])
+    assert echoed is not None and re.fullmatch(
+        rb"[A-Za-z0-9._:/+=@~-]{1,128}|[A-Za-z0-9._:/+=@~_-]{1,128}", echoed[1]
+    )
     assert {line["request_id"] for line in lines.access("/generate")} == {echoed[1].decode()}
 
 
-@pytest.mark.parametrize("given", [*HOSTILE, "line\nbreak", "\r\n", "", "\udcff\u2028", "好" * 5000])
+@pytest.mark.parametrize(
+    "given", [*HOSTILE, "line\nbreak", "\r\n", "", "\udcff\u2028", "好" * 5000]
+)
 def test_whatever_is_given_becomes_one_short_safe_word(given: str) -> None:
     cleaned = clean_request_id(given)
     assert re.fullmatch(r"[A-Za-z0-9._:/+=@~_-]+", cleaned) and len(cleaned) <= MAX_REQUEST_ID

@@ -1,4 +1,6 @@
-"""What the OpenAI routes answer to the official client: usage, ids, stops, bytes, errors in the words of OpenAI."""
+"""What the OpenAI routes answer to the official client: usage, ids, stops, bytes, errors in the
+words of OpenAI.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ async def test_a_prompt_of_several_choices_counts_once(client: openai.AsyncOpenA
     text = await client.completions.create(model="fake", prompt=["w1 w2", "w5"], max_tokens=3, n=2)
     for usage, prompt in ((chat.usage, 2), (text.usage, 3)):
         assert usage is not None and usage.prompt_tokens_details is not None
-        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt, 12, prompt + 12)
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (
+            prompt,
+            12,
+            prompt + 12,
+        )
         assert usage.prompt_tokens_details.cached_tokens == 0
 
 
@@ -45,7 +51,9 @@ async def test_usage_in_a_chats_first_event_too(client: openai.AsyncOpenAI) -> N
 
 
 async def test_usage_in_every_event(client: openai.AsyncOpenAI) -> None:
-    """As vLLM and SGLang have it: that of the event's choice so far; at the end that of all choices."""
+    """As vLLM and SGLang have it: that of the event's choice so far; at the end that of all
+    choices.
+    """
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = await client.completions.create(
         model="fake", prompt="w1 w2", max_tokens=3, n=2, stream=True, stream_options=options
@@ -61,13 +69,17 @@ async def test_usage_in_every_event(client: openai.AsyncOpenAI) -> None:
     assert last == 6
 
 
-@pytest.mark.parametrize("stop", [{"stop": ["w4"]}, {"stop_token_ids": [4]}], ids=lambda stop: next(iter(stop)))
+@pytest.mark.parametrize(
+    "stop", [{"stop": ["w4"]}, {"stop_token_ids": [4]}], ids=lambda stop: next(iter(stop))
+)
 @pytest.mark.parametrize("field", ["no_stop_trim", "include_stop_str_in_output"])
 async def test_what_ends_the_text_is_kept_on_request(
     client: openai.AsyncOpenAI, field: str, stop: dict[str, Any]
 ) -> None:
     for extra, words in (({}, ["w2", "w3"]), ({field: True}, ["w2", "w3", "w4"])):
-        answer = await client.completions.create(model="fake", prompt="w1", max_tokens=9, extra_body={**stop, **extra})
+        answer = await client.completions.create(
+            model="fake", prompt="w1", max_tokens=9, extra_body={**stop, **extra}
+        )
         assert answer.choices[0].text.split() == words
         assert answer.choices[0].finish_reason == "stop"
 
@@ -75,7 +87,9 @@ async def test_what_ends_the_text_is_kept_on_request(
 async def test_the_models_sampling_is_the_default(meeting: Meeting) -> None:
     """On the OpenAI routes, as in vLLM and SGLang; /generate has SGLang's own defaults."""
     service = FakeService("decode", meeting)
-    service.card = msgspec.structs.replace(service.card, sampling_defaults={"temperature": 0.6, "top_k": 20})
+    service.card = msgspec.structs.replace(
+        service.card, sampling_defaults={"temperature": 0.6, "top_k": 20}
+    )
     role = Role(service)
     pair = {"bootstrap_host": "h", "max_tokens": 1}
     sampling: Any = {"max_new_tokens": 1}
@@ -88,17 +102,26 @@ async def test_the_models_sampling_is_the_default(meeting: Meeting) -> None:
     async with served(role.app) as server, aiohttp.ClientSession() as session:
         for room, (path, document) in enumerate(bodies):
             meeting.of(room).set_result(None)
-            async with session.post(server.make_url(path), json={**document, "bootstrap_room": room}) as answer:
+            async with session.post(
+                server.make_url(path), json={**document, "bootstrap_room": room}
+            ) as answer:
                 assert answer.status == 200, await answer.text()
     params = [request.params for request in service.requests]
-    assert [(p.temperature, p.top_k) for p in params] == [(0.6, 20), (0.6, 20), (0.9, -1), (1.0, -1)]
+    assert [(p.temperature, p.top_k) for p in params] == [
+        (0.6, 20),
+        (0.6, 20),
+        (0.9, -1),
+        (1.0, -1),
+    ]
     assert {p.top_p for p in params} == {1.0}
 
 
 def test_recommended_sampling_that_no_request_may_have_is_refused_at_the_start() -> None:
     model: Any = SimpleNamespace(sampling_defaults={"temperature": -1})
     given = {"model_path": str(DEMO_MODEL_DIR)}
-    with pytest.raises(MisuseError, match=r"generation_config.json.*temperature -1.*--sampling-defaults openai"):
+    with pytest.raises(
+        MisuseError, match=r"generation_config.json.*temperature -1.*--sampling-defaults openai"
+    ):
         parts._sampling_defaults(resolve("decode", given, env={}), model)
     off = resolve("decode", {**given, "sampling_defaults": "openai"}, env={})
     assert parts._sampling_defaults(off, model) == {}
@@ -106,18 +129,26 @@ def test_recommended_sampling_that_no_request_may_have_is_refused_at_the_start()
 
 async def test_the_template_sees_variables(client: openai.AsyncOpenAI, decode: Role) -> None:
     async def chat(**extra: Any) -> None:
-        await client.chat.completions.create(model="fake", messages=HELLO, max_tokens=1, extra_body=extra)
+        await client.chat.completions.create(
+            model="fake", messages=HELLO, max_tokens=1, extra_body=extra
+        )
 
     await chat(chat_template_kwargs={"lead": "w9"})
     assert decode.service.requests[0].prompt == [9, 1, 2]
-    with pytest.raises(openai.BadRequestError, match="'tokenize' is an argument of the tokenizer") as caught:
+    with pytest.raises(
+        openai.BadRequestError, match="'tokenize' is an argument of the tokenizer"
+    ) as caught:
         await chat(chat_template_kwargs={"tokenize": False})
     assert caught.value.param == "chat_template_kwargs"
 
 
 async def test_ids_that_the_client_chooses(client: openai.AsyncOpenAI) -> None:
     async def id_of(**extra: Any) -> str:
-        return (await client.completions.create(model="fake", prompt="w1", max_tokens=1, extra_body=extra)).id
+        return (
+            await client.completions.create(
+                model="fake", prompt="w1", max_tokens=1, extra_body=extra
+            )
+        ).id
 
     assert await id_of(rid="mine") == "mine"
     assert await id_of(request_id="mine") == "cmpl-mine"
@@ -137,7 +168,9 @@ async def test_ids_that_the_client_chooses(client: openai.AsyncOpenAI) -> None:
 async def test_what_cannot_fit_has_openais_code(
     client: openai.AsyncOpenAI, arguments: dict[str, Any], param: str
 ) -> None:
-    create: Any = client.completions.create if "prompt" in arguments else client.chat.completions.create
+    create: Any = (
+        client.completions.create if "prompt" in arguments else client.chat.completions.create
+    )
     with pytest.raises(openai.BadRequestError) as caught:
         await create(model="fake", **arguments)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
@@ -160,7 +193,9 @@ def of_bytes() -> Tokenizer:
 
 
 def test_parts_of_a_character_keep_their_bytes(of_bytes: Tokenizer) -> None:
-    body = parse(b'{"messages":[{"role":"user","content":"a"}],"logprobs":true,"stream":true}', ChatRequest)
+    body = parse(
+        b'{"messages":[{"role":"user","content":"a"}],"logprobs":true,"stream":true}', ChatRequest
+    )
     token_bytes = ThreadedTokenizer(of_bytes).token_bytes
     call = ChatCall(body, "m", token_bytes)
     spelled = []
@@ -182,6 +217,11 @@ def test_parts_of_a_character_are_keys_of_their_own(of_bytes: Tokenizer) -> None
     for token_id in (first, second, third, after):
         (event,) = call.events(0, [Delta("", (TokenOut(token_id, -1.0, top),))], Completion())
         logprobs.append(event["choices"][0]["logprobs"])
-    assert [one["tokens"] for one in logprobs] == [["bytes:\\xe8"], ["bytes:\\xaa"], ["bytes:\\x9e"], ["b"]]
+    assert [one["tokens"] for one in logprobs] == [
+        ["bytes:\\xe8"],
+        ["bytes:\\xaa"],
+        ["bytes:\\x9e"],
+        ["b"],
+    ]
     assert logprobs[0]["top_logprobs"] == [{"bytes:\\xe8": -1.0, "bytes:\\xaa": -2.0}]
     assert [one["text_offset"] for one in logprobs] == [[0], [1], [1], [1]]

@@ -18,7 +18,9 @@ CROWD = 64
 
 
 async def entered(last: str) -> list[tuple[str, int]]:
-    """A crowd of requests with a body arrives at once, and `last` after it: whose handler began, in which turn."""
+    """A crowd of requests with a body arrives at once, and `last` after it: whose handler began, in
+    which turn.
+    """
     turns, found = itertools.count(), list[tuple[str, int]]()
     turn = next(turns)
 
@@ -26,10 +28,18 @@ async def entered(last: str) -> list[tuple[str, int]]:
         found.append((request.path, turn))
         return web.Response()
 
-    routes = [web.post("/generate", handler), web.post("/abort_request", handler), web.get("/health", handler)]
+    routes = [
+        web.post("/generate", handler),
+        web.post("/abort_request", handler),
+        web.get("/health", handler),
+    ]
     async with served(build_app(routes, Metrics())) as server:
-        connections = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(CROWD + 1)]
-        for request, (_, writer) in zip(["POST /generate"] * CROWD + [last], connections, strict=True):
+        connections = [
+            await asyncio.open_connection("127.0.0.1", server.port) for _ in range(CROWD + 1)
+        ]
+        for request, (_, writer) in zip(
+            ["POST /generate"] * CROWD + [last], connections, strict=True
+        ):
             head = f"{request} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n"
             body = "Content-Length: 2\r\n\r\n{}" if request.startswith("POST") else "\r\n"
             writer.write((head + body).encode())
@@ -48,7 +58,8 @@ async def test_a_crowd_of_requests_goes_on_in_turns_and_what_has_no_body_at_once
         found = await entered("GET /health")
     by_turn = Counter(turn for path, turn in found if path == "/generate")
     assert by_turn.total() == CROWD
-    assert max(by_turn.values()) <= 2 * BODIES_PER_TURN  # aiohttp's own start of a request may fall into two turns
+    # aiohttp's own start of a request may fall into two turns.
+    assert max(by_turn.values()) <= 2 * BODIES_PER_TURN
     assert [path for path, _ in found].index("/health") < 3 * BODIES_PER_TURN
 
 

@@ -1,4 +1,6 @@
-"""Pages of other origins: only those that the flag names, on every role, with a key as without one."""
+"""Pages of other origins: only those that the flag names, on every role,
+with a key as without one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def app_of(meeting: Meeting, origins: tuple[str, ...]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("origins", "allowed"), [((PAGE,), PAGE), (("*",), "*"), (("https://other.example", PAGE), PAGE)]
+    ("origins", "allowed"),
+    [((PAGE,), PAGE), (("*",), "*"), (("https://other.example", PAGE), PAGE)],
 )
 async def test_a_named_origin(
     meeting: Meeting, session: aiohttp.ClientSession, origins: tuple[str, ...], allowed: str
@@ -41,16 +44,26 @@ async def test_a_named_origin(
             assert answer.headers["Access-Control-Allow-Headers"] == "authorization, content-type"
             assert "POST" in answer.headers["Access-Control-Allow-Methods"]
         key = {"Origin": PAGE, "Authorization": "Bearer sesame"}
-        for headers, status in ((key, 200), ({"Origin": PAGE}, 401)):  # a page can read why it is refused
+        # A page can read why it is refused.
+        for headers, status in ((key, 200), ({"Origin": PAGE}, 401)):
             async with session.get(server.make_url("/model_info"), headers=headers) as answer:
-                assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, allowed)
+                assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (
+                    status,
+                    allowed,
+                )
                 assert (answer.headers.get("Vary") == "Origin") == (allowed != "*")
-        async with session.get(server.make_url("/model_info"), headers={"Authorization": "Bearer sesame"}) as answer:
-            assert answer.status == 200 and "Access-Control-Allow-Origin" not in answer.headers, "of no page"
+        async with session.get(
+            server.make_url("/model_info"), headers={"Authorization": "Bearer sesame"}
+        ) as answer:
+            assert answer.status == 200 and "Access-Control-Allow-Origin" not in answer.headers, (
+                "of no page"
+            )
 
 
 @pytest.mark.parametrize("origins", [(), ("https://other.example",)])
-async def test_any_other_origin(meeting: Meeting, session: aiohttp.ClientSession, origins: tuple[str, ...]) -> None:
+async def test_any_other_origin(
+    meeting: Meeting, session: aiohttp.ClientSession, origins: tuple[str, ...]
+) -> None:
     async with served(app_of(meeting, origins)) as server:
         async with session.options(server.make_url("/model_info"), headers=PREFLIGHT) as answer:
             assert answer.status == 401
@@ -63,7 +76,9 @@ async def test_any_other_origin(meeting: Meeting, session: aiohttp.ClientSession
 def test_the_flag() -> None:
     given = {"prefill": ("http://a",), "decode": ("http://b",)}
     assert resolve("router", given, env={}).allowed_origins == ()
-    assert resolve("router", given, env={"KVFLOW_ALLOWED_ORIGINS": f"{PAGE}, *"}).allowed_origins == (PAGE, "*")
+    assert resolve(
+        "router", given, env={"KVFLOW_ALLOWED_ORIGINS": f"{PAGE}, *"}
+    ).allowed_origins == (PAGE, "*")
 
 
 async def test_a_page_that_names_a_method_in_a_request_of_its_own_is_answered(

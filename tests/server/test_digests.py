@@ -37,16 +37,24 @@ def hashing_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     return found
 
 
-async def test_choices_share_one_digest_made_in_a_thread(hashing_threads: list[threading.Thread]) -> None:
+async def test_choices_share_one_digest_made_in_a_thread(
+    hashing_threads: list[threading.Thread],
+) -> None:
     long, other = (np.arange(LONG_PROMPT + i, dtype=np.uint32) for i in range(2))
     found = await with_digests(requests_for(long, long, other, long))
     assert len(hashing_threads) == 2
     assert threading.main_thread() not in hashing_threads
-    assert [request.checked for request in found] == [check_prompt(p) for p in (long, long, other, long)]
-    assert all(check_prompt(request.checked or request.prompt) is request.checked for request in found)
+    assert [request.checked for request in found] == [
+        check_prompt(p) for p in (long, long, other, long)
+    ]
+    assert all(
+        check_prompt(request.checked or request.prompt) is request.checked for request in found
+    )
 
 
-async def test_short_prompts_are_left_to_their_rooms(hashing_threads: list[threading.Thread]) -> None:
+async def test_short_prompts_are_left_to_their_rooms(
+    hashing_threads: list[threading.Thread],
+) -> None:
     short = np.arange(LONG_PROMPT - 1, dtype=np.uint32)
     requests = requests_for(short, short)
     assert await with_digests(requests) is requests

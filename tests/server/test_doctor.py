@@ -60,10 +60,16 @@ def test_the_device_of_models_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_mooncake_wheels_are_an_error_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    wheels(monkeypatch, {"mooncake-transfer-engine": "0.3.13", "mooncake-transfer-engine-non-cuda": "0.3.13"})
+    wheels(
+        monkeypatch,
+        {"mooncake-transfer-engine": "0.3.13", "mooncake-transfer-engine-non-cuda": "0.3.13"},
+    )
     found = finding("mooncake wheel")
     assert not found.ok and found.needed
-    assert "pip uninstall -y mooncake-transfer-engine-non-cuda mooncake-transfer-engine" in found.advice
+    assert (
+        "pip uninstall -y mooncake-transfer-engine-non-cuda mooncake-transfer-engine"
+        in found.advice
+    )
 
 
 def test_an_old_mooncake_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,21 +82,35 @@ def test_a_missing_mooncake_is_no_error_but_has_an_advice(
 ) -> None:
     wheels(monkeypatch, {})
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mooncake" else real(name))
-    assert doctor.mooncake_unavailable_reason() == "mooncake is not installed: pip install 'kvflow[mooncake]'"
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "mooncake" else real(name)
+    )
+    assert (
+        doctor.mooncake_unavailable_reason()
+        == "mooncake is not installed: pip install 'kvflow[mooncake]'"
+    )
     assert not finding("mooncake wheel").needed
     assert doctor.run_doctor(as_json=True) == 0
     capsys.readouterr()
 
 
-def test_a_library_that_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: None if name == "numa" else f"lib{name}.so")
+def test_a_library_that_is_missing_is_named_with_its_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        ctypes.util, "find_library", lambda name: None if name == "numa" else f"lib{name}.so"
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     wheels(monkeypatch, {"mooncake-transfer-engine": "0.3.13"})
-    failed: Any = subprocess.CompletedProcess([], 1, "", "Traceback\nImportError: libnuma.so.1: cannot open")
+    failed: Any = subprocess.CompletedProcess(
+        [], 1, "", "Traceback\nImportError: libnuma.so.1: cannot open"
+    )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     reason = doctor.mooncake_unavailable_reason()
-    assert reason == "mooncake cannot be loaded (ImportError: libnuma.so.1: cannot open): apt-get install -y libnuma1"
+    assert reason == (
+        "mooncake cannot be loaded (ImportError: libnuma.so.1: cannot open): apt-get install "
+        "-y libnuma1"
+    )
 
 
 def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

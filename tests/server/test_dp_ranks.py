@@ -1,4 +1,5 @@
-"""Which group of a data-parallel prefill serves a request: decode's routes over nodes and a registry as they ship.
+"""Which group of a data-parallel prefill serves a request: decode's routes over nodes and a
+registry as they ship.
 
 The two groups are embedded, as an engine of its own would have them; `kvflow prefill` is one group.
 """
@@ -67,12 +68,20 @@ class Groups(NamedTuple):
     def ask(self, room: int, path: str = "/generate", **more: Any) -> asyncio.Task[tuple[int, Any]]:
         """Decode's leg; it is on its way when this returns."""
         prompt: dict[str, dict[str, Any]] = {
-            "/generate": {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1, "temperature": 0}},
+            "/generate": {
+                "input_ids": PROMPT,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            },
             "/v1/completions": {"prompt": PROMPT, "max_tokens": 1, "temperature": 0},
-            "/v1/chat/completions": {"messages": [{"role": "user", "content": "w3 w4 w5"}], "max_tokens": 1},
+            "/v1/chat/completions": {
+                "messages": [{"role": "user", "content": "w3 w4 w5"}],
+                "max_tokens": 1,
+            },
         }
         where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": room}
-        return asyncio.create_task(post(self.session, self.server, {**prompt[path], **where, **more}, path))
+        return asyncio.create_task(
+            post(self.session, self.server, {**prompt[path], **where, **more}, path)
+        )
 
     def wait_at(self, group: int, room: int, prompt: TokenIds = PROMPT) -> PrefillRoom:
         return self.prefills[group].room(room, prompt)
@@ -96,7 +105,9 @@ async def groups(session: aiohttp.ClientSession) -> AsyncIterator[Groups]:
         for number in range(2):
             pool = PagedPool.allocate(small_layout())
             stack.callback(pool.close)
-            node = await stack.enter_async_context(PrefillNode(pool, "local", dp_rank=number, dp_size=2))
+            node = await stack.enter_async_context(
+                PrefillNode(pool, "local", dp_rank=number, dp_size=2)
+            )
             table.put(node.info)
             prefills.append(node)
         port = await stack.enter_async_context(serve_ranks(table, "127.0.0.1"))
@@ -118,7 +129,9 @@ def token_of(answer: Any) -> str:
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-async def test_a_room_is_served_by_its_group_or_by_the_one_that_is_named(groups: Groups, path: str) -> None:
+async def test_a_room_is_served_by_its_group_or_by_the_one_that_is_named(
+    groups: Groups, path: str
+) -> None:
     for room, named, served_by in (
         (4, {}, 0),
         (5, {}, 1),
@@ -134,7 +147,9 @@ async def test_a_room_is_served_by_its_group_or_by_the_one_that_is_named(groups:
 
 
 async def refused(groups: Groups, room: int, *waiting: PrefillRoom, **named: Any) -> Any:
-    """The error at decode; each of the other legs has it too, and none ends by the deadline of its rendezvous."""
+    """The error at decode; each of the other legs has it too, and none ends by the deadline of its
+    rendezvous.
+    """
     status, answer = await groups.ask(room, **named)
     assert status == 400, answer
     for leg in waiting:
@@ -147,22 +162,30 @@ async def refused(groups: Groups, room: int, *waiting: PrefillRoom, **named: Any
 
 
 async def test_a_group_that_there_is_not_is_refused_at_every_group(groups: Groups) -> None:
-    """Decode alone knows how many there are, when it has asked the registry and when it knows them already."""
+    """Decode alone knows how many there are, when it has asked the registry and when it knows them
+    already.
+    """
     for room in (10, 12):
         legs = [groups.wait_at(group, room) for group in range(2)]
         error = await refused(groups, room, *legs, disagg_prefill_dp_rank=2)
         assert error["param"] == "disagg_prefill_dp_rank"
-        assert error["message"].startswith("disagg_prefill_dp_rank 2 is outside 0..1, the groups of prefill tcp://")
+        assert error["message"].startswith(
+            "disagg_prefill_dp_rank 2 is outside 0..1, the groups of prefill tcp://"
+        )
     assert groups.decode.counts.refusals == {"bad_request": 2}
 
 
 @pytest.mark.parametrize(("known", "named"), [(1, None), (1, 1), (2, None), (2, 1)])
-async def test_a_refusal_reaches_a_group_that_is_new_to_decode(groups: Groups, known: int, named: int | None) -> None:
+async def test_a_refusal_reaches_a_group_that_is_new_to_decode(
+    groups: Groups, known: int, named: int | None
+) -> None:
     """One that was not there when decode last asked, or that decode has no link to yet."""
     prefill = f"127.0.0.1:{groups.port}"
     groups.decode._ranks[prefill] = [node.info for node in groups.prefills[:known]]
     half = groups.wait_at(1, 7)
-    groups.decode.refuse(7, prefill, Cause(Code.BAD_REQUEST, "the prompt is too long"), dp_rank=named)
+    groups.decode.refuse(
+        7, prefill, Cause(Code.BAD_REQUEST, "the prompt is too long"), dp_rank=named
+    )
     with pytest.raises(KvflowError, match="the prompt is too long"):
         await asyncio.wait_for(half.matched(), 5)
     await half.released()
@@ -183,7 +206,9 @@ async def test_what_is_no_rank_is_refused_at_every_group(groups: Groups, given: 
     legs = [groups.wait_at(group, 10) for group in range(2)]
     error = await refused(groups, 10, *legs, disagg_prefill_dp_rank=given)
     assert error["param"] == "disagg_prefill_dp_rank"
-    assert error["message"] == f"disagg_prefill_dp_rank: {str(given)!r} is not an integer in 0..1023"
+    assert (
+        error["message"] == f"disagg_prefill_dp_rank: {str(given)!r} is not an integer in 0..1023"
+    )
 
 
 @pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank"])
@@ -192,7 +217,9 @@ async def test_another_group_of_decodes_than_this_is_refused(groups: Groups, nam
     leg = groups.wait_at(1, 10)
     error = await refused(groups, 10, leg, **{"disagg_prefill_dp_rank": 1, name: 1})
     assert error["param"] == name
-    assert error["message"] == f"{name}: '1' is not an integer in 0..0: this decode is DP rank 0 of 1"
+    assert (
+        error["message"] == f"{name}: '1' is not an integer in 0..0: this decode is DP rank 0 of 1"
+    )
 
 
 @pytest.mark.parametrize("name", ["routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"])
@@ -200,7 +227,13 @@ async def test_another_group_of_prefills_than_this_is_refused_and_decode_is_told
     prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, name: str
 ) -> None:
     service: FakeService = prefill.service
-    body = {"text": "w1", "bootstrap_host": "127.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7, name: 1}
+    body = {
+        "text": "w1",
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": 1,
+        "bootstrap_room": 7,
+        name: 1,
+    }
     status, answer = await post(session, prefill_server, body)
     text = f"{name}: '1' is not an integer in 0..0: this prefill is DP rank 0 of 1"
     assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, name, text)

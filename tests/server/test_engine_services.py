@@ -38,13 +38,16 @@ class Waiting:
         raise AssertionError("nobody came")
 
 
-async def test_an_abort_ends_the_room_of_its_request_and_not_the_one_before_of_that_number() -> None:
+async def test_an_abort_ends_the_room_of_its_request_and_not_the_one_before_of_that_number() -> (
+    None
+):
     """The end of the first one made the second one a 500, which no abort found."""
     async with pair() as p:
         service = PrefillService(CARD, p.prefill, Waiting(), 60.0)  # type: ignore[arg-type]
         prompt = np.arange(3, dtype=np.uint32)
         first, second = (
-            GenerationRequest(room=5, prefill="", prompt=prompt, params=SamplingParams()) for _ in range(2)
+            GenerationRequest(room=5, prefill="", prompt=prompt, params=SamplingParams())
+            for _ in range(2)
         )
 
         async def code(request: GenerationRequest) -> Code:
@@ -55,7 +58,8 @@ async def test_an_abort_ends_the_room_of_its_request_and_not_the_one_before_of_t
         ended = asyncio.create_task(code(first))
         await asyncio.sleep(0)
         (room,) = p.prefill.shell.rooms.values()
-        follows = asyncio.create_task(code(second))  # in the turn of the loop in which the first one ends
+        # In the turn of the loop in which the first one ends.
+        follows = asyncio.create_task(code(second))
         room.close(Cause(Code.DEADLINE))
         assert await ended is Code.DEADLINE
         service.abort(first)
@@ -69,7 +73,9 @@ async def test_a_prefill_whose_data_plane_hangs_is_in_trouble() -> None:
         service = PrefillService(CARD, p.prefill, engine(), 1.0)
         assert service.unavailable_reason == ""
         p.plane(p.prefill).stalled_s = p.timing.lost_after_s + 1
-        assert service.unavailable_reason == "the worker of the fake data plane has not moved for 61 s"
+        assert (
+            service.unavailable_reason == "the worker of the fake data plane has not moved for 61 s"
+        )
         p.plane(p.prefill).stalled_s = float("inf")
         assert service.unavailable_reason == "the worker of the fake data plane has died"
         p.plane(p.prefill).stalled_s = 0.0
@@ -85,7 +91,9 @@ async def test_a_decode_with_too_much_in_quarantine_is_in_trouble() -> None:
         ledger.overdue_pages = ledger.quarantine_limit
         assert service.unavailable_reason == ""
         ledger.overdue_pages += 1
-        assert service.unavailable_reason.startswith("33 pages are in quarantine, more than 32: no new room")
+        assert service.unavailable_reason.startswith(
+            "33 pages are in quarantine, more than 32: no new room"
+        )
         ledger.overdue_pages = 0
         stopped.healthy = False
         assert service.unavailable_reason == "the engine has stopped"
@@ -103,6 +111,11 @@ def test_every_code_has_a_status_of_its_own_choice() -> None:
 
 def test_owners_of_pages_are_counted_under_the_names_of_the_metrics() -> None:
     pages = PageAllocator(16)
-    for count, owner in ((3, ("room", 7)), (2, ("grant", 9)), (4, Quarantined(GrantId(3))), (1, ("cache", "prefix"))):
+    for count, owner in (
+        (3, ("room", 7)),
+        (2, ("grant", 9)),
+        (4, Quarantined(GrantId(3))),
+        (1, ("cache", "prefix")),
+    ):
         pages.take(count, owner)
     assert owned_by_kind(pages) == {"room": 5, "quarantine": 4, "cache": 1}

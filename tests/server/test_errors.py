@@ -31,7 +31,10 @@ TYPES = {
 @pytest.mark.parametrize("status", TYPES)
 def test_a_status_has_its_type_and_says_when_to_come_back(status: int) -> None:
     answer = Failure(status, "some_code", "why", "field").response()
-    assert isinstance(answer.body, bytes) and (answer.status, answer.content_type) == (status, "application/json")
+    assert isinstance(answer.body, bytes) and (answer.status, answer.content_type) == (
+        status,
+        "application/json",
+    )
     error: Any = msgspec.json.decode(answer.body)["error"]
     assert error == {"type": TYPES[status], "code": "some_code", "param": "field", "message": "why"}
     assert answer.headers.get("Retry-After") == ("1" if status in (429, 503) else None)
@@ -39,7 +42,15 @@ def test_a_status_has_its_type_and_says_when_to_come_back(status: int) -> None:
 
 @pytest.mark.parametrize(
     ("code", "status"),
-    [("capacity", 503), ("429", 429), ("599", 599), ("399", 500), ("600", 500), ("unheard_of", 500), ("", 500)],
+    [
+        ("capacity", 503),
+        ("429", 429),
+        ("599", 599),
+        ("399", 500),
+        ("600", 500),
+        ("unheard_of", 500),
+        ("", 500),
+    ],
 )
 def test_the_status_of_an_error_in_a_stream_is_that_of_its_code(code: str, status: int) -> None:
     body = msgspec.json.encode({"error": {"code": code, "message": "why"}})
@@ -48,7 +59,9 @@ def test_the_status_of_an_error_in_a_stream_is_that_of_its_code(code: str, statu
 
 
 def test_what_a_router_may_try_elsewhere_is_no_status_of_the_client() -> None:
-    """4xx are the client's and are not tried again; 502 and 503 are about this pair; 504 is about time."""
+    """4xx are the client's and are not tried again; 502 and 503 are about this pair; 504 is about
+    time.
+    """
     found: dict[int, set[Code]] = {}
     for code, status in STATUS_OF_CODE.items():
         found.setdefault(status, set()).add(code)
@@ -57,7 +70,13 @@ def test_what_a_router_may_try_elsewhere_is_no_status_of_the_client() -> None:
         409: {Code.ROOM_IN_USE},
         499: {Code.CLIENT_GONE, Code.ABORTED},
         500: {Code.ENGINE_ERROR},
-        502: {Code.REFUSED, Code.STALE_GRANT, Code.TRANSFER_ERROR, Code.PROTOCOL_ERROR, Code.PEER_LOST},
+        502: {
+            Code.REFUSED,
+            Code.STALE_GRANT,
+            Code.TRANSFER_ERROR,
+            Code.PROTOCOL_ERROR,
+            Code.PEER_LOST,
+        },
         503: {Code.CAPACITY, Code.SHUTDOWN},
         504: {Code.DEADLINE, Code.RENDEZVOUS},
     }

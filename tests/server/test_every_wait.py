@@ -1,4 +1,6 @@
-"""Every wait of a request's handler is cancelled, as when its client leaves: no stream of tokens is left open."""
+"""Every wait of a request's handler is cancelled, as when its client leaves: no stream of tokens is
+left open.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ async def test_every_wait(side: str, stream: bool, how: str) -> None:
         role.app.middlewares.insert(0, cancelling(seen, plan, 0.003 if how == "late" else 0.0))
         async with served(role.app) as server, aiohttp.ClientSession() as session:
             with suppress(aiohttp.ClientError):
-                async with session.post(server.make_url("/generate"), json={**BODY, "stream": stream}) as answer:
+                async with session.post(
+                    server.make_url("/generate"), json={**BODY, "stream": stream}
+                ) as answer:
                     await answer.read()
         ended = {role.service.ended.get_nowait() for _ in range(role.service.ended.qsize())}
         assert ended == {request.room for request in role.service.requests}

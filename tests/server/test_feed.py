@@ -1,4 +1,6 @@
-"""A router that follows the cache events of its workers: real publishers over ZMQ, before them real indexes."""
+"""A router that follows the cache events of its workers: real publishers over ZMQ, before them real
+indexes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,11 @@ class Cache:
     def __init__(self, page_size: int = PAGE, **keywords: Any) -> None:
         self.index = PrefixIndex(page_size, events=True)
         self._now = 0.0
-        given: dict[str, Any] = {"address": FREE, "replay_address": FREE, "heartbeat_s": 0.02} | keywords
+        given: dict[str, Any] = {
+            "address": FREE,
+            "replay_address": FREE,
+            "heartbeat_s": 0.02,
+        } | keywords
         self.publisher = EventPublisher(self.index, page_size, **given)
 
     @property
@@ -159,7 +165,9 @@ async def test_without_a_replay_socket_it_learns_as_it_goes(stack: AsyncExitStac
     await until(lambda: feed.blocks.matched(hashes_of([9] * PAGE)) == 1)
 
 
-async def test_what_was_missed_is_asked_for(stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_missed_is_asked_for(
+    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every third batch gets lost on its way."""
     worker = cache(stack, limits=StreamLimits(kept_batches=2))
     feed = follow(stack, worker.source)
@@ -178,15 +186,22 @@ async def test_what_was_missed_is_asked_for(stack: AsyncExitStack, monkeypatch: 
     assert expected == set(range(20, 39)), "the least recently used went first"
 
 
-async def test_another_life_of_a_publisher(stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers begin anew. (Where they have come as far as the old ones before anything arrives, the worker's
-    incarnation tells: a router follows that one from its beginning.)"""
+async def test_another_life_of_a_publisher(
+    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers begin anew.
+
+    (Where they have come as far as the old ones before anything arrives, the worker's incarnation
+    tells: a router follows that one from its beginning.)"""
     monkeypatch.setattr(feed_module, "PAUSE_S", 0.01)
     first = Cache(first_seq=1_000_000)
     first.insert(PROMPT)
     feed = follow(stack, first.source)
     await until(lambda: feed.blocks.matched(hashes_of(PROMPT)) == 4 and feed._last_live > 0)
-    addresses = {"address": first.publisher.address, "replay_address": first.publisher.replay_address}
+    addresses = {
+        "address": first.publisher.address,
+        "replay_address": first.publisher.replay_address,
+    }
     await first.publisher.close()
     second = await again(stack, **addresses)
     second.insert([3] * PAGE)
@@ -204,18 +219,27 @@ async def again(stack: AsyncExitStack, **addresses: Any) -> Cache:
 
 
 NO_TEXT = b"\x93\xca\0\0\0\0\x91\x81\xa4type\xa2\xff\xfe\xc0"
-TOO_DEEP = b"\x93\xca\0\0\0\0\x91\x82\xa4type\xb1AllBlocksCleared\xa1x" + b"\x91" * 100_000 + b"\x90\xc0"
+TOO_DEEP = (
+    b"\x93\xca\0\0\0\0\x91\x82\xa4type\xb1AllBlocksCleared\xa1x" + b"\x91" * 100_000 + b"\x90\xc0"
+)
 
 
 @pytest.mark.parametrize(
     "frames",
     [
-        [b"one"], [b"", b"short", b""], [b"", bytes(8), b"\xc1"], [b"", bytes(8), b"\x90"], [b"", bytes(8), NO_TEXT],
+        [b"one"],
+        [b"", b"short", b""],
+        [b"", bytes(8), b"\xc1"],
+        [b"", bytes(8), b"\x90"],
+        [b"", bytes(8), NO_TEXT],
         [b"", bytes(8), TOO_DEEP],
     ],
-)  # fmt: skip
+)
 async def test_what_is_no_stream_is_not_followed(
-    stack: AsyncExitStack, frames: list[bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    stack: AsyncExitStack,
+    frames: list[bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feed_module, "PAUSE_S", 0.001)
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
@@ -229,10 +253,14 @@ async def test_what_is_no_stream_is_not_followed(
         for _ in range(10):
             socket.send_multipart(frames)
             await asyncio.sleep(0.005)
-    assert not feed.live and sum("are not followed" in text for text in caplog.messages) == 1, "said once"
+    assert not feed.live and sum("are not followed" in text for text in caplog.messages) == 1, (
+        "said once"
+    )
 
 
-async def test_silence_ends_what_is_known(stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_ends_what_is_known(
+    stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = cache(stack, heartbeat_s=3600)
     worker.insert(PROMPT)
     feed = follow(stack, worker.source)
@@ -262,7 +290,9 @@ def test_blocks_on_several_media() -> None:
     assert known.matched([5]) == 0
 
 
-@pytest.mark.parametrize(("host", "storage"), [("CPU", "STORAGE"), ("CPU_PINNED", "DISK"), ("TAPE", "EXTERNAL")])
+@pytest.mark.parametrize(
+    ("host", "storage"), [("CPU", "STORAGE"), ("CPU_PINNED", "DISK"), ("TAPE", "EXTERNAL")]
+)
 def test_the_media_of_both_dialects_are_tiers(host: str, storage: str) -> None:
     known = KnownBlocks()
     for medium in ("GPU", host, storage):
@@ -295,7 +325,10 @@ async def test_either_dialect(stack: AsyncExitStack, dialect: Dialect) -> None:
 
 
 async def test_events_that_need_a_key(
-    stack: AsyncExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    stack: AsyncExitStack,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feed_module, "REPLAY_S", 0.2)
     write_key(str(tmp_path / "key"))
@@ -314,7 +347,10 @@ async def test_events_that_need_a_key(
     assert feed.blocks.matched(hashes_of(PROMPT)) == 4
     for given, reason in (
         (None, "it sends them to holders of a key (--kv-events-key-file) alone"),
-        (other, "nothing has come for too long, as where it has another key (--kv-events-key-file)"),
+        (
+            other,
+            "nothing has come for too long, as where it has another key (--kv-events-key-file)",
+        ),
     ):
         stranger = followed_with(given)
         async with asyncio.timeout(WITHIN_S):
@@ -323,10 +359,14 @@ async def test_events_that_need_a_key(
         assert not stranger.live and len(stranger.blocks) == 0
 
 
-async def test_a_key_is_shown_to_no_worker_that_needs_none(stack: AsyncExitStack, tmp_path: Path) -> None:
+async def test_a_key_is_shown_to_no_worker_that_needs_none(
+    stack: AsyncExitStack, tmp_path: Path
+) -> None:
     write_key(str(tmp_path / "key"))
     worker = cache(stack)
-    found = source_of("http://127.0.0.1:1", worker.publisher.describe(), PAGE, read_key(str(tmp_path / "key")))
+    found = source_of(
+        "http://127.0.0.1:1", worker.publisher.describe(), PAGE, read_key(str(tmp_path / "key"))
+    )
     assert found == worker.source and found.key is None
 
 
@@ -350,9 +390,12 @@ def test_events_of_neither_form_are_refused() -> None:
         ("tcp://0.0.0.0:5557", "tcp://worker:5557"),
         ("tcp://[::]:5557", "tcp://worker:5557"),
         ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5557"),
-        ("ipc:///tmp/a", None), ("tcp://a:b", None), (5, None), (None, None),
+        ("ipc:///tmp/a", None),
+        ("tcp://a:b", None),
+        (5, None),
+        (None, None),
     ],
-)  # fmt: skip
+)
 def test_where_a_worker_publishes(endpoint: object, expected: str | None) -> None:
     found = source_of("http://worker:30000", {"endpoint": endpoint, "replay_endpoint": None}, PAGE)
     assert (found and found.endpoint) == expected
@@ -360,7 +403,9 @@ def test_where_a_worker_publishes(endpoint: object, expected: str | None) -> Non
     assert source_of("http://worker:30000", {"endpoint": "tcp://a:1"}, None) is None
 
 
-async def blocks_of(body: dict[str, Any], encoder: ThreadedTokenizer | None = None) -> dict[int, list[list[int]]]:
+async def blocks_of(
+    body: dict[str, Any], encoder: ThreadedTokenizer | None = None
+) -> dict[int, list[list[int]]]:
     rest, long_values = await take_apart(msgspec.json.encode(body))
     return await block_hashes(long_values.put_back(decoded(rest, PromptFields)), [4, PAGE], encoder)
 
@@ -378,13 +423,19 @@ async def test_blocks_are_those_of_the_index(length: int, seed: int) -> None:
         found = await blocks_of({"input_ids": ids, **fields})
         for size in (4, PAGE):
             index = PrefixIndex(size, events=True)
-            index.insert(token_bytes(ids), np.arange(length // size, dtype=np.int32), 0.0, namespace)
-            events = [digest for event in index.take_events() for digest in getattr(event, "digests", ())]
+            index.insert(
+                token_bytes(ids), np.arange(length // size, dtype=np.int32), 0.0, namespace
+            )
+            events = [
+                digest for event in index.take_events() for digest in getattr(event, "digests", ())
+            ]
             assert found[size] == [[int(digest[0]) for digest in events]]
 
 
 @pytest.mark.parametrize("size", [1, 16, 1024])
-async def test_no_turn_of_the_loop_hashes_more_than_a_piece(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_turn_of_the_loop_hashes_more_than_a_piece(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     turns: list[tuple[int, int]] = []
     real = page_hashes
 
@@ -396,7 +447,9 @@ async def test_no_turn_of_the_loop_hashes_more_than_a_piece(size: int, monkeypat
     ids = list(range(1 << 15))
     found = await block_hashes(PromptFields(input_ids=ids), [size], None)
     assert found[size] == [hashes_of(ids, size)]
-    assert max(size for size, _ in turns) <= 1 << 16 and max(blocks for _, blocks in turns) <= 1 << 10
+    assert (
+        max(size for size, _ in turns) <= 1 << 16 and max(blocks for _, blocks in turns) <= 1 << 10
+    )
 
 
 async def test_several_prompts_have_blocks_of_their_own() -> None:
@@ -407,11 +460,18 @@ async def test_several_prompts_have_blocks_of_their_own() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {}, {"text": "no tokenizer"}, {"messages": [{"role": "user", "content": "none"}]}, {"input_ids": [-1, 2]},
-        {"input_ids": [1 << 40]}, {"input_ids": ["a"]}, {"input_ids": [1] * 8, "cache_salt": 5},
-        {"input_ids": [[1] * 8, "text"]}, {"input_ids": {"a": 1}}, {"input_ids": 5},
+        {},
+        {"text": "no tokenizer"},
+        {"messages": [{"role": "user", "content": "none"}]},
+        {"input_ids": [-1, 2]},
+        {"input_ids": [1 << 40]},
+        {"input_ids": ["a"]},
+        {"input_ids": [1] * 8, "cache_salt": 5},
+        {"input_ids": [[1] * 8, "text"]},
+        {"input_ids": {"a": 1}},
+        {"input_ids": 5},
     ],
-)  # fmt: skip
+)
 async def test_what_has_no_blocks(body: dict[str, Any]) -> None:
     assert await blocks_of(body) == {}
 
@@ -431,7 +491,11 @@ class Words:
         self, messages: list[dict[str, str]], *, tokenize: bool = True, **keywords: Any
     ) -> dict[str, list[int]]:
         assert tokenize
-        return {"input_ids": self.encode("".join(one["content"] for one in messages), add_special_tokens=True)}
+        return {
+            "input_ids": self.encode(
+                "".join(one["content"] for one in messages), add_special_tokens=True
+            )
+        }
 
 
 async def test_texts_by_the_tokenizer() -> None:
@@ -441,7 +505,12 @@ async def test_texts_by_the_tokenizer() -> None:
         for body in (
             {"text": "to be or not to be"},
             {"prompt": "to be or not to be"},
-            {"messages": [{"role": "user", "content": "to be or not"}, {"role": "user", "content": " to be"}]},
+            {
+                "messages": [
+                    {"role": "user", "content": "to be or not"},
+                    {"role": "user", "content": " to be"},
+                ]
+            },
         ):
             assert (await blocks_of(body, encoder))[4] == [expected]
         bare = await blocks_of({"prompt": ["to be"], "add_special_tokens": False}, encoder)
@@ -451,7 +520,10 @@ async def test_texts_by_the_tokenizer() -> None:
             {"messages": [{"role": 1}]},
             {"messages": [1]},
             {"messages": "none"},
-            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": True}},
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "chat_template_kwargs": {"tokenize": True},
+            },
             {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": 5},
         ):
             assert await blocks_of(refused, encoder) == {}
@@ -468,12 +540,18 @@ async def test_a_new_router_finds_what_workers_have(
     services, urls = [], []
     for name, worker in zip(("prefill", "prefill", "decode", "decode"), caches, strict=True):
         services.append(FakeService(name, meeting))
-        services[-1].changed_report = {"cache": stats, "pages_total": 4096, "kv_events": worker.publisher.describe()}
+        services[-1].changed_report = {
+            "cache": stats,
+            "pages_total": 4096,
+            "kv_events": worker.publisher.describe(),
+        }
         urls.append((await stack.enter_async_context(served(Role(services[-1]).app))).url)
     prompt = PROMPT[: 3 * PAGE]
     caches[1].insert(prompt)
     caches[3].insert(prompt[: 2 * PAGE])
-    router = Router(urls[:2], urls[2:], poll_s=3600, retry_timeout_s=0, policy=Policy("cache_aware"))
+    router = Router(
+        urls[:2], urls[2:], poll_s=3600, retry_timeout_s=0, policy=Policy("cache_aware")
+    )
     stack.push_async_callback(router.close)
     await router.start()
     front = await stack.enter_async_context(served(router_app(router)))
@@ -494,7 +572,9 @@ async def test_a_new_router_finds_what_workers_have(
     assert first.cache.feed is not None and second.cache.feed is not None
     blocks = first.cache.feed.blocks, second.cache.feed.blocks
     await until(lambda: (len(blocks[0]), len(blocks[1])) == (3, 0))
-    assert await ask([*prompt, 5, 6]) == [1, 0, 0, 1], "what was evicted is not there, whatever it was sent before"
+    assert await ask([*prompt, 5, 6]) == [1, 0, 0, 1], (
+        "what was evicted is not there, whatever it was sent before"
+    )
     assert not any(one._expected for one in blocks)
 
     followed = labelled(await scrape(session, front), "kvflow_router_worker_events_followed")
@@ -504,13 +584,21 @@ async def test_a_new_router_finds_what_workers_have(
     before = first.cache.feed
     services[0].incarnation += 1
     first.check_due.set()
-    await until(lambda: first.cache.feed is not None and first.cache.feed is not before and first.cache.feed.live)
+    await until(
+        lambda: (
+            first.cache.feed is not None
+            and first.cache.feed is not before
+            and first.cache.feed.live
+        )
+    )
     services[0].changed_report = {"cache": stats, "pages_total": 4096}  # it publishes no more
     first.check_due.set()
     await until(lambda: first.cache.feed is None)
 
 
-async def test_a_feed_goes_on_whatever_ends_a_try(monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack) -> None:
+async def test_a_feed_goes_on_whatever_ends_a_try(
+    monkeypatch: pytest.MonkeyPatch, stack: AsyncExitStack
+) -> None:
     """Else what it knows would be taken for what the worker has, for good."""
     monkeypatch.setattr(feed_module, "PAUSE_S", 0.0)
     tries: list[BlockFeed] = []

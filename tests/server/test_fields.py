@@ -77,16 +77,23 @@ def test_what_works_is_what_is_parsed(body: str) -> None:
 
 @pytest.mark.parametrize(
     ("body", "module"),
-    [("c", openai.types.chat.completion_create_params), ("t", openai.types.completion_create_params)],
+    [
+        ("c", openai.types.chat.completion_create_params),
+        ("t", openai.types.completion_create_params),
+    ],
 )
 def test_every_field_of_the_official_client_is_in_the_table(body: str, module: Any) -> None:
     official = set(module.CompletionCreateParamsBase.__annotations__) | {"stream"}
     assert len(official) > 15
-    assert official <= {field.name for rows in TABLE.values() for field in rows if body in field.bodies}
+    assert official <= {
+        field.name for rows in TABLE.values() for field in rows if body in field.bodies
+    }
 
 
 def test_a_field_stands_once_in_a_body() -> None:
-    seen = Counter((field.name, body) for rows in TABLE.values() for field in rows for body in field.bodies)
+    seen = Counter(
+        (field.name, body) for rows in TABLE.values() for field in rows for body in field.bodies
+    )
     assert [row for row, count in seen.items() if count > 1] == []
     letters = {letter for rows in TABLE.values() for field in rows for letter in field.known_to}
     assert letters == set(SOURCES)
@@ -103,7 +110,8 @@ def test_a_refused_field_is_named(field: Field, body: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "name", "value"), [(*key, value) for key, values in DEFAULTS.items() for value in values]
+    ("body", "name", "value"),
+    [(*key, value) for key, values in DEFAULTS.items() for value in values],
 )
 def test_clients_that_send_every_default_are_served(body: str, name: str, value: Any) -> None:
     for letter in body:
@@ -117,4 +125,10 @@ def test_a_harmless_field_is_accepted(field: Field, body: str) -> None:
 
 def test_false_is_not_zero() -> None:
     field = Field("a", "c", "O", accepts=(None, 1))
-    assert [field.changes_nothing(value) for value in (None, 1, 1.0, True, 0)] == [True, True, True, False, False]
+    assert [field.changes_nothing(value) for value in (None, 1, 1.0, True, 0)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]

@@ -20,7 +20,12 @@ META = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room":
 
 
 def body(**changes: Any) -> dict[str, Any]:
-    return {"text": "w1 w2", "sampling_params": {"max_new_tokens": 3, "temperature": 0}, **META, **changes}
+    return {
+        "text": "w1 w2",
+        "sampling_params": {"max_new_tokens": 3, "temperature": 0},
+        **META,
+        **changes,
+    }
 
 
 async def post(
@@ -41,7 +46,9 @@ async def met(meeting: Meeting) -> None:
         meeting.of(room).set_result(None)
 
 
-async def test_text_in_text_and_ids_out(decode: Role, decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_text_in_text_and_ids_out(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     status, answer = await post(session, decode_server, body(rid="r1"))
     assert status == 200
     assert answer["output_ids"] == [3, 4, 5]
@@ -57,7 +64,9 @@ async def test_text_in_text_and_ids_out(decode: Role, decode_server: Server, ses
     assert (request.room, request.prefill, list(request.prompt)) == (7, "127.0.0.1:8998", [1, 2])
 
 
-async def test_fields_of_other_programs_are_accepted(decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_fields_of_other_programs_are_accepted(
+    decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     extra = {
         "log_metrics": True,
         "no_logs": False,
@@ -65,12 +74,22 @@ async def test_fields_of_other_programs_are_accepted(decode_server: Server, sess
         "return_hidden_states": False,
         "lora_path": None,
     }
-    sampling = {"max_new_tokens": 1, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "regex": None, "min_p": 0.0}
-    status, _ = await post(session, decode_server, body(**extra, sampling_params=sampling, bootstrap_port=None))
+    sampling = {
+        "max_new_tokens": 1,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "regex": None,
+        "min_p": 0.0,
+    }
+    status, _ = await post(
+        session, decode_server, body(**extra, sampling_params=sampling, bootstrap_port=None)
+    )
     assert status == 200
 
 
-async def test_a_stream_repeats_the_cumulative_text(decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_a_stream_repeats_the_cumulative_text(
+    decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     async with session.post(decode_server.make_url("/generate"), json=body(stream=True)) as answer:
         assert answer.content_type == "text/event-stream"
         lines = await events(answer)
@@ -78,8 +97,12 @@ async def test_a_stream_repeats_the_cumulative_text(decode_server: Server, sessi
     seen = [json.loads(line) for line in lines[:-1]]
     assert all(event["output_ids"] == [3, 4, 5][: len(event["output_ids"])] for event in seen)
     assert seen[-1]["output_ids"] == [3, 4, 5]
-    assert [event["meta_info"]["finish_reason"] is None for event in seen] == [True] * (len(seen) - 1) + [False]
-    assert all(later["text"].startswith(earlier["text"]) for earlier, later in itertools.pairwise(seen))
+    assert [event["meta_info"]["finish_reason"] is None for event in seen] == [True] * (
+        len(seen) - 1
+    ) + [False]
+    assert all(
+        later["text"].startswith(earlier["text"]) for earlier, later in itertools.pairwise(seen)
+    )
 
 
 async def test_several_prompts_and_choices_use_their_own_rooms(
@@ -96,15 +119,27 @@ async def test_several_prompts_and_choices_use_their_own_rooms(
     assert status == 200
     assert [one["output_ids"] for one in answer] == [[2, 3], [2, 3], [6, 7], [6, 7]]
     requests = sorted(decode.service.requests, key=lambda request: request.room)
-    assert [request.prefill for request in requests] == ["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", "127.0.0.1:8998"]
+    assert [request.prefill for request in requests] == [
+        "127.0.0.1:1",
+        "127.0.0.1:2",
+        "127.0.0.1:3",
+        "127.0.0.1:8998",
+    ]
     assert [request.params.seed for request in requests] == [40, 41, 40, 41]
 
 
-async def test_two_choices_of_one_prompt_are_a_list(decode_server: Server, session: aiohttp.ClientSession) -> None:
-    document = body(sampling_params={"max_new_tokens": 1, "n": 2}, bootstrap_room=[7, 8], rid=["a", "b"])
+async def test_two_choices_of_one_prompt_are_a_list(
+    decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    document = body(
+        sampling_params={"max_new_tokens": 1, "n": 2}, bootstrap_room=[7, 8], rid=["a", "b"]
+    )
     status, answer = await post(session, decode_server, document)
     assert status == 200
-    assert [(one["meta_info"]["id"], one["output_ids"]) for one in answer] == [("a", [3]), ("b", [3])]
+    assert [(one["meta_info"]["id"], one["output_ids"]) for one in answer] == [
+        ("a", [3]),
+        ("b", [3]),
+    ]
 
 
 async def test_prompts_may_have_sampling_of_their_own(
@@ -112,7 +147,10 @@ async def test_prompts_may_have_sampling_of_their_own(
 ) -> None:
     document = body(
         text=["w1", "w5"],
-        sampling_params=[{"max_new_tokens": 1, "temperature": 0}, {"max_new_tokens": 2, "sampling_seed": 3}],
+        sampling_params=[
+            {"max_new_tokens": 1, "temperature": 0},
+            {"max_new_tokens": 2, "sampling_seed": 3},
+        ],
         return_logprob=[False, True],
         top_logprobs_num=[0, 1],
         bootstrap_room=[7, 8],
@@ -162,17 +200,27 @@ async def test_logprobs(decode_server: Server, session: aiohttp.ClientSession) -
     ("sampling", "text", "reason"),
     [
         ({"stop": "w5", "max_new_tokens": 9}, ["w3", "w4"], {"type": "stop", "matched": "w5"}),
-        ({"stop_token_ids": [5], "max_new_tokens": 9}, ["w3", "w4"], {"type": "stop", "matched": 5}),
+        (
+            {"stop_token_ids": [5], "max_new_tokens": 9},
+            ["w3", "w4"],
+            {"type": "stop", "matched": 5},
+        ),
     ],
 )
 async def test_stops(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession, sampling: Any, text: list[str], reason: Any
+    decode: Role,
+    decode_server: Server,
+    session: aiohttp.ClientSession,
+    sampling: Any,
+    text: list[str],
+    reason: Any,
 ) -> None:
     status, answer = await post(session, decode_server, body(sampling_params=sampling))
     assert status == 200
     assert answer["text"].split() == text
     assert answer["meta_info"]["finish_reason"] == reason
-    assert await asyncio.wait_for(decode.service.ended.get(), 5) == 7  # the engine's iterator was closed
+    # The engine's iterator was closed.
+    assert await asyncio.wait_for(decode.service.ended.get(), 5) == 7
 
 
 @pytest.mark.parametrize(
@@ -183,10 +231,16 @@ async def test_stops(
         ({"input_ids": [1]}, "text and input_ids are both given"),
         ({"text": None, "input_ids": [1, [2]]}, "token ids"),
         ({"text": None, "input_ids": []}, "empty"),
-        ({"text": None, "input_ids": [100]}, "token id 100 is outside the model's vocabulary, 0..99"),
+        (
+            {"text": None, "input_ids": [100]},
+            "token id 100 is outside the model's vocabulary, 0..99",
+        ),
         ({"text": None, "input_ids": [-1]}, "input_ids"),
         ({"text": None, "input_ids": [1] * 128}, "asked for 128, limit 127"),
-        ({"text": None, "input_ids": [1] * 60, "sampling_params": {"max_new_tokens": 6}}, "asked for 66, limit 65"),
+        (
+            {"text": None, "input_ids": [1] * 60, "sampling_params": {"max_new_tokens": 6}},
+            "asked for 66, limit 65",
+        ),
         ({"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         ({"sampling_params": {"max_new_tokens": 127}}, "asked for 129, limit 128"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
@@ -195,7 +249,10 @@ async def test_stops(
         ({"sampling_params": []}, "sampling_params"),
         ({"bootstrap_room": None}, "bootstrap_room is missing"),
         ({"bootstrap_room": -1}, "bootstrap_room: -1 is not an unsigned 64-bit integer"),
-        ({"bootstrap_room": 1 << 64}, "bootstrap_room: 18446744073709551616 is not an unsigned 64-bit integer"),
+        (
+            {"bootstrap_room": 1 << 64},
+            "bootstrap_room: 18446744073709551616 is not an unsigned 64-bit integer",
+        ),
         ({"text": ["w1", "w2"], "bootstrap_room": [7, 7]}, "bootstrap_room: 7 is given twice"),
         ({"bootstrap_room": [1, 2]}, "2 entries for 1"),
         ({"bootstrap_host": "a/b"}, "bootstrap_host: 'a/b' is not a host name or IP address"),
@@ -213,8 +270,12 @@ async def test_bad_bodies_are_400_and_name_the_field(
     assert part in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"nope", b'"x"', b"\xff\xfe", b"[" * 5000, b'{"text": NaN}'])
-async def test_malformed_json_is_400(decode_server: Server, session: aiohttp.ClientSession, raw: bytes) -> None:
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"nope", b'"x"', b"\xff\xfe", b"[" * 5000, b'{"text": NaN}']
+)
+async def test_malformed_json_is_400(
+    decode_server: Server, session: aiohttp.ClientSession, raw: bytes
+) -> None:
     async with session.post(decode_server.make_url("/generate"), data=raw) as answer:
         assert answer.status == 400
         assert "error" in json.loads(await answer.read())
@@ -236,10 +297,17 @@ async def test_malformed_json_is_400(decode_server: Server, session: aiohttp.Cli
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_room_that_fails_before_its_first_token_is_a_status(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession, code: Code, status: int, stream: bool
+    decode: Role,
+    decode_server: Server,
+    session: aiohttp.ClientSession,
+    code: Code,
+    status: int,
+    stream: bool,
 ) -> None:
     decode.service.failure = Cause(code, "because")
-    async with session.post(decode_server.make_url("/generate"), json=body(stream=stream)) as answer:
+    async with session.post(
+        decode_server.make_url("/generate"), json=body(stream=stream)
+    ) as answer:
         assert answer.status == status
         assert ("Retry-After" in answer.headers) == (status == 503)
         error = json.loads(await answer.read())["error"]
@@ -270,7 +338,8 @@ async def test_silence_in_a_stream_is_filled_with_empty_lines(
         decode.service.gate.set()
         seen += await answer.read()
     assert seen.endswith(b"data: [DONE]\n\n")
-    lines = [line for line in seen.split(b"\n") if line]  # as clients read it that know nothing of comments
+    # As clients read it that know nothing of comments.
+    lines = [line for line in seen.split(b"\n") if line]
     assert all(line.startswith(b"data: ") for line in lines)
 
 
@@ -305,13 +374,19 @@ async def test_prefill_answers_with_the_first_token(
     assert answer["output_ids"] == [3]
 
 
-async def test_prefill_holds_only_the_prompt(prefill_server: Server, session: aiohttp.ClientSession) -> None:
-    document = body(text=None, input_ids=[1] * 60, sampling_params={"max_new_tokens": 60}, bootstrap_room=98)
+async def test_prefill_holds_only_the_prompt(
+    prefill_server: Server, session: aiohttp.ClientSession
+) -> None:
+    document = body(
+        text=None, input_ids=[1] * 60, sampling_params={"max_new_tokens": 60}, bootstrap_room=98
+    )
     status, _ = await post(session, prefill_server, document)
     assert status == 200
 
 
-async def test_a_stream_that_takes_too_long_says_so_and_ends(meeting: Meeting, session: aiohttp.ClientSession) -> None:
+async def test_a_stream_that_takes_too_long_says_so_and_ends(
+    meeting: Meeting, session: aiohttp.ClientSession
+) -> None:
     decode = Role(FakeService("decode", meeting), request_timeout_s=0.3)
     decode.service.gate.clear()
     async with (
@@ -350,7 +425,11 @@ async def test_a_malformed_host_is_refused_and_never_dialled(
 @pytest.mark.parametrize(
     ("host", "address"),
     [
-        *(("::1", "[::1]:8998"), ("[::1]", "[::1]:8998"), ("fe80::1%eth0.100", "[fe80::1%eth0.100]:8998")),
+        *(
+            ("::1", "[::1]:8998"),
+            ("[::1]", "[::1]:8998"),
+            ("fe80::1%eth0.100", "[fe80::1%eth0.100]:8998"),
+        ),
         *(("kv_0.example.", "kv_0.example.:8998"), ("10.0.0.1", "10.0.0.1:8998")),
     ],
 )
@@ -362,8 +441,12 @@ async def test_a_host_of_any_form_becomes_the_address_of_a_registry(
 
 
 def test_a_prefill_that_takes_any_free_port_serves_bodies_that_name_a_host_alone() -> None:
-    """`--disaggregation-bootstrap-port 0`: only decode asks the registry, a prefill needs the room."""
-    assert rooms_of(Rendezvous(bootstrap_host="127.0.0.1", bootstrap_room=7), 0) == [(7, "127.0.0.1:0", None)]
+    """`--disaggregation-bootstrap-port 0`: only decode asks the registry,
+    a prefill needs the room.
+    """
+    assert rooms_of(Rendezvous(bootstrap_host="127.0.0.1", bootstrap_room=7), 0) == [
+        (7, "127.0.0.1:0", None)
+    ]
 
 
 async def test_a_body_that_does_not_come(
@@ -376,9 +459,13 @@ async def test_a_body_that_does_not_come(
     writer.close()
 
 
-async def test_a_body_in_a_coding_it_is_not_in(decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_a_body_in_a_coding_it_is_not_in(
+    decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     headers = {"Content-Encoding": "gzip"}
-    async with session.post(decode_server.make_url("/generate"), data=b"no gzip", headers=headers) as answer:
+    async with session.post(
+        decode_server.make_url("/generate"), data=b"no gzip", headers=headers
+    ) as answer:
         assert answer.status == 400
         assert "cannot be read" in await answer.text()
 
@@ -387,17 +474,27 @@ async def test_a_body_in_a_coding_it_is_not_in(decode_server: Server, session: a
     ("path", "changes"),
     [
         ("/generate", {"rid": "x" * 513}),
-        ("/generate", {"rid": ["short", "x" * 70_000], "text": ["w1", "w2"], "bootstrap_room": [7, 8]}),
+        (
+            "/generate",
+            {"rid": ["short", "x" * 70_000], "text": ["w1", "w2"], "bootstrap_room": [7, 8]},
+        ),
         ("/v1/completions", {"prompt": "w1", "rid": ["x" * 70_000]}),
         ("/v1/completions", {"prompt": "w1", "request_id": "x" * 513}),
     ],
 )
 async def test_an_id_that_every_event_would_repeat_is_short(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession, path: str, changes: dict[str, Any]
+    decode: Role,
+    decode_server: Server,
+    session: aiohttp.ClientSession,
+    path: str,
+    changes: dict[str, Any],
 ) -> None:
     """An id of 4 MB took the event loop a second for 64 streams of 30 tokens."""
     status, answer = await post(session, decode_server, {**META, "text": "w1", **changes}, path)
-    assert (status, answer["error"]["param"]) == (400, "request_id" if "request_id" in changes else "rid")
+    assert (status, answer["error"]["param"]) == (
+        400,
+        "request_id" if "request_id" in changes else "rid",
+    )
     assert "limit 512" in answer["error"]["message"]
     assert decode.service.refused and not decode.service.requests
     assert (await post(session, decode_server, body(rid="x" * 512)))[0] == 200
@@ -418,7 +515,9 @@ async def test_each_text_of_a_list_has_an_id_of_its_own(
     status, alone = await post(session, decode_server, body(**one))
     assert status == 200
     status, listed = await post(
-        session, decode_server, body(**one, text=["w1", "w2"], bootstrap_room=[8, 9], bootstrap_host=None)
+        session,
+        decode_server,
+        body(**one, text=["w1", "w2"], bootstrap_room=[8, 9], bootstrap_host=None),
     )
     assert status == 200, listed
     ids = [answer["meta_info"]["id"] for answer in listed]
@@ -427,7 +526,8 @@ async def test_each_text_of_a_list_has_an_id_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("given", "named"), [({"text": "w1 " * 200}, "text"), ({"text": None, "input_ids": [1] * 200}, "input_ids")]
+    ("given", "named"),
+    [({"text": "w1 " * 200}, "text"), ({"text": None, "input_ids": [1] * 200}, "input_ids")],
 )
 async def test_a_prompt_that_is_too_long_is_named_as_it_came(
     decode_server: Server, session: aiohttp.ClientSession, given: dict[str, Any], named: str

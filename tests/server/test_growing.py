@@ -13,7 +13,9 @@ from kvflow.server.http.growing import BLOCK_BYTES, GrowingArray, GrowingText, _
 
 CHARACTERS = st.characters(codec="utf-8")
 TEXTS = st.lists(st.text(CHARACTERS, max_size=8), max_size=8)
-ELEMENTS = st.lists(st.none() | st.integers(-5, 5) | st.text(max_size=3) | st.lists(st.booleans()), max_size=8)
+ELEMENTS = st.lists(
+    st.none() | st.integers(-5, 5) | st.text(max_size=3) | st.lists(st.booleans()), max_size=8
+)
 
 
 @given(TEXTS, ELEMENTS, st.text(CHARACTERS, max_size=8))

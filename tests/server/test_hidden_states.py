@@ -28,13 +28,17 @@ def last(**changes: Any) -> dict[str, Any]:
     return body(return_hidden_states="last", **changes)
 
 
-async def test_the_last_tokens_states_are_told(decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_the_last_tokens_states_are_told(
+    decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     _, answer = await post(session, decode_server, last())
     assert answer["output_ids"] == [3, 4, 5]
     assert answer["meta_info"]["hidden_states"] == [5.5] * 4
 
 
-async def test_a_stream_ends_with_them(decode: Role, decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_a_stream_ends_with_them(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     decode.service.gate.clear()
     async with session.post(decode_server.make_url("/generate"), json=last(stream=True)) as answer:
         first = json.loads((await answer.content.readuntil(b"\n\n")).removeprefix(b"data: "))
@@ -50,27 +54,51 @@ async def test_a_stop_string_and_a_stop_token_end_with_theirs(
 ) -> None:
     for stop in ({"stop": "w4"}, {"stop_token_ids": [4]}):
         sampling = {"max_new_tokens": 9, "temperature": 0, **stop}
-        _, answer = await post(session, decode_server, last(sampling_params=sampling, bootstrap_room=8))
+        _, answer = await post(
+            session, decode_server, last(sampling_params=sampling, bootstrap_room=8)
+        )
         assert answer["output_ids"] == [3, 4]
         assert answer["meta_info"]["hidden_states"] == [4.5] * 4
 
 
-async def test_the_prompt_alone_has_its_own(decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_the_prompt_alone_has_its_own(
+    decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     _, answer = await post(session, decode_server, last(sampling_params={"max_new_tokens": 0}))
     assert (answer["output_ids"], answer["meta_info"]["hidden_states"]) == ([], [3.5] * 4)
 
 
-async def test_each_prompt_says_whether(decode: Role, decode_server: Server, session: aiohttp.ClientSession) -> None:
-    document = body(text=["w1", "w2", "w3"], bootstrap_room=[7, 8, 9], return_hidden_states=["last", False, "last"])
+async def test_each_prompt_says_whether(
+    decode: Role, decode_server: Server, session: aiohttp.ClientSession
+) -> None:
+    document = body(
+        text=["w1", "w2", "w3"],
+        bootstrap_room=[7, 8, 9],
+        return_hidden_states=["last", False, "last"],
+    )
     _, answers = await post(session, decode_server, document)
-    assert [one["meta_info"].get("hidden_states") for one in answers] == [[4.5] * 4, None, [6.5] * 4]
-    assert [request.params.hidden_states for request in decode.service.requests] == [True, False, True]
+    assert [one["meta_info"].get("hidden_states") for one in answers] == [
+        [4.5] * 4,
+        None,
+        [6.5] * 4,
+    ]
+    assert [request.params.hidden_states for request in decode.service.requests] == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (True, 'return_hidden_states: true asks for those of every token; send "last" for those of the last one'),
+        (
+            True,
+            (
+                'return_hidden_states: true asks for those of every token; send "last" for those '
+                "of the last one"
+            ),
+        ),
         (["last", "last"], "return_hidden_states: 2 entries for 1 prompts; give one for each"),
         ("first", "return_hidden_states"),
         (1, "return_hidden_states"),
@@ -87,7 +115,9 @@ async def test_what_is_not_to_be_had_is_named(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_the_openai_routes_refuse_it(decode_server: Server, session: aiohttp.ClientSession, path: str) -> None:
+async def test_the_openai_routes_refuse_it(
+    decode_server: Server, session: aiohttp.ClientSession, path: str
+) -> None:
     document = last(prompt="w1", messages=[{"role": "user", "content": "w1"}])
     status, answer = await post(session, decode_server, document, path)
     assert (status, answer["error"]["param"]) == (400, "return_hidden_states")
@@ -104,6 +134,8 @@ async def test_only_the_last_ones_are_kept() -> None:
     async def scored(_: object) -> None:
         raise AssertionError("no scores were asked for")
 
-    deltas = [delta async for delta in detokenize(tokens(), NullDetokenizer(), scored, prompt_only=False)]
+    deltas = [
+        delta async for delta in detokenize(tokens(), NullDetokenizer(), scored, prompt_only=False)
+    ]
     assert [delta.hidden_states for delta in deltas] == [None, None, states[-1]]
     assert [token.hidden_states for delta in deltas for token in delta.tokens] == [None] * 3

@@ -1,4 +1,6 @@
-"""What a completion keeps of the tokens that it has sent or will send: their JSON, and no objects beside it."""
+"""What a completion keeps of the tokens that it has sent or will send: their JSON, and no objects
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,17 @@ def spelled(token_id: int) -> bytes:
 def made_call(kind: str, stream: bool) -> CompletionCall:
     call: Any
     if kind == "chat":
-        call = ChatCall(ChatRequest(messages=[{}], logprobs=True, top_logprobs=20, stream=stream), "m", spelled)
+        call = ChatCall(
+            ChatRequest(messages=[{}], logprobs=True, top_logprobs=20, stream=stream), "m", spelled
+        )
     elif kind == "completions":
-        call = TextCompletionCall(CompletionRequest(prompt="", logprobs=20, stream=stream), "m", spelled)
+        call = TextCompletionCall(
+            CompletionRequest(prompt="", logprobs=20, stream=stream), "m", spelled
+        )
     else:
-        call = GenerateCall(GenerateRequest(text="", return_logprob=True, top_logprobs_num=20, stream=stream))
+        call = GenerateCall(
+            GenerateRequest(text="", return_logprob=True, top_logprobs_num=20, stream=stream)
+        )
         call._grown = [_Grown(lambda _: None)]
     call._requests = [REQUEST]
     return call  # type: ignore[no-any-return]

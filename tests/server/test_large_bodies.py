@@ -1,4 +1,6 @@
-"""A large body taken apart in steps is the body that decoding it at once would give, and no step is long."""
+"""A large body taken apart in steps is the body that decoding it at once would give, and no step is
+long.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, list):
         return [plain(item) for item in value]
-    return {name: plain(getattr(value, name)) for name in value.__struct_fields__} if is_struct(value) else value
+    return (
+        {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        if is_struct(value)
+        else value
+    )
 
 
 def is_struct(value: Any) -> bool:
@@ -39,20 +45,39 @@ def is_struct(value: Any) -> bool:
 
 BODIES: list[tuple[Any, dict[str, Any]]] = [
     (GenerateRequest, {"input_ids": IDS, "rid": "x" * 5000, "unknown": IDS, "stream": True}),
-    (GenerateRequest, {"input_ids": [IDS, [1, 2], IDS[:300], []], "sampling_params": {"stop_token_ids": IDS}}),
-    (GenerateRequest, {"text": TEXT, "sampling_params": {"stop": ["y" * 3000, "z"]}, "image": "A" * 200_000}),
+    (
+        GenerateRequest,
+        {"input_ids": [IDS, [1, 2], IDS[:300], []], "sampling_params": {"stop_token_ids": IDS}},
+    ),
+    (
+        GenerateRequest,
+        {"text": TEXT, "sampling_params": {"stop": ["y" * 3000, "z"]}, "image": "A" * 200_000},
+    ),
     (GenerateRequest, {"text": ["short", TEXT, "[1, 2, 3, " + ", 4" * 40_000 + "]"]}),
     (CompletionRequest, {"prompt": IDS, "logprobs": 3}),
     (CompletionRequest, {"prompt": [TEXT, "b"], "stop": None}),
-    (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}], "odd": IDS}]}),
-    (ChatRequest, {"messages": [{}], "chat_template_kwargs": {"odd": [1, TEXT], "even": [True, [2, TEXT]]}}),
-    (ChatRequest, {"messages": [{"role": "user", "content": f"{i}: [1, 2]"} for i in range(5_000)]}),
+    (
+        ChatRequest,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": TEXT}], "odd": IDS}]},
+    ),
+    (
+        ChatRequest,
+        {"messages": [{}], "chat_template_kwargs": {"odd": [1, TEXT], "even": [True, [2, TEXT]]}},
+    ),
+    (
+        ChatRequest,
+        {"messages": [{"role": "user", "content": f"{i}: [1, 2]"} for i in range(5_000)]},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "body"), BODIES)
-@pytest.mark.parametrize("options", [{}, {"ensure_ascii": False}, {"indent": 1}, {"separators": (",", ":")}])
-async def test_it_is_the_same_body(kind: Any, body: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"ensure_ascii": False}, {"indent": 1}, {"separators": (",", ":")}]
+)
+async def test_it_is_the_same_body(
+    kind: Any, body: dict[str, Any], options: dict[str, Any]
+) -> None:
     raw = json.dumps(body, **options).encode()
     assert len(raw) > LARGE_BYTES
     condensed, values = await take_apart(raw)
@@ -62,7 +87,11 @@ async def test_it_is_the_same_body(kind: Any, body: dict[str, Any], options: dic
         assert len(condensed) < 20_000
 
 
-@given(st.text(st.characters(codec="utf-8") | st.sampled_from('"\\[]{}😀é\n')), st.booleans(), st.integers(1, 40))
+@given(
+    st.text(st.characters(codec="utf-8") | st.sampled_from('"\\[]{}😀é\n')),
+    st.booleans(),
+    st.integers(1, 40),
+)
 @settings(max_examples=300)
 def test_any_text_survives_cuts_at_any_place(text: str, ascii_only: bool, step: int) -> None:
     raw = json.dumps({"a": [text, [1, 2, 3]], "b": text}, ensure_ascii=ascii_only).encode()
@@ -121,7 +150,10 @@ async def test_a_marker_of_another_body_is_a_text_like_any_other() -> None:
     first, _ = await take_apart(json.dumps({"text": "a" * LARGE_BYTES}).encode())
     forged = json.loads(first)["text"]
     condensed, values = await take_apart(json.dumps({"text": [forged, "b" * LARGE_BYTES]}).encode())
-    assert values.put_back(msgspec.json.decode(condensed, type=GenerateRequest)).text == [forged, "b" * LARGE_BYTES]
+    assert values.put_back(msgspec.json.decode(condensed, type=GenerateRequest)).text == [
+        forged,
+        "b" * LARGE_BYTES,
+    ]
 
 
 async def test_a_body_of_many_short_values_is_refused_before_it_is_decoded(
@@ -154,7 +186,9 @@ async def test_no_call_of_the_decoder_is_long(
     for body in ({"input_ids": IDS * 20}, {"input_ids": [IDS] * 20}, {"text": TEXT * 12}):
         raw = json.dumps({**body, "bootstrap_room": 7}).encode()
         assert 3 << 20 < len(raw) < 8 << 20
-        async with session.post(decode_server.make_url("/generate"), data=io.BytesIO(raw)) as answer:
+        async with session.post(
+            decode_server.make_url("/generate"), data=io.BytesIO(raw)
+        ) as answer:
             assert answer.status == 400
             assert "limit 127" in await answer.text() or "at most" in await answer.text()
     assert 0 < max(sizes) <= 2 * large_bodies._STEP_BYTES
@@ -179,7 +213,9 @@ async def test_a_prompt_is_an_array_wherever_it_comes_from(
         ("/v1/completions", {"prompt": [5, 6]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w5 w6"}]}),
     ):
-        async with session.post(decode_server.make_url(path), json={**prompt, **sampling}) as answer:
+        async with session.post(
+            decode_server.make_url(path), json={**prompt, **sampling}
+        ) as answer:
             assert answer.status == 200
         request = requests.pop()
         assert request.prompt.dtype == np.uint32
@@ -189,7 +225,9 @@ async def test_a_prompt_is_an_array_wherever_it_comes_from(
 async def test_rooms_of_a_body_that_no_leg_takes_are_not_looked_up(
     decode: Role, decode_server: Server, session: aiohttp.ClientSession
 ) -> None:
-    """Each would be a question to a registry of the sender's choice; 900,000 of them took the event loop 15 s."""
+    """Each would be a question to a registry of the sender's choice; 900,000 of them took the event
+    loop 15 s.
+    """
     for count, refused in ((256, 256), (257, 0)):
         rooms = list(range(count))
         body = {"text": "w1", "bootstrap_room": rooms, "bootstrap_host": "127.0.0.1"}
@@ -222,7 +260,9 @@ async def test_a_body_with_a_long_value_that_is_nested_too_deep_is_refused() -> 
     for _ in range(2_000):
         deep = [deep]
     raw = msgspec.json.encode({"messages": [{"role": "user", "content": TEXT}]})
-    body = msgspec.structs.replace(msgspec.json.decode(raw, type=ChatRequest), messages=[{"role": "user", "x": deep}])
+    body = msgspec.structs.replace(
+        msgspec.json.decode(raw, type=ChatRequest), messages=[{"role": "user", "x": deep}]
+    )
     _, long_values = await take_apart(raw)
     with pytest.raises(RequestError, match="the body is nested too deep"):
         long_values.put_back(body)

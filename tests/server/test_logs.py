@@ -62,12 +62,17 @@ def test_every_event_is_one_line_that_names_its_request(
         CURRENT.reset(token)
     out = capsys.readouterr().err
     lines = out.splitlines()
-    assert out.count("\n") == len(lines)  # nothing else that some reader takes for the end of a line
+    # Nothing else that some reader takes for the end of a line.
+    assert out.count("\n") == len(lines)
     if log_format == "json":
         documents = [json.loads(line) for line in lines]
         assert len(documents) == 5
         assert [d["request_id"] for d in documents] == ["mine", "mine", "other", "mine", "mine"]
-        assert documents[0]["rooms"] == [7] and documents[0]["role"] == "decode" and documents[0]["level"] == "info"
+        assert (
+            documents[0]["rooms"] == [7]
+            and documents[0]["role"] == "decode"
+            and documents[0]["level"] == "info"
+        )
         assert "forged" in documents[0]["message"] and "ValueError" in documents[1]["traceback"]
         return
     starts = [line for line in lines if line[:1].isdigit()]
@@ -91,7 +96,9 @@ def _nested_beside(depth: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-@pytest.mark.parametrize(("depth", "text"), [(400, "deep"), (0, "x" * 1_000_000), (40, "y" * 20_000)])
+@pytest.mark.parametrize(
+    ("depth", "text"), [(400, "deep"), (0, "x" * 1_000_000), (40, "y" * 20_000)]
+)
 def test_no_error_decides_how_much_is_logged(
     capsys: pytest.CaptureFixture[str], log_format: LogFormat, depth: int, text: str
 ) -> None:
@@ -132,8 +139,10 @@ def test_debug_is_not_for_libraries(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_lines_of_a_child_are_relayed_as_json() -> None:
     assert json.loads(relayed('{"message": "hi", "role": "decode"}', "decode", "decode-1")) == {
-        "message": "hi", "role": "decode", "process": "decode-1",
-    }  # fmt: skip
+        "message": "hi",
+        "role": "decode",
+        "process": "decode-1",
+    }
     for text in ("WARNING: from C++", "[1]", "{broken", '"text"', EVIL):
         document = json.loads(relayed(text, "prefill", "prefill"))
         assert document["message"] in (text, printable(text)) and document["process"] == "prefill"

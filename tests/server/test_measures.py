@@ -1,4 +1,6 @@
-"""Every metric name moves with the requests made, by exactly as much; refusals, failures and aborts are told apart."""
+"""Every metric name moves with the requests made, by exactly as much; refusals, failures and aborts
+are told apart.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.ports import RoomEnding
 from kvflow.server.http.completion_service import Report
-from kvflow.server.http.measures import THROUGHPUT_WINDOW_S, CompletionMeasures, RequestMeter, Throughput
+from kvflow.server.http.measures import (
+    THROUGHPUT_WINDOW_S,
+    CompletionMeasures,
+    RequestMeter,
+    Throughput,
+)
 from kvflow.server.http.metrics import Metrics
 from kvflow.telemetry.counters import Counts, failed_in
 from kvflow.telemetry.histogram import Histogram
@@ -46,7 +53,12 @@ def samples(text: str) -> Samples:
 def labelled(text: str, name: str) -> dict[tuple[str, ...], float]:
     """Samples of one name by the values of their labels."""
     families = text_string_to_metric_families(text)
-    return {tuple(s.labels.values()): s.value for family in families for s in family.samples if s.name == name}
+    return {
+        tuple(s.labels.values()): s.value
+        for family in families
+        for s in family.samples
+        if s.name == name
+    }
 
 
 async def scrape(session: Session, server: Server) -> str:
@@ -60,7 +72,9 @@ async def pair_of_roles(
 ) -> AsyncIterator[Any]:
     async def post(session: Session, room: int, **changes: Any) -> None:
         body = {**BODY, "bootstrap_room": room, **changes}
-        async with session.post(prefill_server.make_url("/generate"), json={**body, "stream": False}) as first:
+        async with session.post(
+            prefill_server.make_url("/generate"), json={**body, "stream": False}
+        ) as first:
             await first.read()
         async with session.post(decode_server.make_url("/generate"), json=body) as answer:
             await answer.read()
@@ -68,23 +82,47 @@ async def pair_of_roles(
     yield post
 
 
-async def test_counts_equal_what_was_asked(pair_of_roles: Any, decode_server: Server, session: Session) -> None:
+async def test_counts_equal_what_was_asked(
+    pair_of_roles: Any, decode_server: Server, session: Session
+) -> None:
     for room in range(5):
         await pair_of_roles(session, room, stream=room < 2)
     text = await scrape(session, decode_server)
     found = samples(text)
     assert labelled(text, "kvflow_completions_total") == {
-        ("finished", "true"): 2, ("finished", "false"): 3,
+        ("finished", "true"): 2,
+        ("finished", "false"): 3,
         **{(outcome, flag): 0 for outcome in ("failed", "aborted") for flag in ("true", "false")},
-    }  # fmt: skip
-    assert found["kvflow_completion_seconds_count"] == found["kvflow_time_to_first_token_seconds_count"] == 5
-    assert found["kvflow_inter_token_seconds_count"] == 10 and found["kvflow_generated_tokens_total"] == 15
-    assert found["kvflow_completion_prompt_tokens_sum"] == 10 and found["kvflow_completion_generated_tokens_sum"] == 15
-    assert labelled(text, "sglang:num_requests_total") == {("decode", "true", "m"): 2, ("decode", "false", "m"): 3}
-    assert found["sglang:e2e_request_latency_seconds_count"] == found["sglang:time_to_first_token_seconds_count"] == 5
+    }
+    assert (
+        found["kvflow_completion_seconds_count"]
+        == found["kvflow_time_to_first_token_seconds_count"]
+        == 5
+    )
+    assert (
+        found["kvflow_inter_token_seconds_count"] == 10
+        and found["kvflow_generated_tokens_total"] == 15
+    )
+    assert (
+        found["kvflow_completion_prompt_tokens_sum"] == 10
+        and found["kvflow_completion_generated_tokens_sum"] == 15
+    )
+    assert labelled(text, "sglang:num_requests_total") == {
+        ("decode", "true", "m"): 2,
+        ("decode", "false", "m"): 3,
+    }
+    assert (
+        found["sglang:e2e_request_latency_seconds_count"]
+        == found["sglang:time_to_first_token_seconds_count"]
+        == 5
+    )
     assert found["sglang:inter_token_latency_seconds_count"] == 10
     assert found["sglang:prompt_tokens_total"] == found["sglang:prompt_tokens_histogram_sum"] == 10
-    assert found["sglang:generation_tokens_total"] == found["sglang:generation_tokens_histogram_sum"] == 15
+    assert (
+        found["sglang:generation_tokens_total"]
+        == found["sglang:generation_tokens_histogram_sum"]
+        == 15
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,7 +136,10 @@ async def test_a_client_that_leaves_is_aborted_and_not_failed(
     await decode.service.ended.get()
     await asyncio.wait_for(decode.pipeline.idle.wait(), 5)
     found = samples(await scrape(session, decode_server))
-    assert found["sglang:num_aborted_requests_total"] == 1 and found["kvflow_completion_seconds_count"] == 0
+    assert (
+        found["sglang:num_aborted_requests_total"] == 1
+        and found["kvflow_completion_seconds_count"] == 0
+    )
 
 
 async def test_a_completion_that_is_told_to_end_is_aborted_too(
@@ -109,7 +150,9 @@ async def test_a_completion_that_is_told_to_end_is_aborted_too(
     async with asyncio.timeout(5):
         while not decode.service.held:
             await asyncio.sleep(0.001)
-    async with session.post(decode_server.make_url("/abort_request"), json={"rid": "mine"}) as answer:
+    async with session.post(
+        decode_server.make_url("/abort_request"), json={"rid": "mine"}
+    ) as answer:
         assert (await answer.json())["aborted"] == 1
     await asking
     outcomes = labelled(await scrape(session, decode_server), "kvflow_completions_total")
@@ -146,18 +189,26 @@ async def test_refusals_before_a_room_exists_are_counted(
     assert sum(labelled(text, "kvflow_completions_total").values()) == 0
 
 
-async def test_refusals_of_a_draining_server_are_counted(decode: Role, decode_server: Server, session: Session) -> None:
+async def test_refusals_of_a_draining_server_are_counted(
+    decode: Role, decode_server: Server, session: Session
+) -> None:
     decode.pipeline.draining = True
-    async with session.post(decode_server.make_url("/generate"), json={**BODY, "bootstrap_room": 1}) as answer:
+    async with session.post(
+        decode_server.make_url("/generate"), json={**BODY, "bootstrap_room": 1}
+    ) as answer:
         assert answer.status == 503
-    assert labelled(await scrape(session, decode_server), "kvflow_requests_refused_total") == {("shutdown",): 1}
+    assert labelled(await scrape(session, decode_server), "kvflow_requests_refused_total") == {
+        ("shutdown",): 1
+    }
 
 
 def test_counts_of_a_role_have_their_labels(decode: Role) -> None:
     """What its node and its engine have refused is added to what it refused by itself."""
     base = decode.service.report()
     fields = {name: getattr(base, name) for name in base.__struct_fields__}
-    report = Report(**{**fields, "requests_refused": {"bad_request": 2}, "internal_errors": {"step": 7}})
+    report = Report(
+        **{**fields, "requests_refused": {"bad_request": 2}, "internal_errors": {"step": 7}}
+    )
     metrics = Metrics(lambda: report)
     metrics.refused("bad_request")
     body = metrics.response().body
@@ -193,23 +244,39 @@ async def test_transfers_are_measured_where_they_happen(kvflow_pair: Pair) -> No
     sent, received = exposition(p.prefill), exposition(p.decode)
     moved = sum(source.bytes_total for source in (source,)) * 3
     for found in (sent, received):
-        assert {found[f"kvflow_{n}_count"] for n in ("bootstrap_seconds", "transfer_seconds", "room_bytes")} == {3}
+        assert {
+            found[f"kvflow_{n}_count"]
+            for n in ("bootstrap_seconds", "transfer_seconds", "room_bytes")
+        } == {3}
         assert found["kvflow_room_bytes_sum"] == moved > 0
         assert found["kvflow_transfer_bytes_per_second_count"] == 3
-        assert found["sglang:num_bootstrap_failed_reqs_total"] == found["sglang:num_transfer_failed_reqs_total"] == 0
+        assert (
+            found["sglang:num_bootstrap_failed_reqs_total"]
+            == found["sglang:num_transfer_failed_reqs_total"]
+            == 0
+        )
         assert all(f"sglang:kv_transfer_{name}_count" in found for name in TRANSFER_NAMES)
         assert all(f"sglang:num_{queue}_queue_reqs" in found for queue in QUEUES)
-        assert {f"sglang:num_{state}_reqs" for state in ("running", "queue", "retracted")} <= found.keys()
+        assert {
+            f"sglang:num_{state}_reqs" for state in ("running", "queue", "retracted")
+        } <= found.keys()
     assert sent["sglang:kv_transfer_total_mb_sum"] == moved / (1 << 20)
     assert [sent[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [3, 3, 3, 0, 3]
-    assert [received[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [0, 0, 3, 3, 0]
+    assert [received[f"sglang:kv_transfer_{name}_count"] for name in TRANSFER_NAMES] == [
+        0,
+        0,
+        3,
+        3,
+        0,
+    ]
 
 
 STEPS_MS = "1 2 5 10 25 50 100 250 500 1000 2500"
 FIRST_TOKENS_S = ".1 .2 .4 .6 .8 1 2 4 6 8 10 20 40 60 80 100 200 400"
 LENGTHS = (
-    "100 300 500 700 1000 1500 2000 3000 4000 5000 6000 7000 8000 9000 10000 12500 15000 17500 20000 22500 25000 27500 "
-    "30000 35000 40000 60000 80000 100000 200000 300000 400000 600000 800000 1000000 1100000"
+    "100 300 500 700 1000 1500 2000 3000 4000 5000 6000 7000 8000 9000 10000 12500 15000 17500 "
+    "20000 22500 25000 27500 30000 35000 40000 60000 80000 100000 200000 300000 400000 600000 "
+    "800000 1000000 1100000"
 )
 BUCKETS = {
     "time_to_first_token_seconds": FIRST_TOKENS_S,
@@ -229,21 +296,33 @@ BUCKETS = {
 
 async def test_dashboards_find_the_buckets_of_sglang(kvflow_pair: Pair) -> None:
     """Quantiles over a fleet of both are right only where both have the same bounds."""
-    metrics = Metrics(lambda: report_of(kvflow_pair.prefill), role="prefill", model="m", sglang=True)
+    metrics = Metrics(
+        lambda: report_of(kvflow_pair.prefill), role="prefill", model="m", sglang=True
+    )
     body = metrics.response().body
     assert isinstance(body, bytes)
     found: dict[str, list[float]] = {}
-    of_a_rank = {"model_name": "m", "engine_type": "prefill", "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
+    of_a_rank = {
+        "model_name": "m",
+        "engine_type": "prefill",
+        "tp_rank": "0",
+        "pp_rank": "0",
+        "moe_ep_rank": "0",
+    }
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
             if sample.name.startswith("sglang:kv_transfer"):
-                assert {name: value for name, value in sample.labels.items() if name != "le"} == of_a_rank
+                assert {
+                    name: value for name, value in sample.labels.items() if name != "le"
+                } == of_a_rank
             if sample.name.startswith("sglang:") and sample.name.endswith("_bucket"):
                 name = sample.name.removeprefix("sglang:").removesuffix("_bucket")
                 if (bound := float(sample.labels["le"])) not in found.setdefault(name, []):
                     found[name].append(bound)
     del found["queue_time_seconds"]  # its bounds are those of the engine's own histogram
-    assert found == {name: [*map(float, bounds.split()), float("inf")] for name, bounds in BUCKETS.items()}
+    assert found == {
+        name: [*map(float, bounds.split()), float("inf")] for name, bounds in BUCKETS.items()
+    }
 
 
 async def test_failures_are_told_apart_by_phase(kvflow_pair: Pair) -> None:
@@ -271,9 +350,14 @@ def ending(code: Code | None, *, moving: bool) -> RoomEnding:
     cause = None if code is None else Cause(code)
     at_s = 1.0 if moving else None
     return RoomEnding(
-        phase=DecodePhase.FAILED, cause=cause, num_pages=1, offers_pages=True, opened_at_s=0.0, ready_at_s=0.5,
+        phase=DecodePhase.FAILED,
+        cause=cause,
+        num_pages=1,
+        offers_pages=True,
+        opened_at_s=0.0,
+        ready_at_s=0.5,
         moving_at_s=at_s,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,7 +402,13 @@ def test_tokens_share_the_time_since_the_last_ones_of_their_completion() -> None
     meter = RequestMeter(measures, 100.0, stream=True)
     both: Any = [SimpleNamespace(prompt=[1], room=room) for room in (1, 2)]
     meter.begin(both)
-    for index, tokens, now in ((0, 1, 101.0), (1, 1, 102.0), (0, 2, 105.0), (0, 1, 106.0), (1, 1, 108.0)):
+    for index, tokens, now in (
+        (0, 1, 101.0),
+        (1, 1, 102.0),
+        (0, 2, 105.0),
+        (0, 1, 106.0),
+        (1, 1, 108.0),
+    ):
         meter.add(index, tokens, now)
     assert measures.first_token_seconds[True].sum == 1.0 + 2.0
     assert measures.inter_token_seconds.sum == 2 * 2.0 + 1.0 + 6.0

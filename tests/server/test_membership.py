@@ -1,4 +1,6 @@
-"""Workers that join a running router, leave it, come back as something else, or should not have been named."""
+"""Workers that join a running router, leave it, come back as something else, or should not have
+been named.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Front:
         self.router, self.server, self._session = router, server, session
 
     async def call(self, method: str, path: str, document: Any = None) -> tuple[int, Any]:
-        async with self._session.request(method, self.server.make_url(path), json=document) as answer:
+        async with self._session.request(
+            method, self.server.make_url(path), json=document
+        ) as answer:
             return answer.status, json.loads(await answer.read())
 
     async def join(self, worker: Server | str, **more: Any) -> tuple[int, Any]:
@@ -63,7 +67,10 @@ async def routed(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         await router.start()
-        async with served(router_app(router)) as server, aiohttp.ClientSession(headers=headers) as session:
+        async with (
+            served(router_app(router)) as server,
+            aiohttp.ClientSession(headers=headers) as session,
+        ):
             yield Front(router, server, session)
     finally:
         await router.close()
@@ -90,7 +97,12 @@ async def test_workers_join_an_empty_router_and_leave_it(
         path = f"/workers/{accepted['worker_id']}"
         assert accepted["location"] == path
         status, found = await front.call("GET", path)
-        assert (status, found["worker_type"], found["is_healthy"], found["load"]) == (200, role, True, 0)
+        assert (status, found["worker_type"], found["is_healthy"], found["load"]) == (
+            200,
+            role,
+            True,
+            0,
+        )
     status, answer = await front.ask()
     assert (status, answer["output_ids"]) == (200, [2, 3, 4])
     found = (await front.call("GET", "/workers"))[1]
@@ -142,7 +154,9 @@ async def test_a_worker_that_leaves_may_stay(
 
 
 async def test_joining_twice_is_joining_once(front: Front, prefill_server: Server) -> None:
-    answers = await asyncio.gather(*(front.join(prefill_server.url + slash) for slash in ("", "/", "")))
+    answers = await asyncio.gather(
+        *(front.join(prefill_server.url + slash) for slash in ("", "/", ""))
+    )
     assert {status for status, _ in answers} == {202}
     assert len({answer["worker_id"] for _, answer in answers}) == 1
     assert len(front.router.workers.all) == 1
@@ -151,18 +165,28 @@ async def test_joining_twice_is_joining_once(front: Front, prefill_server: Serve
 @pytest.mark.parametrize(
     ("document", "status", "said"),
     [
-        ({"url": "nonsense"}, 400, "url: 'nonsense' is not the http:// or https:// URL of a worker"),
+        (
+            {"url": "nonsense"},
+            400,
+            "url: 'nonsense' is not the http:// or https:// URL of a worker",
+        ),
         ({"url": "ftp://h:1"}, 400, "'ftp://h:1' is not"),
         ({"url": "http://h:99999"}, 400, "'http://h:99999' is not"),
         ({"url": "http://"}, 400, "'http://' is not"),
         ({"url": "http://h/?x=1"}, 400, "is not the http"),
         ({"worker_type": "prefill"}, 400, "url"),
         ({"url": 3}, 400, "url"),
-        ({"url": "http://h", "worker_type": "regular"}, 400, "worker_type: 'regular' is not prefill or decode"),
+        (
+            {"url": "http://h", "worker_type": "regular"},
+            400,
+            "worker_type: 'regular' is not prefill or decode",
+        ),
         ({"url": "http://127.0.0.1:1"}, 502, "http://127.0.0.1:1: Cannot connect"),
     ],
 )
-async def test_what_cannot_join_is_told_why(front: Front, document: Any, status: int, said: str) -> None:
+async def test_what_cannot_join_is_told_why(
+    front: Front, document: Any, status: int, said: str
+) -> None:
     answer = await front.call("POST", "/workers", document)
     assert answer[0] == status, answer
     assert said in answer[1]["error"]["message"]
@@ -220,11 +244,16 @@ async def test_a_worker_of_another_role_or_model_is_a_conflict(
     )
     await front.join(prefill_server)
     status, answer = await front.join(prefill_server, worker_type="decode")
-    assert status == 409 and "is here as a prefill worker, not as decode" in answer["error"]["message"]
+    assert (
+        status == 409 and "is here as a prefill worker, not as decode" in answer["error"]["message"]
+    )
     decode.service.fingerprint = "another model"
     status, answer = await front.join(decode_server)
     assert status == 409
-    assert "has another model than the workers here: it serves 'fake' (another model)" in answer["error"]["message"]
+    assert (
+        "has another model than the workers here: it serves 'fake' (another model)"
+        in answer["error"]["message"]
+    )
     assert len(front.router.workers.all) == 1
 
 
@@ -236,7 +265,10 @@ async def test_a_worker_that_comes_back_with_another_model_is_left_out_while_oth
     decode.service.fingerprint = "another model"
     worker = await front.checked(decode_server)
     assert not worker.up
-    assert worker.reason == "it has another model now: fingerprint 'another model' instead of 'fake model'"
+    assert (
+        worker.reason
+        == "it has another model now: fingerprint 'another model' instead of 'fake model'"
+    )
     prefill.service.fingerprint = "another model"  # the whole fleet moves on
     prefill.service.unavailable_reason = "restarting"
     await front.checked(prefill_server)
@@ -254,7 +286,9 @@ async def test_a_worker_that_answers_nonsense_is_down_and_is_asked_again(
     assert (await front.checked(decode_server)).up
 
 
-async def test_without_a_key_nobody_joins_or_leaves(prefill_server: Server, decode_server: Server) -> None:
+async def test_without_a_key_nobody_joins_or_leaves(
+    prefill_server: Server, decode_server: Server
+) -> None:
     async with routed(prefill_server, decodes=(decode_server,), key="") as front:
         status, answer = await front.join(decode_server)
         assert (status, answer["error"]["code"]) == (403, "forbidden")
@@ -304,7 +338,11 @@ async def test_a_worker_that_has_switched_its_role_gets_the_other_leg(
         async with asyncio.timeout(5):
             while (worker := front.worker(decode_server)).role == "decode":
                 await asyncio.sleep(0.005)
-        assert (worker.up, worker.bootstrap_port, worker.incarnation) == (True, 9001, f"{0xDEF:016x}")
+        assert (worker.up, worker.bootstrap_port, worker.incarnation) == (
+            True,
+            9001,
+            f"{0xDEF:016x}",
+        )
         front.router.workers.leave(front.worker(prefill_server))
         assert (await front.ask())[0] == 200
         assert len(turned.requests) == 1
@@ -320,7 +358,10 @@ async def test_a_request_that_waits_for_a_role_is_served_when_a_worker_switches_
     decode.other = RunningFake(FakeService("prefill", meeting), 9001)
     decode.service.changed_report = AT_REST
     spare = Role(FakeService("decode", meeting))
-    async with served(spare.app) as spare_server, routed(decodes=(decode_server, spare_server), retry_s=30) as front:
+    async with (
+        served(spare.app) as spare_server,
+        routed(decodes=(decode_server, spare_server), retry_s=30) as front,
+    ):
         asking = asyncio.create_task(front.ask())
         async with asyncio.timeout(5):
             while not front.router.waiting:
@@ -338,7 +379,9 @@ async def test_a_router_that_is_told_the_first_role_of_a_worker_takes_the_one_it
     decode.service.changed_report = AT_REST
     await decode.role_switch.switch("prefill")
     async with routed(prefill_server, decodes=(decode_server,)) as front:
-        assert [(worker.role, worker.up) for worker in front.router.workers.all] == [("prefill", True)] * 2
+        assert [(worker.role, worker.up) for worker in front.router.workers.all] == [
+            ("prefill", True)
+        ] * 2
 
 
 @asynccontextmanager
@@ -346,7 +389,9 @@ async def member(front_url: str, worker: Server, role: Role) -> AsyncIterator[No
     """The worker joins by itself."""
 
     def identity() -> joining.WorkerIdentity:
-        return joining.WorkerIdentity(role.pipeline.service.role, f"{role.service.incarnation:016x}", None)
+        return joining.WorkerIdentity(
+            role.pipeline.service.role, f"{role.service.incarnation:016x}", None
+        )
 
     async with joining.member_of([front_url], worker.url, identity, KEY):
         yield
@@ -368,7 +413,11 @@ async def test_a_worker_joins_by_itself_and_leaves_when_it_ends(
 
 
 async def test_a_router_that_was_restarted_is_joined_again_but_not_by_who_has_begun_to_drain(
-    decode: Role, decode_server: Server, prefill: Role, prefill_server: Server, monkeypatch: pytest.MonkeyPatch
+    decode: Role,
+    decode_server: Server,
+    prefill: Role,
+    prefill_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(joining, "JOIN_EVERY_S", 0.01)
     key = {"Authorization": f"Bearer {KEY}"}
@@ -407,10 +456,17 @@ async def test_a_router_that_was_restarted_is_joined_again_but_not_by_who_has_be
 
 @pytest.mark.parametrize("router_is_first", [True, False])
 async def test_a_member_that_switches_its_role_leaves_and_joins_again(
-    front: Front, meeting: Meeting, decode: Role, decode_server: Server, monkeypatch: pytest.MonkeyPatch,
+    front: Front,
+    meeting: Meeting,
+    decode: Role,
+    decode_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
     router_is_first: bool,
-) -> None:  # fmt: skip
-    """Routers that keep the role they were told want it so. Whether the router has seen the new one by then or not."""
+) -> None:
+    """Routers that keep the role they were told want it so.
+
+    Whether the router has seen the new one by then or not.
+    """
     monkeypatch.setattr(joining, "JOIN_EVERY_S", 0.01)
     turned = FakeService("prefill", meeting)
     turned.incarnation = 0xDEF
@@ -448,14 +504,19 @@ async def test_an_operator_who_removes_a_worker_is_obeyed_until_it_is_another_on
 
 
 async def test_a_worker_that_cannot_join_says_so_once_and_tries_on(
-    decode: Role, decode_server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    decode: Role,
+    decode_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(joining, "JOIN_EVERY_S", 0.001)
     asked = asyncio.Queue[str]()
 
     async def refuse(http: web.Request) -> web.Response:
         asked.put_nowait(http.method)
-        return web.json_response({"error": {"message": "no key here", "code": "forbidden"}}, status=403)
+        return web.json_response(
+            {"error": {"message": "no key here", "code": "forbidden"}}, status=403
+        )
 
     app = web.Application()
     app.add_routes([web.post("/workers", refuse)])
@@ -470,7 +531,12 @@ async def test_a_worker_that_stays_down_is_logged_again_for_another_reason(
     decode: Role, decode_server: Server, prefill_server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A reason that differs in its numbers alone is no other one: those change at every check."""
-    reasons = ["3 pages in quarantine", "4 pages in quarantine", "the engine has stopped", "the engine has stopped"]
+    reasons = [
+        "3 pages in quarantine",
+        "4 pages in quarantine",
+        "the engine has stopped",
+        "the engine has stopped",
+    ]
     async with routed(prefill_server, decodes=(decode_server,)) as front:
         for reason in reasons:
             decode.service.unavailable_reason = reason
@@ -478,7 +544,9 @@ async def test_a_worker_that_stays_down_is_logged_again_for_another_reason(
         lines = [text.partition("is down: ")[2] for text in caplog.messages if "is down" in text]
         assert [line.rpartition(": ")[2] for line in lines] == [reasons[0], reasons[2]]
         front.worker(decode_server).mark_lost("connection reset by peer", 0.0)
-        assert reasons[2] in front.worker(decode_server).reason, "requests of before it was down say less than a check"
+        assert reasons[2] in front.worker(decode_server).reason, (
+            "requests of before it was down say less than a check"
+        )
 
 
 @pytest.fixture
@@ -487,7 +555,9 @@ async def fleet_of() -> AsyncIterator[Any]:
     async with AsyncExitStack() as stack:
         meeting = Meeting()
 
-        async def start(role: str, model: str = "a", plane: str = "fake", wire: int = 3) -> tuple[Server, FakeService]:
+        async def start(
+            role: str, model: str = "a", plane: str = "fake", wire: int = 3
+        ) -> tuple[Server, FakeService]:
             service = FakeService(role, meeting)
             service.fingerprint, service.data_plane = model, plane
             app = Role(service).app
@@ -501,7 +571,11 @@ def _says_its_wire_version(version: int) -> Any:
     @web.middleware
     async def changed(request: web.Request, handler: Handler) -> web.StreamResponse:
         answer = await handler(request)
-        if request.path != "/server_info" or not isinstance(answer, web.Response) or not isinstance(answer.body, bytes):
+        if (
+            request.path != "/server_info"
+            or not isinstance(answer, web.Response)
+            or not isinstance(answer.body, bytes)
+        ):
             return answer
         return web.json_response({**json.loads(answer.body), "wire_version": version})
 
@@ -515,22 +589,32 @@ def served_by(services: list[FakeService]) -> list[int]:
 async def test_static_workers_of_another_model_than_most_are_left_out(fleet_of: Any) -> None:
     """A request was answered by one model or the other, as the policy had it."""
     (p, prefill), (other, stray), (d, decode) = (
-        await fleet_of("prefill", "b"), await fleet_of("prefill", "a"), await fleet_of("decode", "b"),
-    )  # fmt: skip
+        await fleet_of("prefill", "b"),
+        await fleet_of("prefill", "a"),
+        await fleet_of("decode", "b"),
+    )
     async with routed(other, p, decodes=(d,)) as front:
         assert [(await front.ask())[0] for _ in range(4)] == [200] * 4
         assert served_by([stray, prefill, decode]) == [0, 4, 4]
         reason = front.worker(other).reason
         assert reason == "it serves 'fake' (a), and other workers here 'fake' (b)"
         assert not (await front.checked(other)).up, "while the others serve theirs"
-        entry = next(one for one in (await front.call("GET", "/workers"))[1]["workers"] if one["url"] == other.url)
+        entry = next(
+            one
+            for one in (await front.call("GET", "/workers"))[1]["workers"]
+            if one["url"] == other.url
+        )
         assert (entry["is_healthy"], entry["reason"]) == (False, reason)
 
 
-async def test_a_worker_of_another_model_that_was_there_first_does_not_keep_out_a_pair(fleet_of: Any) -> None:
+async def test_a_worker_of_another_model_that_was_there_first_does_not_keep_out_a_pair(
+    fleet_of: Any,
+) -> None:
     (stray, _), (p, prefill), (d, decode) = (
-        await fleet_of("prefill", "a"), await fleet_of("prefill", "b"), await fleet_of("decode", "b"),
-    )  # fmt: skip
+        await fleet_of("prefill", "a"),
+        await fleet_of("prefill", "b"),
+        await fleet_of("decode", "b"),
+    )
     prefill.unavailable_reason = decode.unavailable_reason = "loading"
     async with routed(stray, p, decodes=(d,)) as front:
         assert front.worker(stray).up
@@ -555,13 +639,17 @@ async def test_only_workers_that_fit_serve_a_request_together(
     fleet_of: Any, old: dict[str, Any], new: dict[str, Any], part: str
 ) -> None:
     """While a fleet is upgraded there are both: half of the requests failed, at the link."""
-    workers = [await fleet_of(role, **traits) for role in ("prefill", "decode") for traits in (old, new)]
+    workers = [
+        await fleet_of(role, **traits) for role in ("prefill", "decode") for traits in (old, new)
+    ]
     servers, services = [server for server, _ in workers], [service for _, service in workers]
     async with routed(*servers[:2], decodes=tuple(servers[2:])) as front:
         for _ in range(6):
             assert (await front.ask())[0] == 200
         prefill_old, prefill_new, decode_old, decode_new = served_by(services)
-        assert (prefill_old, prefill_new) == (decode_old, decode_new) and prefill_old and prefill_new
+        assert (
+            (prefill_old, prefill_new) == (decode_old, decode_new) and prefill_old and prefill_new
+        )
         services[2].unavailable_reason = "its machine is off"
         await front.checked(servers[2])
         assert part in front.router.workers.trouble(front.worker(servers[0]))
@@ -571,7 +659,11 @@ async def test_only_workers_that_fit_serve_a_request_together(
         assert served_by(services) == [before[0], before[1] + 4, before[2], before[3] + 4]
         front.worker(servers[1]).mark_down("it restarts")  # nobody fits anybody
         status, answer = await front.ask()
-        assert status == 503 and part.rpartition(" and not ")[0].removeprefix("it has ") in answer["error"]["message"]
+        assert (
+            status == 503
+            and part.rpartition(" and not ")[0].removeprefix("it has ")
+            in answer["error"]["message"]
+        )
         status, answer = await front.call("GET", "/health")
         assert status == 503 and part in answer["error"]["message"]
         await front.checked(servers[1])
@@ -582,13 +674,21 @@ async def test_a_joining_worker_that_fits_nobody_is_told_so(front: Front, fleet_
     assert (await front.join((await fleet_of("prefill", wire=3))[0]))[0] == 202
     server, _ = await fleet_of("decode", wire=4)
     status, answer = await front.join(server)
-    assert (status, answer["message"]) == (202, "no prefill here fits it: it has wire version 4 and not 3")
+    assert (status, answer["message"]) == (
+        202,
+        "no prefill here fits it: it has wire version 4 and not 3",
+    )
     assert (await front.ask())[0] == 503
-    assert (await front.join((await fleet_of("prefill", wire=4))[0]))[1]["message"] == "it gets requests"
+    assert (await front.join((await fleet_of("prefill", wire=4))[0]))[1][
+        "message"
+    ] == "it gets requests"
     assert (await front.ask())[0] == 200
 
 
 async def test_a_worker_says_its_wire_version(front: Front, decode_server: Server) -> None:
     await front.join(decode_server)
     identity = front.worker(decode_server).identity
-    assert identity is not None and (identity.wire_version, identity.data_plane) == (WIRE_VERSION, "fake")
+    assert identity is not None and (identity.wire_version, identity.data_plane) == (
+        WIRE_VERSION,
+        "fake",
+    )

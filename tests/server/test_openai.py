@@ -29,15 +29,20 @@ async def test_one_model(client: openai.AsyncOpenAI) -> None:
         assert caught.value.code == "model_not_found"
 
 
-async def test_another_model_is_not_found(client: openai.AsyncOpenAI, decode: Role, prefill: Role) -> None:
+async def test_another_model_is_not_found(
+    client: openai.AsyncOpenAI, decode: Role, prefill: Role
+) -> None:
     with pytest.raises(openai.NotFoundError) as chat:
-        await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "w1"}])
+        await client.chat.completions.create(
+            model="other", messages=[{"role": "user", "content": "w1"}]
+        )
     with pytest.raises(openai.NotFoundError) as text:
         await client.completions.create(model="other", prompt="w1")
     for caught in (chat, text):
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
         assert "'other' is not served here; ask for 'fake'" in str(caught.value)
-    assert len(prefill.service.refused) == len(decode.service.refused) == 2  # each leg tells the other one
+    # Each leg tells the other one.
+    assert len(prefill.service.refused) == len(decode.service.refused) == 2
     assert decode.service.requests == []
 
 
@@ -49,9 +54,14 @@ async def test_sglangs_default_is_any_model(client: openai.AsyncOpenAI) -> None:
 async def test_chat(client: openai.AsyncOpenAI) -> None:
     messages: Any = [
         {"role": "system", "content": "w1"},
-        {"role": "user", "content": [{"type": "text", "text": "w2 "}, {"type": "text", "text": "w3"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "w2 "}, {"type": "text", "text": "w3"}],
+        },
     ]
-    answer = await client.chat.completions.create(model="fake", messages=messages, max_tokens=3, temperature=0)
+    answer = await client.chat.completions.create(
+        model="fake", messages=messages, max_tokens=3, temperature=0
+    )
     assert (answer.choices[0].message.content or "").split() == ["w4", "w5", "w6"]
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
@@ -59,16 +69,26 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
     assert answer.id.startswith("chatcmpl-")
 
 
-async def test_chat_without_a_limit_may_fill_what_the_pool_has_left(client: openai.AsyncOpenAI, decode: Role) -> None:
+async def test_chat_without_a_limit_may_fill_what_the_pool_has_left(
+    client: openai.AsyncOpenAI, decode: Role
+) -> None:
     await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "w1"}])
     assert decode.service.requests[0].params.max_new_tokens == 63
 
 
-async def test_chat_choices_seed_stop_and_logprobs(client: openai.AsyncOpenAI, decode: Role) -> None:
+async def test_chat_choices_seed_stop_and_logprobs(
+    client: openai.AsyncOpenAI, decode: Role
+) -> None:
     answer = await client.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "w1"}], n=2, seed=5, stop=["w4"], logprobs=True,
-        top_logprobs=2, max_completion_tokens=9,
-    )  # fmt: skip
+        model="fake",
+        messages=[{"role": "user", "content": "w1"}],
+        n=2,
+        seed=5,
+        stop=["w4"],
+        logprobs=True,
+        top_logprobs=2,
+        max_completion_tokens=9,
+    )
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice in answer.choices:
         assert (choice.message.content or "").split() == ["w2", "w3"]
@@ -83,12 +103,24 @@ async def test_chat_choices_seed_stop_and_logprobs(client: openai.AsyncOpenAI, d
 
 async def test_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "w1"}], max_tokens=3, stream=True, n=2,
-        stream_options={"include_usage": True}, logprobs=True,
-    )  # fmt: skip
+        model="fake",
+        messages=[{"role": "user", "content": "w1"}],
+        max_tokens=3,
+        stream=True,
+        n=2,
+        stream_options={"include_usage": True},
+        logprobs=True,
+    )
     chunks = [chunk async for chunk in stream]
-    found = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
-    assert found and {frozenset(logprobs.model_fields_set) for logprobs in found} == {frozenset({"content", "refusal"})}
+    found = [
+        choice.logprobs
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs is not None
+    ]
+    assert found and {frozenset(logprobs.model_fields_set) for logprobs in found} == {
+        frozenset({"content", "refusal"})
+    }
     texts = ["", ""]
     for chunk in chunks:
         for choice in chunk.choices:
@@ -102,10 +134,15 @@ async def test_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_completions_of_texts_and_of_token_ids(client: openai.AsyncOpenAI) -> None:
-    answer = await client.completions.create(model="fake", prompt=["w1", "w5 w6"], max_tokens=2, n=2, echo=True)
+    answer = await client.completions.create(
+        model="fake", prompt=["w1", "w5 w6"], max_tokens=2, n=2, echo=True
+    )
     assert [choice.text.split() for choice in answer.choices] == [
-        ["w1w2", "w3"], ["w1w2", "w3"], ["w5", "w6w7", "w8"], ["w5", "w6w7", "w8"],
-    ]  # fmt: skip
+        ["w1w2", "w3"],
+        ["w1w2", "w3"],
+        ["w5", "w6w7", "w8"],
+        ["w5", "w6w7", "w8"],
+    ]
     for prompt in ([9], [[9]]):
         answer = await client.completions.create(model="fake", prompt=prompt, max_tokens=2)
         assert answer.choices[0].text.split() == ["w10", "w11"]
@@ -137,10 +174,19 @@ async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "w1"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type text"),
-        ({"messages": [{"role": "user", "content": [{"type": "refusal", "text": "w1"}]}]}, "type text"),
-        ({"messages": [{"role": "user", "content": "w1"}], "tools": [{"type": "function"}]}, "tools"),
         (
-            {"messages": [{"role": "user", "content": "w1"}], "response_format": {"type": "json_object"}},
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "w1"}]}]},
+            "type text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "w1"}], "tools": [{"type": "function"}]},
+            "tools",
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": "w1"}],
+                "response_format": {"type": "json_object"},
+            },
             "response_format",
         ),
         ({"messages": [{"role": "user", "content": "w1"}], "top_logprobs": 1}, "logprobs"),
@@ -149,7 +195,9 @@ async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
         ({"messages": [{"role": "user", "content": "w1"}], "max_tokens": 1000}, "context"),
     ],
 )
-async def test_bad_chats_are_bad_requests(client: openai.AsyncOpenAI, arguments: dict[str, Any], part: str) -> None:
+async def test_bad_chats_are_bad_requests(
+    client: openai.AsyncOpenAI, arguments: dict[str, Any], part: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="fake", **arguments)
     assert part in str(caught.value)
@@ -163,7 +211,9 @@ async def test_a_full_server_is_retryable(client: openai.AsyncOpenAI, decode: Ro
     assert caught.value.response.headers["Retry-After"] == "1"
 
 
-async def test_an_error_in_a_stream_reaches_the_client(client: openai.AsyncOpenAI, decode: Role) -> None:
+async def test_an_error_in_a_stream_reaches_the_client(
+    client: openai.AsyncOpenAI, decode: Role
+) -> None:
     decode.service.fail_after = 1
     stream = await client.completions.create(model="fake", prompt="w1", stream=True)
     with pytest.raises(openai.APIError, match="step failed"):
@@ -171,13 +221,18 @@ async def test_an_error_in_a_stream_reaches_the_client(client: openai.AsyncOpenA
             pass
 
 
-async def test_a_model_without_tokenizer_serves_token_ids_only(decode: Role, session: aiohttp.ClientSession) -> None:
+async def test_a_model_without_tokenizer_serves_token_ids_only(
+    decode: Role, session: aiohttp.ClientSession
+) -> None:
     decode.tokenizer._tokenizer = None
     async with served(decode.app) as server:
         for path, body in (
             ("/v1/completions", {"prompt": "w1"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1"}]}),
-            ("/v1/completions", {"prompt": [1], "stop": "w5", "bootstrap_room": 1, "bootstrap_host": "h"}),
+            (
+                "/v1/completions",
+                {"prompt": [1], "stop": "w5", "bootstrap_room": 1, "bootstrap_host": "h"},
+            ),
         ):
             async with session.post(server.make_url(path), json=body) as answer:
                 assert answer.status == 400

@@ -18,7 +18,15 @@ from kvflow.launch.operator import declare_dead
 from kvflow.protocols.errors import Code, MisuseError
 from kvflow.server.http.authorization import Keys
 from kvflow.server.http.completion_service import RankReport
-from tests.server.fake_service import OPTIMISM, RETRACTION, FakeService, Meeting, Role, Server, served
+from tests.server.fake_service import (
+    OPTIMISM,
+    RETRACTION,
+    FakeService,
+    Meeting,
+    Role,
+    Server,
+    served,
+)
 
 Session = aiohttp.ClientSession
 
@@ -28,7 +36,9 @@ async def get(session: Session, server: Server, path: str) -> tuple[int, Any]:
         return answer.status, json.loads(await answer.read())
 
 
-async def test_health_follows_the_engine_and_the_drain(decode: Role, decode_server: Server, session: Session) -> None:
+async def test_health_follows_the_engine_and_the_drain(
+    decode: Role, decode_server: Server, session: Session
+) -> None:
     for path in ("/health", "/health_generate"):
         assert (await get(session, decode_server, path))[0] == 200
     decode.service.unavailable_reason = "the engine has stopped"
@@ -90,13 +100,19 @@ async def test_a_draining_server_refuses_and_tells_the_other_leg(
     assert (room, cause.code) == (3, Code.SHUTDOWN)
 
 
-async def test_more_than_the_most_running_requests_are_refused(meeting: Meeting, session: Session) -> None:
+async def test_more_than_the_most_running_requests_are_refused(
+    meeting: Meeting, session: Session
+) -> None:
     role = Role(FakeService("decode", meeting), max_requests=1)
     async with served(role.app) as server:
         url = server.make_url("/generate")
-        first = asyncio.create_task(session.post(url, json={"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h"}))
+        first = asyncio.create_task(
+            session.post(url, json={"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h"})
+        )
         await asyncio.wait_for(role.service.started.wait(), 5)
-        async with session.post(url, json={"text": "w1", "bootstrap_room": 2, "bootstrap_host": "h"}) as second:
+        async with session.post(
+            url, json={"text": "w1", "bootstrap_room": 2, "bootstrap_host": "h"}
+        ) as second:
             assert second.status == 503
             assert json.loads(await second.read())["error"]["code"] == "capacity"
         meeting.of(1).set_result(None)
@@ -107,7 +123,9 @@ async def test_completions_are_counted_and_not_bodies(meeting: Meeting, session:
     role = Role(FakeService("decode", meeting), max_requests=5)
     host = {"bootstrap_host": "h"}
 
-    async def post(server: Server, rooms: list[int], prompts: str | list[str], n: int = 1) -> tuple[int, Any]:
+    async def post(
+        server: Server, rooms: list[int], prompts: str | list[str], n: int = 1
+    ) -> tuple[int, Any]:
         body = {"text": prompts, "bootstrap_room": rooms, "sampling_params": {"n": n}, **host}
         async with session.post(server.make_url("/generate"), json=body) as answer:
             return answer.status, json.loads(await answer.read())
@@ -140,7 +158,13 @@ async def test_a_request_that_takes_too_long_is_504(meeting: Meeting, session: S
 
 
 OWN_KEYS = {
-    *("pp_size", "disaggregation_bootstrap_port", "disaggregation_transfer_backend", "page_size", "max_model_len"),
+    *(
+        "pp_size",
+        "disaggregation_bootstrap_port",
+        "disaggregation_transfer_backend",
+        "page_size",
+        "max_model_len",
+    ),
     *("version", "role", "model", "dtype", "fingerprint"),
     *("sampling_defaults", "host", "control_endpoint", "data_plane", "wire_version"),
     *("incarnation", "pool", "pages", "rows", "prefix_cache"),
@@ -162,23 +186,40 @@ OWN_KEYS = {
 async def test_server_info(prefill_server: Server, session: Session, path: str) -> None:
     status, info = await get(session, prefill_server, path)
     assert status == 200
-    routers = {"model_path", "served_model_name", "tp_size", "dp_size", "load_balance_method", "disaggregation_mode"}
+    routers = {
+        "model_path",
+        "served_model_name",
+        "tp_size",
+        "dp_size",
+        "load_balance_method",
+        "disaggregation_mode",
+    }
     assert routers <= set(info)
-    assert set(info) == routers | OWN_KEYS, "whoever takes a key away takes it from an operator's script"
+    assert set(info) == routers | OWN_KEYS, (
+        "whoever takes a key away takes it from an operator's script"
+    )
     assert info["disaggregation_mode"] == info["role"] == "prefill"
     assert info["disaggregation_bootstrap_port"] == 8998
     assert info["incarnation"] == "0000000000000abc"
     assert info["control_endpoint"] == "tcp://127.0.0.1:1"
     assert info["data_plane"] == "fake"
     shape = {"page_size": 16, "num_pages": 4, "page_bytes": 1024, "components": 2}
-    assert info["pool"] == {**shape, "tokens": 64, "bytes": 4608, "dtype": "bfloat16", "device": "cpu"}
+    assert info["pool"] == {
+        **shape,
+        "tokens": 64,
+        "bytes": 4608,
+        "dtype": "bfloat16",
+        "device": "cpu",
+    }
     assert info["max_model_len"] == 65, "less than the model's context, as the pool is smaller"
     assert info["pages"] == {"free": 3, "total": 4, "home": False, "room": 1}
     assert info["rows"] == {"free": 6, "total": 8, "sequence": 2}
     assert info["retraction"] is None
 
 
-async def test_a_prefill_retracts_nothing_and_says_nothing_of_it(prefill_server: Server, session: Session) -> None:
+async def test_a_prefill_retracts_nothing_and_says_nothing_of_it(
+    prefill_server: Server, session: Session
+) -> None:
     async with session.get(prefill_server.make_url("/metrics")) as answer:
         text = await answer.text()
     assert "kvflow_retracts_total" not in text and "kvflow_decode_steps_total" not in text
@@ -201,27 +242,63 @@ async def test_a_prefill_over_several_ranks_says_what_each_has(
 ) -> None:
     """Of one that is not there, no more than that."""
     there = RankReport(
-        rank=0, up=True, pages_free=3, pages_total=8, pinned_pages=2, rooms={"transferring": 4}, requests=5, tickets=6,
-        bytes_moved=512, internal_errors={"step": 7}, cache=cache_stats(host_pages=9, hit_tokens=64),
-    )  # fmt: skip
+        rank=0,
+        up=True,
+        pages_free=3,
+        pages_total=8,
+        pinned_pages=2,
+        rooms={"transferring": 4},
+        requests=5,
+        tickets=6,
+        bytes_moved=512,
+        internal_errors={"step": 7},
+        cache=cache_stats(host_pages=9, hit_tokens=64),
+    )
     prefill.service.changed_report = {"pp_size": 2, "ranks": (there, RankReport(rank=1, up=False))}
     _, info = await get(session, prefill_server, "/server_info")
-    assert (info["pp_size"], info["tp_size"], info["ranks"][0]) == (2, 1, msgspec.to_builtins(there))
+    assert (info["pp_size"], info["tp_size"], info["ranks"][0]) == (
+        2,
+        1,
+        msgspec.to_builtins(there),
+    )
     async with session.get(prefill_server.make_url("/metrics")) as answer:
         families = list(text_string_to_metric_families(await answer.text()))
-    samples = [sample for family in families for sample in family.samples if sample.name.startswith("kvflow_rank_")]
-    found = {(s.name.removeprefix("kvflow_rank_"), *sorted(s.labels.values())): s.value for s in samples}
+    samples = [
+        sample
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith("kvflow_rank_")
+    ]
+    found = {
+        (s.name.removeprefix("kvflow_rank_"), *sorted(s.labels.values())): s.value for s in samples
+    }
     assert found == {
-        ("up", "0"): 1, ("up", "1"): 0, ("pages_free", "0"): 3, ("pool_pages", "0"): 8, ("pinned_pages", "0"): 2,
-        ("requests", "0"): 5, ("tickets", "0"): 6, ("transfer_bytes_total", "0"): 512,
-        ("rooms", "0", "transferring"): 4, ("internal_errors_total", "0", "step"): 7,
-        ("cache_pages", "0"): 4, ("cache_host_pages", "0"): 9, ("cache_hit_tokens_total", "0"): 64,
-        ("cache_evicted_pages_total", "0"): 0, ("cache_failed_copies_total", "0"): 0,
-    }  # fmt: skip
+        ("up", "0"): 1,
+        ("up", "1"): 0,
+        ("pages_free", "0"): 3,
+        ("pool_pages", "0"): 8,
+        ("pinned_pages", "0"): 2,
+        ("requests", "0"): 5,
+        ("tickets", "0"): 6,
+        ("transfer_bytes_total", "0"): 512,
+        ("rooms", "0", "transferring"): 4,
+        ("internal_errors_total", "0", "step"): 7,
+        ("cache_pages", "0"): 4,
+        ("cache_host_pages", "0"): 9,
+        ("cache_hit_tokens_total", "0"): 64,
+        ("cache_evicted_pages_total", "0"): 0,
+        ("cache_failed_copies_total", "0"): 0,
+    }
 
 
 def cache_stats(**counts: Any) -> CacheStats:
-    base = {"pages": 4, "evictable_pages": 0, "asked_tokens": 0, "hit_tokens": 0, "evicted_pages": 0}
+    base = {
+        "pages": 4,
+        "evictable_pages": 0,
+        "asked_tokens": 0,
+        "hit_tokens": 0,
+        "evicted_pages": 0,
+    }
     return CacheStats(**base | counts)
 
 
@@ -229,7 +306,12 @@ async def sglang_samples(session: Session, server: Server) -> dict[tuple[str, ..
     """By name, tp_rank and pp_rank."""
     async with session.get(server.make_url("/metrics")) as answer:
         families = list(text_string_to_metric_families(await answer.text()))
-    samples = [sample for family in families for sample in family.samples if sample.name.startswith("sglang:")]
+    samples = [
+        sample
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith("sglang:")
+    ]
     return {
         (s.name.removeprefix("sglang:"), s.labels["tp_rank"], s.labels["pp_rank"]): s.value
         for s in samples
@@ -237,18 +319,29 @@ async def sglang_samples(session: Session, server: Server) -> dict[tuple[str, ..
     }
 
 
-async def test_dashboards_of_sglang_see_every_rank(prefill: Role, prefill_server: Server, session: Session) -> None:
-    """The first one by the worker itself, the others by what they tell it; of one that is not there nothing."""
+async def test_dashboards_of_sglang_see_every_rank(
+    prefill: Role, prefill_server: Server, session: Session
+) -> None:
+    """The first one by the worker itself, the others by what they tell it; of one that is not there
+    nothing.
+    """
     page = prefill.service.report().pool.page_size
     others = [
         RankReport(
-            rank=rank, up=rank != 2, pages_free=3 * rank, pages_total=10 * rank,
+            rank=rank,
+            up=rank != 2,
+            pages_free=3 * rank,
+            pages_total=10 * rank,
             rooms={"bootstrapped": rank, "sent": 1},
             cache=cache_stats(evictable_pages=rank, asked_tokens=100, hit_tokens=10 * rank),
         )
         for rank in (1, 2, 3)
-    ]  # fmt: skip
-    changes = {"pp_size": 2, "tp_size": 2, "ranks": (RankReport(rank=0, up=True, pages_total=999), *others)}
+    ]
+    changes = {
+        "pp_size": 2,
+        "tp_size": 2,
+        "ranks": (RankReport(rank=0, up=True, pages_total=999), *others),
+    }
     prefill.service.changed_report = changes
     found = await sglang_samples(session, prefill_server)
     report = prefill.service.report()
@@ -261,8 +354,14 @@ async def test_dashboards_of_sglang_see_every_rank(prefill: Role, prefill_server
         ("num_prefill_bootstrap_queue_reqs", 0, 1, 3),
         ("num_prefill_inflight_queue_reqs", 1, 1, 1),
     ):
-        assert [found[name, *rank] for rank in (("0", "0"), ("1", "0"), ("1", "1"))] == [first, second, fourth], name
-    assert ("num_running_reqs", "1", "0") not in found, "which of its requests run, a rank does not tell"
+        assert [found[name, *rank] for rank in (("0", "0"), ("1", "0"), ("1", "1"))] == [
+            first,
+            second,
+            fourth,
+        ], name
+    assert ("num_running_reqs", "1", "0") not in found, (
+        "which of its requests run, a rank does not tell"
+    )
     prefill.service.changed_report = {}
     found = await sglang_samples(session, prefill_server)
     assert {name[1:] for name in found} == {("0", "0")}
@@ -303,7 +402,9 @@ async def test_hicache_s_names_are_there_where_a_tier_fills_them(
     async with session.get(prefill_server.make_url("/metrics")) as answer:
         text = await answer.text()
     labels = 'dp_rank="0",pp_rank="0",pp_size="1",storage_backend="file",tp_rank="0"'
-    (line,) = (line for line in text.splitlines() if line.startswith("sglang:backuped_tokens_total{"))
+    (line,) = (
+        line for line in text.splitlines() if line.startswith("sglang:backuped_tokens_total{")
+    )
     assert all(part in line for part in labels.split(","))
     assert 'cache_type="PrefixCache"' in text
 
@@ -314,7 +415,9 @@ async def test_a_decode_says_what_it_retracted(decode_server: Server, session: S
     assert info["optimistic_prefill"] is None
 
 
-async def test_model_info_load_rooms_and_flush(decode: Role, decode_server: Server, session: Session) -> None:
+async def test_model_info_load_rooms_and_flush(
+    decode: Role, decode_server: Server, session: Session
+) -> None:
     for path in ("/model_info", "/get_model_info"):
         assert (await get(session, decode_server, path))[1]["model_path"] == "fake/model"
     for path in ("/get_load", "/get_loads"):
@@ -326,14 +429,18 @@ async def test_model_info_load_rooms_and_flush(decode: Role, decode_server: Serv
     assert (await get(session, decode_server, "/rooms/five"))[0] == 400
 
 
-async def test_unknown_routes_and_methods_have_error_bodies(decode_server: Server, session: Session) -> None:
+async def test_unknown_routes_and_methods_have_error_bodies(
+    decode_server: Server, session: Session
+) -> None:
     status, body = await get(session, decode_server, "/nope")
     assert status == 404
     assert body["error"]["type"] == "not_found_error"
     assert (await get(session, decode_server, "/generate"))[0] == 405
 
 
-async def test_metrics_are_valid_and_carry_both_vocabularies(decode_server: Server, session: Session) -> None:
+async def test_metrics_are_valid_and_carry_both_vocabularies(
+    decode_server: Server, session: Session
+) -> None:
     await get(session, decode_server, "/health")
     async with session.get(decode_server.make_url("/metrics")) as answer:
         text = (await answer.read()).decode()
@@ -355,12 +462,25 @@ async def test_metrics_are_valid_and_carry_both_vocabularies(decode_server: Serv
     assert samples[("kvflow_pool_rows",)] == 8
     assert samples[("kvflow_decode_steps_total",)] == 77
     for name, want in (
-        *(("retracts_total", 9), ("resumes_total", 5), ("recomputes_total", 3), ("retracted_requests", 1)),
-        *(("host_memory_bytes", 4096), ("host_memory_limit_bytes", 8192), ("new_token_ratio", 0.25)),
+        *(
+            ("retracts_total", 9),
+            ("resumes_total", 5),
+            ("recomputes_total", 3),
+            ("retracted_requests", 1),
+        ),
+        *(
+            ("host_memory_bytes", 4096),
+            ("host_memory_limit_bytes", 8192),
+            ("new_token_ratio", 0.25),
+        ),
     ):
         assert samples[(f"kvflow_{name}",)] == want
     for name, want in (
-        *(("num_retracted_reqs", 1), ("num_retracted_requests_total", 9), ("new_token_ratio", 0.25)),
+        *(
+            ("num_retracted_reqs", 1),
+            ("num_retracted_requests_total", 9),
+            ("new_token_ratio", 0.25),
+        ),
         ("mamba_usage", 0.25),
     ):
         assert samples[(f"sglang:{name}", "0", "0", "0", "decode", "m")] == want
@@ -380,7 +500,9 @@ async def test_quarantine_above_its_limit_is_a_degraded_server(
     assert "600 pages" in body["error"]["message"]
 
 
-async def test_a_peer_is_declared_dead_by_who_has_the_key(meeting: Meeting, session: Session) -> None:
+async def test_a_peer_is_declared_dead_by_who_has_the_key(
+    meeting: Meeting, session: Session
+) -> None:
     role = Role(FakeService("decode", meeting), keys=Keys("open", "sesame"))
     key = {"Authorization": "Bearer sesame"}
     async with served(role.app) as server:
@@ -394,14 +516,20 @@ async def test_a_peer_is_declared_dead_by_who_has_the_key(meeting: Meeting, sess
             async with session.post(server.make_url(wrong), headers=key) as answer:
                 assert answer.status == 400
         assert role.service.dead == []
-        async with session.post(server.make_url(path + "?why=it+burnt+down"), headers=key) as answer:
+        async with session.post(
+            server.make_url(path + "?why=it+burnt+down"), headers=key
+        ) as answer:
             assert answer.status == 200
         [(incarnation, why)] = role.service.dead
         assert incarnation == 0xABCD and "127.0.0.1" in why and "it burnt down" in why
 
 
-async def test_without_a_key_nobody_is_declared_dead(decode: Role, decode_server: Server, session: Session) -> None:
-    async with session.post(decode_server.make_url("/peers/000000000000abcd/declare_dead")) as answer:
+async def test_without_a_key_nobody_is_declared_dead(
+    decode: Role, decode_server: Server, session: Session
+) -> None:
+    async with session.post(
+        decode_server.make_url("/peers/000000000000abcd/declare_dead")
+    ) as answer:
         assert answer.status == 403
         assert "--admin-api-key" in json.loads(await answer.read())["error"]["message"]
     assert decode.service.dead == []
@@ -413,7 +541,9 @@ async def test_declaring_dead_from_the_command_line(
 ) -> None:
     role = Role(FakeService("decode", meeting), keys=Keys("open", "sesame"))
     async with served(role.app) as server:
-        asking = asyncio.to_thread(declare_dead, server.url + "/", key, "000000000000abcd", "its machine is off")
+        asking = asyncio.to_thread(
+            declare_dead, server.url + "/", key, "000000000000abcd", "its machine is off"
+        )
         if key == "sesame":
             await asking
             assert json.loads(capsys.readouterr().out)["declared_dead"] == "000000000000abcd"

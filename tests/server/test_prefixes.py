@@ -21,12 +21,18 @@ def namespaces(role: Role) -> list[Namespace]:
     return [request.namespace for request in role.service.requests]
 
 
-async def test_both_legs_keep_the_same_prompts_apart(client: openai.AsyncOpenAI, prefill: Role, decode: Role) -> None:
+async def test_both_legs_keep_the_same_prompts_apart(
+    client: openai.AsyncOpenAI, prefill: Role, decode: Role
+) -> None:
     salted: Any = {"cache_salt": "mine"}
-    await client.chat.completions.create(model="fake", messages=CHAT, max_tokens=1, extra_body=salted)
+    await client.chat.completions.create(
+        model="fake", messages=CHAT, max_tokens=1, extra_body=salted
+    )
     await client.completions.create(model="fake", prompt="w1", max_tokens=1, n=2, extra_body=salted)
     await client.completions.create(model="fake", prompt="w1", max_tokens=1)
-    await client.completions.create(model="fake", prompt="w1", max_tokens=1, extra_body={"cache_salt": ""})
+    await client.completions.create(
+        model="fake", prompt="w1", max_tokens=1, extra_body={"cache_salt": ""}
+    )
     for role in (prefill, decode):
         assert namespaces(role) == [Namespace(salt="mine")] * 3 + [ANY] * 2
 
@@ -53,19 +59,31 @@ async def test_each_prompt_of_a_body_has_its_own(
 
 
 @pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
-@pytest.mark.parametrize(("value", "why"), [
-    (1, "Expected `str | array | null`"),
-    ({}, "Expected `str | array | null`"),
-    ([1], "Expected `str`"),
-    (["a", "b"], "{}: 2 entries for 1 prompts; give one for each"),
-    ("x" * 513, "{}: 513 characters, limit 512"),
-    ("a\0b", "{}: it has a NUL character"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (1, "Expected `str | array | null`"),
+        ({}, "Expected `str | array | null`"),
+        ([1], "Expected `str`"),
+        (["a", "b"], "{}: 2 entries for 1 prompts; give one for each"),
+        ("x" * 513, "{}: 513 characters, limit 512"),
+        ("a\0b", "{}: it has a NUL character"),
+    ],
+)
 async def test_what_is_no_salt_is_refused(
-    field: str, value: Any, why: str, decode: Role, decode_server: Server, session: aiohttp.ClientSession
+    field: str,
+    value: Any,
+    why: str,
+    decode: Role,
+    decode_server: Server,
+    session: aiohttp.ClientSession,
 ) -> None:
     status, answer = await post(session, decode_server, body(**{field: value}))
-    assert status == 400 and why.format(field) in answer["error"]["message"] and field in answer["error"]["message"]
+    assert (
+        status == 400
+        and why.format(field) in answer["error"]["message"]
+        and field in answer["error"]["message"]
+    )
     assert "\n" not in answer["error"]["message"] and not decode.service.requests
     assert (await post(session, decode_server, body(**{field: "x" * 512})))[0] == 200
 
@@ -78,8 +96,12 @@ async def test_answers_and_streams_say_how_many_tokens_were_cached(
     def cached(answer: Any) -> int:
         return answer.usage.prompt_tokens_details.cached_tokens  # type: ignore[no-any-return]
 
-    assert cached(await client.chat.completions.create(model="fake", messages=CHAT, max_tokens=3)) == 2
-    both = await client.completions.create(model="fake", prompt=["w1 w2 w3", "w4 w5 w6"], max_tokens=3, n=2)
+    assert (
+        cached(await client.chat.completions.create(model="fake", messages=CHAT, max_tokens=3)) == 2
+    )
+    both = await client.completions.create(
+        model="fake", prompt=["w1 w2 w3", "w4 w5 w6"], max_tokens=3, n=2
+    )
     assert cached(both) == 4, "once for each prompt, not for each of its choices"
     told: Any = {"include_usage": True, "continuous_usage_stats": True}
     stream = await client.completions.create(
@@ -88,6 +110,12 @@ async def test_answers_and_streams_say_how_many_tokens_were_cached(
     assert {cached(chunk) async for chunk in stream} == {2}
     _, answer = await post(session, decode_server, body())
     assert answer["meta_info"]["cached_tokens"] == 2
-    async with session.post(decode_server.make_url("/generate"), json=body(bootstrap_room=8, stream=True)) as found:
-        lines = [line.removeprefix(b"data: ") for line in (await found.read()).split(b"\n\n") if b"{" in line]
+    async with session.post(
+        decode_server.make_url("/generate"), json=body(bootstrap_room=8, stream=True)
+    ) as found:
+        lines = [
+            line.removeprefix(b"data: ")
+            for line in (await found.read()).split(b"\n\n")
+            if b"{" in line
+        ]
     assert {json.loads(line)["meta_info"]["cached_tokens"] for line in lines} == {2}

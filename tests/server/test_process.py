@@ -99,7 +99,9 @@ async def main(settings):
     print("over")
 process.run_role("prefill", main, Settings())
 """
-    ended = subprocess.run([sys.executable, "-c", role], capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", role], capture_output=True, text=True, timeout=30, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == (["over"] if hangs else ["over", "taken", "apart"])
     assert ("not waiting for threads that hang: kvflow-test" in ended.stderr) is hangs
@@ -178,7 +180,9 @@ async def test_a_second_signal_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_drains_and_ends_with_status_0(number: signal.Signals, session: aiohttp.ClientSession) -> None:
+async def test_a_signal_drains_and_ends_with_status_0(
+    number: signal.Signals, session: aiohttp.ClientSession
+) -> None:
     process, url = await start_role(30)
     work = asyncio.create_task(session.get(f"{url}/work?s=0.5"))
     async with asyncio.timeout(10):
@@ -216,7 +220,8 @@ def test_a_child_dies_with_its_parent_however_that_dies() -> None:
     parent = (
         "import os, subprocess, sys, time\n"
         "env = {**os.environ, 'KVFLOW_PARENT_PID': str(os.getpid())}\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], env=env, stdout=subprocess.PIPE)\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], env=env, "
+        "stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
@@ -245,7 +250,11 @@ def test_the_meeting_directory_of_a_model_goes_with_its_process(end: str, tmp_pa
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         assert process.stdout is not None and process.stdin is not None
         found, mode = process.stdout.readline().split()
@@ -268,7 +277,9 @@ def test_every_interface_is_told_as_an_address_peers_can_use() -> None:
     assert [ipaddress.ip_address(reachable(host)).version for host in ("0.0.0.0", "::")] == [4, 6]
 
 
-def test_without_a_route_to_anywhere_peers_of_this_machine_get_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_route_to_anywhere_peers_of_this_machine_get_its_own_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Cut(socket.socket):
         def connect(self, address: Any) -> None:
             raise OSError(errno.ENETUNREACH, "Network is unreachable")
@@ -279,7 +290,13 @@ def test_without_a_route_to_anywhere_peers_of_this_machine_get_its_own_address(m
 
 @pytest.mark.parametrize(
     ("host", "shown"),
-    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.1.2.3", "10.1.2.3"), ("fd00::1", "[fd00::1]"), ("host", "host")],
+    [
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("10.1.2.3", "10.1.2.3"),
+        ("fd00::1", "[fd00::1]"),
+        ("host", "host"),
+    ],
 )
 def test_a_url_of_every_interface_is_one_that_this_machine_reaches(host: str, shown: str) -> None:
     with socket.socket() as made:

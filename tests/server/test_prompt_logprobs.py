@@ -1,4 +1,6 @@
-"""Log-probabilities of the prompt and echo, as SGLang's /generate and OpenAI's completions have them."""
+"""Log-probabilities of the prompt and echo, as SGLang's /generate and OpenAI's completions have
+them.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,13 @@ async def test_from_where_they_are_asked_for(
 
 
 async def test_top_ones_and_texts(decode_server: Server, session: aiohttp.ClientSession) -> None:
-    found = await meta(session, decode_server, logprob_start_len=1, top_logprobs_num=2, return_text_in_logprobs=True)
+    found = await meta(
+        session,
+        decode_server,
+        logprob_start_len=1,
+        top_logprobs_num=2,
+        return_text_in_logprobs=True,
+    )
     assert found["input_token_logprobs"] == [[None, 2, "w2"], [-0.5, 3, "w3"], [-0.5, 4, "w4"]]
     assert found["input_top_logprobs"] == [
         None,
@@ -78,7 +86,12 @@ async def test_tokens_that_are_named(decode_server: Server, session: aiohttp.Cli
     found = await meta(session, decode_server, logprob_start_len=2, token_ids_logprob=[9, 4])
     assert found["input_token_ids_logprobs"] == [None, [[-9, 9, None], [-4, 4, None]]]
     assert found["output_token_ids_logprobs"] == [[[-9, 9, None], [-4, 4, None]]] * 3
-    document = body(text=["w1 w2", "w5"], bootstrap_room=[7, 8], bootstrap_host=["127.0.0.1"] * 2, bootstrap_port=None)
+    document = body(
+        text=["w1 w2", "w5"],
+        bootstrap_room=[7, 8],
+        bootstrap_host=["127.0.0.1"] * 2,
+        bootstrap_port=None,
+    )
     document |= {"return_logprob": True, "token_ids_logprob": [[9], []], "logprob_start_len": 0}
     status, answer = await post(session, decode_server, document)
     assert status == 200
@@ -95,7 +108,9 @@ async def test_without_return_logprob_nothing_is_scored(
     assert decode.service.requests[0].params.prompt_logprobs_from is None
 
 
-async def test_every_event_of_a_stream_has_them(decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_every_event_of_a_stream_has_them(
+    decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     document = body(return_logprob=True, logprob_start_len=0, stream=True)
     async with session.post(decode_server.make_url("/generate"), json=document) as answer:
         found = [json.loads(event)["meta_info"] for event in (await events(answer))[:-1]]
@@ -104,7 +119,9 @@ async def test_every_event_of_a_stream_has_them(decode_server: Server, session: 
     assert len(found[-1]["output_token_logprobs"]) == 3
 
 
-async def test_each_prompt_and_choice_its_own(decode_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_each_prompt_and_choice_its_own(
+    decode_server: Server, session: aiohttp.ClientSession
+) -> None:
     document = body(
         text=["w1 w2", "w5 w6 w7"],
         return_logprob=True,
@@ -115,15 +132,23 @@ async def test_each_prompt_and_choice_its_own(decode_server: Server, session: ai
     document |= {"bootstrap_host": ["127.0.0.1"] * 4, "bootstrap_port": None}
     status, answer = await post(session, decode_server, document)
     assert status == 200
-    assert [[t[1] for t in one["meta_info"]["input_token_logprobs"]] for one in answer] == [[1, 2]] * 2 + [[6, 7]] * 2
+    assert [[t[1] for t in one["meta_info"]["input_token_logprobs"]] for one in answer] == [
+        [1, 2]
+    ] * 2 + [[6, 7]] * 2
     for one in answer:
-        assert (one["text"], one["output_ids"], one["meta_info"]["output_token_logprobs"]) == ("", [], [])
+        assert (one["text"], one["output_ids"], one["meta_info"]["output_token_logprobs"]) == (
+            "",
+            [],
+            [],
+        )
         assert one["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
         assert one["meta_info"]["completion_tokens"] == 0
     assert [one["meta_info"]["prompt_tokens"] for one in answer] == [2, 2, 3, 3]
 
 
-async def test_prefills_own_answer_has_none(prefill_server: Server, session: aiohttp.ClientSession) -> None:
+async def test_prefills_own_answer_has_none(
+    prefill_server: Server, session: aiohttp.ClientSession
+) -> None:
     """sglang_router puts prefill's before decode's, which has all of them."""
     document = body(return_logprob=True, logprob_start_len=0, bootstrap_room=99)
     status, answer = await post(session, prefill_server, document)
@@ -145,14 +170,22 @@ async def test_echo_with_logprobs(client: openai.AsyncOpenAI) -> None:
     assert answer.choices[3].logprobs is not None
     assert answer.choices[3].logprobs.tokens == ["w5", "w6", "w7", "w8"]
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 4, 9)
+    assert (
+        answer.usage.prompt_tokens,
+        answer.usage.completion_tokens,
+        answer.usage.total_tokens,
+    ) == (5, 4, 9)
 
 
 @pytest.mark.parametrize("logprobs", [None, 1])
-async def test_an_echo_of_the_prompt_alone(client: openai.AsyncOpenAI, logprobs: int | None) -> None:
+async def test_an_echo_of_the_prompt_alone(
+    client: openai.AsyncOpenAI, logprobs: int | None
+) -> None:
     """`max_tokens` 0: how clients score a text."""
     more: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
-    answer = await client.completions.create(model="fake", prompt=TEXT, max_tokens=0, n=2, echo=True, **more)
+    answer = await client.completions.create(
+        model="fake", prompt=TEXT, max_tokens=0, n=2, echo=True, **more
+    )
     for choice in answer.choices:
         assert (choice.text, choice.finish_reason) == (TEXT, "length")
         assert (choice.logprobs is None) == (logprobs is None)
@@ -167,14 +200,24 @@ async def test_a_streamed_echo_is_the_whole_answer_in_parts(
     client: openai.AsyncOpenAI,
     max_tokens: int,
 ) -> None:
-    arguments: Any = {"model": "fake", "prompt": ["w1 w2", "w5"], "n": 2, "echo": True, "logprobs": 1}
+    arguments: Any = {
+        "model": "fake",
+        "prompt": ["w1 w2", "w5"],
+        "n": 2,
+        "echo": True,
+        "logprobs": 1,
+    }
     whole = await client.completions.create(**arguments, max_tokens=max_tokens)
     stream = await client.completions.create(
         **arguments, max_tokens=max_tokens, stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
     for index, choice in enumerate(whole.choices):
-        mine = [chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == index]
+        mine = [
+            chunk.choices[0]
+            for chunk in chunks
+            if chunk.choices and chunk.choices[0].index == index
+        ]
         assert "".join(one.text for one in mine).replace(" ", "") == choice.text.replace(" ", "")
         assert [one.finish_reason for one in mine][-1] == choice.finish_reason == "length"
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
@@ -189,13 +232,21 @@ async def test_a_streamed_echo_is_the_whole_answer_in_parts(
     ("path", "fields", "text"),
     [
         ("/generate", {"logprob_start_len": 4}, "logprob_start_len 4 is outside the prompt, 0..3"),
-        ("/generate", {"logprob_start_len": -2}, "logprob_start_len -2 is outside the prompt, 0..3"),
+        (
+            "/generate",
+            {"logprob_start_len": -2},
+            "logprob_start_len -2 is outside the prompt, 0..3",
+        ),
         ("/generate", {"logprob_start_len": "0"}, "logprob_start_len"),
         ("/generate", {"logprob_start_len": [0, 1]}, "logprob_start_len: 2 entries for 1 prompts"),
         ("/generate", {"token_ids_logprob": [100]}, "token_ids_logprob: token id 100 is outside"),
         ("/generate", {"token_ids_logprob": [1] * 129}, "token_ids_logprob: 129 ids, limit 128"),
         ("/generate", {"token_ids_logprob": [1, [2]]}, "token_ids_logprob must be one list"),
-        ("/generate", {"token_ids_logprob": [[1], [2]]}, "token_ids_logprob: 2 entries for 1 prompts"),
+        (
+            "/generate",
+            {"token_ids_logprob": [[1], [2]]},
+            "token_ids_logprob: 2 entries for 1 prompts",
+        ),
         ("/generate", {"top_logprobs_num": 21}, "top_logprobs_num"),
         ("/v1/completions", {"max_tokens": -1}, "max_tokens"),
         ("/v1/completions", {"max_tokens": 0, "min_tokens": 1}, "(min_tokens) 1 is outside 0..0"),
@@ -203,7 +254,12 @@ async def test_a_streamed_echo_is_the_whole_answer_in_parts(
     ],
 )
 async def test_what_cannot_be_is_refused_and_ends_both_legs(
-    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, path: str, fields: dict[str, Any], text: str
+    prefill: Role,
+    prefill_server: Server,
+    session: aiohttp.ClientSession,
+    path: str,
+    fields: dict[str, Any],
+    text: str,
 ) -> None:
     document = {
         "/generate": body(text=TEXT, return_logprob=True),
@@ -229,21 +285,33 @@ BIG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", BIG)
-async def test_those_of_all_choices_together_are_bounded(session: aiohttp.ClientSession, path: str) -> None:
+async def test_those_of_all_choices_together_are_bounded(
+    session: aiohttp.ClientSession, path: str
+) -> None:
     """256 hand-overs of a MiB each were written as a gigabyte of JSON."""
     role = Role(FakeService("prefill", Meeting(), pool_tokens=10_000))
     role.service.limits = EngineLimits(10_000, 100, 1, 10_000)
-    role.pipeline.request_limits = msgspec.structs.replace(role.pipeline.request_limits, engine=role.service.limits)
+    role.pipeline.request_limits = msgspec.structs.replace(
+        role.pipeline.request_limits, engine=role.service.limits
+    )
     tokens = MAX_SCORES_BYTES // 128 // (4 + 8 * 20)
     name = "input_ids" if path == "/generate" else "prompt"
     async with served(role.app) as server:
-        status, _ = await post(session, server, {name: [1] * (tokens + 1), **BIG[path], **META}, path)
-        assert (status, len(role.service.requests)) == (200, 128)  # the first token of a prompt has none
-        status, answer = await post(session, server, {name: [1] * (tokens + 2), **BIG[path], **META}, path)
+        status, _ = await post(
+            session, server, {name: [1] * (tokens + 1), **BIG[path], **META}, path
+        )
+        # The first token of a prompt has none.
+        assert (status, len(role.service.requests)) == (200, 128)
+        status, answer = await post(
+            session, server, {name: [1] * (tokens + 2), **BIG[path], **META}, path
+        )
         assert (status, len(role.service.requests)) == (400, 128)
     error = answer["error"]
     assert error["param"] == ("top_logprobs_num" if path == "/generate" else "logprobs")
-    assert f"128 completions are {(tokens + 1) * 164 * 128} bytes, limit {MAX_SCORES_BYTES}" in error["message"]
+    assert (
+        f"128 completions are {(tokens + 1) * 164 * 128} bytes, limit {MAX_SCORES_BYTES}"
+        in error["message"]
+    )
     ((room, cause),) = role.service.refused
     assert (room, cause.code) == (7, Code.BAD_REQUEST)
 
@@ -261,8 +329,12 @@ async def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
     count, top = 5_000, 20
     prompt = list(range(count + 1))
     ids = np.tile(np.arange(top), (count, 1))
-    scores = PromptLogprobs.pack(0, np.full(count, -1.25), ids, np.full((count, top), -2.5), np.zeros((count, 0)))
-    call = TextCompletionCall(CompletionRequest(prompt=[*prompt], logprobs=top, echo=True), "m", lambda i: b"%d" % i)
+    scores = PromptLogprobs.pack(
+        0, np.full(count, -1.25), ids, np.full((count, top), -2.5), np.zeros((count, 0))
+    )
+    call = TextCompletionCall(
+        CompletionRequest(prompt=[*prompt], logprobs=top, echo=True), "m", lambda i: b"%d" % i
+    )
 
     async def tokens() -> Any:
         yield TokenOut(7, -0.5, finish_reason="length", prompt_logprobs=scores)
@@ -271,7 +343,9 @@ async def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
         await call._logprobs[0].add_prompt(given, np.array(prompt, dtype=np.uint32))
 
     async def deltas() -> list[Delta]:
-        return [one async for one in detokenize(tokens(), NullDetokenizer(), scored, prompt_only=False)]
+        return [
+            one async for one in detokenize(tokens(), NullDetokenizer(), scored, prompt_only=False)
+        ]
 
     running = asyncio.ensure_future(deltas())
     turns = 0
@@ -281,12 +355,16 @@ async def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
     assert turns > 10
     (delta,) = await running
     assert delta.tokens[0].prompt_logprobs is None
-    found = [len(json.loads(b"".join(value.pieces()))) for value in call._logprobs[0].all().values()]
+    found = [
+        len(json.loads(b"".join(value.pieces()))) for value in call._logprobs[0].all().values()
+    ]
     assert found == [count + 1] * 4
 
 
 @pytest.mark.parametrize(("turn_s", "turns"), [(0.0, 5), (60.0, 0)])
-async def test_turns_are_given_by_time(monkeypatch: pytest.MonkeyPatch, turn_s: float, turns: int) -> None:
+async def test_turns_are_given_by_time(
+    monkeypatch: pytest.MonkeyPatch, turn_s: float, turns: int
+) -> None:
     monkeypatch.setattr(aio, "TURN_S", turn_s)
     given: list[int] = []
 

@@ -1,4 +1,6 @@
-"""What a router remembers of prompts: the hashes of their beginnings, and which of them a worker was sent."""
+"""What a router remembers of prompts: the hashes of their beginnings, and which of them a worker
+was sent.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +42,20 @@ def words(seed: int, characters: int) -> str:
     return "".join(dice.choice("abcdefgh ü\n") for _ in range(characters))
 
 
-@pytest.mark.parametrize("characters", [300, 20_000, LARGE_BYTES], ids=["small", "grows large", "large"])
-async def test_the_next_turn_of_a_chat_goes_on_where_this_one_ends(characters: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    "characters", [300, 20_000, LARGE_BYTES], ids=["small", "grows large", "large"]
+)
+async def test_the_next_turn_of_a_chat_goes_on_where_this_one_ends(
+    characters: int, seed: int
+) -> None:
     first = [said("system", words(seed, characters)), said("user", words(seed + 1, characters))]
     # What clients send back of an answer has its fields in any order.
     answer = {"content": words(seed + 2, characters), "refusal": None, "role": "assistant"}
     following = [*first, answer, said("user", [{"type": "text", "text": "and?"}])]
-    before, after = await chain_of({"messages": first}), await chain_of({"messages": following, "temperature": 0})
+    before, after = (
+        await chain_of({"messages": first}),
+        await chain_of({"messages": following, "temperature": 0}),
+    )
     assert before and after[: len(before)] == before and len(after) > len(before)
     assert len(set(after)) == len(after)
     turned = [{name: message[name] for name in reversed(message)} for message in following]
@@ -59,7 +68,12 @@ async def test_the_next_turn_of_token_ids_goes_on_where_this_one_ends(name: str,
     dice = random.Random(seed)
     ids = [dice.randrange(1 << 31) for _ in range(20_000)]
     chains = [await chain_of({name: ids[:n]}) for n in (15, 16, 500, 20_000)]
-    assert [len(chain) for chain in chains] == [0, 1, 31, FINE_CHUNKS + (80_000 - 65_536) // COARSE_BYTES]
+    assert [len(chain) for chain in chains] == [
+        0,
+        1,
+        31,
+        FINE_CHUNKS + (80_000 - 65_536) // COARSE_BYTES,
+    ]
     assert all(chains[-1][: len(chain)] == chain for chain in chains)
 
 
@@ -68,7 +82,9 @@ async def test_text_is_cut_into_chunks_of_bytes(seed: int) -> None:
     whole = await chain_of({"text": text})
     extra = len(text.encode()) - FINE_CHUNKS * FINE_BYTES
     assert len(whole) == FINE_CHUNKS + extra // COARSE_BYTES
-    assert await chain_of({"prompt": text}) == whole, "it is the same prompt, whichever route takes it"
+    assert await chain_of({"prompt": text}) == whole, (
+        "it is the same prompt, whichever route takes it"
+    )
     other = await chain_of({"text": text[:30_000] + "?" + text[30_001:]})
     same = sum(a == b for a, b in zip(whole, other, strict=True))
     assert same == len(text[:30_000].encode()) // FINE_BYTES
@@ -78,11 +94,15 @@ async def test_text_is_cut_into_chunks_of_bytes(seed: int) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        {"cache_salt": "a"}, {"extra_key": "a"}, {"extra_key": ["a"]}, {"model": "a"}, {"reasoning_effort": "a"},
+        {"cache_salt": "a"},
+        {"extra_key": "a"},
+        {"extra_key": ["a"]},
+        {"model": "a"},
+        {"reasoning_effort": "a"},
         {"chat_template_kwargs": {"a": 1}},
     ],
     ids=str,
-)  # fmt: skip
+)
 async def test_what_separates_prompts_separates_their_hashes(field: Body) -> None:
     body = {"messages": [said("user", "x" * 200)]}
     plain, separate = await chain_of(body), await chain_of(body | field)
@@ -91,8 +111,22 @@ async def test_what_separates_prompts_separates_their_hashes(field: Body) -> Non
 
 
 async def test_what_is_nested_otherwise_is_another_prompt() -> None:
-    contents: list[Any] = [["a", "b"], [["a"], "b"], [["a", "b"]], ["a", ["b"]], ["ab"], {"a": "b"}, None, 1, 11, True]
-    chains = [await chain_of({"messages": [said("user", one), said("user", "x" * 100)]}) for one in contents]
+    contents: list[Any] = [
+        ["a", "b"],
+        [["a"], "b"],
+        [["a", "b"]],
+        ["a", ["b"]],
+        ["ab"],
+        {"a": "b"},
+        None,
+        1,
+        11,
+        True,
+    ]
+    chains = [
+        await chain_of({"messages": [said("user", one), said("user", "x" * 100)]})
+        for one in contents
+    ]
     assert len({tuple(chain) for chain in chains}) == len(contents) and all(chains)
 
 
@@ -100,15 +134,26 @@ async def test_a_body_has_as_many_chains_as_prompts(seed: int) -> None:
     texts = [words(seed + i, 200) for i in range(3)]
     assert await chains_of({"text": texts}) == [await chain_of({"text": text}) for text in texts]
     ids = [list(range(40)), list(range(1000, 1200))]
-    assert await chains_of({"input_ids": ids}) == [await chain_of({"input_ids": one}) for one in ids]
+    assert await chains_of({"input_ids": ids}) == [
+        await chain_of({"input_ids": one}) for one in ids
+    ]
 
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"messages": "x"}, {"input_ids": [-1] * 99}, {"input_ids": [1 << 40]}, {"input_ids": [1, "x"]},
-     {"input_ids": [[1.5] * 99]}, {"prompt": [{"a": 1}, None]}, {"text": 7}, {"input_ids": []}],
+    [
+        {},
+        {"messages": "x"},
+        {"input_ids": [-1] * 99},
+        {"input_ids": [1 << 40]},
+        {"input_ids": [1, "x"]},
+        {"input_ids": [[1.5] * 99]},
+        {"prompt": [{"a": 1}, None]},
+        {"text": 7},
+        {"input_ids": []},
+    ],
     ids=str,
-)  # fmt: skip
+)
 async def test_what_a_worker_will_refuse_has_no_hashes(body: Body) -> None:
     assert [chain for chain in await chains_of(body) if chain] == []
 
@@ -173,8 +218,12 @@ ACTIONS = st.lists(st.one_of(PROMPTS, st.just("forget"), st.integers(0, 12)), ma
 
 
 @given(ACTIONS, st.integers(0, 12), st.lists(PROMPTS, min_size=1, max_size=5))
-def test_what_is_known_was_sent_and_fits(actions: list[Any], chunks: int, asked: list[Chain]) -> None:
-    """Against the list of all prompts since the last flush: never more, and never less where nothing had to go."""
+def test_what_is_known_was_sent_and_fits(
+    actions: list[Any], chunks: int, asked: list[Chain]
+) -> None:
+    """Against the list of all prompts since the last flush: never more, and never less where
+    nothing had to go.
+    """
     prefixes = known(chunks * 16)
     sent: list[Chain] = []
     complete = True  # nothing had to go
@@ -192,8 +241,12 @@ def test_what_is_known_was_sent_and_fits(actions: list[Any], chunks: int, asked:
         complete &= len(set().union(*sent)) * FINE_BYTES <= prefixes.limit_bytes
         assert prefixes.bytes == len(prefixes) * FINE_BYTES <= prefixes.limit_bytes
         for prompt in asked:
-            begins = max((sum(a == b for a, b in zip(prompt, one, strict=False)) for one in sent), default=0)
+            begins = max(
+                (sum(a == b for a, b in zip(prompt, one, strict=False)) for one in sent), default=0
+            )
             found = prefixes.matched([prompt])
             assert found == begins if complete else found <= begins
             # What is known of a prompt is its beginning, so that a search by halves finds its end.
-            assert all(prefixes.matched([prompt[:n]]) == min(n, found) for n in range(len(prompt) + 1))
+            assert all(
+                prefixes.matched([prompt[:n]]) == min(n, found) for n in range(len(prompt) + 1)
+            )

@@ -1,4 +1,6 @@
-"""The bootstrap registry, as an aiohttp application and as the bare library serves it, and its client: real HTTP."""
+"""The bootstrap registry, as an aiohttp application and as the bare library serves it, and its
+client: real HTTP.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ import msgspec
 import pytest
 
 from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
-from kvflow.protocols.wire.ranks import PoolShape, RankInfo, check_ranks, group_for, rank_from_json, rank_to_json
+from kvflow.protocols.wire.ranks import (
+    PoolShape,
+    RankInfo,
+    check_ranks,
+    group_for,
+    rank_from_json,
+    rank_to_json,
+)
 from kvflow.server.http.authorization import Keys
 from kvflow.server.http.metrics import Metrics
 from kvflow.server.http.registry import registry_app
@@ -88,7 +97,9 @@ async def test_with_the_key_a_new_world_size_forgets_the_old_world(
     client = RegistryClient("sesame")
     async with serving(table, "sesame") as registry:
         for rank in (1, 0):
-            await client.register(place(registry), msgspec.structs.replace(RANK, rank=rank, world_size=2))
+            await client.register(
+                place(registry), msgspec.structs.replace(RANK, rank=rank, world_size=2)
+            )
         assert [info.rank for info in await client.resolve(place(registry))] == [0, 1]
         await client.register(place(registry), RANK)
         assert await client.resolve(place(registry)) == [RANK]
@@ -104,7 +115,11 @@ async def test_with_the_key_a_new_world_size_forgets_the_old_world(
     ],
 )
 async def test_a_stranger_cannot_put_ranks_of_another_world(
-    registry: Server, session: aiohttp.ClientSession, client: RegistryClient, changes: dict[str, Any], why: str
+    registry: Server,
+    session: aiohttp.ClientSession,
+    client: RegistryClient,
+    changes: dict[str, Any],
+    why: str,
 ) -> None:
     ranks = [msgspec.structs.replace(RANK, rank=rank, world_size=2) for rank in range(2)]
     for info in ranks:
@@ -138,7 +153,9 @@ async def test_a_rank_of_the_process_itself_is_not_replaced_from_outside(
     assert table.all() == [again]
 
 
-async def test_missing_ranks_are_not_served_as_complete(registry: Server, client: RegistryClient) -> None:
+async def test_missing_ranks_are_not_served_as_complete(
+    registry: Server, client: RegistryClient
+) -> None:
     with pytest.raises(LostError, match="0 ranks"):
         await client.resolve(place(registry))
     await client.register(place(registry), msgspec.structs.replace(RANK, rank=1, world_size=2))
@@ -168,14 +185,18 @@ async def test_nobody_there_is_lost(client: RegistryClient) -> None:
 async def test_bad_ranks_are_refused_and_change_nothing(
     registry: Server, table: RankTable, session: aiohttp.ClientSession, changes: dict[str, Any]
 ) -> None:
-    async with session.put(registry.make_url("/ranks/0"), json={**rank_to_json(RANK), **changes}) as answer:
+    async with session.put(
+        registry.make_url("/ranks/0"), json={**rank_to_json(RANK), **changes}
+    ) as answer:
         assert answer.status == 400
         assert json.loads(await answer.read())["error"]["message"]
     assert table.all() == []
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"[" * 4000])
-async def test_malformed_puts_are_refused(registry: Server, session: aiohttp.ClientSession, raw: bytes) -> None:
+async def test_malformed_puts_are_refused(
+    registry: Server, session: aiohttp.ClientSession, raw: bytes
+) -> None:
     async with session.put(registry.make_url("/ranks/0"), data=raw) as answer:
         assert answer.status == 400
 
@@ -200,7 +221,9 @@ async def test_the_key_is_asked_for(
 
 @asynccontextmanager
 async def answering(*parts: bytes, then: str = "close") -> AsyncIterator[str]:
-    """A server that answers every request with `parts`, and closes the connection, or keeps it open."""
+    """A server that answers every request with `parts`, and closes the connection, or keeps it
+    open.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -232,7 +255,9 @@ async def test_an_answer_in_chunks_is_understood(client: RegistryClient) -> None
         (OK + b"Content-Length: 50\r\n\r\n{}", "closed before the end of the answer"),
     ],
 )
-async def test_an_answer_that_breaks_off_is_lost(client: RegistryClient, answer: bytes, text: str) -> None:
+async def test_an_answer_that_breaks_off_is_lost(
+    client: RegistryClient, answer: bytes, text: str
+) -> None:
     async with answering(answer) as where:
         with pytest.raises(LostError, match=text):
             await client.resolve(where)
@@ -250,7 +275,9 @@ async def test_an_answer_that_breaks_off_is_lost(client: RegistryClient, answer:
         (OK + b"\r\n" + b" " * (MAX_ANSWER_BYTES + 1), "over the limit of 4194304 bytes"),
     ],
 )
-async def test_an_answer_that_makes_no_sense_is_refused(client: RegistryClient, answer: bytes, text: str) -> None:
+async def test_an_answer_that_makes_no_sense_is_refused(
+    client: RegistryClient, answer: bytes, text: str
+) -> None:
     async with answering(answer) as where:
         with pytest.raises(WireError, match=text):
             await client.resolve(where)
@@ -274,9 +301,30 @@ async def test_cancelling_does_not_wait_for_the_answer() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        *("", "10.0.0.1", "10.0.0.1:", "h:0", "h:65536", "h:80/x", "h:80 ", "u@h:80", "::1:80", "h:80\r\nX: y", "é:80"),
-        *("x" * 64 + ":80", "a..b:80", ".:80", ".".join(["x" * 60] * 5) + ":80"),  # what DNS cannot carry
-        *("[]:80", "[h]:80", "[::1..2]:80", "[1:2]:80", "[::1%]:80", "[::1%a..b]:80", "[::1%" + "x" * 60 + "]:80"),
+        *(
+            "",
+            "10.0.0.1",
+            "10.0.0.1:",
+            "h:0",
+            "h:65536",
+            "h:80/x",
+            "h:80 ",
+            "u@h:80",
+            "::1:80",
+            "h:80\r\nX: y",
+            "é:80",
+        ),
+        # What DNS cannot carry.
+        *("x" * 64 + ":80", "a..b:80", ".:80", ".".join(["x" * 60] * 5) + ":80"),
+        *(
+            "[]:80",
+            "[h]:80",
+            "[::1..2]:80",
+            "[1:2]:80",
+            "[::1%]:80",
+            "[::1%a..b]:80",
+            "[::1%" + "x" * 60 + "]:80",
+        ),
     ],
 )
 async def test_a_word_that_names_no_registry_is_misuse(client: RegistryClient, word: str) -> None:
@@ -293,7 +341,9 @@ async def test_settings_of_the_client_are_checked() -> None:
 
 def test_neither_client_nor_bare_registry_needs_a_server_package() -> None:
     program = "import sys, kvflow.transports.control.rank_server; print('aiohttp' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "False\n"
 
 
@@ -328,11 +378,19 @@ async def exchanged(port: int, *parts: bytes, half_close: bool = False) -> bytes
         (b"GET /ranks HTTP/1.1\r\nX: " + b"y" * (17 << 10) + b"\r\n\r\n", b"431 Request Header"),
         (b"PUT /ranks/0 HTTP/1.1\r\n\r\n", b"411 Length Required"),
         (b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"411 Length Required"),
-        (b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: 65537\r\n\r\n", b"413 Request Entity Too Large"),
-        (b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", b"413 Request Entity"),
+        (
+            b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: 65537\r\n\r\n",
+            b"413 Request Entity Too Large",
+        ),
+        (
+            b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+            b"413 Request Entity",
+        ),
     ],
 )
-async def test_strange_requests_are_answered(table: RankTable, request_bytes: bytes, answer: bytes) -> None:
+async def test_strange_requests_are_answered(
+    table: RankTable, request_bytes: bytes, answer: bytes
+) -> None:
     async with bare(table) as server:
         assert (await exchanged(server.port, request_bytes)).startswith(b"HTTP/1.1 " + answer)
         await RegistryClient().register(place(server), RANK)  # and the next good one works
@@ -345,7 +403,10 @@ async def test_other_documents_are_got_and_nothing_else(table: RankTable) -> Non
         got = await exchanged(port, b"GET /metrics HTTP/1.1\r\n\r\n")
         assert got.startswith(b"HTTP/1.1 200 OK") and got.endswith(b'{"rooms":3}')
         posted = await exchanged(port, b"POST /metrics HTTP/1.1\r\n\r\n")
-        assert posted.startswith(b"HTTP/1.1 404 Not Found") and b"GET /ranks, GET /metrics and PUT" in posted
+        assert (
+            posted.startswith(b"HTTP/1.1 404 Not Found")
+            and b"GET /ranks, GET /metrics and PUT" in posted
+        )
 
 
 async def test_a_body_that_breaks_off_registers_nothing(table: RankTable) -> None:
@@ -355,13 +416,17 @@ async def test_a_body_that_breaks_off_registers_nothing(table: RankTable) -> Non
     assert table.all() == []
 
 
-async def test_a_client_that_says_nothing_is_cut_off(table: RankTable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_says_nothing_is_cut_off(
+    table: RankTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_server, "REQUEST_S", 0.05)
     async with bare(table) as server:
         assert await exchanged(server.port, b"GET /ranks HTTP/1.1\r\n") == b""
 
 
-async def test_connections_are_bounded_and_ended(table: RankTable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_are_bounded_and_ended(
+    table: RankTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rank_server, "MAX_CONNECTIONS", 2)
     others = asyncio.all_tasks()
     async with bare(table) as server:
@@ -374,7 +439,9 @@ async def test_connections_are_bounded_and_ended(table: RankTable, monkeypatch: 
         writer.transport.abort()
 
 
-async def test_a_connection_that_comes_at_the_end_is_closed(table: RankTable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_that_comes_at_the_end_is_closed(
+    table: RankTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its task is cancelled before it has begun."""
     accepted: list[asyncio.StreamWriter] = []
     honest = rank_server._Connections.accept
@@ -394,7 +461,9 @@ async def test_a_connection_that_comes_at_the_end_is_closed(table: RankTable, mo
 
 
 def test_a_connection_that_is_accepted_as_the_server_closes_is_closed(table: RankTable) -> None:
-    """On asyncio's own loop, which accepts a connection in one turn, and makes its transport in the next."""
+    """On asyncio's own loop, which accepts a connection in one turn, and makes its transport in the
+    next.
+    """
 
     async def close_between() -> socket.socket:
         async with rank_server.serve_ranks(table, "127.0.0.1") as port:
@@ -420,7 +489,13 @@ async def test_a_port_that_is_taken_is_named(table: RankTable) -> None:
 
 def of_group(dp_rank: int, rank: int, dp_size: int = 3, **changes: object) -> RankInfo:
     control = f"tcp://127.0.0.1:{10 + 2 * dp_rank + rank}"
-    fields = {"rank": rank, "world_size": 2, "dp_rank": dp_rank, "dp_size": dp_size, "control": control}
+    fields = {
+        "rank": rank,
+        "world_size": 2,
+        "dp_rank": dp_rank,
+        "dp_size": dp_size,
+        "control": control,
+    }
     return msgspec.structs.replace(RANK, **fields | changes)
 
 
@@ -435,7 +510,9 @@ async def test_a_data_parallel_prefill_has_its_groups_in_one_registry(registry: 
     for room in (0, 1, 5, (1 << 63) + 1):
         assert await client.resolve(place(registry), room) == every[2 * (room % 3) :][:2]
     assert await client.resolve(place(registry), 5, dp_rank=0) == every[:2]
-    with pytest.raises(MisuseError, match=r"dp_rank 3 is outside 0\.\.2, the groups of prefill tcp://127.0.0.1:10"):
+    with pytest.raises(
+        MisuseError, match=r"dp_rank 3 is outside 0\.\.2, the groups of prefill tcp://127.0.0.1:10"
+    ):
         await client.resolve(place(registry), 5, dp_rank=3)
     with pytest.raises(LostError, match="no rank of group 2"):
         group_for(every[:4], 5)
@@ -444,7 +521,9 @@ async def test_a_data_parallel_prefill_has_its_groups_in_one_registry(registry: 
 
 
 def test_ranks_of_two_groups_serve_no_room_together() -> None:
-    with pytest.raises(PeerError, match=r"10 is of group 0 of 3, and tcp://127\.0\.0\.1:13 of group 1 of 3"):
+    with pytest.raises(
+        PeerError, match=r"10 is of group 0 of 3, and tcp://127\.0\.0\.1:13 of group 1 of 3"
+    ):
         check_ranks([of_group(1, 1), of_group(0, 0)])
 
 

@@ -21,7 +21,9 @@ from tests.server.fake_service import served
 
 
 class _Decode:
-    """A decode whose stream comes in the pieces of a list; where that has an error, it is lost there."""
+    """A decode whose stream comes in the pieces of a list; where that has an error, it is lost
+    there.
+    """
 
     def __init__(self, pieces: list[bytes | LegFailedError]) -> None:
         self.decode, self.headers = self, dict[str, str]()
@@ -58,15 +60,21 @@ class Out(web.StreamResponse):
 @given(data=st.data())
 @settings(max_examples=60)
 def test_events_are_relayed_whole_however_they_come(lost: bool, data: st.DataObject) -> None:
-    """The connection is lost after any number of bytes: what the client has by then are events, and then the error."""
-    events = data.draw(st.lists(st.sampled_from([b"a", b"bb\nid: 1", b"c" * 300]), min_size=1, max_size=6))
+    """The connection is lost after any number of bytes: what the client has by then are events, and
+    then the error.
+    """
+    events = data.draw(
+        st.lists(st.sampled_from([b"a", b"bb\nid: 1", b"c" * 300]), min_size=1, max_size=6)
+    )
     raw = b"".join(b"data: " + event + b"\n\n" for event in events)
     cuts = sorted({0, *data.draw(st.lists(st.integers(1, len(raw)), max_size=12)), len(raw)})
     pieces: list[Any] = [raw[start:end] for start, end in itertools.pairwise(cuts)]
     whole = raw
     if lost:
         end = data.draw(st.integers(raw.index(b"\n\n") + 2, len(raw)))
-        pieces = [raw[start : min(stop, end)] for start, stop in itertools.pairwise(cuts) if start < end]
+        pieces = [
+            raw[start : min(stop, end)] for start, stop in itertools.pairwise(cuts) if start < end
+        ]
         pieces.append(LegFailedError(Worker("decode", "http://127.0.0.1:1"), "lost"))
         whole = raw[: raw.rfind(b"\n\n", 0, end) + 2]
     out = Out()
@@ -92,7 +100,10 @@ async def test_an_event_that_comes_apart_within_a_line_waits_for_its_end() -> No
     assert out.written == [b"data: a\n\n", b"id: 1\ndata: b\n\n", b"data: c\n\n"]
 
 
-OPENING = b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}\n\n'
+OPENING = (
+    b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, '
+    b'"finish_reason": null}]}\n\n'
+)
 
 
 async def test_a_comment_between_what_opens_a_chat_and_its_error_hides_no_error() -> None:
@@ -128,15 +139,20 @@ def test_what_says_who_speaks_is_no_token(count: int, rest: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [(b"503", 503), (b'"peer_lost"', 502), (b"200", 500), (b"5030", 500), (b"null", 0)]
+    ("code", "status"),
+    [(b"503", 503), (b'"peer_lost"', 502), (b"200", 500), (b"5030", 500), (b"null", 0)],
 )
 def test_an_error_event_has_the_status_of_its_code(code: bytes, status: int) -> None:
     failure = error_in(b'data: {"error": {"message": "no", "code": %b}}\n\n' % code)
     assert (failure.status if failure else 0) == status
 
 
-async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop(session: aiohttp.ClientSession) -> None:
-    """The first failure of a pair has been reported, and ends the other leg, whatever becomes of it."""
+async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop(
+    session: aiohttp.ClientSession,
+) -> None:
+    """The first failure of a pair has been reported, and ends the other leg, whatever becomes of
+    it.
+    """
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     worker = Worker("decode", "http://127.0.0.1:1")
@@ -154,14 +170,18 @@ async def test_how_a_closed_leg_ends_is_no_complaint_of_the_event_loop(session: 
     assert complaints == []
 
 
-async def test_an_error_that_calls_itself_a_stream_is_a_complete_answer(session: aiohttp.ClientSession) -> None:
+async def test_an_error_that_calls_itself_a_stream_is_a_complete_answer(
+    session: aiohttp.ClientSession,
+) -> None:
     async def fail(_: web.Request) -> web.Response:
         return web.Response(status=503, text="data: {}\n\n", content_type="text/event-stream")
 
     app = web.Application()
     app.add_routes([web.post("/generate", fail)])
     async with served(app) as server:
-        leg = Leg(session, Worker("decode", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {})
+        leg = Leg(
+            session, Worker("decode", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {}
+        )
         answer = await leg.begin()
         assert isinstance(answer, web.Response) and answer.status == 503
         leg.close()
@@ -177,6 +197,8 @@ async def test_a_stream_that_begins_with_an_error_is_that_error_when_it_is_compl
     app = web.Application()
     app.add_routes([web.post("/generate", fail)])
     async with served(app) as server:
-        leg = Leg(session, Worker("prefill", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {})
+        leg = Leg(
+            session, Worker("prefill", f"http://127.0.0.1:{server.port}"), "/generate", b"{}", {}
+        )
         assert (await leg.complete()).status == 503
         leg.close()

@@ -23,8 +23,20 @@ from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession
 BODY = {"text": "w1", "sampling_params": {"max_new_tokens": 3}}
-RETRIED = [Code.SHUTDOWN, Code.CAPACITY, Code.PEER_LOST, Code.RENDEZVOUS, Code.REFUSED, Code.TRANSFER_ERROR]
-FINAL = {Code.BAD_REQUEST: 400, Code.ENGINE_ERROR: 500, Code.DEADLINE: 504, Code.PROMPT_MISMATCH: 400}
+RETRIED = [
+    Code.SHUTDOWN,
+    Code.CAPACITY,
+    Code.PEER_LOST,
+    Code.RENDEZVOUS,
+    Code.REFUSED,
+    Code.TRANSFER_ERROR,
+]
+FINAL = {
+    Code.BAD_REQUEST: 400,
+    Code.ENGINE_ERROR: 500,
+    Code.DEADLINE: 504,
+    Code.PROMPT_MISMATCH: 400,
+}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -40,8 +52,12 @@ class Routed:
 
 
 @asynccontextmanager
-async def routed(prefills: list[Server], decodes: list[Server], **options: Any) -> AsyncIterator[Routed]:
-    router = Router([s.url for s in prefills], [s.url for s in decodes], **{"poll_s": 3600, **options})
+async def routed(
+    prefills: list[Server], decodes: list[Server], **options: Any
+) -> AsyncIterator[Routed]:
+    router = Router(
+        [s.url for s in prefills], [s.url for s in decodes], **{"poll_s": 3600, **options}
+    )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(router.close)
         await router.start()
@@ -67,7 +83,10 @@ async def post(session: Session, server: Server, **changes: Any) -> tuple[int, A
 
 def events(raw: bytes) -> list[Any]:
     lines = [line for line in raw.decode().split("\n\n") if line and not line.startswith(":")]
-    return [line if line == "data: [DONE]" else json.loads(line.removeprefix("data: ")) for line in lines]
+    return [
+        line if line == "data: [DONE]" else json.loads(line.removeprefix("data: "))
+        for line in lines
+    ]
 
 
 def worker_app(generate: Handler, role: str = "decode", incarnation: str = "1") -> web.Application:
@@ -80,7 +99,9 @@ def worker_app(generate: Handler, role: str = "decode", incarnation: str = "1") 
         return web.Response()
 
     app = web.Application()
-    app.add_routes([web.get("/server_info", info), web.get("/health", health), web.post("/generate", generate)])
+    app.add_routes(
+        [web.get("/server_info", info), web.get("/health", health), web.post("/generate", generate)]
+    )
     return app
 
 
@@ -100,9 +121,15 @@ async def streamed(http: web.Request, *pieces: bytes) -> web.StreamResponse:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("code", RETRIED)
 async def test_another_decode_serves_what_one_refuses(
-    prefill_server: Server, decode: Role, decode_server: Server, spare: Role, spare_server: Server, session: Session,
-    code: Code, stream: bool,
-) -> None:  # fmt: skip
+    prefill_server: Server,
+    decode: Role,
+    decode_server: Server,
+    spare: Role,
+    spare_server: Server,
+    session: Session,
+    code: Code,
+    stream: bool,
+) -> None:
     decode.service.failure = Cause(code, "not here")
     async with routed([prefill_server], [decode_server, spare_server]) as r:
         status, answer = await post(session, r.server, stream=stream)
@@ -111,14 +138,22 @@ async def test_another_decode_serves_what_one_refuses(
         assert len(decode.service.requests) == len(spare.service.requests) == 1
         assert decode.service.requests[0].room != spare.service.requests[0].room
         async with session.get(r.server.make_url("/metrics")) as metrics:
-            assert f'kvflow_retries_total{{code="{code}"}} 1.0' in (await metrics.text()).splitlines()
+            assert (
+                f'kvflow_retries_total{{code="{code}"}} 1.0' in (await metrics.text()).splitlines()
+            )
 
 
 @pytest.mark.parametrize(("code", "status"), FINAL.items())
 async def test_what_another_pair_would_repeat_is_answered(
-    prefill_server: Server, decode: Role, decode_server: Server, spare: Role, spare_server: Server, session: Session,
-    code: Code, status: int,
-) -> None:  # fmt: skip
+    prefill_server: Server,
+    decode: Role,
+    decode_server: Server,
+    spare: Role,
+    spare_server: Server,
+    session: Session,
+    code: Code,
+    status: int,
+) -> None:
     decode.service.failure = Cause(code, "so it is")
     async with routed([prefill_server], [decode_server, spare_server]) as r:
         got, answer = await post(session, r.server)
@@ -128,10 +163,18 @@ async def test_what_another_pair_would_repeat_is_answered(
 
 
 async def test_a_draining_prefill_is_left_out_and_its_decode_leg_closed(
-    meeting: Meeting, prefill: Role, prefill_server: Server, decode: Role, decode_server: Server, session: Session
+    meeting: Meeting,
+    prefill: Role,
+    prefill_server: Server,
+    decode: Role,
+    decode_server: Server,
+    session: Session,
 ) -> None:
     other = Role(FakeService("prefill", meeting))
-    async with served(other.app) as other_server, routed([prefill_server, other_server], [decode_server]) as r:
+    async with (
+        served(other.app) as other_server,
+        routed([prefill_server, other_server], [decode_server]) as r,
+    ):
         prefill.pipeline.draining = True
         assert (await post(session, r.server))[0] == 200
         first, second = decode.service.requests
@@ -149,7 +192,10 @@ async def test_a_decode_with_a_full_queue_is_passed_over(
     meeting: Meeting, prefill_server: Server, spare: Role, spare_server: Server, session: Session
 ) -> None:
     full = Role(FakeService("decode", meeting), max_requests=1)
-    async with served(full.app) as full_server, routed([prefill_server], [full_server, spare_server]) as r:
+    async with (
+        served(full.app) as full_server,
+        routed([prefill_server], [full_server, spare_server]) as r,
+    ):
         held = {"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h"}
         holding = asyncio.create_task(session.post(full_server.make_url("/generate"), json=held))
         await asyncio.wait_for(full.service.started.wait(), 5)
@@ -161,7 +207,12 @@ async def test_a_decode_with_a_full_queue_is_passed_over(
 
 
 async def test_when_every_pair_is_full_the_client_is_told_when_to_come_back(
-    prefill_server: Server, decode: Role, decode_server: Server, spare: Role, spare_server: Server, session: Session
+    prefill_server: Server,
+    decode: Role,
+    decode_server: Server,
+    spare: Role,
+    spare_server: Server,
+    session: Session,
 ) -> None:
     for role in (decode, spare):
         role.service.failure = Cause(Code.CAPACITY, "full")
@@ -174,9 +225,14 @@ async def test_when_every_pair_is_full_the_client_is_told_when_to_come_back(
 
 
 async def test_the_one_pair_that_has_room_is_found(
-    meeting: Meeting, prefill: Role, prefill_server: Server, spare: Role, spare_server: Server, decode_server: Server,
+    meeting: Meeting,
+    prefill: Role,
+    prefill_server: Server,
+    spare: Role,
+    spare_server: Server,
+    decode_server: Server,
     session: Session,
-) -> None:  # fmt: skip
+) -> None:
     other = Role(FakeService("prefill", meeting))
     prefill.service.failure = spare.service.failure = Cause(Code.CAPACITY, "full")
     async with (
@@ -196,7 +252,10 @@ FIRST_WORDS = {
         b"\n\n\n",
         b'data: {"error": {"code": "peer_lost", "message": "prefill died"}}\n\n',
     ),
-    "error event": (b": ka\n\n: ka\n\n", b'data: {"error": {"code": "peer_lost", "message": "prefill died"}}\n\n'),
+    "error event": (
+        b": ka\n\n: ka\n\n",
+        b'data: {"error": {"code": "peer_lost", "message": "prefill died"}}\n\n',
+    ),
 }
 
 
@@ -210,7 +269,10 @@ async def test_a_stream_that_fails_before_its_first_token_is_one_stream_to_its_c
         asked.set()
         return await streamed(http, *pieces)
 
-    async with served(worker_app(generate)) as failing, routed([prefill_server], [failing, decode_server]) as r:
+    async with (
+        served(worker_app(generate)) as failing,
+        routed([prefill_server], [failing, decode_server]) as r,
+    ):
         status, raw = await post(session, r.server, stream=True)
     assert asked.is_set()
     assert status == 200
@@ -223,7 +285,9 @@ async def test_a_stream_that_began_and_finds_no_pair_ends_with_an_error_event(
     prefill_server: Server, session: Session
 ) -> None:
     async def generate(http: web.Request) -> web.StreamResponse:
-        return await streamed(http, b": ka\n\n", b'data: {"error": {"code": "capacity", "message": "full"}}\n\n')
+        return await streamed(
+            http, b": ka\n\n", b'data: {"error": {"code": "capacity", "message": "full"}}\n\n'
+        )
 
     async with served(worker_app(generate)) as full, routed([prefill_server], [full]) as r:
         status, raw = await post(session, r.server, stream=True)
@@ -325,7 +389,9 @@ async def test_a_worker_that_comes_back_at_its_address_is_used_at_once(
                 await asyncio.sleep(0.01)
         await life.aclose()
         again = Role(FakeService("decode", meeting))
-        await stack.enter_async_context(listening_on(again.app, bound_socket("127.0.0.1", port, "--port")))
+        await stack.enter_async_context(
+            listening_on(again.app, bound_socket("127.0.0.1", port, "--port"))
+        )
         status, answer = await asyncio.wait_for(asking, 20)
         assert (status, answer["output_ids"]) == (200, [2, 3, 4])
         assert r.router.waiting == 0
@@ -354,8 +420,10 @@ async def test_the_wait_for_a_worker_is_bounded_in_time_and_number(
 async def test_the_last_error_is_told_where_a_check_comes_before_it_and_leaves_no_worker(
     prefill_server: Server, decode: Role, decode_server: Server, session: Session
 ) -> None:
-    """A decode that loses a prefill refuses what is new from that moment on. Where a check sees that before the failed
-    request's own answer is there, no other try is made, and the client has waited for the first one."""
+    """A decode that loses a prefill refuses what is new from that moment on.
+
+    Where a check sees that before the failed request's own answer is there, no other try is made,
+    and the client has waited for the first one."""
     decode.service.gate.clear()
     async with routed([prefill_server], [decode_server], retry_timeout_s=0.2) as r:
         asking = asyncio.create_task(post(session, r.server))
@@ -363,7 +431,9 @@ async def test_the_last_error_is_told_where_a_check_comes_before_it_and_leaves_n
             while not decode.service.held:
                 await asyncio.sleep(0.01)
             decode.service.failure = Cause(Code.PEER_LOST, "prefill is silent")
-            decode.service.unavailable_reason = "8 pages are in quarantine, more than 0: no new room"
+            decode.service.unavailable_reason = (
+                "8 pages are in quarantine, more than 0: no new room"
+            )
             r.worker(decode_server).check_due.set()
             while r.worker(decode_server).up:
                 await asyncio.sleep(0.01)
@@ -405,11 +475,17 @@ async def test_the_backoff_of_a_worker_that_loses_every_connection_grows() -> No
 
 
 async def test_a_worker_in_backoff_is_used_where_there_is_no_other(
-    prefill_server: Server, decode_server: Server, spare: Role, spare_server: Server, session: Session
+    prefill_server: Server,
+    decode_server: Server,
+    spare: Role,
+    spare_server: Server,
+    session: Session,
 ) -> None:
     async with routed([prefill_server], [decode_server, spare_server]) as r:
         worker = r.worker(decode_server)
-        identity = read_identity({"disaggregation_mode": "decode", "incarnation": worker.incarnation})
+        identity = read_identity(
+            {"disaggregation_mode": "decode", "incarnation": worker.incarnation}
+        )
         for _ in range(10):
             worker.mark_lost("reset", asyncio.get_running_loop().time())
         worker.mark_up(identity)
@@ -444,7 +520,9 @@ async def test_what_does_not_finish_before_the_router_leaves_is_told_so(
         await asyncio.wait_for(decode.service.ended.get(), 5)
 
 
-async def test_a_decode_that_cuts_its_streams_off_is_in_backoff(prefill_server: Server, session: Session) -> None:
+async def test_a_decode_that_cuts_its_streams_off_is_in_backoff(
+    prefill_server: Server, session: Session
+) -> None:
     """It counted as one that had served them, and got its share of the next ones."""
 
     seen = asyncio.Event()
@@ -456,7 +534,10 @@ async def test_a_decode_that_cuts_its_streams_off_is_in_backoff(prefill_server: 
         http.transport.abort()
         return out
 
-    async with served(worker_app(cut_off)) as decode_server, routed([prefill_server], [decode_server]) as r:
+    async with (
+        served(worker_app(cut_off)) as decode_server,
+        routed([prefill_server], [decode_server]) as r,
+    ):
         for _ in range(5):
             seen.clear()
             body = {**BODY, "stream": True}

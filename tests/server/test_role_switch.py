@@ -1,4 +1,6 @@
-"""POST /switch_role: when it may be, what it changes, and what is left when the new role does not start."""
+"""POST /switch_role: when it may be, what it changes, and what is left when the new role does not
+start.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ async def session() -> Any:
 
 
 async def switch(session: aiohttp.ClientSession, server: Server, **body: Any) -> tuple[int, Any]:
-    async with session.post(server.make_url("/switch_role"), json={"role": "prefill", **body}) as answer:
+    async with session.post(
+        server.make_url("/switch_role"), json={"role": "prefill", **body}
+    ) as answer:
         return answer.status, json.loads(await answer.read())
 
 
@@ -50,7 +54,11 @@ async def test_a_decode_becomes_a_prefill(
     decode: Role, decode_server: Server, meeting: Meeting, session: aiohttp.ClientSession
 ) -> None:
     before = await get(session, decode_server, "/server_info")
-    assert (before["started_as"], before["switching_to"], before["last_switch"]) == ("decode", None, None)
+    assert (before["started_as"], before["switching_to"], before["last_switch"]) == (
+        "decode",
+        None,
+        None,
+    )
     old = decode.role_switch._running
     status, answer = await switch(session, decode_server)
     assert (status, answer["role"], answer["switched"], answer["incarnation"]) == (
@@ -69,7 +77,12 @@ async def test_a_decode_becomes_a_prefill(
     assert (info["started_as"], info["draining"]) == ("decode", False)
     assert (info["last_switch"]["ok"], info["last_switch"]["error"]) == (True, None)
     assert (await get(session, decode_server, "/health"))["status"] == "ok"
-    body = {"text": "w1", "bootstrap_room": 5, "bootstrap_host": "h", "sampling_params": {"max_new_tokens": 3}}
+    body = {
+        "text": "w1",
+        "bootstrap_room": 5,
+        "bootstrap_host": "h",
+        "sampling_params": {"max_new_tokens": 3},
+    }
     async with session.post(decode_server.make_url("/generate"), json=body) as done:
         assert (await done.json())["output_ids"] == [2]  # one token: a prefill answers
     async with session.get(decode_server.make_url("/metrics")) as metrics:
@@ -85,19 +98,34 @@ async def test_a_role_that_does_not_start_leaves_the_old_one(
     session: aiohttp.ClientSession,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for error in (MisuseError("port 8998 on h is in use"), OSError("no memory"), ValueError("a bug")):
+    for error in (
+        MisuseError("port 8998 on h is in use"),
+        OSError("no memory"),
+        ValueError("a bug"),
+    ):
         decode.other = error
         caplog.clear()
         status, answer = await switch(session, decode_server)
         text = f"this worker cannot serve as prefill, and serves as decode again: {error}"
         assert (status, answer["error"]["message"]) == (500, text)
         traced = [record.exc_info[1] for record in caplog.records if record.exc_info]
-        assert traced == ([error] if isinstance(error, ValueError) else []), "only a bug is worth its traceback"
+        assert traced == ([error] if isinstance(error, ValueError) else []), (
+            "only a bug is worth its traceback"
+        )
         info = await get(session, decode_server, "/server_info")
-        assert (info["role"], info["switching_to"], info["last_switch"]["error"]) == ("decode", None, text)
+        assert (info["role"], info["switching_to"], info["last_switch"]["error"]) == (
+            "decode",
+            None,
+            text,
+        )
         assert (await get(session, decode_server, "/health"))["status"] == "ok"
     meeting.of(1).set_result(None)
-    body = {"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h", "sampling_params": {"max_new_tokens": 3}}
+    body = {
+        "text": "w1",
+        "bootstrap_room": 1,
+        "bootstrap_host": "h",
+        "sampling_params": {"max_new_tokens": 3},
+    }
     async with session.post(decode_server.make_url("/generate"), json=body) as done:
         assert (await done.json())["output_ids"] == [2, 3, 4]
 
@@ -114,12 +142,19 @@ async def test_a_role_that_does_not_start_leaves_the_old_one(
     ],
 )
 async def test_a_worker_that_is_not_at_rest_keeps_its_role(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession, changes: dict[str, Any], said: str
+    decode: Role,
+    decode_server: Server,
+    session: aiohttp.ClientSession,
+    changes: dict[str, Any],
+    said: str,
 ) -> None:
     decode.service.changed_report = {**AT_REST, **changes}
     for drain_timeout_s, after in ((0, ""), (0.02, " after 0.02 s (drain_timeout_s)")):
         status, answer = await switch(session, decode_server, drain_timeout_s=drain_timeout_s)
-        assert (status, answer["error"]["message"]) == (409, f"this worker is not idle{after}: {said}")
+        assert (status, answer["error"]["message"]) == (
+            409,
+            f"this worker is not idle{after}: {said}",
+        )
         assert not decode.pipeline.draining
     assert decode.role_switch.role == "decode"
 
@@ -129,7 +164,10 @@ async def test_a_worker_that_cannot_serve_keeps_its_role(
 ) -> None:
     decode.service.unavailable_reason = "the engine has stopped"
     status, answer = await switch(session, decode_server)
-    assert (status, answer["error"]["message"]) == (409, "this worker is not idle: the engine has stopped")
+    assert (status, answer["error"]["message"]) == (
+        409,
+        "this worker is not idle: the engine has stopped",
+    )
 
 
 async def test_a_switch_waits_for_what_is_no_request_and_holds_up_nothing(
@@ -148,7 +186,12 @@ async def test_a_drain_lets_what_runs_end_and_refuses_what_comes(
     decode: Role, decode_server: Server, meeting: Meeting, session: aiohttp.ClientSession
 ) -> None:
     decode.service.gate.clear()
-    body = {"text": "w1", "bootstrap_room": 1, "bootstrap_host": "h", "sampling_params": {"max_new_tokens": 3}}
+    body = {
+        "text": "w1",
+        "bootstrap_room": 1,
+        "bootstrap_host": "h",
+        "sampling_params": {"max_new_tokens": 3},
+    }
     meeting.of(1).set_result(None)
     held = asyncio.create_task(session.post(decode_server.make_url("/generate"), json=body))
     await asyncio.wait_for(decode.service.started.wait(), 5)
@@ -161,11 +204,16 @@ async def test_a_drain_lets_what_runs_end_and_refuses_what_comes(
     reason = "this worker switches from decode to prefill"
     assert (await get(session, decode_server, "/health"))["error"]["message"] == reason
     assert (await get(session, decode_server, "/server_info"))["switching_to"] == "prefill"
-    async with session.post(decode_server.make_url("/generate"), json={**body, "bootstrap_room": 2}) as refused:
+    async with session.post(
+        decode_server.make_url("/generate"), json={**body, "bootstrap_room": 2}
+    ) as refused:
         assert refused.status == 503
         assert (await refused.json())["error"] | {"param": None} == {
-            "type": "service_unavailable", "code": "shutdown", "param": None, "message": reason,
-        }  # fmt: skip
+            "type": "service_unavailable",
+            "code": "shutdown",
+            "param": None,
+            "message": reason,
+        }
     status, answer = await switch(session, decode_server)
     assert (status, answer["error"]["message"]) == (409, "a switch to prefill is under way")
     decode.service.gate.set()
@@ -173,7 +221,9 @@ async def test_a_drain_lets_what_runs_end_and_refuses_what_comes(
     assert (await asyncio.wait_for(switching, 5))[0] == 200
 
 
-async def test_a_caller_that_leaves_does_not_stop_a_switch(decode: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_leaves_does_not_stop_a_switch(
+    decode: Role, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started = asyncio.Event()
     may_start = asyncio.Event()
     ended = asyncio.Event()
@@ -195,7 +245,11 @@ async def test_a_caller_that_leaves_does_not_stop_a_switch(decode: Role, monkeyp
     assert switching._switching is not None
     switching._switching.add_done_callback(lambda _: ended.set())
     await asyncio.wait_for(ended.wait(), 5)
-    assert (switching.role, decode.pipeline.service, decode.pipeline.draining) == ("prefill", other.service, False)
+    assert (switching.role, decode.pipeline.service, decode.pipeline.draining) == (
+        "prefill",
+        other.service,
+        False,
+    )
 
 
 async def test_a_server_that_is_stopped_in_mid_switch_does_not_come_back(decode: Role) -> None:

@@ -1,4 +1,6 @@
-"""The router: pairs, least loaded, what it does when a leg fails, and what a client that leaves causes."""
+"""The router: pairs, least loaded, what it does when a leg fails, and what a client that leaves
+causes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ async def routed() -> AsyncIterator[MakeRouter]:
     async with AsyncExitStack() as stack:
 
         async def make(prefills: list[Server], decodes: list[Server]) -> Server:
-            router = Router([s.url for s in prefills], [s.url for s in decodes], retry_timeout_s=0, poll_s=3600)
+            router = Router(
+                [s.url for s in prefills], [s.url for s in decodes], retry_timeout_s=0, poll_s=3600
+            )
             stack.push_async_callback(router.close)
             await router.start()
             return await stack.enter_async_context(served(router_app(router)))
@@ -69,15 +73,21 @@ async def test_both_legs_get_the_same_room_and_decode_answers(
     assert decode.service.requests[0].prefill == "127.0.0.1:8998"
 
 
-async def test_a_client_cannot_choose_the_meeting(server: Server, decode: Role, session: Session) -> None:
+async def test_a_client_cannot_choose_the_meeting(
+    server: Server, decode: Role, session: Session
+) -> None:
     status, _ = await post(
-        session, server, {**BODY, "bootstrap_host": "evil", "bootstrap_room": 1, "bootstrap_port": 1}
+        session,
+        server,
+        {**BODY, "bootstrap_host": "evil", "bootstrap_room": 1, "bootstrap_port": 1},
     )
     assert status == 200
     assert decode.service.requests[0].prefill == "127.0.0.1:8998"
 
 
-async def test_streams_come_through_event_by_event(server: Server, decode: Role, session: Session) -> None:
+async def test_streams_come_through_event_by_event(
+    server: Server, decode: Role, session: Session
+) -> None:
     decode.service.gate.clear()
     async with session.post(server.make_url("/generate"), json={**BODY, "stream": True}) as answer:
         first = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5)
@@ -86,7 +96,9 @@ async def test_streams_come_through_event_by_event(server: Server, decode: Role,
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_several_rooms_for_several_completions(server: Server, decode: Role, session: Session) -> None:
+async def test_several_rooms_for_several_completions(
+    server: Server, decode: Role, session: Session
+) -> None:
     document = {"text": ["w1", "w2"], "sampling_params": {"max_new_tokens": 1, "n": 2}}
     status, answers = await post(session, server, document)
     assert status == 200
@@ -115,7 +127,10 @@ def test_every_choice_of_every_prompt_has_a_room(body: bytes, rooms: int) -> Non
 async def test_workers_take_what_their_router_takes(
     prefill_server: Server, decode_server: Server, session: Session, longest: bool
 ) -> None:
-    """The rooms of many completions make a body larger on its way. `user` is a field that nobody reads."""
+    """The rooms of many completions make a body larger on its way.
+
+    `user` is a field that nobody reads.
+    """
     limit = MAX_BODY_BYTES if longest else MAX_REST_BYTES
     least = {"prompt": "w1", "n": 128, "max_tokens": 1}
 
@@ -204,7 +219,11 @@ async def test_a_client_that_leaves_drops_both_legs(
 
 
 async def test_a_worker_that_is_gone_is_left_out_and_another_one_serves(
-    routed: MakeRouter, meeting: Meeting, prefill_server: Server, decode_server: Server, session: Session
+    routed: MakeRouter,
+    meeting: Meeting,
+    prefill_server: Server,
+    decode_server: Server,
+    session: Session,
 ) -> None:
     gone = Role(FakeService("decode", meeting))
     async with served(gone.app) as first:
@@ -214,7 +233,13 @@ async def test_a_worker_that_is_gone_is_left_out_and_another_one_serves(
     async with session.get(server.make_url("/server_info")) as answer:
         found = json.loads(await answer.read())
     assert [worker["up"] for worker in found.pop("workers")] == [True, False, True]
-    assert found == {"role": "router", "served_model_name": "fake", "draining": False, "running": 0, "waiting": 0}
+    assert found == {
+        "role": "router",
+        "served_model_name": "fake",
+        "draining": False,
+        "running": 0,
+        "waiting": 0,
+    }
 
 
 async def test_nobody_left_is_a_clear_error(
@@ -224,7 +249,10 @@ async def test_nobody_left_is_a_clear_error(
         server = await routed([first], [decode_server])
     status, answer = await post(session, server)
     assert status == 502
-    assert "prefill" in answer["error"]["message"] and "cannot be reached" in answer["error"]["message"]
+    assert (
+        "prefill" in answer["error"]["message"]
+        and "cannot be reached" in answer["error"]["message"]
+    )
     status, answer = await post(session, server)
     assert status == 503
     assert "no prefill worker is up (1 known): prefill http" in answer["error"]["message"]
@@ -254,10 +282,14 @@ async def test_a_decode_that_dies_in_mid_stream_is_an_error_event(
         return out
 
     app = web.Application()
-    app.add_routes([web.get("/server_info", info), web.get("/health", health), web.post("/generate", generate)])
+    app.add_routes(
+        [web.get("/server_info", info), web.get("/health", health), web.post("/generate", generate)]
+    )
     async with served(app) as dying:
         server = await routed([prefill_server], [dying])
-        async with session.post(server.make_url("/generate"), json={**BODY, "stream": True}) as answer:
+        async with session.post(
+            server.make_url("/generate"), json={**BODY, "stream": True}
+        ) as answer:
             assert await answer.content.readuntil(b"\n\n") == b'data: {"n": 1}\n\n'
             seen.set()
             last = (await answer.read()).decode()
@@ -277,8 +309,12 @@ async def test_workers_of_the_wrong_role_are_not_used(
         )
 
 
-@pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff", b'{"n": "x", "prompt": "a"}', b'{"prompt": [[1]], "n": 100000}'])
-async def test_bodies_that_cannot_be_routed_are_400(server: Server, session: Session, raw: bytes) -> None:
+@pytest.mark.parametrize(
+    "raw", [b"{", b"[]", b"\xff", b'{"n": "x", "prompt": "a"}', b'{"prompt": [[1]], "n": 100000}']
+)
+async def test_bodies_that_cannot_be_routed_are_400(
+    server: Server, session: Session, raw: bytes
+) -> None:
     async with session.post(server.make_url("/v1/completions"), data=raw) as answer:
         assert answer.status == 400
 
@@ -302,12 +338,17 @@ async def test_fan_out_and_proxied_routes(server: Server, decode: Role, session:
 async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(
     prefill_server: Server, decode: Role, decode_server: Server, session: Session
 ) -> None:
-    """What a client that leaves a full connection causes: the handler's write fails, and then it is cancelled."""
+    """What a client that leaves a full connection causes: the handler's write fails, and then it is
+    cancelled.
+    """
     worker = Worker("decode", decode_server.url)
     other = Worker("prefill", prefill_server.url)
     body = json.dumps({**BODY, "stream": True, "bootstrap_room": 1, "bootstrap_host": "h"}).encode()
     decode.service.gate.clear()
-    held = [legs.Leg(session, one, "/generate", body, {"Content-Type": "application/json"}) for one in (other, worker)]
+    held = [
+        legs.Leg(session, one, "/generate", body, {"Content-Type": "application/json"})
+        for one in (other, worker)
+    ]
 
     async def handler() -> None:
         async with pairs.together(held[0], held[1], {}) as both:
@@ -324,7 +365,9 @@ async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(
     await asyncio.wait_for(decode.pipeline.idle.wait(), 5)
 
 
-async def test_a_request_may_take_longer_than_any_limit_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_may_take_longer_than_any_limit_of_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     router = Router(["http://127.0.0.1:1"], ["http://127.0.0.1:2"])
     timeout = router._session.timeout
     assert (timeout.total, timeout.sock_read) == (None, None) and timeout.sock_connect

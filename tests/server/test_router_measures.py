@@ -1,4 +1,6 @@
-"""The router's own metrics: tries, load and state of each worker, errors by class, the first token of a stream."""
+"""The router's own metrics: tries, load and state of each worker, errors by class, the first token
+of a stream.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,12 @@ async def spare(meeting: Meeting) -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-async def router(prefill_server: Server, decode_server: Server, spare: Server) -> AsyncIterator[Router]:
-    made = Router([prefill_server.url], [decode_server.url, spare.url], poll_s=3600, retry_timeout_s=0.1)
+async def router(
+    prefill_server: Server, decode_server: Server, spare: Server
+) -> AsyncIterator[Router]:
+    made = Router(
+        [prefill_server.url], [decode_server.url, spare.url], poll_s=3600, retry_timeout_s=0.1
+    )
     await made.start()
     yield made
     await made.close()
@@ -47,9 +53,14 @@ async def post(session: Session, server: Server, **changes: object) -> int:
 
 
 async def test_requests_tries_and_first_tokens(
-    server: Server, decode: Role, prefill_server: Server, decode_server: Server, spare: Server, session: Session,
+    server: Server,
+    decode: Role,
+    prefill_server: Server,
+    decode_server: Server,
+    spare: Server,
+    session: Session,
     caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+) -> None:
     decode.service.failure = Cause(Code.SHUTDOWN, "it drains")
     caplog.set_level(logging.INFO, logger="kvflow.router")
     assert [await post(session, server, stream=n == 0) for n in range(4)] == [200] * 4
@@ -58,14 +69,22 @@ async def test_requests_tries_and_first_tokens(
     text = await scrape(session, server)
     found = samples(text)
     tried = labelled(text, "kvflow_router_worker_tries_total")
-    assert tried["decode", spare.url] == 4 and tried["decode", decode_server.url] == found["kvflow_retries_total"] >= 1
+    assert (
+        tried["decode", spare.url] == 4
+        and tried["decode", decode_server.url] == found["kvflow_retries_total"] >= 1
+    )
     assert tried["prefill", prefill_server.url] == 4 + found["kvflow_retries_total"]
     assert labelled(text, "kvflow_requests_total")[("/generate", "200")] == 4
     assert found["kvflow_router_time_to_first_token_seconds_count"] == 1  # that of the stream
-    assert labelled(text, "kvflow_router_errors_total") == {} and found["kvflow_router_running_requests"] == 0
+    assert (
+        labelled(text, "kvflow_router_errors_total") == {}
+        and found["kvflow_router_running_requests"] == 0
+    )
 
 
-async def test_errors_by_class_and_refusals_apart(server: Server, prefill: Role, session: Session) -> None:
+async def test_errors_by_class_and_refusals_apart(
+    server: Server, prefill: Role, session: Session
+) -> None:
     prefill.service.failure = Cause(Code.ENGINE_ERROR, "a step failed")
     assert await post(session, server) == 500
     assert await post(session, server, stream=True) == 500
@@ -76,7 +95,12 @@ async def test_errors_by_class_and_refusals_apart(server: Server, prefill: Role,
 
 
 async def test_load_and_state_of_each_worker(
-    server: Server, router: Router, prefill: Role, prefill_server: Server, decode_server: Server, session: Session
+    server: Server,
+    router: Router,
+    prefill: Role,
+    prefill_server: Server,
+    decode_server: Server,
+    session: Session,
 ) -> None:
     prefill.service.gate.clear()
     asking = asyncio.ensure_future(post(session, server))
@@ -84,7 +108,11 @@ async def test_load_and_state_of_each_worker(
     router.workers.of("decode")[0].mark_down("for this test")
     text = await scrape(session, server)
     load = labelled(text, "kvflow_router_worker_requests")
-    assert load["prefill", prefill_server.url] == 1 == sum(n for (role, _), n in load.items() if role == "decode")
+    assert (
+        load["prefill", prefill_server.url]
+        == 1
+        == sum(n for (role, _), n in load.items() if role == "decode")
+    )
     up = labelled(text, "kvflow_router_worker_up")
     assert (up["decode", decode_server.url], sum(up.values())) == (0, 2)
     assert labelled(text, "kvflow_router_running_requests") == {(): 1}
@@ -92,9 +120,18 @@ async def test_load_and_state_of_each_worker(
     assert await asking == 200
 
 
-@pytest.mark.parametrize(("code", "label"), [
-    ("peer_lost", "peer_lost"), ("model_not_found", "model_not_found"), ("503", "503"), ("", "other"),
-    ("x" * 5000, "other"), ("evil\n", "other"), ("12345", "other"), ("\u0661\u0662\u0663", "other"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "label"),
+    [
+        ("peer_lost", "peer_lost"),
+        ("model_not_found", "model_not_found"),
+        ("503", "503"),
+        ("", "other"),
+        ("x" * 5000, "other"),
+        ("evil\n", "other"),
+        ("12345", "other"),
+        ("\u0661\u0662\u0663", "other"),
+    ],
+)
 def test_a_foreign_workers_code_makes_no_new_label(code: str, label: str) -> None:
     assert bounded_code(code) == label

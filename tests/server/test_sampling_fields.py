@@ -1,4 +1,6 @@
-"""Penalties, biases, bans and minimum lengths as each API names them, and what is refused before a room opens."""
+"""Penalties, biases, bans and minimum lengths as each API names them, and what is refused before a
+room opens.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,28 @@ def told(role: Role, *names: str) -> dict[str, Any]:
     return {name: getattr(params, name) for name in names}
 
 
-async def test_the_official_clients_own_fields(client: openai.AsyncOpenAI, prefill: Role, decode: Role) -> None:
+async def test_the_official_clients_own_fields(
+    client: openai.AsyncOpenAI, prefill: Role, decode: Role
+) -> None:
     """With the extras that vLLM and SGLang know; both legs are told the same."""
-    extra = {"min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2, "bad_words": ["w5", "w6 w7"], "priority": -3}
-    own: Any = {"frequency_penalty": 0.5, "presence_penalty": -1.5, "logit_bias": {"7": -100, "8": 2.5}}
-    await client.chat.completions.create(model="fake", messages=CHAT, max_tokens=3, extra_body=extra, **own)
-    await client.completions.create(model="fake", prompt="w1", max_tokens=3, n=2, extra_body=extra, **own)
+    extra = {
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "min_tokens": 2,
+        "bad_words": ["w5", "w6 w7"],
+        "priority": -3,
+    }
+    own: Any = {
+        "frequency_penalty": 0.5,
+        "presence_penalty": -1.5,
+        "logit_bias": {"7": -100, "8": 2.5},
+    }
+    await client.chat.completions.create(
+        model="fake", messages=CHAT, max_tokens=3, extra_body=extra, **own
+    )
+    await client.completions.create(
+        model="fake", prompt="w1", max_tokens=3, n=2, extra_body=extra, **own
+    )
     for role in (prefill, decode):
         assert len(role.service.requests) == 3
         for request in role.service.requests:
@@ -60,13 +78,21 @@ async def test_generate_has_sglangs_names(
     "defaults",
     [
         dict.fromkeys([*SHARED, "min_new_tokens", "logit_bias"]),
-        {"min_p": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0, "logit_bias": {}},
+        {
+            "min_p": 0,
+            "frequency_penalty": 0,
+            "repetition_penalty": 1,
+            "min_new_tokens": 0,
+            "logit_bias": {},
+        },
     ],
 )
 async def test_defaults_change_nothing(
     prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, defaults: dict[str, Any]
 ) -> None:
-    status, _ = await post(session, prefill_server, body(sampling_params={"max_new_tokens": 1, **defaults}))
+    status, _ = await post(
+        session, prefill_server, body(sampling_params={"max_new_tokens": 1, **defaults})
+    )
     assert status == 200
     params = prefill.service.requests[0].params
     assert not params.adjusts
@@ -79,26 +105,51 @@ async def test_defaults_change_nothing(
         ("/generate", {"min_p": 1.01}, "min_p 1.01 is outside 0..1"),
         ("/generate", {"frequency_penalty": 3}, "frequency_penalty 3.0 is outside -2..2"),
         ("/generate", {"repetition_penalty": 0}, "repetition_penalty 0.0 is outside 0.01..100"),
-        ("/generate", {"min_new_tokens": 4}, "min_new_tokens (min_tokens) 4 is outside 0..3 (max_new_tokens)"),
+        (
+            "/generate",
+            {"min_new_tokens": 4},
+            "min_new_tokens (min_tokens) 4 is outside 0..3 (max_new_tokens)",
+        ),
         ("/generate", {"min_new_tokens": 1.5}, "sampling_params.min_new_tokens"),
         ("/generate", {"logit_bias": {"w7": 1}}, "logit_bias: key 'w7' is not a token id"),
         ("/generate", {"logit_bias": {"-7": 1}}, "logit_bias: key '-7' is not a token id"),
-        ("/generate", {"logit_bias": {"100": 1}}, "logit_bias: token id 100 is outside the model's vocabulary, 0..99"),
-        ("/generate", {"logit_bias": {"7": -101}}, "logit_bias: -101.0 for token 7 is outside -100..100"),
+        (
+            "/generate",
+            {"logit_bias": {"100": 1}},
+            "logit_bias: token id 100 is outside the model's vocabulary, 0..99",
+        ),
+        (
+            "/generate",
+            {"logit_bias": {"7": -101}},
+            "logit_bias: -101.0 for token 7 is outside -100..100",
+        ),
         ("/generate", {"logit_bias": [7]}, "sampling_params.logit_bias"),
         ("/generate", {"min_tokens": 2}, "sampling_params.min_tokens is not supported"),
         ("/generate", {"bad_words": ["w1"]}, "sampling_params.bad_words is not supported"),
         ("/v1/completions", {"presence_penalty": -2.5}, "presence_penalty -2.5 is outside -2..2"),
-        ("/v1/completions", {"min_tokens": 17}, "min_new_tokens (min_tokens) 17 is outside 0..16 (max_new_tokens)"),
+        (
+            "/v1/completions",
+            {"min_tokens": 17},
+            "min_new_tokens (min_tokens) 17 is outside 0..16 (max_new_tokens)",
+        ),
         ("/v1/completions", {"min_new_tokens": 2}, "min_new_tokens is not supported"),
         ("/v1/completions", {"bad_words": "w1"}, "bad_words"),
         ("/v1/completions", {"bad_words": [""]}, "bad_words: '' has no tokens"),
         ("/v1/completions", {"bad_words": ["w1"] * 1025}, "bad_words: 1025 entries, limit 1024"),
-        ("/v1/completions", {"bad_words": [f"w{i}" for i in range(40)]}, "may leave none of 100 tokens"),
+        (
+            "/v1/completions",
+            {"bad_words": [f"w{i}" for i in range(40)]},
+            "may leave none of 100 tokens",
+        ),
     ],
 )
 async def test_bad_values_are_named_and_end_both_legs(
-    prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, path: str, fields: dict[str, Any], text: str
+    prefill: Role,
+    prefill_server: Server,
+    session: aiohttp.ClientSession,
+    path: str,
+    fields: dict[str, Any],
+    text: str,
 ) -> None:
     document = body(sampling_params={"max_new_tokens": 3, **fields})
     if path != "/generate":
@@ -154,9 +205,16 @@ async def test_more_stop_strings_than_the_limit_are_named_and_end_both_legs(
 )
 @pytest.mark.parametrize("given", [None, 0, 7, -(1 << 63), (1 << 63) - 1])
 async def test_a_priority_is_that_of_every_choice(
-    prefill: Role, session: aiohttp.ClientSession, path: str, document: dict[str, Any], given: int | None
+    prefill: Role,
+    session: aiohttp.ClientSession,
+    path: str,
+    document: dict[str, Any],
+    given: int | None,
 ) -> None:
-    """Larger is sooner. Where the server runs with vLLM's order it is turned round, the extremes too."""
+    """Larger is sooner.
+
+    Where the server runs with vLLM's order it is turned round, the extremes too.
+    """
     turned = Role(prefill.service, low_priority_first=True)
     for role, sign, rooms in ((prefill, 1, [7, 8, 9, 10]), (turned, -1, [11, 12, 13, 14])):
         prefill.service.requests.clear()
@@ -169,7 +227,9 @@ async def test_a_priority_is_that_of_every_choice(
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
-@pytest.mark.parametrize("given", [1 << 63, -(1 << 63) - 1, 1 << 80, -(1 << 80), 1.5, "5", "high", True, [1], {}])
+@pytest.mark.parametrize(
+    "given", [1 << 63, -(1 << 63) - 1, 1 << 80, -(1 << 80), 1.5, "5", "high", True, [1], {}]
+)
 async def test_a_priority_that_is_none_is_named_and_ends_both_legs(
     prefill: Role, prefill_server: Server, session: aiohttp.ClientSession, path: str, given: Any
 ) -> None:
@@ -178,7 +238,9 @@ async def test_a_priority_that_is_none_is_named_and_ends_both_legs(
         "/v1/completions": {"prompt": "w1"},
         "/v1/chat/completions": {"messages": CHAT},
     }
-    status, answer = await post(session, prefill_server, {**prompts[path], **META, "priority": given}, path)
+    status, answer = await post(
+        session, prefill_server, {**prompts[path], **META, "priority": given}, path
+    )
     assert status == 400
     error = answer["error"]
     assert error["param"] == "priority"
@@ -193,7 +255,9 @@ async def test_a_priority_that_is_none_is_named_and_ends_both_legs(
 async def test_what_a_body_says_once_is_checked_once(
     meeting: Meeting, decode: Role, decode_server: Server, session: aiohttp.ClientSession, path: str
 ) -> None:
-    """Thousands of biases for hundreds of prompts and choices would hold up the event loop for seconds."""
+    """Thousands of biases for hundreds of prompts and choices would hold up the event loop for
+    seconds.
+    """
     rooms = [7, 8, 9, 10]
     for room in rooms:
         meeting.of(room).set_result(None)
@@ -216,7 +280,10 @@ async def test_what_a_body_says_once_is_checked_once(
 
 
 async def test_too_many_prompts_are_refused_before_any_is_read(
-    decode: Role, decode_server: Server, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+    decode: Role,
+    decode_server: Server,
+    session: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def encode(*_: Any, **__: Any) -> Any:
         raise AssertionError("a prompt was encoded")

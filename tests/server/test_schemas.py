@@ -8,20 +8,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.server.http.errors import RequestError
-from kvflow.server.http.schemas import MAX_STRUCTURE, ChatRequest, CompletionRequest, GenerateRequest, parse
+from kvflow.server.http.schemas import (
+    MAX_STRUCTURE,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    parse,
+)
 from kvflow.server.router.legs import with_fields
 
 Kind = type[GenerateRequest] | type[ChatRequest] | type[CompletionRequest]
 
 KINDS = (GenerateRequest, ChatRequest, CompletionRequest)
 GOOD: dict[Kind, bytes] = {
-    GenerateRequest: b'{"text":"a","sampling_params":{"temperature":0,"stop":["x"]},"tools":[],"stream":true}',
-    ChatRequest: b'{"messages":[{"role":"user","content":"a"}],"response_format":{"type":"text"},"n":1}',
-    CompletionRequest: b'{"prompt":[[1,2],[3]],"max_tokens":3,"best_of":1,"suffix":null,"logit_bias":{"5":-1}}',
+    GenerateRequest: (
+        b'{"text":"a","sampling_params":{"temperature":0,"stop":["x"]},"tools":[],"stream":true}'
+    ),
+    ChatRequest: (
+        b'{"messages":[{"role":"user","content":"a"}],"response_format":{"type":"text"},"n":1}'
+    ),
+    CompletionRequest: (
+        b'{"prompt":[[1,2],[3]],"max_tokens":3,"best_of":1,"suffix":null,"logit_bias":{"5":-1}}'
+    ),
 }
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -30,7 +44,9 @@ values = st.recursive(
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_body_is_a_request_or_a_request_error(kind: Kind, data: st.DataObject) -> None:
-    """Fields of the wrong kind, unknown ones, flipped and missing bytes: nothing but RequestError comes out."""
+    """Fields of the wrong kind, unknown ones, flipped and missing bytes: nothing but RequestError
+    comes out.
+    """
     document = msgspec.json.decode(GOOD[kind])
     names = [*document, *kind.__struct_fields__, "lora_path", "min_new_tokens", "regex"]
     document |= data.draw(st.dictionaries(st.sampled_from(names), values, max_size=2))
@@ -48,7 +64,9 @@ def test_a_body_is_a_request_or_a_request_error(kind: Kind, data: st.DataObject)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bomb", [b"[],", b"{},", b'{"a":0},'], ids=str)
 @pytest.mark.parametrize("field", ["messages", "input_ids", "prompt", "unheard_of"])
-def test_a_body_of_a_million_objects_is_refused_unbuilt(kind: Kind, bomb: bytes, field: str) -> None:
+def test_a_body_of_a_million_objects_is_refused_unbuilt(
+    kind: Kind, bomb: bytes, field: str
+) -> None:
     many = bomb * (MAX_STRUCTURE + 1)
     raw = GOOD[kind][:-1] + f',"{field}":['.encode() + many[:-1] + b"]}"
     with pytest.raises(RequestError, match="lists, objects and fields"):
@@ -74,7 +92,13 @@ def test_nesting_does_not_exhaust_the_stack() -> None:
             parse(bomb, GenerateRequest)
 
 
-@pytest.mark.parametrize("raw", [b"{}", b" { } \n", b'{"a":1}', b'{"a":{}}\r\n', b'{"b":[],"room":{"x":3} } '])
+@pytest.mark.parametrize(
+    "raw", [b"{}", b" { } \n", b'{"a":1}', b'{"a":{}}\r\n', b'{"b":[],"room":{"x":3} } ']
+)
 def test_added_fields_win_and_the_rest_stays(raw: bytes) -> None:
     before = msgspec.json.decode(raw)
-    assert msgspec.json.decode(with_fields(raw, {"room": 7, "b": "c"})) == {**before, "room": 7, "b": "c"}
+    assert msgspec.json.decode(with_fields(raw, {"room": 7, "b": "c"})) == {
+        **before,
+        "room": 7,
+        "b": "c",
+    }

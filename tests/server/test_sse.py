@@ -68,7 +68,8 @@ async def test_leaving_closes_the_sources_first(batches: int) -> None:
     async with Arrivals([source.items() for source in sources], 0.01) as arrivals:
         for _ in range(batches):
             await anext(arrivals)
-    assert all(source.closed or batches == 0 for source in sources)  # one that never ran has nothing to close
+    # One that never ran has nothing to close.
+    assert all(source.closed or batches == 0 for source in sources)
 
 
 async def test_cancelling_a_reader_closes_its_sources() -> None:
@@ -123,7 +124,10 @@ async def test_an_error_does_not_wait_for_a_source_that_never_pauses() -> None:
             yield 1
 
     with pytest.raises(ValueError, match="at once"):
-        async with asyncio.timeout(5), Arrivals([endless(), Source(error=ValueError("at once")).items()]) as arrivals:
+        async with (
+            asyncio.timeout(5),
+            Arrivals([endless(), Source(error=ValueError("at once")).items()]) as arrivals,
+        ):
             async for _ in arrivals:
                 pass
 

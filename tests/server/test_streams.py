@@ -23,7 +23,9 @@ TOP = tuple((i, -1.0 - i) for i in range(20))
 
 
 class LongService(FakeService):
-    """A decode without a prefill, whose tokens come one at a time: the next one when the last has been written."""
+    """A decode without a prefill, whose tokens come one at a time: the next one when the last has
+    been written.
+    """
 
     def __init__(self) -> None:
         super().__init__("decode", Meeting())
@@ -81,7 +83,9 @@ BODIES = {"/generate": generate_body, "/v1/chat/completions": chat_body}
 
 
 def events_of(raw: bytes) -> list[Any]:
-    return [msgspec.json.decode(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")]
+    return [
+        msgspec.json.decode(line[6:]) for line in raw.split(b"\n\n") if line.startswith(b"data: {")
+    ]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -89,7 +93,9 @@ def events_of(raw: bytes) -> list[Any]:
 async def test_a_token_is_encoded_once(
     session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
 ) -> None:
-    """An event repeats all before it: 57 ms of the event loop for the 4,000th one, when each was encoded anew."""
+    """An event repeats all before it: 57 ms of the event loop for the 4,000th one, when each was
+    encoded anew.
+    """
     encoded = 0
     encode = msgspec.json.encode
 
@@ -120,7 +126,9 @@ async def test_a_token_is_encoded_once(
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_a_token_costs_no_task_and_no_timer(session: aiohttp.ClientSession, path: str) -> None:
+async def test_a_token_costs_no_task_and_no_timer(
+    session: aiohttp.ClientSession, path: str
+) -> None:
     loop = asyncio.get_running_loop()
     made = 0
 
@@ -151,7 +159,8 @@ async def test_a_client_that_does_not_keep_up_is_sent_the_last_event_and_not_eve
         long_decode() as (service, server),
         session.post(server.make_url("/generate"), json=generate_body(2000)) as answer,
     ):
-        await asyncio.wait_for(service.generated.wait(), 60)  # 600 MB of events, and nobody has read one
+        # 600 MB of events, and nobody has read one.
+        await asyncio.wait_for(service.generated.wait(), 60)
         raw = await answer.read()
     counts = [len(event["output_ids"]) for event in events_of(raw)]
     assert counts == sorted(set(counts))
@@ -180,7 +189,9 @@ async def test_an_echo_is_encoded_once_and_in_turns(
             assert answer.status == 200, await answer.text()
             raw = await answer.read()
     choices = (
-        [choice for event in events_of(raw) for choice in event["choices"]] if stream else json.loads(raw)["choices"]
+        [choice for event in events_of(raw) for choice in event["choices"]]
+        if stream
+        else json.loads(raw)["choices"]
     )
     whole = [""] * n
     for choice in choices:
@@ -206,7 +217,9 @@ async def test_large_answers_are_written_in_blocks(
     monkeypatch.setattr(aiohttp.web.StreamResponse, "write", noted)
     async with long_decode() as (service, server):
         service.paced = False
-        async with session.post(server.make_url("/generate"), json=generate_body(3000, stream)) as answer:
+        async with session.post(
+            server.make_url("/generate"), json=generate_body(3000, stream)
+        ) as answer:
             raw = await answer.read()
     last = events_of(raw)[-1] if stream else json.loads(raw)
     assert len(last["output_ids"]) == 3000
@@ -214,7 +227,9 @@ async def test_large_answers_are_written_in_blocks(
     assert max(sizes) <= BLOCK_BYTES
 
 
-async def test_headers_and_empty_lines_come_before_a_late_first_token(session: aiohttp.ClientSession) -> None:
+async def test_headers_and_empty_lines_come_before_a_late_first_token(
+    session: aiohttp.ClientSession,
+) -> None:
     async with long_decode(headers_after_s=0.05) as (service, server):
         service.gate.clear()
         async with session.post(server.make_url("/generate"), json=generate_body(2)) as answer:
@@ -225,7 +240,9 @@ async def test_headers_and_empty_lines_come_before_a_late_first_token(session: a
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_error_after_the_headers_is_the_first_event(session: aiohttp.ClientSession, path: str) -> None:
+async def test_an_error_after_the_headers_is_the_first_event(
+    session: aiohttp.ClientSession, path: str
+) -> None:
     """A router may retry what has produced nothing: only empty lines come before."""
     async with long_decode(headers_after_s=0.05) as (service, server):
         service.gate.clear()
@@ -234,7 +251,9 @@ async def test_an_error_after_the_headers_is_the_first_event(session: aiohttp.Cl
             assert answer.status == 200
             service.gate.set()
             raw = await answer.read()
-    assert not any(line.startswith(b"data") for line in raw[: raw.index(b'data: {"error"')].splitlines())
+    assert not any(
+        line.startswith(b"data") for line in raw[: raw.index(b'data: {"error"')].splitlines()
+    )
     ((error),) = events_of(raw)
     assert error["error"]["code"] == "capacity"
 
@@ -243,14 +262,18 @@ async def test_an_error_before_the_headers_is_a_status(session: aiohttp.ClientSe
     async with long_decode(headers_after_s=60) as (service, server):
         service.gate.clear()
         service.failure = Cause(Code.CAPACITY, "because")
-        request = asyncio.create_task(session.post(server.make_url("/generate"), json=generate_body(2)))
+        request = asyncio.create_task(
+            session.post(server.make_url("/generate"), json=generate_body(2))
+        )
         await asyncio.wait_for(service.started.wait(), 5)
         service.gate.set()
         async with await request as answer:
             assert answer.status == 503
 
 
-async def test_a_client_that_leaves_before_the_headers_ends_its_room(session: aiohttp.ClientSession) -> None:
+async def test_a_client_that_leaves_before_the_headers_ends_its_room(
+    session: aiohttp.ClientSession,
+) -> None:
     async with long_decode(headers_after_s=60) as (service, server):
         service.gate.clear()
         ended = asyncio.Event()
@@ -263,7 +286,9 @@ async def test_a_client_that_leaves_before_the_headers_ends_its_room(session: ai
                 ended.set()
 
         service.gate.wait = noted  # type: ignore[method-assign]
-        request = asyncio.create_task(session.post(server.make_url("/generate"), json=generate_body(2)))
+        request = asyncio.create_task(
+            session.post(server.make_url("/generate"), json=generate_body(2))
+        )
         await asyncio.wait_for(service.started.wait(), 5)
         request.cancel()
         await asyncio.wait_for(ended.wait(), 5)

@@ -1,4 +1,7 @@
-"""Roles as processes: what they say, how they end, and a supervisor in a hurry. Routers stand for all: the quickest."""
+"""Roles as processes: what they say, how they end, and a supervisor in a hurry.
+
+Routers stand for all: the quickest.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,9 @@ async def test_a_second_signal_kills_what_does_not_end() -> None:
 
 async def test_a_line_longer_than_the_reader_holds_does_not_end_it() -> None:
     word = "x" * 100_000
-    child = Child("router", "router", ["--port", "0", "--decode", NOBODY, "--prefill", word], quiet=True)
+    child = Child(
+        "router", "router", ["--port", "0", "--decode", NOBODY, "--prefill", word], quiet=True
+    )
     with pytest.raises(ChildEndedError) as caught:
         await child.start(os.environ, 30)
     assert caught.value.status == 2
@@ -87,7 +92,9 @@ async def test_a_wait_that_is_cancelled_leaves_the_last_lines_to_the_others(
     assert child.last_lines[-1] == "the last line"
 
 
-async def test_a_role_that_cannot_be_started_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_role_that_cannot_be_started_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     opened = []
     pipe = os.pipe
@@ -104,9 +111,14 @@ async def test_a_role_that_cannot_be_started_leaves_no_descriptor(monkeypatch: p
             os.fstat(descriptor)
 
 
-async def test_what_the_user_can_mend_is_told_without_ceremony(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_what_the_user_can_mend_is_told_without_ceremony(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     child = Child("router", "router", ["--port", "0"], quiet=False)
-    needed = "at least one --prefill URL and one --decode URL, or an --admin-api-key, with which workers join it"
+    needed = (
+        "at least one --prefill URL and one --decode URL, or an --admin-api-key, with which "
+        "workers join it"
+    )
     with pytest.raises(ChildEndedError, match=f"^router: router needs {needed}$"):
         await child.start(os.environ, 30)
     assert capfd.readouterr().err == ""
@@ -115,7 +127,12 @@ async def test_what_the_user_can_mend_is_told_without_ceremony(capfd: pytest.Cap
 def test_a_setting_of_several_values_is_several_flags() -> None:
     origins = ["https://a.example", "*"]
     fleet = Fleet(Settings(), {"allowed_origins": tuple(origins)}, quiet=True)
-    assert fleet._arguments("router") == ["--allowed-origins", origins[0], "--allowed-origins", origins[1]]
+    assert fleet._arguments("router") == [
+        "--allowed-origins",
+        origins[0],
+        "--allowed-origins",
+        origins[1],
+    ]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -143,7 +160,9 @@ def test_a_decode_is_told_the_width_of_its_prefill(told: int, tp: int, passed: s
         ({"tp": 4, "pp": 2, "decode_tp": 2}, ["--tp", "4", "--pp", "2"], ["--tp", "2"]),
     ],
 )
-def test_each_role_has_its_own_shards(given: dict[str, Any], prefill: list[str], decode: list[str]) -> None:
+def test_each_role_has_its_own_shards(
+    given: dict[str, Any], prefill: list[str], decode: list[str]
+) -> None:
     """Also where the environment, which the roles read, has --tp of `up`."""
     fleet = Fleet(Settings(model_path="m", **given), {"model_path": "m", **given}, quiet=True)
     assert fleet._arguments("prefill") == ["--model-path", "m", *prefill]
@@ -152,7 +171,9 @@ def test_each_role_has_its_own_shards(given: dict[str, Any], prefill: list[str],
 
 
 @pytest.mark.parametrize("own", ["", "mine"])
-async def test_the_packaged_model_keeps_the_name_it_is_given(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_packaged_model_keeps_the_name_it_is_given(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the environment or the file too: what `kvflow up` passes on as a flag wins over both."""
     names = []
 

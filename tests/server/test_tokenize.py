@@ -14,7 +14,9 @@ from tests.server.fake_service import Role, Server, WordTokenizer
 Session = aiohttp.ClientSession
 
 
-async def post(session: Session, server: Server, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+async def post(
+    session: Session, server: Server, path: str, body: dict[str, Any]
+) -> tuple[int, Any]:
     async with session.post(server.make_url(path), json=body) as answer:
         return answer.status, await answer.json()
 
@@ -22,7 +24,9 @@ async def post(session: Session, server: Server, path: str, body: dict[str, Any]
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 async def test_there_and_back(server: Server, session: Session, prefix: str) -> None:
     for text, ids, count in (("w7 w9", [7, 9], 2), (["w7", "w1 w2"], [[7], [1, 2]], [1, 2])):
-        status, answer = await post(session, server, f"{prefix}/tokenize", {"model": "fake", "prompt": text})
+        status, answer = await post(
+            session, server, f"{prefix}/tokenize", {"model": "fake", "prompt": text}
+        )
         assert (status, answer) == (200, {"tokens": ids, "count": count, "max_model_len": 65})
         status, back = await post(session, server, f"{prefix}/detokenize", {"tokens": ids})
         assert (status, back) == (200, {"text": text, "prompt": text})
@@ -34,12 +38,18 @@ async def test_special_tokens_are_left_out_unless_they_are_asked_for(
     words = decode.tokenizer._tokenizer
     assert isinstance(words, WordTokenizer)
     words.backend_tokenizer.add_special_tokens(["w3"])
-    for given, text in (({}, "w1"), ({"skip_special_tokens": True}, "w1"), ({"skip_special_tokens": False}, "w1 w3")):
+    for given, text in (
+        ({}, "w1"),
+        ({"skip_special_tokens": True}, "w1"),
+        ({"skip_special_tokens": False}, "w1 w3"),
+    ):
         _, answer = await post(session, decode_server, "/detokenize", {"tokens": [1, 3], **given})
         assert answer["text"] == text
 
 
-async def test_a_conversation_as_its_completion_would_see_it(server: Server, session: Session, decode: Role) -> None:
+async def test_a_conversation_as_its_completion_would_see_it(
+    server: Server, session: Session, decode: Role
+) -> None:
     messages = [{"role": "user", "content": "w1"}]
     body = {"messages": messages, "chat_template_kwargs": {"lead": "w9"}, "return_token_strs": True}
     _, answer = await post(session, server, "/tokenize", body)
@@ -53,7 +63,12 @@ async def test_a_conversation_as_its_completion_would_see_it(server: Server, ses
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": "w1", "messages": [{"role": "user", "content": "w1"}]}, 400, "prompt"),
+        (
+            "/tokenize",
+            {"prompt": "w1", "messages": [{"role": "user", "content": "w1"}]},
+            400,
+            "prompt",
+        ),
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
         ("/tokenize", {"prompt": "w1", "tools": [{"type": "function"}]}, 400, "tools"),
         ("/tokenize", {"prompt": "w1", "model": "other"}, 404, "model"),
@@ -64,7 +79,12 @@ async def test_a_conversation_as_its_completion_would_see_it(server: Server, ses
     ],
 )
 async def test_what_is_wrong_is_named(
-    server: Server, session: Session, path: str, body: dict[str, Any], status: int, param: str | None
+    server: Server,
+    session: Session,
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    param: str | None,
 ) -> None:
     found, answer = await post(session, server, path, body)
     assert (found, answer["error"]["param"]) == (status, param), answer
@@ -76,7 +96,9 @@ async def test_nothing_is_nothing(server: Server, session: Session) -> None:
     assert (await post(session, server, "/detokenize", {"tokens": []}))[1]["text"] == ""
 
 
-async def test_many_texts_are_answered_in_short_turns(decode: Role, decode_server: Server, session: Session) -> None:
+async def test_many_texts_are_answered_in_short_turns(
+    decode: Role, decode_server: Server, session: Session
+) -> None:
     """Of the event loop: the spellings of two million tokens took one turn of three seconds."""
     spelled, turns = decode.tokenizer.token_text, 0
     longest = 0
@@ -98,7 +120,9 @@ async def test_many_texts_are_answered_in_short_turns(decode: Role, decode_serve
 
     watching = asyncio.create_task(watch())
     texts = [" ".join(["w1"] * 50)] * 40
-    status, answer = await post(session, decode_server, "/tokenize", {"prompt": texts, "return_token_strs": True})
+    status, answer = await post(
+        session, decode_server, "/tokenize", {"prompt": texts, "return_token_strs": True}
+    )
     watching.cancel()
     assert (status, answer["token_strs"], answer["count"]) == (200, [["w1"] * 50] * 40, [50] * 40)
     assert turns == 2000
@@ -111,7 +135,9 @@ async def test_a_conversation_is_tokenized_with_the_opening_of_an_answer_unless_
     asked: list[bool] = []
     encode = type(decode.pipeline.tokenizer).encode_chat
 
-    async def encode_chat(self: Any, messages: Any, variables: Any, *, add_generation_prompt: bool = True) -> Any:
+    async def encode_chat(
+        self: Any, messages: Any, variables: Any, *, add_generation_prompt: bool = True
+    ) -> Any:
         asked.append(add_generation_prompt)
         return await encode(self, messages, variables, add_generation_prompt=add_generation_prompt)
 

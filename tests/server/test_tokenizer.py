@@ -1,4 +1,6 @@
-"""Long texts: encoded as short ones are, and refused before any Python object is made for a token of theirs."""
+"""Long texts: encoded as short ones are, and refused before any Python object is made for a token
+of theirs.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,21 @@ async def test_a_long_text_has_the_tokens_that_transformers_gives_it(
     opening = PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL_DIR / "tokenizer.json"))
     opening.add_special_tokens({"bos_token": "<s>"})
     first = opening.get_vocab()["<s>"]
-    opening.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", first)])
+    opening.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", first)]
+    )
     expected = opening.encode(TEXT, add_special_tokens=special)
     assert (expected[0] == first) == special
     for context_length in (len(TEXT) - 1, len(TEXT)):  # the long way and the short one
         tokenizer = ThreadedTokenizer(opening, context_length)
         assert tokenizer._is_long(TEXT) == (context_length < len(TEXT))
-        assert (await tokenizer.encode(TEXT, param="text", add_special_tokens=special)).tolist() == expected
+        assert (
+            await tokenizer.encode(TEXT, param="text", add_special_tokens=special)
+        ).tolist() == expected
         if special:
-            assert (await tokenizer.encode(TEXT, param="text")).tolist() == expected, "as /generate asks for"
+            assert (await tokenizer.encode(TEXT, param="text")).tolist() == expected, (
+                "as /generate asks for"
+            )
         tokenizer.close()
 
 
@@ -52,15 +60,21 @@ async def test_special_tokens_are_in_the_text_where_a_request_wants_them(skip: b
     tokenizer.close()
 
 
-async def test_a_text_that_cannot_fit_is_refused_with_its_tokens(fast: PreTrainedTokenizerFast) -> None:
+async def test_a_text_that_cannot_fit_is_refused_with_its_tokens(
+    fast: PreTrainedTokenizerFast,
+) -> None:
     tokens = len(fast.encode(TEXT))
     tokenizer = ThreadedTokenizer(fast, 100)
-    with pytest.raises(RequestError, match=rf"the text has {tokens} tokens; at most 100 fit the model's context"):
+    with pytest.raises(
+        RequestError, match=rf"the text has {tokens} tokens; at most 100 fit the model's context"
+    ):
         await tokenizer.encode(TEXT, param="text")
     tokenizer.close()
 
 
-async def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(fast: PreTrainedTokenizerFast) -> None:
+async def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(
+    fast: PreTrainedTokenizerFast,
+) -> None:
     class Chats:
         chat_template = "present"
 
@@ -76,7 +90,9 @@ async def test_a_conversation_that_cannot_fit_is_refused_before_it_is_rendered(f
 
 def test_without_a_tokenizer_stop_strings_are_refused_and_tokens_have_no_text() -> None:
     tokenizer = ThreadedTokenizer(None)
-    with pytest.raises(RequestError, match="stop strings need a tokenizer, and this model has none") as refused:
+    with pytest.raises(
+        RequestError, match="stop strings need a tokenizer, and this model has none"
+    ) as refused:
         tokenizer.detokenizer(SamplingParams(stop=("x",)))
     assert refused.value.param == "stop"
     assert isinstance(tokenizer.detokenizer(SamplingParams()), NullDetokenizer)
@@ -87,14 +103,18 @@ def test_a_stop_string_among_the_least_tokens_ends_nothing(fast: PreTrainedToken
     ids = fast.encode("The with statement")
     tokenizer = ThreadedTokenizer(fast)
     for least, stops in ((0, True), (len(ids) + 1, False)):
-        stream = tokenizer.detokenizer(SamplingParams(stop=("with",), max_new_tokens=64, min_new_tokens=least))
+        stream = tokenizer.detokenizer(
+            SamplingParams(stop=("with",), max_new_tokens=64, min_new_tokens=least)
+        )
         for token_id in ids:
             stream.feed(token_id)
         assert (stream.stopped == "with") == stops
     tokenizer.close()
 
 
-async def test_a_tokenizer_that_cuts_texts_by_itself_is_left_to_transformers(fast: PreTrainedTokenizerFast) -> None:
+async def test_a_tokenizer_that_cuts_texts_by_itself_is_left_to_transformers(
+    fast: PreTrainedTokenizerFast,
+) -> None:
     cutting = PreTrainedTokenizerFast(tokenizer_file=str(DEMO_MODEL_DIR / "tokenizer.json"))
     cutting.backend_tokenizer.enable_truncation(8)
     tokenizer = ThreadedTokenizer(cutting, 400)
@@ -103,7 +123,9 @@ async def test_a_tokenizer_that_cuts_texts_by_itself_is_left_to_transformers(fas
 
 
 @pytest.mark.parametrize("place", ["message", "variable"])
-async def test_what_is_nested_too_deep_for_a_template_is_refused(fast: PreTrainedTokenizerFast, place: str) -> None:
+async def test_what_is_nested_too_deep_for_a_template_is_refused(
+    fast: PreTrainedTokenizerFast, place: str
+) -> None:
     fast.chat_template = "{{ messages }}"
     deep: Any = "x"
     for _ in range(900):
@@ -121,9 +143,12 @@ async def test_what_is_nested_too_deep_for_a_template_is_refused(fast: PreTraine
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ raise_exception('no') }}", "{{ [][1].x }}"]
+    "template",
+    ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{{ raise_exception('no') }}", "{{ [][1].x }}"],
 )
-async def test_a_template_that_fails_has_refused_the_messages(fast: PreTrainedTokenizerFast, template: str) -> None:
+async def test_a_template_that_fails_has_refused_the_messages(
+    fast: PreTrainedTokenizerFast, template: str
+) -> None:
     fast.chat_template = template
     tokenizer = ThreadedTokenizer(fast)
     with pytest.raises(RequestError, match="the chat template refused the messages") as refused:
@@ -132,7 +157,9 @@ async def test_a_template_that_fails_has_refused_the_messages(fast: PreTrainedTo
     tokenizer.close()
 
 
-async def test_closing_waits_for_no_text_that_is_being_encoded(fast: PreTrainedTokenizerFast) -> None:
+async def test_closing_waits_for_no_text_that_is_being_encoded(
+    fast: PreTrainedTokenizerFast,
+) -> None:
     """It is closed on the event loop."""
     begun, may_end = threading.Event(), threading.Event()
 

@@ -1,4 +1,6 @@
-"""How often a request is tried: so many times, with pauses of so long in all, and at once where a worker stays."""
+"""How often a request is tried: so many times, with pauses of so long in all, and at once where a
+worker stays.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,22 @@ def test_no_request_is_tried_more_often_than_the_limit() -> None:
 def test_only_workers_of_one_model_are_tried_together() -> None:
     prefills = [Worker("prefill", f"http://p{n}") for n in range(2)]
     decodes = [Worker("decode", f"http://d{n}") for n in range(2)]
-    for worker, fingerprint in ((prefills[0], "one"), (prefills[1], "two"), (decodes[0], "two"), (decodes[1], "one")):
+    for worker, fingerprint in (
+        (prefills[0], "one"),
+        (prefills[1], "two"),
+        (decodes[0], "two"),
+        (decodes[1], "one"),
+    ):
         worker.identity = Identity(None, None, "", "m", fingerprint, None, 0, None)
-    assert list(fitting(prefills, decodes)) == [(prefills[0], decodes[1]), (prefills[1], decodes[0])]
+    assert list(fitting(prefills, decodes)) == [
+        (prefills[0], decodes[1]),
+        (prefills[1], decodes[0]),
+    ]
 
 
-@pytest.mark.parametrize(("url", "host"), [("http://10.0.0.7:1/", "10.0.0.7"), ("http://[fd00::1]:1", "fd00::1")])
+@pytest.mark.parametrize(
+    ("url", "host"), [("http://10.0.0.7:1/", "10.0.0.7"), ("http://[fd00::1]:1", "fd00::1")]
+)
 def test_a_worker_knows_its_host(url: str, host: str) -> None:
     assert Worker("prefill", url).host == host
 
@@ -53,7 +65,9 @@ def test_what_a_failed_worker_has_to_do_makes_no_other_one_overloaded() -> None:
     knows.cache.prefixes.resize(1 << 20)
     with knows.cache.expecting(prompts):
         pass
-    stand_in: Any = SimpleNamespace(_paired=lambda role: [failed, knows, idle], _policy=Policy("cache_aware"))
+    stand_in: Any = SimpleNamespace(
+        _paired=lambda role: [failed, knows, idle], _policy=Policy("cache_aware")
+    )
 
     async def ranked() -> list[Worker]:
         return Workers.ranked(stand_in, "decode", {failed: 1}, prompts)
@@ -64,7 +78,9 @@ def test_what_a_failed_worker_has_to_do_makes_no_other_one_overloaded() -> None:
 async def test_pauses_are_bounded_in_all_and_not_one_by_one(
     prefill_server: Server, decode: Role, decode_server: Server, session: aiohttp.ClientSession
 ) -> None:
-    """The longest pause is a second: with that much in all there is time for six tries, and not for the limit."""
+    """The longest pause is a second: with that much in all there is time for six tries, and not for
+    the limit.
+    """
     decode.service.failure = Cause(Code.PEER_LOST, "its prefill is away")
     async with routed([prefill_server], [decode_server], retry_timeout_s=1.0) as r:
         status, answer = await post(session, r.server)
@@ -73,7 +89,11 @@ async def test_pauses_are_bounded_in_all_and_not_one_by_one(
 
 
 async def test_a_request_that_waits_is_served_by_a_worker_that_stays_after_all(
-    meeting: Meeting, prefill_server: Server, decode: Role, decode_server: Server, session: aiohttp.ClientSession
+    meeting: Meeting,
+    prefill_server: Server,
+    decode: Role,
+    decode_server: Server,
+    session: aiohttp.ClientSession,
 ) -> None:
     async with routed([prefill_server], [decode_server], retry_timeout_s=3600) as r:
         worker = r.worker(decode_server)
@@ -81,7 +101,7 @@ async def test_a_request_that_waits_is_served_by_a_worker_that_stays_after_all(
             r.router.workers.leave(worker)
             asking = asyncio.create_task(post(session, r.server))
             async with asyncio.timeout(20):
-                while not r.router.waiting:  # noqa: ASYNC110
+                while not r.router.waiting:
                     await asyncio.sleep(0.01)
             r.router.workers.stay(worker)
             status, _ = await asyncio.wait_for(asking, 20)

@@ -1,4 +1,6 @@
-"""What a router asks vLLM servers for, read by vLLM's own protocol: needs vLLM, of which only its API is imported."""
+"""What a router asks vLLM servers for, read by vLLM's own protocol: needs vLLM, of which only its
+API is imported.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:max_tokens is deprecated:DeprecationWarning"),
 ]
-LIMITS = {"max_tokens": 50, "min_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
+LIMITS = {
+    "max_tokens": 50,
+    "min_tokens": 9,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     CHAT: {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 40},

@@ -1,4 +1,6 @@
-"""A router in front of vLLM servers: what goes to each of both, what comes back, and what is tried again."""
+"""A router in front of vLLM servers: what goes to each of both, what comes back, and what is tried
+again.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from tests.server.test_measures import labelled
 Session = aiohttp.ClientSession
 COMPLETIONS = "/v1/completions"
 BODY = {"model": "m", "prompt": "What is a page?", "max_tokens": 3}
-CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "What is a page?"}], "max_completion_tokens": 3}
+CHAT_BODY = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "What is a page?"}],
+    "max_completion_tokens": 3,
+}
 ASKED_OF_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -51,7 +57,9 @@ async def r(p: FakeVllm, d: FakeVllm) -> AsyncIterator[Fleet]:
         yield made
 
 
-async def post(session: Session, r: Fleet, body: Any = BODY, path: str = COMPLETIONS, **more: Any) -> tuple[int, Any]:
+async def post(
+    session: Session, r: Fleet, body: Any = BODY, path: str = COMPLETIONS, **more: Any
+) -> tuple[int, Any]:
     """`more`: further fields. A stream is a list of its events."""
     raw = body if isinstance(body, bytes) else json.dumps({**body, **more}).encode()
     async with session.post(r.server.make_url(path), data=raw) as answer:
@@ -60,20 +68,30 @@ async def post(session: Session, r: Fleet, body: Any = BODY, path: str = COMPLET
             return answer.status, json.loads(got)
         lines = [line for line in got.decode().split("\n\n") if line and not line.startswith(":")]
         assert lines[-1] == "data: [DONE]" or "error" in lines[-1]
-        return answer.status, [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+        return answer.status, [
+            json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"
+        ]
 
 
 def text_of(answer: Any) -> str:
     events = answer if isinstance(answer, list) else [answer]
     choices = [choice for event in events for choice in event["choices"]]
-    return "".join(c.get("text") or c.get("delta", c.get("message", {})).get("content", "") for c in choices)
+    return "".join(
+        c.get("text") or c.get("delta", c.get("message", {})).get("content", "") for c in choices
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_decode_gets_the_request_as_it_came_with_what_prefill_has_answered(
     p: FakeVllm, d: FakeVllm, r: Fleet, session: Session, stream: bool
 ) -> None:
-    asked: dict[str, Any] = {"stream": stream, "min_tokens": 2, "temperature": 0, "seed": 7, "logit_bias": {"5": 1.5}}
+    asked: dict[str, Any] = {
+        "stream": stream,
+        "min_tokens": 2,
+        "temperature": 0,
+        "seed": 7,
+        "logit_bias": {"5": 1.5},
+    }
     if stream:
         asked["stream_options"] = {"include_usage": True}
     status, answer = await post(session, r, **asked)
@@ -82,7 +100,9 @@ async def test_decode_gets_the_request_as_it_came_with_what_prefill_has_answered
     limits = {"stream": False, "stream_options": None, "max_tokens": 1, "min_tokens": 0}
     assert first == {**BODY, **asked, **limits, "kv_transfer_params": ASKED_OF_PREFILL}
     assert second == {**BODY, **asked, "kv_transfer_params": p._given(first)}
-    assert b'"remote_blocks_expiry_time": 12345.678901234567' in d.raw[0], "the bytes that prefill sent"
+    assert b'"remote_blocks_expiry_time": 12345.678901234567' in d.raw[0], (
+        "the bytes that prefill sent"
+    )
     assert p.request_ids == d.request_ids and p.request_ids[0]
     if stream:
         assert answer[-1]["usage"]["completion_tokens"] == 3
@@ -92,15 +112,26 @@ async def test_decode_gets_the_request_as_it_came_with_what_prefill_has_answered
 async def test_a_chat(p: FakeVllm, d: FakeVllm, r: Fleet, session: Session, stream: bool) -> None:
     status, answer = await post(session, r, CHAT_BODY, CHAT, stream=stream, min_tokens=3)
     assert (status, text_of(answer)) == (200, "1 2 3 ")
-    assert (p.bodies[0]["max_tokens"], p.bodies[0]["max_completion_tokens"], p.bodies[0]["min_tokens"]) == (1, 1, 0)
-    assert d.bodies[0] == {**CHAT_BODY, "stream": stream, "min_tokens": 3, "kv_transfer_params": d.params[0]}
+    assert (
+        p.bodies[0]["max_tokens"],
+        p.bodies[0]["max_completion_tokens"],
+        p.bodies[0]["min_tokens"],
+    ) == (1, 1, 0)
+    assert d.bodies[0] == {
+        **CHAT_BODY,
+        "stream": stream,
+        "min_tokens": 3,
+        "kv_transfer_params": d.params[0],
+    }
     assert d.params[0]["remote_request_id"] == "cmpl-1-0-1a2b3c4d"
     if stream:
         assert answer[0]["choices"][0]["delta"]["role"] == "assistant"
 
 
 async def test_the_official_client(r: Fleet) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{r.server.url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{r.server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         assert [model.id async for model in client.models.list()] == ["m"]
         done = await client.completions.create(model="m", prompt="a", max_tokens=2)
         assert done.choices[0].text == "1 2 "
@@ -112,7 +143,9 @@ async def test_the_official_client(r: Fleet) -> None:
             await client.completions.create(model="other", prompt="a")
 
 
-async def test_decode_is_asked_when_prefill_has_answered(p: FakeVllm, d: FakeVllm, r: Fleet, session: Session) -> None:
+async def test_decode_is_asked_when_prefill_has_answered(
+    p: FakeVllm, d: FakeVllm, r: Fleet, session: Session
+) -> None:
     p.gate.clear()
     asking = asyncio.create_task(post(session, r))
     await asyncio.wait_for(p.started.wait(), 5)
@@ -123,10 +156,17 @@ async def test_decode_is_asked_when_prefill_has_answered(p: FakeVllm, d: FakeVll
 
 
 @pytest.mark.parametrize("connector", ["nixl", ""])
-async def test_a_client_cannot_say_where_decode_reads(d: FakeVllm, session: Session, connector: Any) -> None:
+async def test_a_client_cannot_say_where_decode_reads(
+    d: FakeVllm, session: Session, connector: Any
+) -> None:
     p = FakeVllm(connector)
     async with fleet([p], [d]) as r:
-        mine = {"do_remote_prefill": True, "remote_host": "evil", "remote_port": 1, "remote_block_ids": [[1]]}
+        mine = {
+            "do_remote_prefill": True,
+            "remote_host": "evil",
+            "remote_port": 1,
+            "remote_block_ids": [[1]],
+        }
         assert (await post(session, r, kv_transfer_params=mine))[0] == 200
         assert p.params == [ASKED_OF_PREFILL] and "evil" not in str(d.params)
         status, answer = await post(session, r, vllm_xargs={"kv_transfer_params": "x"})
@@ -145,7 +185,11 @@ async def test_a_prefill_with_nothing_to_transfer(
             assert (status, text_of(answer)) == (200, "1 2 3 ")
         assert d.params == [None, None]
         assert await decoded_alone(session, r) == {"no_params": 2.0}
-    told = [record.getMessage() for record in caplog.records if "kv-transfer-config" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "kv-transfer-config" in record.getMessage()
+    ]
     assert len(told) == 1 and r.at[p].url in told[0]
 
 
@@ -164,7 +208,9 @@ ALONE: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("reason", "more"), [(why, more) for why in ALONE for more in ALONE[why]], ids=str)
+@pytest.mark.parametrize(
+    ("reason", "more"), [(why, more) for why in ALONE for more in ALONE[why]], ids=str
+)
 async def test_what_one_transfer_cannot_serve_decode_serves_alone(
     p: FakeVllm, d: FakeVllm, r: Fleet, session: Session, reason: str, more: dict[str, Any]
 ) -> None:
@@ -175,14 +221,20 @@ async def test_what_one_transfer_cannot_serve_decode_serves_alone(
 
 
 @pytest.mark.parametrize(
-    "more", [{"n": 1}, {"n": None}, {"prompt": ["a"]}, {"prompt": [1, 2, 3]}, {"echo": False}], ids=str
+    "more",
+    [{"n": 1}, {"n": None}, {"prompt": ["a"]}, {"prompt": [1, 2, 3]}, {"echo": False}],
+    ids=str,
 )
-async def test_one_completion_goes_to_a_pair(p: FakeVllm, r: Fleet, session: Session, more: dict[str, Any]) -> None:
+async def test_one_completion_goes_to_a_pair(
+    p: FakeVllm, r: Fleet, session: Session, more: dict[str, Any]
+) -> None:
     assert (await post(session, r, **more))[0] == 200
     assert len(p.bodies) == 1
 
 
-async def test_a_long_prompt_of_token_ids_is_one_prompt(p: FakeVllm, r: Fleet, session: Session) -> None:
+async def test_a_long_prompt_of_token_ids_is_one_prompt(
+    p: FakeVllm, r: Fleet, session: Session
+) -> None:
     assert (await post(session, r, prompt=list(range(20000))))[0] == 200
     assert p.bodies[0]["prompt"] == list(range(20000))
 
@@ -205,7 +257,9 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs(
 
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
-async def test_another_prefill_serves_what_one_fails(p: FakeVllm, d: FakeVllm, session: Session, status: int) -> None:
+async def test_another_prefill_serves_what_one_fails(
+    p: FakeVllm, d: FakeVllm, session: Session, status: int
+) -> None:
     other = FakeVllm()
     p.failures.append(status)
     async with fleet([p, other], [d]) as r:
@@ -227,12 +281,16 @@ async def test_a_failure_of_decode_is_followed_by_a_new_prefill(
         assert (code, text_of(answer)) == (200, "1 2 3 ")
         assert (len(p.bodies), len(d.bodies), len(other.bodies)) == (2, 1, 1)
         roles = (
-            [c["delta"].get("role") for event in answer for c in event["choices"]] if path == CHAT else ["assistant"]
+            [c["delta"].get("role") for event in answer for c in event["choices"]]
+            if path == CHAT
+            else ["assistant"]
         )
         assert roles.count("assistant") == 1
 
 
-async def test_the_last_failure_is_the_answer(p: FakeVllm, d: FakeVllm, r: Fleet, session: Session) -> None:
+async def test_the_last_failure_is_the_answer(
+    p: FakeVllm, d: FakeVllm, r: Fleet, session: Session
+) -> None:
     d.failures.append(500)
     status, answer = await post(session, r)
     assert (status, answer["error"]["message"], answer["error"]["code"]) == (500, "so it is", 500)
@@ -246,7 +304,9 @@ async def test_what_vllm_refuses_is_answered_as_it_says_it(
     assert (status, answer["error"]["type"]) == (404, "NotFoundError")
     assert (len(p.bodies), d.bodies) == (1, [])
     status, answer = await post(session, r, min_tokens=9)
-    assert (status, answer["error"]["type"], len(d.bodies)) == (400, "BadRequestError", 1), "decode has the limits"
+    assert (status, answer["error"]["type"], len(d.bodies)) == (400, "BadRequestError", 1), (
+        "decode has the limits"
+    )
     assert (await post(session, r, b"[1]"))[0] == 400
     assert (await post(session, r, b"{no"))[0] == 400
 
@@ -260,11 +320,15 @@ async def test_a_prefill_that_is_gone_is_left_out(d: FakeVllm, session: Session)
         worker.url = nothing.url
         for _ in range(4):
             assert (await post(session, r))[0] == 200
-        assert (not worker.up and "cannot be reached" in worker.reason) or "Cannot connect" in worker.reason
+        assert (
+            not worker.up and "cannot be reached" in worker.reason
+        ) or "Cannot connect" in worker.reason
         assert len(other.bodies) == 4
 
 
-async def test_a_prefill_that_answers_something_else_fails_the_pair(d: FakeVllm, session: Session) -> None:
+async def test_a_prefill_that_answers_something_else_fails_the_pair(
+    d: FakeVllm, session: Session
+) -> None:
     p, other = FakeVllm(), FakeVllm()
 
     async def page(_: web.Request) -> web.Response:
@@ -288,7 +352,12 @@ async def test_the_same_beginning_goes_to_the_same_prefill(d: FakeVllm, session:
 
 
 async def test_only_what_vllm_has_is_offered(r: Fleet, session: Session) -> None:
-    for method, path in [("POST", "/generate"), ("POST", "/flush_cache"), ("GET", "/get_load"), ("GET", "/rooms/1")]:
+    for method, path in [
+        ("POST", "/generate"),
+        ("POST", "/flush_cache"),
+        ("GET", "/get_load"),
+        ("GET", "/rooms/1"),
+    ]:
         async with session.request(method, r.server.make_url(path)) as answer:
             assert answer.status == 404, path
     async with session.get(r.server.make_url("/version")) as answer:
@@ -317,17 +386,26 @@ async def test_what_is_no_vllm_is_told(
     decode_server: Server, d: FakeVllm, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:
     d.healthy = False
-    async with served(d.app) as sick, routed([decode_server.url], [sick.url], engine=VllmEngine()) as front:
+    async with (
+        served(d.app) as sick,
+        routed([decode_server.url], [sick.url], engine=VllmEngine()) as front,
+    ):
         said = await health(session, front)
-    assert "/version answered 404: it is not a vLLM server" in said and "without --engine vllm" in said
+    assert (
+        "/version answered 404: it is not a vLLM server" in said and "without --engine vllm" in said
+    )
     assert "/health answered 503" in said
     lines = [record.getMessage() for record in caplog.records]
     assert any(f"{sick.url} is down: /health answered 503" in line for line in lines)
 
 
-async def test_a_router_of_kvflow_s_workers_tells_of_the_other_engine(p: FakeVllm, session: Session) -> None:
+async def test_a_router_of_kvflow_s_workers_tells_of_the_other_engine(
+    p: FakeVllm, session: Session
+) -> None:
     async with served(p.app) as server, routed([server.url], [server.url]) as front:
-        assert "/server_info answered 404: it is not a worker of kvflow" in (said := await health(session, front))
+        assert "/server_info answered 404: it is not a worker of kvflow" in (
+            said := await health(session, front)
+        )
     assert "--engine vllm" in said
 
 

@@ -1,4 +1,6 @@
-"""A router that asks a vLLM prefill and decode at once, where prefill has kvflow's connector; and workers that join."""
+"""A router that asks a vLLM prefill and decode at once, where prefill has kvflow's connector; and
+workers that join.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ async def test_the_first_request_tells_where_decodes_find_a_prefill(session: Ses
         room = first["kvflow_room"]
         assert first == {"do_remote_decode": True, "do_remote_prefill": False, "kvflow_room": room}
         assert second == {
-            "do_remote_prefill": True, "do_remote_decode": False, "kvflow_room": room, "remote_host": "10.0.0.7",
-            "remote_port": 5600, "kvflow_decode_workers": 2,
-        }  # fmt: skip
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "kvflow_room": room,
+            "remote_host": "10.0.0.7",
+            "remote_port": 5600,
+            "kvflow_decode_workers": 2,
+        }
         assert 1 <= room <= (1 << 53) - 1
     assert p.params[1] != p.params[2], "each request has its own room"
     assert [body["max_tokens"] for body in p.bodies + d.bodies] == [1, 1, 1, 3, 3, 3]
@@ -57,7 +63,9 @@ async def test_the_connector_reads_what_the_router_writes(session: Session) -> N
             is_named = legs == "together" and n > 0
             room = first["kvflow_room"] if is_named else ROOM_OF_PREFILL
             assert read_params(first) == ToDecode(room if is_named else None)
-            assert read_params(second) == FromPrefill(room, "10.0.0.7", 5600, 2, is_computed=not is_named)
+            assert read_params(second) == FromPrefill(
+                room, "10.0.0.7", 5600, 2, is_computed=not is_named
+            )
 
 
 async def test_decode_is_asked_while_prefill_computes(session: Session) -> None:
@@ -92,7 +100,9 @@ async def test_a_client_that_leaves_ends_both_legs(session: Session) -> None:
 
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
 @pytest.mark.parametrize("failing", ["prefill", "decode"])
-async def test_after_a_failure_the_same_pair_is_asked_one_by_one(session: Session, failing: str, status: int) -> None:
+async def test_after_a_failure_the_same_pair_is_asked_one_by_one(
+    session: Session, failing: str, status: int
+) -> None:
     p, d = pair()
     async with fleet([p], [d], "together") as r:
         await post(session, r)
@@ -103,7 +113,9 @@ async def test_after_a_failure_the_same_pair_is_asked_one_by_one(session: Sessio
 
 
 async def test_several_engines_behind_one_url_are_asked_one_by_one(session: Session) -> None:
-    """A data-parallel vLLM: each of its engines has a registry of its own, and which gets a request nobody knows."""
+    """A data-parallel vLLM: each of its engines has a registry of its own, and which gets a request
+    nobody knows.
+    """
     p, d = pair()
     async with fleet([p], [d], "together") as r:
         await post(session, r)
@@ -111,7 +123,13 @@ async def test_several_engines_behind_one_url_are_asked_one_by_one(session: Sess
         p.port = 5700
         for _ in range(3):
             assert (await post(session, r))[0] == 200
-        assert ["remote_engine_id" in params for params in p.params] == [True, False, True, True, True]
+        assert ["remote_engine_id" in params for params in p.params] == [
+            True,
+            False,
+            True,
+            True,
+            True,
+        ]
         r.worker(p).mark_lost("reset", 0.0)
         for _ in range(2):
             assert (await post(session, r))[0] == 200
@@ -140,7 +158,9 @@ async def join(session: Session, r: Fleet, url: str, **more: str) -> tuple[int, 
     body = {"url": url, **more}
     async with session.post(r.server.make_url("/workers"), json=body, headers=KEY) as answer:
         document = json.loads(await answer.read())
-        return answer.status, document["message"] if answer.status == 202 else document["error"]["message"]
+        return answer.status, document["message"] if answer.status == 202 else document["error"][
+            "message"
+        ]
 
 
 KEY = {"Authorization": "Bearer key"}
@@ -151,12 +171,18 @@ async def test_a_vllm_joins_as_what_its_operator_says(session: Session) -> None:
     async with served(late.app) as server, fleet([p], [d], keys=Keys(admin="key")) as r:
         status, said = await join(session, r, server.url)
         assert (status, said) == (
-            400, "worker_type: give prefill or decode: a vLLM server does not say which of them it is",
-        )  # fmt: skip
-        assert await join(session, r, server.url, worker_type="prefill") == (202, "it gets requests")
+            400,
+            "worker_type: give prefill or decode: a vLLM server does not say which of them it is",
+        )
+        assert await join(session, r, server.url, worker_type="prefill") == (
+            202,
+            "it gets requests",
+        )
         late_worker = next(one for one in r.router.workers.all if one.url == server.url)
         r.router.membership.leave(r.worker(p))
-        async with session.post(r.server.make_url("/v1/completions"), json=BODY, headers=KEY) as answer:
+        async with session.post(
+            r.server.make_url("/v1/completions"), json=BODY, headers=KEY
+        ) as answer:
             assert answer.status == 200
         assert (len(p.bodies), len(late.bodies), late_worker.role) == (0, 1, "prefill")
 

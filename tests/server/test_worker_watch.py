@@ -18,7 +18,9 @@ from kvflow.server.router.workers import Worker, Workers
 from tests.server.fake_service import served
 
 
-async def test_a_worker_whose_answer_cannot_be_read_is_down_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_whose_answer_cannot_be_read_is_down_and_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Worker] = []
 
     async def ask(_: Workers, worker: Worker) -> str:
@@ -31,16 +33,26 @@ async def test_a_worker_whose_answer_cannot_be_read_is_down_and_asked_again(monk
         watched = Workers(["http://127.0.0.1:1"], [], session, 0.001, Policy(), _no_identity)
         async with asyncio.timeout(10):
             await watched.start()
-            while len(asked) < 3:  # noqa: ASYNC110
+            while len(asked) < 3:
                 await asyncio.sleep(0.001)
-        assert not watched.all[0].up and "asking it failed: KeyError" in watched.all[0].unavailable_reason
+        assert (
+            not watched.all[0].up
+            and "asking it failed: KeyError" in watched.all[0].unavailable_reason
+        )
         await watched.close()
 
 
 @pytest.mark.parametrize(
     ("status", "body", "reason"),
     [
-        (404, "", "/server_info answered 404: it is not a worker of kvflow; a router in front of vLLM servers is"),
+        (
+            404,
+            "",
+            (
+                "/server_info answered 404: it is not a worker of kvflow; a router in front of "
+                "vLLM servers is"
+            ),
+        ),
         (418, "", "/server_info answered 418"),
         (200, "<html>", "JSON is malformed"),
         (200, "[" * 100_000, "maximum recursion depth exceeded"),
@@ -66,7 +78,9 @@ async def test_what_another_server_answers_is_the_reason_and_no_error_of_the_rou
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_a_worker_that_leaves_as_it_is_asked_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_leaves_as_it_is_asked_is_not_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked, answers = asyncio.Event(), asyncio.Event()
     events = Source("tcp://127.0.0.1:1", None, 16)
 
@@ -88,7 +102,9 @@ async def test_a_worker_that_leaves_as_it_is_asked_is_not_followed(monkeypatch: 
         await watched.close()
 
 
-async def _no_identity(session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None) -> Identity:
+async def _no_identity(
+    session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
+) -> Identity:
     raise AssertionError("it is not asked for")
 
 
@@ -97,7 +113,9 @@ async def test_what_is_known_of_a_worker_that_is_up_need_not_be_asked_again() ->
     asked: list[Identity | None] = []
     found = Identity("prefill", None, "1", "model", "", None, 0, None)
 
-    async def identify(session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None) -> Identity:
+    async def identify(
+        session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
+    ) -> Identity:
         asked.append(known)
         return found
 
@@ -122,16 +140,23 @@ async def test_a_worker_of_any_role_has_one_of_the_two(role: str | None) -> None
     worker = Worker("prefill", "http://127.0.0.1:1", follows=True)
     worker.mark_up(Identity(role, None, "1", "model", "", None, 0, None))
     assert not worker.up
-    assert worker.unavailable_reason == f"it is not a prefill or decode worker: its disaggregation_mode is {role!r}"
+    assert (
+        worker.unavailable_reason
+        == f"it is not a prefill or decode worker: its disaggregation_mode is {role!r}"
+    )
 
 
 async def test_a_worker_that_is_up_is_said_to_be_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     worker = Worker("prefill", "http://127.0.0.1:1")
-    first, second = (Identity("prefill", None, life, "model", "", None, 0, None) for life in ("1", "2"))
+    first, second = (
+        Identity("prefill", None, life, "model", "", None, 0, None) for life in ("1", "2")
+    )
 
     def lines() -> int:
-        return sum("prefill http://127.0.0.1:1 is up" in record.getMessage() for record in caplog.records)
+        return sum(
+            "prefill http://127.0.0.1:1 is up" in record.getMessage() for record in caplog.records
+        )
 
     found = []
     for identity in (first, first, second):
@@ -142,18 +167,31 @@ async def test_a_worker_that_is_up_is_said_to_be_once(caplog: pytest.LogCaptureF
     assert [*found, lines()] == [1, 1, 2, 3], "each life of it, and each return"
 
 
-async def test_that_a_worker_fits_no_other_is_said_when_it_becomes_so(caplog: pytest.LogCaptureFixture) -> None:
-    one, two = (Identity(None, None, "1", "model", fingerprint, None, 0, None) for fingerprint in ("one", "two"))
+async def test_that_a_worker_fits_no_other_is_said_when_it_becomes_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, two = (
+        Identity(None, None, "1", "model", fingerprint, None, 0, None)
+        for fingerprint in ("one", "two")
+    )
     async with aiohttp.ClientSession() as session:
-        watched = Workers(["http://127.0.0.1:1"], ["http://127.0.0.1:2"], session, 3600, Policy(), _no_identity)
+        watched = Workers(
+            ["http://127.0.0.1:1"], ["http://127.0.0.1:2"], session, 3600, Policy(), _no_identity
+        )
         prefill, decode = watched.all
         watched._take(prefill, msgspec.structs.replace(one, role="prefill"))
         for _ in range(2):
             watched._take(decode, msgspec.structs.replace(two, role="decode"))
         watched._take(decode, "away")
         await watched.close()
-    warned = [record.getMessage() for record in caplog.records if "gets no requests" in record.getMessage()]
-    assert len(warned) == 1 and warned[0].startswith("decode http://127.0.0.1:2 gets no requests: "), warned
+    warned = [
+        record.getMessage()
+        for record in caplog.records
+        if "gets no requests" in record.getMessage()
+    ]
+    assert len(warned) == 1 and warned[0].startswith(
+        "decode http://127.0.0.1:2 gets no requests: "
+    ), warned
 
 
 def test_a_worker_that_names_no_model_has_none() -> None:

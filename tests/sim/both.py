@@ -32,15 +32,22 @@ def check_that_a_seed_is_one_run(simulate: Simulate) -> None:
 
 def check_that_it_is_the_same_run_in_another_process(simulate: Simulate) -> None:
     module = simulate.__module__
-    code = f"from tests.sim.both import story_of; from {module} import simulate; print(story_of(simulate, 3))"
+    code = (
+        f"from tests.sim.both import story_of; from {module} import simulate; "
+        "print(story_of(simulate, 3))"
+    )
     environment = {**os.environ, "PYTHONHASHSEED": "77"}
     command = [sys.executable, "-c", code]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment, cwd=root)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env=environment, cwd=root
+    )
     assert done.stdout.strip() == story_of(simulate, 3), done.stderr
 
 
-def check_that_the_seed_finds(name: str, found: tuple[int, str], simulate: Simulate, planted: Planted) -> None:
+def check_that_the_seed_finds(
+    name: str, found: tuple[int, str], simulate: Simulate, planted: Planted
+) -> None:
     """`found`: the pinned seed, and the invariant it breaks."""
     seed, invariant = found
     with planted(name):

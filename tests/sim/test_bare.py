@@ -1,6 +1,8 @@
-"""Bare endpoints under faults: seeds without a plant break nothing, each plant is found, and one seed is one run.
+"""Bare endpoints under faults: seeds without a plant break nothing, each plant is found, and one
+seed is one run.
 
-A change of what endpoints say to each other moves the seeds: `kvflow sim --bare --plant all` hunts them anew.
+A change of what endpoints say to each other moves the seeds: `kvflow sim --bare --plant all` hunts
+them anew.
 """
 
 from __future__ import annotations
@@ -125,7 +127,10 @@ def test_seeds_without_a_plant_break_nothing() -> None:
 
 
 def test_an_abort_that_was_lost_is_repeated_when_it_was_due() -> None:
-    """Another room's abort, just before, must not put it off. No decode of this run waits until prefill has begun."""
+    """Another room's abort, just before, must not put it off.
+
+    No decode of this run waits until prefill has begun.
+    """
     assert played(247161, Cast(draw_all), visits=None, tell=None).violation is None
 
 
@@ -184,10 +189,18 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_the_command_reports_seeds_a_story_and_a_violation() -> None:
     status, out = run("--seeds", "0:3", "--json")
     report = json.loads(out)
-    assert status == 0 and report["seeds"] == 3 and report["violations"] == 0 and report["seeds_per_s"] > 0
+    assert (
+        status == 0
+        and report["seeds"] == 3
+        and report["violations"] == 0
+        and report["seeds_per_s"] > 0
+    )
     status, out = run("--seed", "1", "--trace")
     assert status == 0 and ": Bootstrap(room=" in out and "calm" in out and '"violations": 0' in out
     status, out = run("--seed", "1", "--plant", "ack before drain", "--json")
     report = json.loads(out)
-    assert status == 1 and report["replay"] == "kvflow sim --bare --seed 1 --trace --plant 'ack before drain'"
+    assert (
+        status == 1
+        and report["replay"] == "kvflow sim --bare --seed 1 --trace --plant 'ack before drain'"
+    )
     assert "silence taken for proof" in run("--plants")[1]

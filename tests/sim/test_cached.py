@@ -1,6 +1,8 @@
-"""Whole nodes with prefix caches: seeds without a plant break nothing, each plant is found, and one seed is one run.
+"""Whole nodes with prefix caches: seeds without a plant break nothing, each plant is found, and one
+seed is one run.
 
-A change of what is said, or of what can happen, moves the seeds: `kvflow sim --cache --plant all` hunts them anew.
+A change of what is said, or of what can happen, moves the seeds: `kvflow sim --cache --plant all`
+hunts them anew.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def test_more_seeds_in_processes() -> None:
     assert all(faults[kind] for kind in (*ON_DISKS, "failed copy", "slow copy", "restart"))
     assert not report["cells"]["error"]
     missing = {cell for cell in report["cells"]["missing"] if cell.startswith("cached run")}
-    # Prompts wait for what is loaded of them, so they hardly ever give a page that arrives just then: the walk does.
+    # Prompts wait for what is loaded of them, so they hardly ever give a page that arrives just
+    # then: the walk does.
     assert missing <= {"cached run ARRIVING x GIVEN"}
 
 

@@ -69,6 +69,10 @@ async def test_the_first_task_of_a_name_is_stepped() -> None:
     with stepping("three_waits", 1) as found:
         tasks = [asyncio.create_task(three_waits(one)) for one in seen[:2]]
         await asyncio.gather(*tasks, return_exceptions=True)
-    assert [task.cancelled() for task in tasks] == [True, False] and len(found) == 1 and found[0].waits == 3
+    assert (
+        [task.cancelled() for task in tasks] == [True, False]
+        and len(found) == 1
+        and found[0].waits == 3
+    )
     after = asyncio.create_task(three_waits(seen[2]))
     assert await after == "end"

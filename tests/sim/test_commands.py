@@ -21,7 +21,9 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_seeds_give_one_json_object() -> None:
     status, out = run("--seeds", "0:3", "--json")
     report = json.loads(out)
-    assert status == 0 and report["seeds"] == 3 and report["violations"] == 0 and report["steps"] > 600
+    assert (
+        status == 0 and report["seeds"] == 3 and report["violations"] == 0 and report["steps"] > 600
+    )
     assert {"faults", "median_steps", "steps_per_s", "cells"} <= set(report)
 
 

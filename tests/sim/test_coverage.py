@@ -26,9 +26,16 @@ def test_visits_are_counted_while_it_is_asked_for() -> None:
 
 def test_an_impossible_cell_is_named() -> None:
     from kvflow.protocols.machines import prefill_room
-    from kvflow.protocols.machines.prefill_room import PrefillEvent, PrefillKind, PrefillPhase, PrefillRoomState
+    from kvflow.protocols.machines.prefill_room import (
+        PrefillEvent,
+        PrefillKind,
+        PrefillPhase,
+        PrefillRoomState,
+    )
 
     visits: Counter[Cell] = Counter()
     with covered(visits), pytest.raises(TransitionError):
-        prefill_room.step(PrefillRoomState(PrefillPhase.EXPECTED), PrefillEvent(PrefillKind.DRAINED))
+        prefill_room.step(
+            PrefillRoomState(PrefillPhase.EXPECTED), PrefillEvent(PrefillKind.DRAINED)
+        )
     assert report(visits)["error"] == ["prefill EXPECTED x DRAINED"]

@@ -1,6 +1,8 @@
-"""A group of ranks under a storm: seeds without a plant break nothing, each plant is found, and one seed is one run.
+"""A group of ranks under a storm: seeds without a plant break nothing, each plant is found, and one
+seed is one run.
 
-A change of what is said, or of what can happen, moves the seeds: `kvflow sim --group 4 --plant all` hunts them anew.
+A change of what is said, or of what can happen, moves the seeds: `kvflow sim --group 4 --plant all`
+hunts them anew.
 """
 
 from __future__ import annotations
@@ -135,4 +137,6 @@ def test_the_command_reports_seeds_a_story_and_a_violation() -> None:
     assert status == 1
     assert report["replay"] == "kvflow sim --group 3 --seed 0 --trace --plant 'starts alone'"
     assert "any name believed" in run("--plants")[1]
-    assert json.loads(run("--plant", "starts alone", "--json")[1])["found"][0]["invariant"] == "start"
+    assert (
+        json.loads(run("--plant", "starts alone", "--json")[1])["found"][0]["invariant"] == "start"
+    )

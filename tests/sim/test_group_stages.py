@@ -1,4 +1,6 @@
-"""One request of a group of four stages that one of them cannot serve: all of them end it, and one error is told."""
+"""One request of a group of four stages that one of them cannot serve: all of them end it, and one
+error is told.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from tests.sim.stages import Stages
 
 
 def failures(group: Stages) -> dict[str, int]:
-    return {what: count for what, count in group.world.rules.counts.items() if what.startswith("failed")}
+    return {
+        what: count for what, count in group.world.rules.counts.items() if what.startswith("failed")
+    }
 
 
 @pytest.mark.parametrize("waiting", [1, 2, 3])
-def test_aborted_where_it_waits_for_bootstrap_after_an_earlier_stage_has_dropped_it(waiting: int) -> None:
+def test_aborted_where_it_waits_for_bootstrap_after_an_earlier_stage_has_dropped_it(
+    waiting: int,
+) -> None:
     """Nothing of decode reaches that stage, neither its half of the room nor the end of it."""
     group = Stages()
     late = group.stages[waiting]
@@ -88,7 +94,9 @@ def test_a_stage_dies_that_has_not_landed() -> None:
 
 @pytest.mark.parametrize("first", ["client", "decode", "decode after the drain"])
 def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(first: str) -> None:
-    """That stage alone cannot open it: the second request fails, on every stage and at its decode, with one cause."""
+    """That stage alone cannot open it: the second request fails, on every stage and at its decode,
+    with one cause.
+    """
     group = Stages()
     group.faults.next_write = "stuck"
     client, theirs = group.ask(), group.offer()
@@ -113,7 +121,9 @@ def test_a_room_id_used_again_while_one_stage_drains_the_earlier_request(first: 
     group.clock.play(HEAR_S)
     assert again.told
     assert second.at.told
-    cause = Cause(Code.ROOM_IN_USE, "room 7 is in use: writes of the last room of that id still run")
+    cause = Cause(
+        Code.ROOM_IN_USE, "room 7 is in use: writes of the last room of that id still run"
+    )
     assert second.at.record.state.cause == cause
     assert failures(group) == {f"failed {Code.CLIENT_GONE}": 1, f"failed {Code.ROOM_IN_USE}": 1}
     assert all(stage.endpoint.rooms == {} for stage in group.stages if stage is not drains)
@@ -147,7 +157,9 @@ def test_a_request_that_is_refused_while_a_stage_is_missing(reachable: int, firs
         client = group.ask()
     assert client.told
     group.clock.play(0.05)
-    assert theirs.at.record.state.cause == Cause(Code.PEER_LOST, "rank 2 of the group's 4 is missing")
+    assert theirs.at.record.state.cause == Cause(
+        Code.PEER_LOST, "rank 2 of the group's 4 is missing"
+    )
     assert not failures(group), "it was never opened"
     group.world.wire.cut.clear()
     group.world.lines.cut.clear()

@@ -1,4 +1,6 @@
-"""Time that is only counted: it jumps, it never waits, and everything random comes from the seed."""
+"""Time that is only counted: it jumps, it never waits,
+and everything random comes from the seed.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,9 @@ def test_a_halted_process_stands_still_and_a_dead_one_does_not_even_clean_up() -
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         frozen, dead = Process("frozen"), Process("dead")
-        tasks = [process.run(asyncio.ensure_future, talk(process.name)) for process in (frozen, dead)]
+        tasks = [
+            process.run(asyncio.ensure_future, talk(process.name)) for process in (frozen, dead)
+        ]
         await asyncio.sleep(1.5)
         loop.halt(frozen)
         loop.kill(dead)
@@ -142,5 +146,7 @@ def test_the_same_seed_gives_the_same_times() -> None:
         for _ in range(20):
             await asyncio.to_thread(int)
 
-    first, again, other = (play(main(), VirtualLoop(random.Random(seed))).time() for seed in (4, 4, 5))
+    first, again, other = (
+        play(main(), VirtualLoop(random.Random(seed))).time() for seed in (4, 4, 5)
+    )
     assert first == again != other

@@ -60,7 +60,11 @@ async def test_both_ways_in_order(link: Link) -> None:
     _, router, dealer = link
     for n in range(3 * BURST_FRAMES):
         assert dealer.send(beat(n)) and router.send(beat(n), routing_id(5))
-    assert await got(router, 3 * BURST_FRAMES) == await got(dealer, 3 * BURST_FRAMES) == list(range(3 * BURST_FRAMES))
+    assert (
+        await got(router, 3 * BURST_FRAMES)
+        == await got(dealer, 3 * BURST_FRAMES)
+        == list(range(3 * BURST_FRAMES))
+    )
 
 
 async def test_nothing_arrives_within_the_call_that_sends(link: Link) -> None:

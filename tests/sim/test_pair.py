@@ -44,8 +44,20 @@ async def test_raises_into_the_loop(kvflow_pair):
 
 def test_the_fixtures_find_what_a_test_leaves_behind(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(USERS_TEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
-    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60).stdout
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        str(tmp_path),
+    ]
+    out = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    ).stdout
     assert "4 passed, 3 errors" in out, out
     for said in ("pages of {'forgotten': 3}", "tasks left behind", "raised into the event loop"):
         assert said in out, out
@@ -80,7 +92,9 @@ async def test_a_crash_is_silent_and_a_second_life_has_the_same_address() -> Non
         await p.crash(p.prefill)
         with pytest.raises(LostError, match="died"):
             await target.landed()
-        assert p.decode.counts.endings == {"lost:peer_lost": 1}, "no farewell of prefill's has reached decode"
+        assert p.decode.counts.endings == {"lost:peer_lost": 1}, (
+            "no farewell of prefill's has reached decode"
+        )
         again = await p.add_prefill(int(control.rsplit(":", 1)[1]))
         assert again.info.control == control
 

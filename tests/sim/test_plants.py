@@ -1,6 +1,7 @@
 """Each planted bug is found, by the seed that stands here and by the invariant it breaks.
 
-A change of what nodes say to each other moves the seeds: `make prove` hunts them anew, and prints what belongs here.
+A change of what nodes say to each other moves the seeds: `make prove` hunts them anew, and prints
+what belongs here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Requests that leave the device and come back in a simulation: what looks on sees what it must, and nothing is left.
+"""Requests that leave the device and come back in a simulation: what looks on sees what it must,
+and nothing is left.
 
 That bugs of theirs are found is in `test_plants`.
 """
@@ -17,7 +18,15 @@ from kvflow.testing.sim.faults import ON_COPIES, Faults
 from kvflow.testing.sim.pages import Books, watch
 from kvflow.testing.sim.run import simulate
 from kvflow.testing.sim.state import Squatter, State
-from kvflow.testing.sim.stay import ABORT, ALL_PAGES, ALL_ROWS, AS_MANY, CANCEL, CANCEL_TWICE, draw_stay
+from kvflow.testing.sim.stay import (
+    ABORT,
+    ALL_PAGES,
+    ALL_ROWS,
+    AS_MANY,
+    CANCEL,
+    CANCEL_TWICE,
+    draw_stay,
+)
 from kvflow.testing.sim.variety import LAYOUT_WITH_ROWS, NUM_PAGES, NUM_ROWS
 
 OWNER = "request 1"
@@ -51,7 +60,9 @@ def test_pages_and_rows_have_one_book(watched: tuple[PagedPool, Books], judge: J
     assert books.name(places[-1]) == f"row {places[-1] - NUM_PAGES}" and books.name(2) == "page 2"
     books.readers[places[-1]] = 1
     pool.places.give_back(np.array(places, dtype=np.int32), OWNER)
-    assert judge == [f"I13: decode 0: {books.name(places[-1])} is free while it is read or computed"]
+    assert judge == [
+        f"I13: decode 0: {books.name(places[-1])} is free while it is read or computed"
+    ]
     with pytest.raises(OwnershipError):
         pool.rows.give_back(np.array([places[-1] - NUM_PAGES], dtype=np.int32), OWNER)
     assert len(judge) == 2 and judge[1].startswith("I1: decode 0: row ") and not books.out
@@ -68,7 +79,9 @@ def test_rows_that_are_not_to_be_had_give_no_pages(judge: Judge) -> None:
 
 
 @pytest.mark.parametrize("component", [c.name for c in LAYOUT_WITH_ROWS.components])
-def test_one_byte_of_any_stream_is_seen(watched: tuple[PagedPool, Books], judge: Judge, component: str) -> None:
+def test_one_byte_of_any_stream_is_seen(
+    watched: tuple[PagedPool, Books], judge: Judge, component: str
+) -> None:
     pool, books = watched
     places = taken(pool, 3)
     for index, place in enumerate(places):
@@ -85,7 +98,9 @@ def test_one_byte_of_any_stream_is_seen(watched: tuple[PagedPool, Books], judge:
     assert len(judge) == 1 and "now, " in judge[0] and ("row" in judge[0]) is part.in_rows
 
 
-def test_two_requests_have_no_byte_pattern_in_common(watched: tuple[PagedPool, Books], judge: Judge) -> None:
+def test_two_requests_have_no_byte_pattern_in_common(
+    watched: tuple[PagedPool, Books], judge: Judge
+) -> None:
     pool, books = watched
     places = taken(pool, 2)
     mine, other = (State(books, digest, places, judge.append) for digest in (b"mine", b"other"))
@@ -98,7 +113,9 @@ def test_two_requests_have_no_byte_pattern_in_common(watched: tuple[PagedPool, B
     assert len(judge) == 3
 
 
-@pytest.mark.parametrize(("what", "count"), [(AS_MANY, 4), (ALL_PAGES, NUM_PAGES + 1), (ALL_ROWS, 3 + NUM_ROWS)])
+@pytest.mark.parametrize(
+    ("what", "count"), [(AS_MANY, 4), (ALL_PAGES, NUM_PAGES + 1), (ALL_ROWS, 3 + NUM_ROWS)]
+)
 def test_who_takes_the_places_after_it_notices_a_late_write(
     watched: tuple[PagedPool, Books], judge: Judge, what: str, count: int
 ) -> None:
@@ -113,14 +130,21 @@ def test_who_takes_the_places_after_it_notices_a_late_write(
 def test_every_way_of_being_disturbed_is_drawn() -> None:
     rng = random.Random(1)
     acts = [act for _ in range(400) if (stay := draw_stay(rng)) is not None for act in stay.acts]
-    found = {(act.kind, d.how, d.turns is None) for act in acts for d in (act.disturbed, act.return_disturbed) if d}
+    found = {
+        (act.kind, d.how, d.turns is None)
+        for act in acts
+        for d in (act.disturbed, act.return_disturbed)
+        if d
+    }
     for how in (CANCEL, CANCEL_TWICE, ABORT):
         assert {("step", how, True), ("retract", how, True), ("retract", how, False)} <= found
     assert {act.squats for act in acts} == {AS_MANY, ALL_PAGES, ALL_ROWS, ""}
 
 
 def test_faults_of_copies_are_drawn_where_there_are_copies() -> None:
-    drawn = Counter(kind for seed in range(200) for kind in Faults(random.Random(seed), copies=True).kinds)
+    drawn = Counter(
+        kind for seed in range(200) for kind in Faults(random.Random(seed), copies=True).kinds
+    )
     assert all(drawn[kind] > 40 for kind in ON_COPIES)
     assert not any(set(ON_COPIES) & Faults(random.Random(seed)).kinds for seed in range(200))
 
@@ -129,5 +153,10 @@ def test_the_story_tells_who_leaves_and_comes_back() -> None:
     lines: list[str] = []
     assert simulate(0, tell=lambda at_s, who, what: lines.append(what)).violation is None
     story = "\n".join(lines)
-    for said in ("leaves: <Resident", "copies 2 pages out", "comes back: <Resident", "copies 2 pages in"):
+    for said in (
+        "leaves: <Resident",
+        "copies 2 pages out",
+        "comes back: <Resident",
+        "copies 2 pages in",
+    ):
         assert said in story

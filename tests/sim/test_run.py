@@ -1,4 +1,6 @@
-"""Whole runs: seeds without a plant break nothing, and one seed is one run, in this process and in any other."""
+"""Whole runs: seeds without a plant break nothing, and one seed is one run, in this process and in
+any other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from kvflow.testing.sim.engine import Job, PlainScheduler
 from kvflow.testing.sim.faults import KINDS, ON_COPIES, SWITCH
 from kvflow.testing.sim.report import simulate_many
 from kvflow.testing.sim.run import STEPS_MIN, simulate
-from tests.sim.both import check_that_a_seed_is_one_run, check_that_it_is_the_same_run_in_another_process
+from tests.sim.both import (
+    check_that_a_seed_is_one_run,
+    check_that_it_is_the_same_run_in_another_process,
+)
 
 SEEDS = 150
 
@@ -17,10 +22,15 @@ def test_seeds_without_a_plant_break_nothing() -> None:
     report = simulate_many(range(SEEDS))
     assert not report["first_violations"]
     assert report["seeds"] == SEEDS and report["violations"] == 0
-    assert report["min_nodes"] >= 3 and report["min_rooms"] >= 8 and report["min_steps"] >= STEPS_MIN
+    assert (
+        report["min_nodes"] >= 3 and report["min_rooms"] >= 8 and report["min_steps"] >= STEPS_MIN
+    )
     assert report["seeds_with_fewer_than_2_fault_kinds"] == 0
     assert set(report["faults"]) == {*KINDS, *ON_COPIES, SWITCH} and all(report["faults"].values())
-    assert report["endings"]["waits for staging"] > SEEDS and report["endings"]["copies from staging"] > SEEDS
+    assert (
+        report["endings"]["waits for staging"] > SEEDS
+        and report["endings"]["copies from staging"] > SEEDS
+    )
     assert report["endings"]["ends told to every group"] > SEEDS / 20
     assert report["endings"]["rooms of engines without a loop"] > SEEDS
     assert not report["cells"]["error"]
@@ -28,17 +38,22 @@ def test_seeds_without_a_plant_break_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", [22543, 28638])
-def test_a_half_that_meets_the_refusal_of_an_earlier_request_of_its_number_breaks_nothing(seed: int) -> None:
+def test_a_half_that_meets_the_refusal_of_an_earlier_request_of_its_number_breaks_nothing(
+    seed: int,
+) -> None:
     """Decode made no room of that request, so only the refusal tells."""
     assert simulate(seed).violation is None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # a minute of pure computing, on a machine that may have other things to do
+# A minute of pure computing, on a machine that may have other things to do.
+@pytest.mark.timeout(600)
 def test_more_seeds_in_processes() -> None:
     report = simulate_many(range(1000, 2000), jobs=2)
     assert not report["first_violations"] and report["seeds"] == 1000
-    assert len(report["cells"]["missing"]) <= 20, "the rest are rare: lies, late answers, doubts and goodbyes"
+    assert len(report["cells"]["missing"]) <= 20, (
+        "the rest are rare: lies, late answers, doubts and goodbyes"
+    )
 
 
 def test_a_seed_is_one_run() -> None:
@@ -68,7 +83,12 @@ class _Hasty(PlainScheduler):
     async def prefill(self, node, job):  # type: ignore[no-untyped-def]
         steps: list[object] = []
         original = job.model_step
-        job.model_step = lambda *arguments: steps.append(original(*arguments)) or int  # type: ignore[func-returns-value]
+        job.model_step = lambda *arguments: (
+            steps.append(
+                original(*arguments),
+            )
+            or int
+        )  # type: ignore[func-returns-value]
         await super().prefill(node, job)
 
 

@@ -1,4 +1,6 @@
-"""Threads of virtual time: what they post and call, and engines behind the thread front in whole runs."""
+"""Threads of virtual time: what they post and call, and engines behind the thread front in whole
+runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from kvflow.testing.sim.virtual_thread import LockStep, VirtualLoopThread
 from tests.sim.both import story_of
 
 CLOSES = 122
-"""A seed in which a decode behind the front is closed, with loans that it cannot prove, and another one goes on."""
+"""A seed in which a decode behind the front is closed, with loans that it cannot prove, and another
+one goes on.
+"""
 
 
 def play(main: Callable[[VirtualLoop, VirtualLoopThread], Coroutine[Any, Any, None]]) -> None:
@@ -133,4 +137,6 @@ def test_a_seed_with_such_threads_is_one_run() -> None:
     with swapped(thread_engine.ThreadEngine, "close", counted):
         assert story_of(simulate, CLOSES) == story_of(simulate, CLOSES)
     assert len(closed) >= 4
-    assert not [thread for thread in threading.enumerate() if isinstance(thread, LockStep)], "no thread is left"
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, LockStep)], (
+        "no thread is left"
+    )

@@ -1,4 +1,6 @@
-"""Engines without an event loop: both nodes in threads, real sockets, the local plane, pages of the engines' own."""
+"""Engines without an event loop: both nodes in threads, real sockets, the local plane, pages of the
+engines' own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Side = NodeThread[Any, Any, Any]
 
 
 def pool(shared: bool = True, page_bytes: int = 64) -> kvflow.PagedPool:
-    layout = kvflow.build_layout([("k", "uint8", (page_bytes // PAGE_SIZE,))], page_size=PAGE_SIZE, num_pages=PAGES)
+    layout = kvflow.build_layout(
+        [("k", "uint8", (page_bytes // PAGE_SIZE,))], page_size=PAGE_SIZE, num_pages=PAGES
+    )
     return kvflow.PagedPool.allocate(layout, shared=shared)
 
 
@@ -35,11 +39,16 @@ def pool(shared: bool = True, page_bytes: int = 64) -> kvflow.PagedPool:
 def engines(
     page_bytes: int = 64, rate: float | None = None
 ) -> Iterator[tuple[kvflow.PrefillThread, kvflow.DecodeThread]]:
-    """Prefill's page p holds p + 1 everywhere; `rate` bytes a second, where a write has to take its time."""
+    """Prefill's page p holds p + 1 everywhere; `rate` bytes a second, where a write has to take its
+    time.
+    """
     source, target = pool(page_bytes=page_bytes), pool(page_bytes=page_bytes)
     source.array("k")[:] = np.arange(1, PAGES + 1, dtype=np.uint8)[:, None, None]
     plane = kvflow.LocalPlane(None, rate)
-    with kvflow.PrefillThread(source, plane) as prefill, kvflow.DecodeThread(target, "local") as decode:
+    with (
+        kvflow.PrefillThread(source, plane) as prefill,
+        kvflow.DecodeThread(target, "local") as decode,
+    ):
         yield prefill, decode
     assert prefill.pages.at_rest() and decode.pages.at_rest()
     source.close()
@@ -65,7 +74,9 @@ def test_a_room_from_open_to_released() -> None:
         sending = prefill.open(7, prompt=PROMPT, context="request 1")
         room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=[9, 4, 7])
         assert sorted(decode.pages.busy(range(PAGES))) == [4, 7, 9]  # from the call on
-        assert not decode.wait_released([4], timeout_s=0.0) and decode.wait_released([5], timeout_s=0.0)
+        assert not decode.wait_released([4], timeout_s=0.0) and decode.wait_released(
+            [5], timeout_s=0.0
+        )
         matched, _ = wait_for(prefill, "matched", sending)
         assert matched.prefix_tokens == 0 and matched.room.context == "request 1"
         sending.send([1])
@@ -76,7 +87,9 @@ def test_a_room_from_open_to_released() -> None:
         wait_for(decode, "released", room)
         _, before = wait_for(prefill, "released", sending)
         assert before == ["done"] and sending.done and sending.released and room.released
-        assert decode.wait_released([9, 4, 7], timeout_s=0.0) and prefill.wait_released([1, 2, 3], timeout_s=0.0)
+        assert decode.wait_released([9, 4, 7], timeout_s=0.0) and prefill.wait_released(
+            [1, 2, 3], timeout_s=0.0
+        )
         assert repr(room) == "<DecodeThreadRoom 7: released, 3 pages>"
         assert repr(sending) == "<PrefillThreadRoom 7: released, 0 pages to send>"
         again = prefill.open(7, prompt=PROMPT)  # the id is free again
@@ -94,7 +107,9 @@ def test_source_pages_are_busy_when_send_returns_until_the_write_has_ended() -> 
         room.close()  # from decode, in the middle of a write
         failed, _ = wait_for(prefill, "failed", sending)
         assert isinstance(failed.error, kvflow.AbortedError) and sending.error is failed.error
-        assert prefill.wait_released([1, 2], PATIENCE_S) and decode.wait_released([0, 1, 2], PATIENCE_S)
+        assert prefill.wait_released([1, 2], PATIENCE_S) and decode.wait_released(
+            [0, 1, 2], PATIENCE_S
+        )
         failed, _ = wait_for(decode, "failed", room)
         assert isinstance(failed.error, kvflow.AbortedError)
         wait_for(decode, "released", room)
@@ -107,8 +122,14 @@ def test_source_pages_are_busy_when_send_returns_until_the_write_has_ended() -> 
 def test_decode_has_a_part_of_the_prompt_or_all_of_it(prefix: int, pages: list[int]) -> None:
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=np.array(PROMPT))
-        room = decode.open(7, prefill=[prefill.info], prompt=PROMPT, pages=pages, prefix_tokens=prefix)
-        assert wait_for(prefill, "matched", sending)[0].prefix_tokens == sending.prefix_tokens == prefix
+        room = decode.open(
+            7, prefill=[prefill.info], prompt=PROMPT, pages=pages, prefix_tokens=prefix
+        )
+        assert (
+            wait_for(prefill, "matched", sending)[0].prefix_tokens
+            == sending.prefix_tokens
+            == prefix
+        )
         assert sending.left == len(pages)
         sending.send([1, 2][: len(pages)], last=True, handoff=b"42")
         assert wait_for(decode, "landed", room)[0].handoff == b"42"
@@ -170,7 +191,9 @@ def test_a_loan_without_proof_is_returned_and_its_pages_stay_busy() -> None:
         thread = decode._running()
 
         async def prefill() -> kvflow.PrefillNode:
-            node = kvflow.PrefillNode(source, plane, bind=network.bind, pages=kvflow.ExternalPages(PAGES))
+            node = kvflow.PrefillNode(
+                source, plane, bind=network.bind, pages=kvflow.ExternalPages(PAGES)
+            )
             await node.start()
             return node
 
@@ -188,7 +211,8 @@ def test_a_loan_without_proof_is_returned_and_its_pages_stay_busy() -> None:
         stopped: list[Sequence[object]] = []
         closing = decode._close
 
-        async def close() -> Sequence[object]:  # prefill is closed after decode, on the loop that decode ends with
+        # prefill is closed after decode, on the loop that decode ends with.
+        async def close() -> Sequence[object]:
             stopped.append(await closing())
             await close_both()
             return stopped[0]
@@ -203,7 +227,9 @@ def test_a_loan_without_proof_is_returned_and_its_pages_stay_busy() -> None:
 
 
 def test_decode_is_told_of_a_second_room_that_was_refused_while_the_first_drained() -> None:
-    """As `PrefillNode.room` does it: the engine has its error, and decode's half does not wait for a rendezvous."""
+    """As `PrefillNode.room` does it: the engine has its error, and decode's half does not wait for
+    a rendezvous.
+    """
     network, planes, source, target = Network(), FakeNetwork(), pool(), pool()
     plane = FakePlane(planes)
     plane.drains_at_once = False
@@ -240,7 +266,9 @@ def test_pages_of_an_earlier_node_are_busy_until_its_loans_end() -> None:
     """Another node over either pool closes in another thread, while these run."""
     writer = PlaneAddress("elsewhere", "", ProcessIdentity("boot", "ns", 1, 1))
     lent = np.array([1], dtype=np.int32)
-    loan = UnprovenLoan(writer=writer, incarnation=9, control="tcp://x:1", rank=0, room=3, lease=(5, 1), pages=lent)
+    loan = UnprovenLoan(
+        writer=writer, incarnation=9, control="tcp://x:1", rank=0, room=3, lease=(5, 1), pages=lent
+    )
     with engines() as (prefill, decode):
         for side in (prefill, decode):
             side.pool.quarantine.add([loan], kvflow.ExternalPages(PAGES))
@@ -266,7 +294,13 @@ def test_pages_of_an_earlier_node_are_busy_until_its_loans_end() -> None:
 def test_pages_that_go_to_quarantine_after_they_were_offered_end_their_room() -> None:
     lease = np.array([1], np.int32)
     loan = UnprovenLoan(
-        writer=None, incarnation=0x77, control="tcp://gone:1", rank=0, room=1, lease=(5, 1), pages=lease
+        writer=None,
+        incarnation=0x77,
+        control="tcp://gone:1",
+        rank=0,
+        room=1,
+        lease=(5, 1),
+        pages=lease,
     )
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=PROMPT)
@@ -278,7 +312,8 @@ def test_pages_that_go_to_quarantine_after_they_were_offered_end_their_room() ->
 
         thread.post(stand_still)
         room.offer([0, 1, 2])
-        decode.pool.quarantine.add([loan], kvflow.ExternalPages(PAGES))  # another node over the pool closes
+        # Another node over the pool closes.
+        decode.pool.quarantine.add([loan], kvflow.ExternalPages(PAGES))
         gate.set()
         failed, _ = wait_for(decode, "failed", room)
         assert failed.error is not None and "page 1 is in quarantine" in str(failed.error)
@@ -295,9 +330,13 @@ def test_refusals_reach_the_other_side() -> None:
         room = decode.open(1, prefill=ranks, prompt=PROMPT, pages=[0, 1, 2])
         prefill.refuse(1, kvflow.Cause(kvflow.Code.CAPACITY, "no page is left"))
         failed, _ = wait_for(decode, "failed", room)
-        assert isinstance(failed.error, kvflow.RefusedError) and "no page is left" in str(failed.error)
+        assert isinstance(failed.error, kvflow.RefusedError) and "no page is left" in str(
+            failed.error
+        )
         sending = prefill.open(2, prompt=PROMPT)
-        decode.refuse(2, prefill=ranks, cause=kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"))
+        decode.refuse(
+            2, prefill=ranks, cause=kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue")
+        )
         failed, _ = wait_for(prefill, "failed", sending)
         assert "too long a queue" in str(failed.error)
         assert prefill.ask(lambda node: len(node.shell.rooms)) == 0
@@ -305,7 +344,10 @@ def test_refusals_reach_the_other_side() -> None:
 
 def test_a_room_goes_to_the_group_it_names() -> None:
     source, other, target = pool(), pool(), pool()
-    groups = [kvflow.PrefillThread(one, "local", dp_rank=i, dp_size=2) for i, one in enumerate((source, other))]
+    groups = [
+        kvflow.PrefillThread(one, "local", dp_rank=i, dp_size=2)
+        for i, one in enumerate((source, other))
+    ]
     with groups[0], groups[1] as second, kvflow.DecodeThread(target, "local") as decode:
         every = [prefill.info for prefill in groups]
         for number, announced in ((2, False), (4, True)):  # both would go to the first
@@ -319,11 +361,20 @@ def test_a_room_goes_to_the_group_it_names() -> None:
             sending.send([1, 2, 3], last=True)
             wait_for(decode, "landed", room)
         sending = second.open(6, prompt=PROMPT)
-        decode.refuse(6, prefill=every, cause=kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"), dp_rank=1)
+        decode.refuse(
+            6,
+            prefill=every,
+            cause=kvflow.Cause(kvflow.Code.CAPACITY, "too long a queue"),
+            dp_rank=1,
+        )
         failed, _ = wait_for(second, "failed", sending)
         assert "too long a queue" in str(failed.error)
-        failed, _ = wait_for(decode, "failed", decode.announce(8, prefill=every, prompt=PROMPT, dp_rank=2))
-        assert isinstance(failed.error, kvflow.MisuseError) and "dp_rank 2 is outside 0..1" in str(failed.error)
+        failed, _ = wait_for(
+            decode, "failed", decode.announce(8, prefill=every, prompt=PROMPT, dp_rank=2)
+        )
+        assert isinstance(failed.error, kvflow.MisuseError) and "dp_rank 2 is outside 0..1" in str(
+            failed.error
+        )
 
 
 def test_a_decode_finds_its_prefill_by_name_on_any_loop() -> None:
@@ -332,7 +383,9 @@ def test_a_decode_finds_its_prefill_by_name_on_any_loop() -> None:
     factory: Callable[[], Any] = uvloop.new_event_loop
     with (
         kvflow.PrefillThread(source, "local", registry_port=0, loop_factory=factory) as prefill,
-        kvflow.DecodeThread(target, "local", resolve=resolve, loop_factory=factory, verify_transfers=False) as decode,
+        kvflow.DecodeThread(
+            target, "local", resolve=resolve, loop_factory=factory, verify_transfers=False
+        ) as decode,
     ):
         sending = prefill.open(7, prompt=PROMPT)
         room = decode.open(7, prefill=prefill.registry, prompt=PROMPT, pages=[0, 1, 2])
@@ -368,7 +421,9 @@ def test_a_thread_that_is_not_started_says_so() -> None:
         decode.start()
 
 
-def test_a_thread_that_another_one_starts_takes_nothing_until_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_another_one_starts_takes_nothing_until_it_has_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     starting, go_on = threading.Event(), threading.Event()
     start = kvflow.DecodeNode.start
 
@@ -411,14 +466,23 @@ def test_a_thread_that_another_one_starts_takes_nothing_until_it_has_started(mon
         ({"pages": [0, 1]}, "room 7: 2 pages given, its prompt needs 3"),
         ({"pages": [0, 1, 1]}, "a page is given twice"),
         ({"pages": [0, 1, 32]}, r"page 32 is outside 0\.\.31"),
-        ({"prefix_tokens": 3}, "prefix_tokens 3 is neither a whole number of 4-token pages nor all of the 10 tokens"),
+        (
+            {"prefix_tokens": 3},
+            "prefix_tokens 3 is neither a whole number of 4-token pages nor all of the 10 tokens",
+        ),
         ({"prefix_tokens": 12}, "prefix_tokens 12 is neither"),
         ({"prefill": "10.0.0.1:8998"}, "prefill '10.0.0.1:8998': this node was given no resolve"),
     ],
 )
 def test_misuse_of_open_is_raised_by_open(change: dict[str, Any], text: str) -> None:
     with kvflow.DecodeThread(pool(), "local") as decode:
-        given: dict[str, Any] = {"room": 7, "prefill": [], "prompt": PROMPT, "pages": [0, 1, 2], **change}
+        given: dict[str, Any] = {
+            "room": 7,
+            "prefill": [],
+            "prompt": PROMPT,
+            "pages": [0, 1, 2],
+            **change,
+        }
         with pytest.raises(kvflow.MisuseError, match=text):
             decode.open(given.pop("room"), **given)
         assert decode.pages.at_rest() and decode.poll() == []
@@ -442,7 +506,9 @@ def test_misuse_of_send_is_raised_by_send() -> None:
             (["1"], {}, "not shape"),
         ]
         for pages, more, text in cases:
-            with pytest.raises(kvflow.MisuseError, match=f"room 7: {text}" if "shape" not in text else text):
+            with pytest.raises(
+                kvflow.MisuseError, match=f"room 7: {text}" if "shape" not in text else text
+            ):
                 sending.send(pages, **more)
         with pytest.raises(kvflow.CapacityError, match="bytes of hand-over"):
             sending.send([1, 2, 3], last=True, handoff=bytes(100 << 20))
@@ -453,12 +519,18 @@ def test_misuse_of_send_is_raised_by_send() -> None:
 
 
 def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
-    """Rows are numbered on from the pages. A place that is wrong is refused by the call that names it."""
+    """Rows are numbered on from the pages.
+
+    A place that is wrong is refused by the call that names it.
+    """
     kinds = [("k", "float32", (2,)), ("s", "float32", (5,), "row")]
     layout = kvflow.build_layout(kinds, page_size=PAGE_SIZE, num_pages=32, num_rows=4)
     source, target = kvflow.PagedPool.allocate(layout), kvflow.PagedPool.allocate(layout)
     source.array("s")[1] = 7
-    with kvflow.PrefillThread(source, "local") as prefill, kvflow.DecodeThread(target, "local") as decode:
+    with (
+        kvflow.PrefillThread(source, "local") as prefill,
+        kvflow.DecodeThread(target, "local") as decode,
+    ):
         sending = prefill.open(7, prompt=PROMPT)
         announced = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
         for wrong in ([0, 1, 2, 3], [34, 0, 1, 2]):
@@ -466,7 +538,9 @@ def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
                 decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=wrong)
             with pytest.raises(kvflow.MisuseError, match="one row, as the last of its places"):
                 announced.offer(wrong)
-        with pytest.raises(kvflow.MisuseError, match="3 pages and 0 rows given, its prompt needs 3 pages and 1 row"):
+        with pytest.raises(
+            kvflow.MisuseError, match="3 pages and 0 rows given, its prompt needs 3 pages and 1 row"
+        ):
             announced.offer([0, 1, 2])
         announced.offer([0, 1, 2, 34])
         wait_for(prefill, "matched", sending)
@@ -475,7 +549,8 @@ def test_the_row_of_a_room_is_its_last_place_on_both_sides() -> None:
                 sending.send(chunk, last=last)
         sending.send([4, 5])
         with pytest.raises(
-            kvflow.MisuseError, match="chunk of 1 pages and 0 rows, 1 pages and 1 row of decode's are left"
+            kvflow.MisuseError,
+            match="chunk of 1 pages and 0 rows, 1 pages and 1 row of decode's are left",
         ):
             sending.send([6], last=True)
         sending.send([6, 33], last=True)
@@ -513,7 +588,9 @@ def test_a_decode_is_told_that_prefill_has_begun() -> None:
         sending = prefill.open(7, prompt=PROMPT)
         room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
         at_once = decode.open(8, prefill=[prefill.info], prompt=PROMPT, pages=[1, 2, 3])
-        assert wait_for(decode, "opened", at_once)[1] == [], "its pages were lent: nothing is waited for"
+        assert wait_for(decode, "opened", at_once)[1] == [], (
+            "its pages were lent: nothing is waited for"
+        )
         sending.begin()
         _, sooner = wait_for(decode, "begun", room)
         assert "opened" not in sooner
@@ -527,14 +604,20 @@ def test_a_decode_is_told_that_prefill_has_begun() -> None:
 
 
 @pytest.mark.parametrize("prefix_tokens", [0, PAGE_SIZE, len(PROMPT)])
-def test_what_is_found_of_a_prompt_after_its_announcement_does_not_travel(prefix_tokens: int) -> None:
+def test_what_is_found_of_a_prompt_after_its_announcement_does_not_travel(
+    prefix_tokens: int,
+) -> None:
     with engines() as (prefill, decode):
         sending = prefill.open(7, prompt=PROMPT)
         room = decode.announce(7, prefill=[prefill.info], prompt=PROMPT)
-        with pytest.raises(kvflow.MisuseError, match="prefix_tokens 1 is neither a whole number of"):
+        with pytest.raises(
+            kvflow.MisuseError, match="prefix_tokens 1 is neither a whole number of"
+        ):
             room.offer([9, 4], prefix_tokens=1)
         mine = [9, 4, 7][-(-prefix_tokens // PAGE_SIZE) :]
-        with pytest.raises(kvflow.MisuseError, match=f"room 7: {len(mine) + 1} pages given, its prompt needs"):
+        with pytest.raises(
+            kvflow.MisuseError, match=f"room 7: {len(mine) + 1} pages given, its prompt needs"
+        ):
             room.offer([*mine, 11], prefix_tokens=prefix_tokens)
         room.offer(mine, prefix_tokens=prefix_tokens)
         assert room.num_pages == len(mine)
@@ -571,9 +654,14 @@ def test_threads_that_close_at_once_all_see_it_closed() -> None:
     found: list[object] = []
     source = pool(shared=False)
     for _ in range(20):
-        decode, together = kvflow.DecodeThread(source, FakePlane(FakeNetwork())).start(), threading.Barrier(3)
+        decode, together = (
+            kvflow.DecodeThread(source, FakePlane(FakeNetwork())).start(),
+            threading.Barrier(3),
+        )
 
-        def close(decode: kvflow.DecodeThread = decode, together: threading.Barrier = together) -> None:
+        def close(
+            decode: kvflow.DecodeThread = decode, together: threading.Barrier = together
+        ) -> None:
             together.wait()
             try:
                 found.append(decode.close())

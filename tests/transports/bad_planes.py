@@ -46,7 +46,9 @@ class Elsewhere(FakeAdapter):
 def _overrun(write: FakeWrite, outcome: WriteOutcome) -> None:
     layout = write.peer._layout
     assert layout is not None
-    ctypes.memset(layout.buffers[0].address + int(write.target_pages[0] + 1) % layout.num_pages * 64, 0xEE, 1)
+    ctypes.memset(
+        layout.buffers[0].address + int(write.target_pages[0] + 1) % layout.num_pages * 64, 0xEE, 1
+    )
 
 
 class Undrained(FakeAdapter):

@@ -1,4 +1,6 @@
-"""One-sided copies into other processes of this machine, as a NIC makes them: the target takes no part."""
+"""One-sided copies into other processes of this machine, as a NIC makes them: the target takes no
+part.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,8 @@ def _copy(call: ctypes._NamedFuncPointer, pid: int, ours: int, theirs: int, size
         source, target = (ours, theirs) if call is _libc.process_vm_writev else (theirs, ours)
         ctypes.memmove(target, source, size)
         return
-    done = call(pid, ctypes.byref(_Vector(ours, size)), 1, ctypes.byref(_Vector(theirs, size)), 1, 0)
+    done = call(
+        pid, ctypes.byref(_Vector(ours, size)), 1, ctypes.byref(_Vector(theirs, size)), 1, 0
+    )
     if done != size:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

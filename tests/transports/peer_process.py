@@ -19,8 +19,12 @@ Peer = peer.ProcessPeer
 class Side(station.Side):
     """A pool and a plane in this process, exported."""
 
-    def __init__(self, backend: str, order: Order, rate: float | None, host: str = "127.0.0.1") -> None:
-        super().__init__(lambda pool, rate: open_plane(backend, pool.segment, rate, host), order, rate)
+    def __init__(
+        self, backend: str, order: Order, rate: float | None, host: str = "127.0.0.1"
+    ) -> None:
+        super().__init__(
+            lambda pool, rate: open_plane(backend, pool.segment, rate, host), order, rate
+        )
 
 
 async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> None:

@@ -1,6 +1,7 @@
-"""The calls of Mooncake's engine that the ascend plane makes, with the signatures it publishes (kvcache-ai/Mooncake
-3b5a594), on host memory. A submit is carried out by threads of the engine and never ends within the call, as with the
-Ascend transport; what wants an NPU's context in its thread refuses without one."""
+"""The calls of Mooncake's engine that the ascend plane makes, with the signatures it publishes
+(kvcache-ai/Mooncake 3b5a594), on host memory. A submit is carried out by threads of the engine and
+never ends within the call, as with the Ascend transport; what wants an NPU's context in its thread
+refuses without one."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ class _State:
                 self.status[handle] = 1
 
     def reach(self, peer: str, address: int, size: int) -> int:
-        """The process behind a session. Raises: OSError, also for memory that it has not registered."""
+        """The process behind a session.
+
+        Raises: OSError, also for memory that it has not registered.
+        """
         known = self.peers.get(peer)
         if known is None or not _inside(known[1], address, size):
             host, _, port = peer.rpartition(":")
@@ -57,7 +61,10 @@ class _State:
                 asking.sendall(struct.pack("<QB", 1, _ASK))
                 answer = _receive(asking)
             found = json.loads(answer[1:])
-            known = self.peers[peer] = (found["pid"], {int(start): n for start, n in found["memory"].items()})
+            known = self.peers[peer] = (
+                found["pid"],
+                {int(start): n for start, n in found["memory"].items()},
+            )
         if not _inside(known[1], address, size):
             raise OSError("not registered there")
         return known[0]
@@ -90,12 +97,22 @@ class TransferEngine:
                 thread.join()
             self._listening.close()
 
-    def initialize(self, local_hostname: str, metadata_server: str, protocol: str, device_name: str) -> int:
-        if (metadata_server, protocol, device_name) != ("P2PHANDSHAKE", "ascend", "") or not _has_context():
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int:
+        if (metadata_server, protocol, device_name) != (
+            "P2PHANDSHAKE",
+            "ascend",
+            "",
+        ) or not _has_context():
             return -1
         self._listening = socket.create_server((local_hostname, 0))
-        self._threads = [threading.Thread(target=self._state.serve, args=(self._listening,), daemon=True)]
-        self._threads += [threading.Thread(target=self._state.carry_out, daemon=True) for _ in range(_WORKERS)]
+        self._threads = [
+            threading.Thread(target=self._state.serve, args=(self._listening,), daemon=True)
+        ]
+        self._threads += [
+            threading.Thread(target=self._state.carry_out, daemon=True) for _ in range(_WORKERS)
+        ]
         for thread in self._threads:
             thread.start()
         return 0
@@ -114,7 +131,9 @@ class TransferEngine:
     def unregister_memory(self, buffer_addr: int) -> int:
         return -1 if not _has_context() or self._state.memory.pop(buffer_addr, None) is None else 0
 
-    def transfer_submit_write(self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int) -> int:
+    def transfer_submit_write(
+        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int
+    ) -> int:
         handle = next(self._ids)
         self._state.status[handle] = 0
         self._state.work.put((handle, target_hostname, buffer, peer_buffer_address, length))
@@ -126,7 +145,9 @@ class TransferEngine:
             del self._state.status[batch_id]  # freed: it must not be asked for again
         return status
 
-    def transfer_sync_read(self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int) -> int:
+    def transfer_sync_read(
+        self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int
+    ) -> int:
         try:
             pid = self._state.reach(target_hostname, peer_buffer_address, length)
             host_memory.read(pid, buffer, peer_buffer_address, length)
@@ -144,7 +165,10 @@ class TransferEngine:
 
 
 def _inside(memory: dict[int, int], address: int, size: int) -> bool:
-    return any(start <= address and address + size <= start + capacity for start, capacity in memory.items())
+    return any(
+        start <= address and address + size <= start + capacity
+        for start, capacity in memory.items()
+    )
 
 
 def _receive(connection: socket.socket) -> bytes:

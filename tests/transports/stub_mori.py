@@ -1,7 +1,9 @@
-"""The calls of `mori.io` that the plane makes, with the signatures it publishes (ROCm/mori 624002c), on host memory.
+"""The calls of `mori.io` that the plane makes, with the signatures it publishes (ROCm/mori
+624002c), on host memory.
 
-Transfers are carried out by a thread of the engine, and end where theirs do: in the TransferStatus that a call has
-returned, which the caller has to keep. A wrong argument raises, or ends the thread, as does a status that was dropped.
+Transfers are carried out by a thread of the engine, and end where theirs do: in the TransferStatus
+that a call has returned, which the caller has to keep. A wrong argument raises, or ends the thread,
+as does a status that was dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ import msgspec
 
 from tests.transports import host_memory
 
-_Item = tuple[Callable[[int, int, int, int], None], int, list[tuple[int, int, int]], "weakref.ref[TransferStatus]"]
+_Item = tuple[
+    Callable[[int, int, int, int], None],
+    int,
+    list[tuple[int, int, int]],
+    "weakref.ref[TransferStatus]",
+]
 
 
 class BackendType(enum.Enum):
@@ -117,11 +124,17 @@ class IOEngineSession:
     def allocate_transfer_uid(self) -> int:
         return next(self._engine.uids)
 
-    def read(self, local_offset: int, remote_offset: int, size: int, transfer_uid: int) -> TransferStatus:
+    def read(
+        self, local_offset: int, remote_offset: int, size: int, transfer_uid: int
+    ) -> TransferStatus:
         return self._start(host_memory.read, [local_offset], [remote_offset], [size], transfer_uid)
 
     def batch_write(
-        self, local_offsets: list[int], remote_offsets: list[int], sizes: list[int], transfer_uid: int
+        self,
+        local_offsets: list[int],
+        remote_offsets: list[int],
+        sizes: list[int],
+        transfer_uid: int,
     ) -> TransferStatus:
         return self._start(host_memory.write, local_offsets, remote_offsets, sizes, transfer_uid)
 
@@ -129,17 +142,27 @@ class IOEngineSession:
         return True
 
     def _start(
-        self, copy: Callable[[int, int, int, int], None], ours: list[int], theirs: list[int], sizes: list[int], uid: int
+        self,
+        copy: Callable[[int, int, int, int], None],
+        ours: list[int],
+        theirs: list[int],
+        sizes: list[int],
+        uid: int,
     ) -> TransferStatus:
         assert len(ours) == len(theirs) == len(sizes) > 0 and isinstance(uid, int)
         status = TransferStatus()
         status.update(StatusCode.IN_PROGRESS)
         for here, there, size in zip(ours, theirs, sizes, strict=True):
-            if here + size > self._local.size or there + size > self._remote.size or min(here, there) < 0:
+            if (
+                here + size > self._local.size
+                or there + size > self._remote.size
+                or min(here, there) < 0
+            ):
                 status.update(StatusCode.ERR_INVALID_ARGS, "length out of range")
                 return status
         blocks = [
-            (self._local.data + a, self._remote.data + b, size) for a, b, size in zip(ours, theirs, sizes, strict=True)
+            (self._local.data + a, self._remote.data + b, size)
+            for a, b, size in zip(ours, theirs, sizes, strict=True)
         ]
         self._engine.work.put((copy, self._pid, blocks, weakref.ref(status)))
         return status
@@ -159,7 +182,9 @@ class IOEngine:
         assert type is BackendType.RDMA and config is not None
         assert not config.enable_notification, "nobody takes them"
         self._listening = socket.create_server((self._config.host, self._config.port))
-        self._thread = threading.Thread(target=_carry_out, args=(self.work,), name="stub-mori", daemon=True)
+        self._thread = threading.Thread(
+            target=_carry_out, args=(self.work,), name="stub-mori", daemon=True
+        )
         self._thread.start()
 
     def remove_backend(self, type: BackendType) -> None:
@@ -171,9 +196,13 @@ class IOEngine:
 
     def get_engine_desc(self) -> EngineDesc:
         assert self._listening is not None
-        return EngineDesc(self._key, self._config.host, self._listening.getsockname()[1], os.getpid())
+        return EngineDesc(
+            self._key, self._config.host, self._listening.getsockname()[1], os.getpid()
+        )
 
-    def register_memory(self, ptr: int, size: int, device_id: int, mem_loc: MemoryLocationType) -> MemoryDesc:
+    def register_memory(
+        self, ptr: int, size: int, device_id: int, mem_loc: MemoryLocationType
+    ) -> MemoryDesc:
         assert isinstance(mem_loc, MemoryLocationType)
         made = MemoryDesc(self._key, next(self._ids), device_id, ptr, size, mem_loc.value)
         self._memory[made.id] = made
@@ -188,7 +217,9 @@ class IOEngine:
     def deregister_remote_engine(self, engine_desc: EngineDesc) -> None:
         self._remote.pop(engine_desc.key, None)
 
-    def create_session(self, local_mem: MemoryDesc, remote_mem: MemoryDesc) -> IOEngineSession | None:
+    def create_session(
+        self, local_mem: MemoryDesc, remote_mem: MemoryDesc
+    ) -> IOEngineSession | None:
         remote = self._remote.get(remote_mem.engine_key)
         if remote is None:
             return None

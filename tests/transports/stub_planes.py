@@ -26,9 +26,15 @@ class Ascend(Adapter):
 
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
         return AscendPlane(
-            self.host, rate_bytes_per_s, make_engine=stub_ascend.TransferEngine, set_device=stub_ascend.set_device
+            self.host,
+            rate_bytes_per_s,
+            make_engine=stub_ascend.TransferEngine,
+            set_device=stub_ascend.set_device,
         )
 
     def under_way(self, plane: DataPlane) -> Mapping[str, int]:
         assert isinstance(plane, AscendPlane)
-        return {**plane.under_way, "engine's handles": sum(engine.open_handles for engine in plane._engines)}
+        return {
+            **plane.under_way,
+            "engine's handles": sum(engine.open_handles for engine in plane._engines),
+        }

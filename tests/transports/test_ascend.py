@@ -1,5 +1,5 @@
-"""What only the ascend plane has, over a stub of its calls: an NPU's context in each thread, and what it asks of a
-machine."""
+"""What only the ascend plane has, over a stub of its calls: an NPU's context in each thread, and
+what it asks of a machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_the_device_is_set_before_the_engine_starts_in_each_thread() -> None:
         stub_ascend.set_device(number)
 
     thread = threading.Thread(
-        target=lambda: AscendPlane(device="3", make_engine=stub_ascend.TransferEngine, set_device=set_device)
+        target=lambda: AscendPlane(
+            device="3", make_engine=stub_ascend.TransferEngine, set_device=set_device
+        )
     )
     thread.start()
     thread.join()
@@ -51,7 +53,9 @@ def test_an_engine_that_does_not_start_is_told() -> None:
 
 
 class _Refusing(stub_ascend.TransferEngine):
-    def initialize(self, local_hostname: str, metadata_server: str, protocol: str, device_name: str) -> int:
+    def initialize(
+        self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
+    ) -> int:
         return -1
 
 
@@ -63,12 +67,16 @@ class _Full(stub_ascend.TransferEngine):
 
 
 async def test_of_a_pool_that_cannot_be_registered_whole_nothing_stays_registered() -> None:
-    """A peer that guesses an address could write there, and the pool may be given to another plane."""
+    """A peer that guesses an address could write there,
+    and the pool may be given to another plane.
+    """
     plane = AscendPlane(make_engine=_Full, set_device=stub_ascend.set_device)
     (engine,) = plane._engines
     before = dict(engine.registered)
     streams = [(name, "uint8", (8,)) for name in "abcd"]
-    pool = PagedPool.allocate(build_layout(streams, page_size=4, num_pages=2, order="layer_first"), shared=False)
+    pool = PagedPool.allocate(
+        build_layout(streams, page_size=4, num_pages=2, order="layer_first"), shared=False
+    )
     with pytest.raises(LayoutError, match="ascend cannot register buffer"):
         plane.export(pool.layout)
     assert engine.registered == before
@@ -96,11 +104,15 @@ def test_all_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "/nowhere/hccn.conf is not there (in a container, mount the host's)",
         "MC_FORCE_TCP is set, with which mooncake takes TCP",
     ]
-    with pytest.raises(MisuseError, match="the ascend data plane cannot be used here: mooncake is not installed"):
+    with pytest.raises(
+        MisuseError, match="the ascend data plane cannot be used here: mooncake is not installed"
+    ):
         open_plane("ascend", None)
 
 
-def test_a_build_for_ascend_is_told_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_for_ascend_is_told_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "mooncake"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -108,10 +120,13 @@ def test_a_build_for_ascend_is_told_from_another(tmp_path: Path, monkeypatch: py
     (package / "engine.cpython-311.so").write_bytes(b"\x7fELF...TcpTransport...")
     monkeypatch.delenv("MC_FORCE_TCP", raising=False)
     monkeypatch.setattr(ascend, "_HCCN", package)
-    specs = {"mooncake": importlib.util.spec_from_file_location("mooncake", package / "__init__.py")}
+    specs = {
+        "mooncake": importlib.util.spec_from_file_location("mooncake", package / "__init__.py")
+    }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs.get(name, object()))
     assert missing_for_ascend() == [
-        "this mooncake was built without USE_ASCEND_DIRECT (pip install mooncake-transfer-engine-npu, in place of it)"
+        "this mooncake was built without USE_ASCEND_DIRECT (pip install "
+        "mooncake-transfer-engine-npu, in place of it)"
     ]
     (package / "engine.cpython-311.so").write_bytes(b"\x7fELF...AscendDirectTransport...")
     assert missing_for_ascend() == []

@@ -1,4 +1,6 @@
-"""Tiny local writes, which are copied on the event loop: when they are, when not, and what stays true of them."""
+"""Tiny local writes, which are copied on the event loop: when they are, when not, and what stays
+true of them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ PAGES = 1024
 
 
 class PlanePair:
-    """Two pools and a route from the first into the second; `source` byte for byte random, `target` zeros."""
+    """Two pools and a route from the first into the second; `source` byte for byte random, `target`
+    zeros.
+    """
 
     def __init__(self, source: PagedPool, target: PagedPool, plane: LocalPlane) -> None:
         self.source, self.target, self.plane = source, target, plane
@@ -44,11 +48,18 @@ async def pair(
     page_kib: int, *, streams: int = 1, order: str = "page_first", rate: float | None = None
 ) -> AsyncIterator[PlanePair]:
     each = [(f"{i}", "uint8", (page_kib * KIB // 16 // streams,)) for i in range(streams)]
-    layout = build_layout(each, page_size=16, num_pages=PAGES, order=order)  # type: ignore[arg-type]
+    layout = build_layout(
+        each,
+        page_size=16,
+        num_pages=PAGES,
+        order=order,  # type: ignore[arg-type]
+    )
     source, target = PagedPool.allocate(layout, shared=False), PagedPool.allocate(layout)
     for b in source.layout.buffers:
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * b.size_bytes).from_address(b.address))
-        memory[:] = np.random.default_rng(b.size_bytes).integers(1, 256, b.size_bytes, dtype=np.uint8)
+        memory[:] = np.random.default_rng(b.size_bytes).integers(
+            1, 256, b.size_bytes, dtype=np.uint8
+        )
     planes = [LocalPlane(source.segment, rate), LocalPlane(target.segment)]
     planes[0].export(source.layout)
     opened = PlanePair(source, target, planes[0])
@@ -64,7 +75,12 @@ async def pair(
 
 @pytest.mark.parametrize(
     ("streams", "order", "at_once_pages"),
-    [(1, "page_first", 16), (1, "layer_first", 16), (4, "layer_first", 16), (16, "layer_first", FEW_BLOCKS // 16)],
+    [
+        (1, "page_first", 16),
+        (1, "layer_first", 16),
+        (4, "layer_first", 16),
+        (16, "layer_first", FEW_BLOCKS // 16),
+    ],
 )
 async def test_up_to_64_kib_in_few_blocks_has_landed_when_write_returns(
     streams: int, order: str, at_once_pages: int
@@ -78,7 +94,9 @@ async def test_up_to_64_kib_in_few_blocks_has_landed_when_write_returns(
             write = p.route.write(at, there)
             at_once = count <= at_once_pages
             assert write.done.done() is at_once and (p.same(at, there) or not at_once)
-            assert await asyncio.shield(write.done) is write.outcome is WriteOutcome.LANDED and p.same(at, there)
+            assert await asyncio.shield(
+                write.done
+            ) is write.outcome is WriteOutcome.LANDED and p.same(at, there)
             assert write.landed_bytes == write.total_bytes == count * 4 * KIB and not write.error
             write.cancel()  # too late, and harmless
             assert before < p.landed_pages <= before + count and p.plane.stalled_s == 0
@@ -94,12 +112,19 @@ async def test_nothing_overtakes_what_was_written_before() -> None:
         assert not tiny.done.done() and p.plane.stalled_s < 20
         large.cancel()
         assert await asyncio.shield(large.done) is WriteOutcome.CANCELLED
-        assert await asyncio.shield(tiny.done) is WriteOutcome.LANDED and p.same(pages(PAGES - 1), pages(PAGES - 1))
+        assert await asyncio.shield(tiny.done) is WriteOutcome.LANDED and p.same(
+            pages(PAGES - 1), pages(PAGES - 1)
+        )
 
 
 @pytest.mark.parametrize(
     ("page_kib", "streams", "order", "in_one_turn"),
-    [(64, 1, "page_first", 4), (16, 1, "page_first", 16), (1, 1, "page_first", 64), (4, 16, "layer_first", 4)],
+    [
+        (64, 1, "page_first", 4),
+        (16, 1, "page_first", 16),
+        (1, 1, "page_first", 64),
+        (4, 16, "layer_first", 4),
+    ],
 )
 async def test_one_turn_of_the_loop_copies_a_bounded_amount(
     page_kib: int, streams: int, order: str, in_one_turn: int
@@ -118,10 +143,14 @@ async def test_the_rate_limit_holds_for_tiny_writes_too() -> None:
         began, writes = clock(), []
         while clock() < began + 0.1:
             writes.append(p.route.write(pages(0), pages(0)))
-            assert sum(write.landed_bytes for write in writes) <= rate * (clock() - began) + rate * 0.005 + 4 * KIB
+            assert (
+                sum(write.landed_bytes for write in writes)
+                <= rate * (clock() - began) + rate * 0.005 + 4 * KIB
+            )
             await asyncio.shield(writes[-1].done)
         assert any(write.done.done() for write in writes[1:])
-        assert not p.route.write(pages(*range(16)), pages(*range(16))).done.done()  # more than one slice of that rate
+        # More than one slice of that rate.
+        assert not p.route.write(pages(*range(16)), pages(*range(16))).done.done()
 
 
 async def test_what_may_not_be_written_is_not() -> None:

@@ -1,4 +1,6 @@
-"""The suite itself: it finds planes that do not conform, and its command line says what was shown and what was not."""
+"""The suite itself: it finds planes that do not conform, and its command line says what was shown
+and what was not.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ async def test_a_plane_that_does_not_conform_is_found(
         ("carrier pigeon", "no plane 'carrier pigeon'; there are local"),
         ("no_such_module:Adapter", "No module named 'no_such_module'"),
         ("tests.transports.bad_planes:Nobody", "has no attribute 'Nobody'"),
-        ("tests.transports.bad_planes:_not_an_adapter", "makes a int, not a kvflow.testing.conformance.Adapter"),
+        (
+            "tests.transports.bad_planes:_not_an_adapter",
+            "makes a int, not a kvflow.testing.conformance.Adapter",
+        ),
     ],
 )
 def test_a_plane_that_is_none_is_refused(text: str, why: str) -> None:
@@ -58,7 +63,10 @@ def test_a_plane_that_is_none_is_refused(text: str, why: str) -> None:
 
 
 def told(*arguments: str) -> tuple[int, str]:
-    """Exit status and stdout. On stderr asyncio may say that a killed child was reaped before it looked."""
+    """Exit status and stdout.
+
+    On stderr asyncio may say that a killed child was reaped before it looked.
+    """
     ended = subprocess.run(
         [sys.executable, "-m", "kvflow.testing.conformance", *arguments],
         cwd=Path(__file__).parents[2],
@@ -70,14 +78,18 @@ def told(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_command_says_what_was_shown_and_what_was_not() -> None:
-    status, text = told("--plane", "fake", "--only", "landed", "--only", "frozen receiver", "--seed", "3")
+    status, text = told(
+        "--plane", "fake", "--only", "landed", "--only", "frozen receiver", "--seed", "3"
+    )
     assert status == 0
     assert "ok       landed: 16733696 bytes in 12 writes" in text
     assert "not run  frozen receiver: its planes live within one process" in text
 
 
 def test_the_command_reports_in_json_and_fails_where_a_check_does() -> None:
-    status, text = told("--plane", "tests.transports.bad_planes:Early", "--only", "landed", "--json")
+    status, text = told(
+        "--plane", "tests.transports.bad_planes:Early", "--only", "landed", "--json"
+    )
     report: dict[str, Any] = json.loads(text)
     found = report["planes"]["tests.transports.bad_planes:Early"]["landed"]
     assert status == 1 and found["status"] == "FAILED" and "other bytes" in found["detail"]
@@ -90,12 +102,17 @@ def test_the_command_reports_in_json_and_fails_where_a_check_does() -> None:
         ("Dying", "LostError: the peer's process has ended where an answer of it was awaited"),
     ],
 )
-def test_a_check_that_ends_in_an_error_of_any_kind_has_failed_and_the_next_one_runs(plane: str, detail: str) -> None:
+def test_a_check_that_ends_in_an_error_of_any_kind_has_failed_and_the_next_one_runs(
+    plane: str, detail: str
+) -> None:
     name = f"tests.transports.bad_planes:{plane}"
     status, text = told("--plane", name, "--only", "landed", "--only", "bad lists", "--json")
     report = json.loads(text)["planes"][name]
     assert status == 1
-    assert {check: found["detail"] for check, found in report.items()} == {"landed": detail, "bad lists": detail}
+    assert {check: found["detail"] for check, found in report.items()} == {
+        "landed": detail,
+        "bad lists": detail,
+    }
 
 
 def test_the_command_refuses_what_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,4 +124,7 @@ def test_the_command_refuses_what_does_not_exist(capsys: pytest.CaptureFixture[s
     for rooms in ("0", "-7", "many"):
         with pytest.raises(SystemExit, match="2"):
             main(["--plane", "fake", "--only", "landed", "--rooms", rooms])
-        assert f"argument --rooms: {rooms!r} is not a number of rooms, 1 at least" in capsys.readouterr().err
+        assert (
+            f"argument --rooms: {rooms!r} is not a number of rooms, 1 at least"
+            in capsys.readouterr().err
+        )

@@ -18,10 +18,14 @@ def algorithm(connection: socket.socket) -> bytes:
 
 
 def test_local_connections_lose_a_paced_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as near,
+    ):
         far, _ = server.accept()
         with far:
-            monkeypatch.setattr(congestion, "_PACED", algorithm(near))  # whatever this machine's default is
+            # Whatever this machine's default is.
+            monkeypatch.setattr(congestion, "_PACED", algorithm(near))
             monkeypatch.setattr(congestion, "_UNPACED", b"reno")
             descriptors = len(os.listdir("/proc/self/fd"))
             changed = congestion.unpace_local_connections()
@@ -29,11 +33,15 @@ def test_local_connections_lose_a_paced_algorithm(monkeypatch: pytest.MonkeyPatc
             assert changed >= 2
             near.sendall(b"still open")
             assert far.recv(64) == b"still open"
-            assert len(os.listdir("/proc/self/fd")) <= descriptors  # what earlier tests have left may be closed
+            # What earlier tests have left may be closed.
+            assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_other_algorithms_are_the_operators_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as near:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as near,
+    ):
         before = algorithm(near)
         monkeypatch.setattr(congestion, "_PACED", b"another")
         monkeypatch.setattr(congestion, "_UNPACED", b"reno")
@@ -42,12 +50,16 @@ def test_other_algorithms_are_the_operators_choice(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("over_tcp", [True, False])
-def test_connections_are_looked_for_often_at_first_then_seldom(monkeypatch: pytest.MonkeyPatch, over_tcp: bool) -> None:
+def test_connections_are_looked_for_often_at_first_then_seldom(
+    monkeypatch: pytest.MonkeyPatch, over_tcp: bool
+) -> None:
     n, looked = 0, list[int]()
     monkeypatch.setattr(route, "unpace_local_connections", lambda: looked.append(n))
     calls: Any = SimpleNamespace(transfer_submit_write=None, transfer_check_status=None)
     nothing: Any = None
-    mine = route.MooncakeRoute(WriteThread("test"), nothing, calls, "", nothing, set(), over_tcp=over_tcp)
+    mine = route.MooncakeRoute(
+        WriteThread("test"), nothing, calls, "", nothing, set(), over_tcp=over_tcp
+    )
     mine.moved(0)
     assert not looked, "nothing was submitted that could have opened one"
     for n in range(1, 17):  # noqa: B007 - a look reads it

@@ -1,4 +1,6 @@
-"""The control link over real ZMQ: delivery, bursts, what happens to frames that are none, restarts at one address."""
+"""The control link over real ZMQ: delivery, bursts, what happens to frames that are none, restarts
+at one address.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ async def test_a_turn_that_sends_wakes_who_waits_for_what_came_in_it() -> None:
         receiving = asyncio.create_task(router.receive())
         await until(lambda: router._waiting is not None)
         dealer.send(b"news", at_once=True)
-        # In one turn of the loop, which has not looked yet. ZMQ takes the news at a send, but not at each.
+        # In one turn of the loop, which has not looked yet. ZMQ takes the news at a send, but not
+        # at each.
         assert select.select([router._socket.fileno()], [], [], 10)[0]
         while select.select([router._socket.fileno()], [], [], 0)[0]:
             router.send(b"answer", FIVE, at_once=True)
@@ -105,7 +108,9 @@ async def test_a_flood_leaves_the_loop_to_others(at_once: bool) -> None:
 
 
 async def test_answers_while_sending_are_not_missed() -> None:
-    """The descriptor is edge-triggered and sends consume its edges: a thousand round trips would stall on one miss."""
+    """The descriptor is edge-triggered and sends consume its edges: a thousand round trips would
+    stall on one miss.
+    """
     async with link() as (router, dealer):
 
         async def echo() -> None:
@@ -145,10 +150,14 @@ async def test_what_is_sent_at_once_waits_for_no_turn_of_the_loop() -> None:
     async with link() as (router, dealer):
         dealer.send(b"hello")
         await take(router, 1)
-        assert router.send(b"first", FIVE) and dealer._socket.poll(50) == 0, "it goes as this turn ends"
+        assert router.send(b"first", FIVE) and dealer._socket.poll(50) == 0, (
+            "it goes as this turn ends"
+        )
         assert router.send(b"abort", FIVE, at_once=True) and dealer._socket.poll(5_000)
         assert await take(dealer, 2) == [(b"", b"first"), (b"", b"abort")]
-        assert dealer.send(b"alone", at_once=True) and router._socket.poll(5_000), "with nothing before it"
+        assert dealer.send(b"alone", at_once=True) and router._socket.poll(5_000), (
+            "with nothing before it"
+        )
         assert await take(router, 1) == [(FIVE, b"alone")]
 
 
@@ -181,7 +190,8 @@ async def test_an_unknown_peer_among_known_ones_costs_no_frame_of_theirs() -> No
             socket.send(b"hello")
         await take(router, 2)
         sent = {
-            peer: [router.send(str(i).encode(), routing_id(Incarnation(peer))) for i in range(20)] for peer in (5, 6, 7)
+            peer: [router.send(str(i).encode(), routing_id(Incarnation(peer))) for i in range(20)]
+            for peer in (5, 6, 7)
         }
         sent[5] += [router.send(b"last", routing_id(Incarnation(peer))) for peer in (5, 7, 6, 5)]
         assert all(sent[7]) and not any(sent[6]) and sent[5] == [True] * 22 + [False, True]
@@ -223,7 +233,8 @@ async def test_a_message_stops_growing_at_its_bounds() -> None:
     async with raw_link() as (raw, dealer):
         for _ in range(2 * PACKED_FRAMES + 1):
             dealer.send(b"x")
-        assert len(message_of(raw)) == len(message_of(raw)) == 1 + PACKED_FRAMES  # before the turn has ended
+        # Before the turn has ended.
+        assert len(message_of(raw)) == len(message_of(raw)) == 1 + PACKED_FRAMES
         for size in (PACKED_BYTES - 1, 1, 2 * PACKED_BYTES, 1):
             dealer.send(b"x" * size)
         dealer.close()  # sends what is left
@@ -261,8 +272,11 @@ async def test_every_part_is_a_frame_and_an_endless_message_is_one_bad_frame() -
         assert found == [b"two", b"parts", *[b"x"] * MAX_PARTS, b"", b"", b"", b"good"]
 
 
-async def test_the_rest_of_an_endless_message_is_read_without_another_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_connections, "LOOK_S", 3600.0)  # nothing but the message wakes the reader
+async def test_the_rest_of_an_endless_message_is_read_without_another_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Nothing but the message wakes the reader.
+    monkeypatch.setattr(tcp_connections, "LOOK_S", 3600.0)
     async with link() as (router, dealer):
         await asyncio.to_thread(dealer._socket.send_multipart, [b"x"] * (12 * MAX_PARTS))
         assert await take(router, 1) == [(FIVE, b"")]
@@ -276,7 +290,9 @@ async def test_what_no_message_has_brought_comes_from_nowhere() -> None:
     async with link() as (router, dealer):
         assert not router.sender_address()
         dealer.send(b"hello")
-        assert await take(router, 1) == [(FIVE, b"hello")] and router.sender_address() == "127.0.0.1"
+        assert (
+            await take(router, 1) == [(FIVE, b"hello")] and router.sender_address() == "127.0.0.1"
+        )
         receiving = asyncio.create_task(router.receive())
         await until(lambda: router._waiting is not None)
         router._tell_cut()
@@ -340,7 +356,8 @@ async def test_a_dealer_finds_the_next_router_at_its_address() -> None:
     await until(lambda: rebound(port))
     router, _ = BOUND.pop()
     heard = asyncio.ensure_future(take(router, 1))
-    await until(lambda: dealer.send(b"again") and heard.done(), 10)  # the first ones may go into the dead connection
+    # The first ones may go into the dead connection.
+    await until(lambda: dealer.send(b"again") and heard.done(), 10)
     assert heard.result()[0] == (FIVE, b"again") and router.send(b"x", FIVE)
     assert await take(dealer, 1) == [(b"", b"x")]
     dealer.close()
@@ -383,7 +400,11 @@ class Nodes:
 
     def at_rest(self) -> bool:
         p, d = self.prefill, self.decode
-        rooms = len(p.shell.endpoint.rooms) + len(d.shell.endpoint.rooms) + len(d.shell.endpoint.core.ledger)
+        rooms = (
+            len(p.shell.endpoint.rooms)
+            + len(d.shell.endpoint.rooms)
+            + len(d.shell.endpoint.core.ledger)
+        )
         errors = p.counts.handler_errors + d.counts.handler_errors
         return p.pool.pages.at_rest() and d.pool.pages.at_rest() and not rooms + errors
 

@@ -1,4 +1,6 @@
-"""The control key: who has it is served, who has not is cut off before a frame of his reaches our code."""
+"""The control key: who has it is served, who has not is cut off before a frame of his reaches our
+code.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,15 @@ class Keyed(Nodes):
     def __init__(self, prefill: ControlKey | None, decode: ControlKey | None) -> None:
         super().__init__()
         self.prefill = PrefillNode(
-            self.pools[0], self.plane, timing=QUICK, bind=functools.partial(bind_router, key=prefill)
+            self.pools[0],
+            self.plane,
+            timing=QUICK,
+            bind=functools.partial(bind_router, key=prefill),
         )
         connect = functools.partial(connect_dealer, key=decode)
-        self.decode = DecodeNode(self.pools[1], FakePlane(self.network), timing=QUICK, connect=connect)
+        self.decode = DecodeNode(
+            self.pools[1], FakePlane(self.network), timing=QUICK, connect=connect
+        )
 
 
 def another() -> ControlKey:
@@ -85,14 +92,19 @@ async def test_no_frame_of_a_stranger_reaches_us(key: ControlKey) -> None:
             for _ in range(100):
                 socket.send(frame, zmq.NOBLOCK)
         # Each has failed its handshake before the room begins, and goes on trying during it.
-        refused = [connect_dealer(control, 78 + i, stranger) for i, stranger in enumerate(strangers.values())]
+        refused = [
+            connect_dealer(control, 78 + i, stranger)
+            for i, stranger in enumerate(strangers.values())
+        ]
         for dealer in refused:
             dealer.send(frame)
             await until(functools.partial(getattr, dealer, "lockout_reason"), 10)
         assert await n.one(1) == b"1"
         counts = n.prefill.counts
         assert (counts.malformed, counts.foreign, counts.stale) == (0, 0, 0)
-        assert [peer.incarnation for peer in n.prefill.shell.endpoint.peers] == [n.decode.incarnation]
+        assert [peer.incarnation for peer in n.prefill.shell.endpoint.peers] == [
+            n.decode.incarnation
+        ]
         for socket in sockets:
             socket.close()
         for dealer in refused:
@@ -131,12 +143,19 @@ def test_a_key_file_is_its_owners_alone(tmp_path: Path, caplog: pytest.LogCaptur
     assert "is readable by every user" in caplog.text
 
 
-def test_a_key_without_a_file_is_read_by_whoever_inherits_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_without_a_file_is_read_by_whoever_inherits_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     descriptor = open_new_key()
     try:
-        read = "from kvflow.transports.control.curve import read_key; import sys; print(read_key(sys.argv[1]).public)"
+        read = (
+            "from kvflow.transports.control.curve import read_key; import sys; "
+            "print(read_key(sys.argv[1]).public)"
+        )
         command = [sys.executable, "-c", read, f"/dev/fd/{descriptor}"]
-        child = subprocess.run(command, pass_fds=(descriptor,), capture_output=True, text=True, check=True)
+        child = subprocess.run(
+            command, pass_fds=(descriptor,), capture_output=True, text=True, check=True
+        )
         mine = read_key(f"/dev/fd/{descriptor}")
         assert mine is not None and child.stdout.strip() == repr(mine.public) and not child.stderr
         assert not caplog.records, "it is nobody else's to read"

@@ -1,4 +1,6 @@
-"""Every wait of a plane's close and connect is cancelled: once it has returned, nothing is copied any more (I12)."""
+"""Every wait of a plane's close and connect is cancelled: once it has returned, nothing is copied
+any more (I12).
+"""
 
 from __future__ import annotations
 
@@ -82,9 +84,13 @@ async def test_every_wait_of_close(how: str, monkeypatch: pytest.MonkeyPatch) ->
 async def test_every_wait_of_connect(how: str) -> None:
     for first in itertools.count():
         async with planes() as (source, target, pool):
-            steps = Steps(source.connect(*target.export(pool.layout)), *plan(first, how), after_s=after_s(how))
+            steps = Steps(
+                source.connect(*target.export(pool.layout)), *plan(first, how), after_s=after_s(how)
+            )
             (found,) = await asyncio.gather(steps.task(), return_exceptions=True)
-            assert isinstance(found, asyncio.CancelledError) == (not source._routes), "a mapping nobody has"
+            assert isinstance(found, asyncio.CancelledError) == (not source._routes), (
+                "a mapping nobody has"
+            )
         if steps.waits <= first:
             break
     print(f"connecting a plane, {how}: {first} waits")

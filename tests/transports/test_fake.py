@@ -22,7 +22,9 @@ class PlanePair:
 
     def __init__(self) -> None:
         self.network = FakeNetwork()
-        layout = build_layout([("k", "uint8", (8,)), ("v", "uint8", (8,))], page_size=4, num_pages=8)
+        layout = build_layout(
+            [("k", "uint8", (8,)), ("v", "uint8", (8,))], page_size=4, num_pages=8
+        )
         self.source, self.target = (PagedPool.allocate(layout, shared=False) for _ in range(2))
         self.source.tensor("k")[:] = 1
         self.source.tensor("v")[:] = 1
@@ -82,7 +84,8 @@ async def test_errors_prove_nothing_and_late_ones_land_later(fault: Fault) -> No
 
 
 @pytest.mark.parametrize(
-    ("fault", "outcome"), [(Fault.ERROR, WriteOutcome.CANCELLED), (Fault.LATE, WriteOutcome.UNPROVEN)]
+    ("fault", "outcome"),
+    [(Fault.ERROR, WriteOutcome.CANCELLED), (Fault.LATE, WriteOutcome.UNPROVEN)],
 )
 async def test_one_page_meets_a_fault_too(fault: Fault, outcome: WriteOutcome) -> None:
     pair = PlanePair()
@@ -145,7 +148,10 @@ async def test_closing_ends_what_is_under_way() -> None:
     route = await pair.route()
     stuck, waiting = route.write(*FOUR), route.write(*FOUR)
     await pair.prefill.close()
-    assert stuck.done.result() is WriteOutcome.UNPROVEN and waiting.done.result() is WriteOutcome.CANCELLED
+    assert (
+        stuck.done.result() is WriteOutcome.UNPROVEN
+        and waiting.done.result() is WriteOutcome.CANCELLED
+    )
     with pytest.raises(TransferError):
         await pair.decode.connect(pair.prefill_end, pair.source.layout)
 

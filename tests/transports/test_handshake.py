@@ -16,7 +16,9 @@ ANSWER = bytes([3]) + b"{}"
 
 
 class Listener:
-    """Hangs up on the first `silent` connections, as an engine does on those that say nothing, and answers then."""
+    """Hangs up on the first `silent` connections, as an engine does on those that say nothing, and
+    answers then.
+    """
 
     def __init__(self, silent: int, after_s: float, answer: bytes = ANSWER) -> None:
         self.asked, self._silent, self._after_s, self._answer = 0, silent, after_s, answer
@@ -44,7 +46,9 @@ class Listener:
             self._idle.set()
 
 
-@pytest.mark.parametrize(("silent", "after_s", "answers"), [(0, 0.0, True), (2, 2 * PATIENCE_S, True), (2, 0.0, False)])
+@pytest.mark.parametrize(
+    ("silent", "after_s", "answers"), [(0, 0.0, True), (2, 2 * PATIENCE_S, True), (2, 0.0, False)]
+)
 async def test_only_who_hangs_up_late_is_asked_again(
     silent: int, after_s: float, answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,9 @@ SAY = (
 
 async def child() -> tuple[asyncio.subprocess.Process, ProcessIdentity]:
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SAY, stdin=pipe, stdout=pipe)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", SAY, stdin=pipe, stdout=pipe
+    )
     assert process.stdout is not None
     return process, msgspec.json.decode(await process.stdout.readline(), type=ProcessIdentity)
 
@@ -43,7 +45,9 @@ async def test_a_death_is_seen_by_every_watcher() -> None:
         assert is_alive(observed)
         assert [first.dead, second.dead] == [False, False]
         process.kill()
-        await asyncio.wait_for(asyncio.gather(asyncio.shield(first.died), asyncio.shield(second.died)), 5)
+        await asyncio.wait_for(
+            asyncio.gather(asyncio.shield(first.died), asyncio.shield(second.died)), 5
+        )
         assert [first.dead, second.dead, given_up.dead] == [True, True, False]
     await process.wait()
     assert not is_alive(observed)
@@ -66,7 +70,9 @@ async def test_elsewhere_nothing_can_be_observed(field: str) -> None:
     assert not is_seen_alive(elsewhere) and is_seen_alive(own_identity())
 
 
-async def test_a_process_that_proc_does_not_show_is_not_said_to_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_proc_does_not_show_is_not_said_to_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As with `hidepid`, for processes of another user."""
     observed = own_identity()
 
@@ -78,7 +84,9 @@ async def test_a_process_that_proc_does_not_show_is_not_said_to_have_ended(monke
         watch(observed)
 
 
-def test_a_process_that_ends_while_it_is_looked_at_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_while_it_is_looked_at_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     process = subprocess.Popen(["sleep", "60"])
     _, ticks = identity._stat(process.pid)
     observed = msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=ticks)
@@ -119,7 +127,8 @@ async def test_what_passes_does_not_end_a_watch(code: int, monkeypatch: pytest.M
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pidfd_open", fail)
-        with pytest.raises(OSError, match=re.escape(os.strerror(code))):  # no TransferError: that would mean never
+        # No TransferError: that would mean never.
+        with pytest.raises(OSError, match=re.escape(os.strerror(code))):
             watch(own_identity())
     watch(own_identity()).close()
 
@@ -173,7 +182,9 @@ async def test_a_death_is_seen_after_a_moment_without_descriptors() -> None:
     process, observed = await child()
     told = msgspec.json.encode(observed).decode()
     pipe = asyncio.subprocess.PIPE
-    observer = await asyncio.create_subprocess_exec(sys.executable, "-c", OUT_OF_DESCRIPTORS, told, stdout=pipe)
+    observer = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OUT_OF_DESCRIPTORS, told, stdout=pipe
+    )
     assert observer.stdout is not None
     lines = [(await observer.stdout.readline()).decode().strip() for _ in range(2)]
     assert lines[0] == str(errno.EMFILE)
@@ -190,7 +201,9 @@ async def test_a_living_process_of_another_time_namespace_is_not_dead() -> None:
     if shutil.which("unshare") is None or await _exit_status("unshare", "--time", "true"):
         pytest.skip("no right to make a time namespace")
     shifted = ("unshare", "--time", "--boottime", "100000", "--fork", "--kill-child")
-    process = await asyncio.create_subprocess_exec(*shifted, sys.executable, "-c", SAY, stdin=pipe, stdout=pipe)
+    process = await asyncio.create_subprocess_exec(
+        *shifted, sys.executable, "-c", SAY, stdin=pipe, stdout=pipe
+    )
     assert process.stdout is not None and process.stdin is not None
     try:
         observed = msgspec.json.decode(await process.stdout.readline(), type=ProcessIdentity)
@@ -209,7 +222,8 @@ async def _exit_status(*command: str) -> int:
 
 
 async def test_a_process_that_proc_hides_is_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_stat", lambda pid: (b"X", -1))  # as /proc mounted with hidepid=2 has it
+    # As /proc mounted with hidepid=2 has it.
+    monkeypatch.setattr(identity, "_stat", lambda pid: (b"X", -1))
     gc.collect()  # what earlier tests have left behind may not be closed in between
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TransferError, match="hidepid"):

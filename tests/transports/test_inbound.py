@@ -1,4 +1,6 @@
-"""A dead writer's connections are told from those of living ones, and counted until our end is closed."""
+"""A dead writer's connections are told from those of living ones, and counted until our end is
+closed.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,16 @@ from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.host import inbound
 from kvflow.transports.host.identity import own_identity
 from kvflow.transports.host.inbound import InboundConnections
-from kvflow.transports.host.tcp_table import encode_address, is_loopback, listening_ports, rows, sockets
+from kvflow.transports.host.tcp_table import (
+    encode_address,
+    is_loopback,
+    listening_ports,
+    rows,
+    sockets,
+)
 
-# Connects when it is told to ("c"), has a child that inherits its sockets ("f"), and writes its bytes ("w").
+# Connects when it is told to ("c"), has a child that inherits its sockets ("f"), and writes its
+# bytes ("w").
 WRITER = """
 import msgspec, os, signal, socket, sys
 from kvflow.transports.host.identity import own_identity
@@ -71,7 +80,9 @@ class Engine:
 
     def __init__(self, family: socket.AddressFamily = socket.AF_INET) -> None:
         address = "0.0.0.0" if family == socket.AF_INET else "::"
-        self.server = socket.create_server((address, 0), family=family, dualstack_ipv6=family == socket.AF_INET6)
+        self.server = socket.create_server(
+            (address, 0), family=family, dualstack_ipv6=family == socket.AF_INET6
+        )
         self.port = self.server.getsockname()[1]
         self.inbound = InboundConnections()
         self.inbound.add_ports({self.port})
@@ -122,7 +133,9 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_a_dead_writers_connection_counts_until_our_end_is_closed(family: socket.AddressFamily) -> None:
+def test_a_dead_writers_connection_counts_until_our_end_is_closed(
+    family: socket.AddressFamily,
+) -> None:
     with running(family) as engine:
         assert engine.port in listening_ports()
         writer = engine.writer()
@@ -150,7 +163,9 @@ def test_a_child_that_holds_its_dead_parents_connection_cannot_keep_it_open(engi
     assert engine.inbound.count_open(writer.identity) == 0
 
 
-def test_a_connection_that_only_a_child_was_seen_with_counts_as_long_as_the_child_lives(engine: Engine) -> None:
+def test_a_connection_that_only_a_child_was_seen_with_counts_as_long_as_the_child_lives(
+    engine: Engine,
+) -> None:
     writer = engine.writer()
     accepted = engine.connection(writer)
     writer.fork()
@@ -171,13 +186,18 @@ def test_a_connection_that_was_reset_counts_until_it_was_read(engine: Engine) ->
     for looked_at in (True, False):
         writer = engine.writer()
         accepted = engine.connection(writer)
-        accepted.sendall(b"an answer that is never read")  # so the writer's end resets the connection
+        # So the writer's end resets the connection.
+        accepted.sendall(b"an answer that is never read")
         if looked_at:
             engine.inbound.look()
         writer.kill()
         with pytest.raises(OSError):  # the kernel's table does not list it any more
             accepted.getpeername()
-        assert not [row for row in rows(ports={engine.port}) if row.inode == os.fstat(accepted.fileno()).st_ino]
+        assert not [
+            row
+            for row in rows(ports={engine.port})
+            if row.inode == os.fstat(accepted.fileno()).st_ino
+        ]
         assert engine.inbound.count_open(writer.identity) == 1
         assert accepted.recv(100) == b"x" * 9
         accepted.close()
@@ -216,7 +236,8 @@ def test_a_writer_that_may_have_inherited_a_connection_proves_nothing(engine: En
     writer, other = engine.writer(), engine.writer(watched=False)
     held = engine.connection(other)
     writer.kill()
-    engine.inbound.watch(other.identity)  # only now: it could be a child that has had the connection from the beginning
+    # Only now: it could be a child that has had the connection from the beginning.
+    engine.inbound.watch(other.identity)
     assert engine.inbound.count_open(writer.identity) == 1
     held.close()
     assert engine.inbound.count_open(writer.identity) == 0
@@ -274,5 +295,7 @@ def test_addresses_are_written_as_the_tables_write_them() -> None:
         (row,) = [row for row in rows(ports={port}) if row.ends.port == port]
         assert row.ends.address == encode_address("127.0.0.1") == encode_address("::ffff:127.0.0.1")
         assert row.inode in sockets() and row.inode in sockets(os.getpid())
-    assert is_loopback(encode_address("127.3.2.1")) and not is_loopback(encode_address("126.0.0.127"))
+    assert is_loopback(encode_address("127.3.2.1")) and not is_loopback(
+        encode_address("126.0.0.127")
+    )
     assert sockets(own_identity().pid + (1 << 22)) == {}

@@ -33,7 +33,9 @@ async def side() -> AsyncIterator[Side]:
 
 
 class Copies:
-    """Blocks of two bursts' size, copied by a clock that a test sets; how each was copied is written down."""
+    """Blocks of two bursts' size, copied by a clock that a test sets; how each was copied is
+    written down.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s, self.slow_s, self.cancelled = 0.0, 0.0, False
@@ -51,11 +53,15 @@ class Copies:
         """Bytes copied, and of each block whether the GIL was (h)eld or (r)eleased."""
         self.how = ""
         numbers = list(range(len(sizes)))
-        copied = self._copier.copy(BlockList(numbers, numbers, list(sizes)), cast("ThreadWrite", self))
+        copied = self._copier.copy(
+            BlockList(numbers, numbers, list(sizes)), cast("ThreadWrite", self)
+        )
         return copied, self.how
 
 
-def test_the_gil_is_released_after_each_burst_and_with_the_last_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gil_is_released_after_each_burst_and_with_the_last_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     copies, burst = Copies(monkeypatch), local._BURST_BYTES
     assert copies.run(burst, burst // 2, burst // 2, 1, 1, 1) == (2 * burst + 3, "rhrhhr")
     assert copies.run(1) == (1, "r")
@@ -71,7 +77,9 @@ def test_a_cancelled_write_stops_after_a_burst(monkeypatch: pytest.MonkeyPatch) 
 async def test_a_write_that_a_cancel_stops_in_its_last_slice_has_not_landed(
     copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = build_layout([("k", "uint8", (local._BURST_BYTES,))], page_size=1, num_pages=3, order="page_first")
+    layout = build_layout(
+        [("k", "uint8", (local._BURST_BYTES,))], page_size=1, num_pages=3, order="page_first"
+    )
     pools = [PagedPool.allocate(layout), PagedPool.allocate(layout)]
     planes = [LocalPlane(pool.segment) for pool in pools]
     planes[0].export(pools[0].layout)
@@ -86,7 +94,8 @@ async def test_a_write_that_a_cancel_stops_in_its_last_slice_has_not_landed(
 
     monkeypatch.setattr(local, "_copy_releasing_gil", and_cancel)
     monkeypatch.setattr(local, "_LONG_S", 60.0)  # memory that is touched for the first time is slow
-    write = route.write(np.array([0, 1, 2], np.int32), np.array([2, 1, 0], np.int32))  # blocks of one page each
+    # Blocks of one page each.
+    write = route.write(np.array([0, 1, 2], np.int32), np.array([2, 1, 0], np.int32))
     assert await write.done is (WriteOutcome.LANDED if copied == 3 else WriteOutcome.CANCELLED)
     assert write.landed_bytes == copied * local._BURST_BYTES
     for plane in planes:
@@ -95,22 +104,30 @@ async def test_a_write_that_a_cancel_stops_in_its_last_slice_has_not_landed(
         pool.close()
 
 
-def test_where_the_gil_is_long_in_coming_back_it_is_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_gil_is_long_in_coming_back_it_is_kept_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     copies, burst = Copies(monkeypatch), local._BURST_BYTES
     copies.slow_s = burst / 1e9 + 0.0009
     assert copies.run(burst, burst)[1] == "rr", "a slow copy is no sign of it"
     copies.slow_s = burst / 1e9 + 0.0011
     assert copies.run(burst, burst, burst)[1] == "rhr"
     copies.slow_s = 0.0
-    assert [copies.run(burst, burst)[1] for _ in range(local._CROWDED_BURSTS + 1)].count("hr") == local._CROWDED_BURSTS
+    assert [copies.run(burst, burst)[1] for _ in range(local._CROWDED_BURSTS + 1)].count(
+        "hr"
+    ) == local._CROWDED_BURSTS
     assert copies.run(burst, burst)[1] == "rr"
 
 
-@pytest.mark.parametrize("address", ["", "fd:", "fd:-1", "fd:1 ", "fd:1\n", "/dev/shm/x", "fd:99999", "fd:0"])
+@pytest.mark.parametrize(
+    "address", ["", "fd:", "fd:-1", "fd:1 ", "fd:1\n", "/dev/shm/x", "fd:99999", "fd:0"]
+)
 async def test_only_a_sealed_segment_of_that_process_is_opened(side: Side, address: str) -> None:
     async with spawned("local") as peer:
         with pytest.raises(TransferError):
-            await side.plane.connect(msgspec.structs.replace(peer.address, locator=address), peer.layout)
+            await side.plane.connect(
+                msgspec.structs.replace(peer.address, locator=address), peer.layout
+            )
 
 
 async def test_a_pool_is_opened_for_its_owner_only(side: Side) -> None:
@@ -119,12 +136,18 @@ async def test_a_pool_is_opened_for_its_owner_only(side: Side) -> None:
     segment.claim(7)
     segment.claim(8)
     for owner in (7, 8):
-        (await side.plane.connect(msgspec.structs.replace(side.address, owner=owner), side.layout)).close()
+        (
+            await side.plane.connect(
+                msgspec.structs.replace(side.address, owner=owner), side.layout
+            )
+        ).close()
     segment.disclaim(7)
     segment.disclaim(7)
     for owner in (7, 9, 2**64 - 1):
         with pytest.raises(TransferError, match=f"is not the pool of {owner:016x}"):
-            await side.plane.connect(msgspec.structs.replace(side.address, owner=owner), side.layout)
+            await side.plane.connect(
+                msgspec.structs.replace(side.address, owner=owner), side.layout
+            )
 
 
 async def test_a_segment_has_room_for_many_owners_and_no_more(side: Side) -> None:
@@ -134,12 +157,16 @@ async def test_a_segment_has_room_for_many_owners_and_no_more(side: Side) -> Non
         segment.claim(owner)
     with pytest.raises(LayoutError, match="512 nodes have claimed this segment"):
         segment.claim(513)
-    (await side.plane.connect(msgspec.structs.replace(side.address, owner=512), side.layout)).close()
+    (
+        await side.plane.connect(msgspec.structs.replace(side.address, owner=512), side.layout)
+    ).close()
 
 
 async def test_a_reused_pid_is_told_apart(side: Side) -> None:
     async with spawned("local") as peer:
-        identity = msgspec.structs.replace(peer.address.process, start_ticks=peer.address.process.start_ticks + 1)
+        identity = msgspec.structs.replace(
+            peer.address.process, start_ticks=peer.address.process.start_ticks + 1
+        )
         stranger = msgspec.structs.replace(peer.address, process=identity)
         with pytest.raises(TransferError, match="has ended"):
             await side.plane.connect(stranger, peer.layout)
@@ -155,7 +182,9 @@ async def test_offsets_from_the_wire_are_checked_against_the_real_segment(side: 
             msgspec.structs.replace(buffer, address=1 << 62),
         ):
             with pytest.raises(LayoutError):
-                await side.plane.connect(peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,)))
+                await side.plane.connect(
+                    peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,))
+                )
         more_pages = msgspec.structs.replace(peer.layout, num_pages=NUM_PAGES + 1)
         with pytest.raises(LayoutError):
             await side.plane.connect(peer.address, more_pages)
@@ -199,7 +228,9 @@ async def test_a_pool_of_a_users_own_tensors_can_send_and_not_receive(side: Side
     route = await plane.connect(*other.export(target.layout))
     private.tensor("k")[3] = 9
     assert await asyncio.shield(route.write(pages(3), pages(5)).done) is WriteOutcome.LANDED
-    assert (target.pages_bytes(pages(5)) == 9).all() and not target.pages_bytes(np.arange(5, dtype=np.int32)).any()
+    assert (target.pages_bytes(pages(5)) == 9).all() and not target.pages_bytes(
+        np.arange(5, dtype=np.int32)
+    ).any()
     for opened in (plane, other):
         await opened.close()
     assert route.closed and not plane._routes, "what was mapped for it is let go of"

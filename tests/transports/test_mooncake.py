@@ -1,4 +1,6 @@
-"""What only mooncake has: writes that may outlive their error, a window, an engine with a life of its own."""
+"""What only mooncake has: writes that may outlive their error, a window, an engine with a life of
+its own.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
         await until(lambda: write.landed_bytes > 0)
         peer.process.kill()
         assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
-        assert any(cause in write.error for cause in ("status -1", "has ended"))  # which of the two is seen first
+        # Which of the two is seen first.
+        assert any(cause in write.error for cause in ("status -1", "has ended"))
         assert 0 < write.landed_bytes < write.total_bytes
     await side.close()
 
@@ -57,16 +60,25 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
         await until(lambda: _begun(stuck))
         second = await side.plane.connect(other.address, other.layout)
         assert (
-            await asyncio.wait_for(asyncio.shield(second.write(EVERYTHING, EVERYTHING).done), 10) is WriteOutcome.LANDED
+            await asyncio.wait_for(asyncio.shield(second.write(EVERYTHING, EVERYTHING).done), 10)
+            is WriteOutcome.LANDED
         )
         stuck.cancel()
-        await until(lambda: _pause_s(stuck) == route.pause_s / 2)  # its pages wait for what is under way
-        with pytest.raises(TimeoutError):  # what was submitted may land at any time: nothing is proven
+        # Its pages wait for what is under way.
+        await until(lambda: _pause_s(stuck) == route.pause_s / 2)
+        # What was submitted may land at any time: nothing is proven.
+        with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(stuck.done), 0.5)
         assert _pause_s(stuck) == route.pause_s / 2  # it is looked at no more often
         peer.process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(asyncio.shield(stuck.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
+        assert await asyncio.wait_for(asyncio.shield(stuck.done), 10) in (
+            WriteOutcome.CANCELLED,
+            WriteOutcome.LANDED,
+        )
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (
+            WriteOutcome.CANCELLED,
+            WriteOutcome.LANDED,
+        )
         landed = np.frombuffer(await bytes_of(peer, EVERYTHING), dtype=np.uint8)
         assert max(stuck.landed_bytes, side.pool.layout.page_bytes) == np.count_nonzero(landed)
     await side.close()
@@ -75,7 +87,9 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes_on() -> None:
-    """By itself the engine gives up after 30 s, and nobody could ever say where its blocks have gone."""
+    """By itself the engine gives up after 30 s, and nobody could ever say where its blocks have
+    gone.
+    """
     side = Side("mooncake", "page_first", None)
     side.fill(1)
     async with spawned("mooncake") as peer:
@@ -86,7 +100,9 @@ async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(write.done), 33)
         peer.process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.LANDED, write.error
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.LANDED, (
+            write.error
+        )
         assert await bytes_of(peer, EVERYTHING) == side.pool.pages_bytes(EVERYTHING).tobytes()
     await side.close()
 
@@ -106,7 +122,9 @@ def _pause_s(write: Write) -> float:
     return write.job.pause_s
 
 
-async def test_a_plane_with_a_frozen_peer_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plane_with_a_frozen_peer_closes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mooncake.MooncakePlane, "close_grace_s", 0.3)
     side = Side("mooncake", "page_first", None)
     async with spawned("mooncake") as peer:
@@ -117,7 +135,10 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(monkeypatch: pytes
         write = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: _begun(write))
         await until(lambda: under_way(side)["handles"] > 0)
-        assert under_way(side)["bytes"] > 0 and under_way(side)["jobs"] == under_way(side)["writes"] == 1
+        assert (
+            under_way(side)["bytes"] > 0
+            and under_way(side)["jobs"] == under_way(side)["writes"] == 1
+        )
         await asyncio.wait_for(side.plane.close(), 5)
         assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
     side.pool.close()
@@ -127,9 +148,16 @@ async def test_addresses_outside_the_receivers_pool_are_refused_by_it() -> None:
     side = Side("mooncake", "page_first", None)
     async with spawned("mooncake") as peer:
         (buffer,) = peer.layout.buffers
-        lie = msgspec.structs.replace(buffer, address=buffer.address + buffer.size_bytes + (1 << 30))
-        route = await side.plane.connect(peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,)))
-        assert await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10) is WriteOutcome.UNPROVEN
+        lie = msgspec.structs.replace(
+            buffer, address=buffer.address + buffer.size_bytes + (1 << 30)
+        )
+        route = await side.plane.connect(
+            peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,))
+        )
+        assert (
+            await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10)
+            is WriteOutcome.UNPROVEN
+        )
         assert await peer.ask("landed") == 0
     await side.close()
 
@@ -149,7 +177,9 @@ async def test_a_session_of_another_process_is_not_used_again() -> None:
         assert len(side.plane._engines) == 2
         landed = await peer.ask("landed")
         write = stale.write(pages(5), pages(6))  # meant for the last owner
-        assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and "has ended" in write.error
+        assert (
+            await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and "has ended" in write.error
+        )
         assert await peer.ask("landed") == landed
     await side.close()
 
@@ -166,7 +196,9 @@ async def test_a_peer_of_another_host_is_reached_whatever_its_pid_means_here(pid
     side.fill(2)
     async with spawned("mooncake") as peer:
         there = _elsewhere(peer.address)
-        there = msgspec.structs.replace(there, process=msgspec.structs.replace(there.process, pid=pid))
+        there = msgspec.structs.replace(
+            there, process=msgspec.structs.replace(there.process, pid=pid)
+        )
         route = await side.plane.connect(there, peer.layout)
         assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
         assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
@@ -199,7 +231,9 @@ async def test_a_route_to_a_dead_process_submits_nothing() -> None:
 
 
 def _count_submits(route: MooncakeRoute, fail_at: int = -1) -> list[int]:
-    """The sizes of what this route submits from now on, with an engine that raises at one of the calls."""
+    """The sizes of what this route submits from now on, with an engine that raises at one of the
+    calls.
+    """
     submitted: list[int] = []
     submit = route.submit
 
@@ -214,7 +248,9 @@ def _count_submits(route: MooncakeRoute, fail_at: int = -1) -> list[int]:
 
 
 @pytest.mark.parametrize("call", ["submit", "check"])
-async def test_an_engine_that_raises_gets_its_window_back(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_raises_gets_its_window_back(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     side = Side("mooncake", "page_first", None)
     side.fill(9)
     async with spawned("mooncake") as peer:
@@ -232,7 +268,8 @@ async def test_an_engine_that_raises_gets_its_window_back(call: str, monkeypatch
         assert (route.jobs, route.handles, route.bytes) == (0, 0, 0)
         if call == "submit":
             assert len(submitted) == 3
-            assert write.landed_bytes == sum(submitted[:2]) == await peer.ask("landed")  # followed to their end
+            # Followed to their end.
+            assert write.landed_bytes == sum(submitted[:2]) == await peer.ask("landed")
         assert await asyncio.shield(route.write(SCATTERED, SCATTERED).done) is WriteOutcome.LANDED
     await side.close()
 
@@ -243,17 +280,23 @@ async def test_after_a_failed_block_nothing_more_of_a_write_is_submitted() -> No
     async with spawned("mooncake", "layer_first") as peer:
         first, *others = peer.layout.buffers
         lie = msgspec.structs.replace(first, address=first.address + (1 << 40))
-        route = await side.plane.connect(peer.address, msgspec.structs.replace(peer.layout, buffers=(lie, *others)))
+        route = await side.plane.connect(
+            peer.address, msgspec.structs.replace(peer.layout, buffers=(lie, *others))
+        )
         assert isinstance(route, MooncakeRoute)
         submitted = _count_submits(route)
         write = route.write(SCATTERED, SCATTERED)
         assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.UNPROVEN
         assert "status -1" in write.error
-        # At this rate a write takes a second, and a block that is refused is known to be after some milliseconds.
+        # At this rate a write takes a second, and a block that is refused is known to be after some
+        # milliseconds.
         assert 0 < sum(submitted) < write.total_bytes / 2
         so_far = len(submitted)
         good = await side.plane.connect(peer.address, peer.layout)
-        assert await asyncio.wait_for(asyncio.shield(good.write(pages(0), pages(0)).done), 20) is WriteOutcome.LANDED
+        assert (
+            await asyncio.wait_for(asyncio.shield(good.write(pages(0), pages(0)).done), 20)
+            is WriteOutcome.LANDED
+        )
         assert len(submitted) == so_far
     await side.close()
 
@@ -305,7 +348,9 @@ async def _kill_a_forked_writer(side: Side, *prefix: str, host: str = "127.0.0.1
 def network_namespace() -> Iterator[str]:
     """A network namespace that reaches this one's 10.213.77.1 from its 10.213.77.2."""
     name, near, far = (f"kv{kind}{os.getpid()}" for kind in ("n", "a", "b"))
-    added = shutil.which("ip") and subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True)
+    added = shutil.which("ip") and subprocess.run(
+        ["ip", "netns", "add", name], check=False, capture_output=True
+    )
     if not added or added.returncode:
         pytest.skip("no right to make a network namespace")
     try:
@@ -328,13 +373,17 @@ async def test_a_dead_writer_of_another_network_namespace_is_fenced(network_name
     side = Side("mooncake", "page_first", None, "10.213.77.1")
     try:
         for _ in range(5):
-            await _kill_a_forked_writer(side, "ip", "netns", "exec", network_namespace, host="10.213.77.2")
+            await _kill_a_forked_writer(
+                side, "ip", "netns", "exec", network_namespace, host="10.213.77.2"
+            )
     finally:
         await side.close()
 
 
 async def test_pages_go_both_ways_between_two_hosts(network_namespace: str) -> None:
-    """Namespaces of processes and of networks, as two hosts have: neither sees the other's processes."""
+    """Namespaces of processes and of networks, as two hosts have: neither sees the other's
+    processes.
+    """
     apart = ("ip", "netns", "exec", network_namespace, "unshare", "--pid", "--fork", "--mount-proc")
     side = Side("mooncake", "page_first", None, "10.213.77.1")
     side.fill(2)
@@ -362,13 +411,17 @@ def _has_been_looked_at(plane: DataPlane, writer: PlaneAddress) -> bool:
 async def test_what_is_no_session_is_refused(address: str) -> None:
     side = Side("mooncake", "page_first", None)
     with pytest.raises(TransferError):
-        await side.plane.connect(msgspec.structs.replace(side.address, locator=address), side.layout)
+        await side.plane.connect(
+            msgspec.structs.replace(side.address, locator=address), side.layout
+        )
     await side.close()
 
 
 def test_more_regions_than_the_engine_can_take_are_refused() -> None:
     plane = mooncake.MooncakePlane()
-    streams: list[tuple[str, str, tuple[int, ...]]] = [(f"{i}", "uint8", (1,)) for i in range(mooncake.MAX_REGIONS + 1)]
+    streams: list[tuple[str, str, tuple[int, ...]]] = [
+        (f"{i}", "uint8", (1,)) for i in range(mooncake.MAX_REGIONS + 1)
+    ]
     with pytest.raises(LayoutError, match="page-first"):
         plane.export(build_layout(streams, page_size=1, num_pages=1, order="layer_first"))
 
@@ -389,7 +442,9 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         mooncake.MooncakePlane()
 
 
-def test_the_engine_finds_its_settings_and_the_operators_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_finds_its_settings_and_the_operators_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in mooncake._ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")

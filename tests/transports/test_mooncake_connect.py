@@ -1,4 +1,6 @@
-"""Reaching a peer's mooncake engine: what falls silent, lies or comes too often costs honest peers nothing."""
+"""Reaching a peer's mooncake engine: what falls silent, lies or comes too often costs honest peers
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ SOON_S = 0.5
 
 @contextmanager
 def mute_port() -> Iterator[str]:
-    """A session whose connections the kernel accepts and nobody reads, as those of a frozen decode."""
+    """A session whose connections the kernel accepts and nobody reads,
+    as those of a frozen decode.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -82,7 +86,10 @@ async def sender() -> AsyncIterator[tuple[Side, mooncake.MooncakePlane]]:
 
 async def lands(plane: mooncake.MooncakePlane, peer: Peer) -> bool:
     route = await asyncio.wait_for(plane.connect(peer.address, peer.layout), 10)
-    return await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10) is WriteOutcome.LANDED
+    return (
+        await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10)
+        is WriteOutcome.LANDED
+    )
 
 
 async def test_an_engine_that_does_not_give_memory_back_holds_up_no_close(
@@ -101,11 +108,15 @@ async def test_an_engine_that_does_not_give_memory_back_holds_up_no_close(
     side.pool.close()
 
 
-async def test_mute_ports_cost_no_thread_and_keep_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mute_ports_cost_no_thread_and_keep_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with sender() as (_, plane), spawned("mooncake") as peer:
         with mute_port() as session:
             before = threading.active_count()
-            mute = [asyncio.ensure_future(plane.connect(at(session), peer.layout)) for _ in range(40)]
+            mute = [
+                asyncio.ensure_future(plane.connect(at(session), peer.layout)) for _ in range(40)
+            ]
             assert await lands(plane, peer)
             assert threading.active_count() <= before + 1, "the plane's own"
             assert not any(task.done() for task in mute)
@@ -113,24 +124,35 @@ async def test_mute_ports_cost_no_thread_and_keep_nobody_waiting(monkeypatch: py
                 task.cancel()
             await asyncio.gather(*mute, return_exceptions=True)
             monkeypatch.setattr(mooncake, "_ANSWER_S", SOON_S)
-            with pytest.raises(TransferError, match=f"no mooncake engine answers at {session} within 0.5 s"):
+            with pytest.raises(
+                TransferError, match=f"no mooncake engine answers at {session} within 0.5 s"
+            ):
                 await plane.connect(at(session), peer.layout)
 
 
-async def test_who_falls_silent_after_the_first_answer_is_left_to_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_falls_silent_after_the_first_answer_is_left_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mooncake, "_CONNECT_S", SOON_S)
     async with sender() as (_, plane), spawned("mooncake") as peer:
         async with half_mute_port() as session:
-            tried = [plane.connect(at(session), peer.layout) for _ in range(2 * mooncake.MooncakePlane.connects)]
+            tried = [
+                plane.connect(at(session), peer.layout)
+                for _ in range(2 * mooncake.MooncakePlane.connects)
+            ]
             told = await asyncio.gather(*tried, return_exceptions=True)
-            assert {str(error) for error in told} == {f"no mooncake session with {session} within 0.5 s"}
+            assert {str(error) for error in told} == {
+                f"no mooncake session with {session} within 0.5 s"
+            }
             assert 1 <= plane._connecting.hung <= mooncake.MooncakePlane.connects
         await until(lambda: plane._connecting.hung == 0)
         monkeypatch.setattr(mooncake, "_CONNECT_S", 10.0)
         assert await lands(plane, peer)
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", (3).to_bytes(8, "little") + b"\x01{}"])
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", (3).to_bytes(8, "little") + b"\x01{}"]
+)
 async def test_what_is_no_engine_is_refused_at_once(answer: bytes) -> None:
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
@@ -144,7 +166,8 @@ async def test_what_is_no_engine_is_refused_at_once(answer: bytes) -> None:
                 await asyncio.wait_for(plane.connect(at(session), side.pool.layout), 10)
         with pytest.raises(TransferError, match="no mooncake engine answers at"):
             await asyncio.wait_for(plane.connect(at(session), side.pool.layout), 10)
-        for nobody in ("127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:99999"):  # uvloop would take the lower 16 bits
+        # uvloop would take the lower 16 bits.
+        for nobody in ("127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:99999"):
             with pytest.raises(TransferError, match="is not a mooncake session"):
                 await asyncio.wait_for(plane.connect(at(nobody), side.pool.layout), 10)
         assert not plane._sessions, "an engine that was never met is nothing to remember"
@@ -154,18 +177,26 @@ async def test_addresses_of_another_family_are_refused_in_one_line() -> None:
     async with sender() as (side, plane):
         with pytest.raises(MisuseError, match="host ::1: mooncake speaks IPv4 in this process"):
             mooncake.MooncakePlane("::1")
-        with pytest.raises(MisuseError, match="host fe80::1%eth0: peers cannot use an address with a zone"):
+        with pytest.raises(
+            MisuseError, match="host fe80::1%eth0: peers cannot use an address with a zone"
+        ):
             mooncake.MooncakePlane("fe80::1%eth0")
-        with pytest.raises(TransferError, match=r"speaks IPv4 in this process, and the peer's session is \[::1\]:9"):
+        with pytest.raises(
+            TransferError, match=r"speaks IPv4 in this process, and the peer's session is \[::1\]:9"
+        ):
             await plane.connect(at("[::1]:9"), side.pool.layout)
 
 
 async def test_a_session_is_the_process_that_listens_there() -> None:
     async with sender() as (_, plane), spawned("mooncake") as peer:
         route = await plane.connect(peer.address, peer.layout)
-        with pytest.raises(TransferError, match=f"process {os.getpid()} does not listen at {peer.address.locator}"):
+        with pytest.raises(
+            TransferError, match=f"process {os.getpid()} does not listen at {peer.address.locator}"
+        ):
             await plane.connect(at(peer.address.locator), peer.layout)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED, "it is its owner's"
+        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED, (
+            "it is its owner's"
+        )
         assert len(plane._engines) == 1 and await lands(plane, peer)
 
 
@@ -177,7 +208,10 @@ async def test_engines_and_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch)
             if number < 2:
                 await plane.connect(address, peer.layout)
             else:
-                with pytest.raises(TransferError, match=r"more than 2 engines are not started: restart this process"):
+                with pytest.raises(
+                    TransferError,
+                    match=r"more than 2 engines are not started: restart this process",
+                ):
                     await plane.connect(address, peer.layout)
         for number in range(2):  # another session that is used again: both engines are new to it
             await plane.connect(at(other.address.locator, elsewhere(number)), other.layout)
@@ -204,7 +238,8 @@ async def test_a_closed_plane_opens_nothing() -> None:
         ours = plane._layout
         assert ours is not None
         await plane.close()
-        with pytest.raises(TransferError, match="closed"):  # as a connect that had come this far when it was closed
+        # As a connect that had come this far when it was closed.
+        with pytest.raises(TransferError, match="closed"):
             plane._reach(peer.address, ours, peer.layout)
 
 
@@ -215,7 +250,9 @@ async def test_what_cannot_be_looked_at_just_now_is_no_lie(monkeypatch: pytest.M
     async with sender() as (_, plane), spawned("mooncake") as peer:
         with monkeypatch.context() as patched:
             patched.setattr(mooncake, "sockets", no_descriptors)
-            with pytest.raises(TransferError, match=r"cannot look at process .*: Too many open files; try again"):
+            with pytest.raises(
+                TransferError, match=r"cannot look at process .*: Too many open files; try again"
+            ):
                 await plane.connect(peer.address, peer.layout)
         assert await lands(plane, peer)
 

@@ -1,4 +1,6 @@
-"""What only mori has, over a stub of its calls: descriptions of memory, sessions, statuses that the engine writes."""
+"""What only mori has, over a stub of its calls: descriptions of memory, sessions, statuses that the
+engine writes.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,12 @@ def plane_of(side: Side) -> MoriPlane:
     return side.plane
 
 
-async def test_statuses_of_transfers_that_were_given_up_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_statuses_of_transfers_that_were_given_up_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(MoriPlane, "close_grace_s", 0.2)
-    monkeypatch.setattr(stub_mori.IOEngine, "remove_backend", lambda engine, kind: None)  # it would wait for its thread
+    # It would wait for its thread.
+    monkeypatch.setattr(stub_mori.IOEngine, "remove_backend", lambda engine, kind: None)
     async with spawned(PLANE) as peer:
         side = Side(Mori().open)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -65,7 +70,8 @@ async def test_statuses_of_transfers_that_were_given_up_are_kept(monkeypatch: py
             assert held and all(status.InProgress() for status in held)
         finally:
             stub_mori.go_on.set()
-        await until(lambda: all(status.Succeeded() for status in held))  # the engine wrote into what is still there
+        # The engine wrote into what is still there.
+        await until(lambda: all(status.Succeeded() for status in held))
         monkeypatch.undo()
         await asyncio.to_thread(plane_of(side)._stop)
         side.pool.close()
@@ -91,7 +97,9 @@ async def test_what_the_engine_says_of_a_failure_is_told() -> None:
         memory = stub_mori.MemoryDesc.unpack(address.memory[0])
         lie = msgspec.structs.replace(memory, size=memory.size + (1 << 40))
         locator = pack_locator(msgspec.msgpack.encode(Description(address.engine, (lie.pack(),))))
-        buffers = tuple(msgspec.structs.replace(b, address=b.address + (1 << 39)) for b in peer.layout.buffers)
+        buffers = tuple(
+            msgspec.structs.replace(b, address=b.address + (1 << 39)) for b in peer.layout.buffers
+        )
         route = await side.plane.connect(
             msgspec.structs.replace(peer.address, locator=locator),
             msgspec.structs.replace(peer.layout, buffers=buffers),
@@ -100,7 +108,8 @@ async def test_what_the_engine_says_of_a_failure_is_told() -> None:
         assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
         assert "ended with status 13: [Errno 14] Bad address" in write.error
         route.close()
-        good = await side.plane.connect(peer.address, peer.layout)  # a peer that was broken is met anew
+        # A peer that was broken is met anew.
+        good = await side.plane.connect(peer.address, peer.layout)
         assert await asyncio.shield(good.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
 
 
@@ -110,14 +119,18 @@ async def test_other_words_under_the_name_of_a_peer_are_refused_while_it_is_conn
         found = decode_description(peer.address.locator)
         other = pack_locator(msgspec.msgpack.encode(Description(found.engine, found.memory * 2)))
         with pytest.raises(TransferError, match="its description differs"):
-            await side.plane.connect(msgspec.structs.replace(peer.address, locator=other), peer.layout)
+            await side.plane.connect(
+                msgspec.structs.replace(peer.address, locator=other), peer.layout
+            )
         again = await side.plane.connect(peer.address, peer.layout)
         route.close()
         (known,) = plane_of(side)._peers.values()
         assert known.routes == 1, "the other route goes on"
         first = min(memory.data for memory in known.memory)
         for address in (first - 8, first + (1 << 40)):
-            with pytest.raises(LayoutError, match=f"8 bytes at {address:#x} are not in memory that"):
+            with pytest.raises(
+                LayoutError, match=f"8 bytes at {address:#x} are not in memory that"
+            ):
                 known.prepare(BlockList([side.pool.layout.buffers[0].address], [address], [8]))
         again.close()
         assert not plane_of(side)._peers
@@ -157,40 +170,57 @@ async def test_memory_that_no_session_reaches_is_refused(monkeypatch: pytest.Mon
         assert not plane_of(side)._peers
 
 
-NESTED = pack_locator(b"\x93\xc4\x01x\x91\xc4\x01y" + b"\x91" * 60_000 + b"\x01")  # deeper than it can be skipped
+# Deeper than it can be skipped.
+NESTED = pack_locator(b"\x93\xc4\x01x\x91\xc4\x01y" + b"\x91" * 60_000 + b"\x01")
 
 
 @pytest.mark.parametrize("locator", ["", "host:1", "a b", "0" * 40, "~" * 4096, "c-qU$", NESTED])
 async def test_what_is_no_description_is_refused(locator: str) -> None:
     async with sides() as side:
         with pytest.raises(TransferError, match="no description of a mori engine"):
-            await side.plane.connect(msgspec.structs.replace(side.address, locator=locator), side.layout)
+            await side.plane.connect(
+                msgspec.structs.replace(side.address, locator=locator), side.layout
+            )
 
 
 async def test_a_description_of_another_process_or_of_others_memory_is_refused() -> None:
     async with sides() as side, spawned(PLANE) as peer:
         with pytest.raises(TransferError, match="is not one of process"):
-            await side.plane.connect(msgspec.structs.replace(peer.address, process=side.address.process), peer.layout)
-        theirs, ours = (decode_description(address.locator) for address in (peer.address, side.address))
+            await side.plane.connect(
+                msgspec.structs.replace(peer.address, process=side.address.process), peer.layout
+            )
+        theirs, ours = (
+            decode_description(address.locator) for address in (peer.address, side.address)
+        )
         mixed = pack_locator(msgspec.msgpack.encode(Description(theirs.engine, ours.memory)))
         with pytest.raises(TransferError, match="describes memory of another engine"):
-            await side.plane.connect(msgspec.structs.replace(peer.address, locator=mixed), peer.layout)
+            await side.plane.connect(
+                msgspec.structs.replace(peer.address, locator=mixed), peer.layout
+            )
         junk = pack_locator(msgspec.msgpack.encode(Description(b"\xc1", (b"\xc1",))))
         with pytest.raises(TransferError, match="no description of a mori engine"):
-            await side.plane.connect(msgspec.structs.replace(peer.address, locator=junk), peer.layout)
+            await side.plane.connect(
+                msgspec.structs.replace(peer.address, locator=junk), peer.layout
+            )
 
 
 async def test_a_pool_in_too_many_pieces_is_refused() -> None:
     plane = MoriPlane(library=stub_mori)
-    streams: list[tuple[str, str, tuple[int, ...]]] = [(f"{i}", "uint8", (1,)) for i in range(MAX_REGIONS + 1)]
+    streams: list[tuple[str, str, tuple[int, ...]]] = [
+        (f"{i}", "uint8", (1,)) for i in range(MAX_REGIONS + 1)
+    ]
     layout = build_layout(streams, page_size=1, num_pages=4, order="layer_first")
-    apart = tuple(msgspec.structs.replace(b, address=(i + 1) << 20) for i, b in enumerate(layout.buffers))
+    apart = tuple(
+        msgspec.structs.replace(b, address=(i + 1) << 20) for i, b in enumerate(layout.buffers)
+    )
     with pytest.raises(LayoutError, match=f"{MAX_REGIONS + 1} pieces, the limit is {MAX_REGIONS}"):
         plane.export(msgspec.structs.replace(layout, buffers=apart))
     await plane.close()
 
 
-async def test_memory_is_given_back_where_no_pool_was_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_given_back_where_no_pool_was_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plane = MoriPlane(library=stub_mori)
     monkeypatch.setattr(locators, "MAX_LOCATOR", 1)
     layout = build_layout([("k", "uint8", (1,))], page_size=1, num_pages=4)

@@ -1,4 +1,6 @@
-"""What only nixl has: who copies, connections that outlive a transfer, two agents, what a dead writer leaves behind."""
+"""What only nixl has: who copies, connections that outlive a transfer, two agents, what a dead
+writer leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from kvflow.transports.host.tcp_table import borrow, encode_address, rows
 from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
 
 pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("nixl_cu12") or importlib.util.find_spec("nixl_cu13")), reason="no nixl"
+    not (importlib.util.find_spec("nixl_cu12") or importlib.util.find_spec("nixl_cu13")),
+    reason="no nixl",
 )
 
 EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
@@ -79,7 +82,9 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven(transports: str)
     await side.close()
 
 
-async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_read(over_tcp: None) -> None:
+async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_read(
+    over_tcp: None,
+) -> None:
     side = Side("nixl", "page_first", None)
     side.fill(1)
     async with spawned("nixl") as peer, spawned("nixl") as other:
@@ -96,7 +101,10 @@ async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_
             await asyncio.wait_for(asyncio.shield(write.done), 0.3)
         assert write.landed_bytes == 0
         peer.process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (WriteOutcome.CANCELLED, WriteOutcome.LANDED)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) in (
+            WriteOutcome.CANCELLED,
+            WriteOutcome.LANDED,
+        )
         assert write.landed_bytes == await peer.ask("landed")
     await side.close()
 
@@ -123,14 +131,18 @@ async def test_over_tcp_a_write_outlives_its_error(over_tcp: None) -> None:
 
 
 async def _stranded(side: Side, peer: Peer) -> None:
-    """The peer writes; what it sends stays in the kernel, because our agent is kept from looking."""
+    """The peer writes; what it sends stays in the kernel,
+    because our agent is kept from looking.
+    """
     await peer.ask("fill", 8)
     await let_write(peer, side)
     plane_of(side)._inbound_agent._lock.acquire()
     assert side.landed_bytes() == 0
     await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())
     ports = plane_of(side)._inbound_agent.ports
-    await until(lambda: any(row.ends.port in ports and _unread(row.inode) for row in rows(ports=ports)))
+    await until(
+        lambda: any(row.ends.port in ports and _unread(row.inode) for row in rows(ports=ports))
+    )
 
 
 def _unread(inode: int) -> int:
@@ -227,12 +239,16 @@ async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str) ->
 async def test_over_other_transports_no_fence_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,posix,cma")
     side = Side("nixl", "page_first", None)
-    with pytest.raises(TransferError, match="over posix the end of a writer's bytes cannot be observed"):
+    with pytest.raises(
+        TransferError, match="over posix the end of a writer's bytes cannot be observed"
+    ):
         await side.plane.fence(side.address)
     await side.close()
 
 
-async def test_a_plane_with_a_frozen_peer_closes_all_the_same(over_tcp: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plane_with_a_frozen_peer_closes_all_the_same(
+    over_tcp: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nixl.NixlPlane, "close_grace_s", 0.3)
     side = Side("nixl", "page_first", None)
     async with spawned("nixl") as peer:
@@ -278,7 +294,9 @@ async def test_addresses_outside_the_receivers_pool_are_refused() -> None:
 async def test_what_is_no_metadata_is_refused(locator: str) -> None:
     side = Side("nixl", "page_first", None)
     with pytest.raises(TransferError):
-        await side.plane.connect(msgspec.structs.replace(side.address, locator=locator), side.layout)
+        await side.plane.connect(
+            msgspec.structs.replace(side.address, locator=locator), side.layout
+        )
     await side.close()
 
 
@@ -366,11 +384,15 @@ async def test_what_nixl_cannot_ask_is_not_reached(monkeypatch: pytest.MonkeyPat
 
     side, other = (Side("nixl", "page_first", None) for _ in range(2))
     monkeypatch.setattr(plane_of(side).agent, "prepare_probe", refuse)
-    with pytest.raises(TransferError, match=r"nixl cannot reach .*: RuntimeError: NIXL_ERR_BACKEND"):
+    with pytest.raises(
+        TransferError, match=r"nixl cannot reach .*: RuntimeError: NIXL_ERR_BACKEND"
+    ):
         await side.plane.connect(other.address, other.layout)
     monkeypatch.undo()
     assert not nixl.has_died(own_identity())
-    assert not nixl.has_died(msgspec.structs.replace(own_identity(), boot_id="another host's")), "that is not known"
+    assert not nixl.has_died(msgspec.structs.replace(own_identity(), boot_id="another host's")), (
+        "that is not known"
+    )
     for each in (side, other):
         await each.close()
 

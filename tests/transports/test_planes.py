@@ -1,4 +1,6 @@
-"""Every data plane conforms: the suite that ships, on each plane that does, in real processes where it has them."""
+"""Every data plane conforms: the suite that ships, on each plane that does, in real processes where
+it has them.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ async def test_a_plane_conforms(plane: str, check: Check, seed: int) -> None:
 
 @pytest.mark.parametrize("check", OWN)
 @pytest.mark.parametrize("plane", STUBS)
-async def test_a_plane_without_its_engine_conforms_over_a_stub_of_it(plane: str, check: str, seed: int) -> None:
+async def test_a_plane_without_its_engine_conforms_over_a_stub_of_it(
+    plane: str, check: str, seed: int
+) -> None:
     await run(BY_NAME[check], bench_of(plane, seed))
 
 
@@ -72,7 +76,9 @@ async def test_nothing_is_left_of_thousands_of_rooms(plane: str, check: str, see
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name.replace(" ", "-"))
-async def test_nixl_conforms_over_tcp(check: Check, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nixl_conforms_over_tcp(
+    check: Check, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the receiver carries a write out, as between machines."""
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     await run(check, bench_of("nixl", seed))

@@ -1,4 +1,6 @@
-"""Rows travel with pages in one write, through every plan; a plan that forgets a stream, a scale or a row is found."""
+"""Rows travel with pages in one write, through every plan; a plan that forgets a stream, a scale or
+a row is found.
+"""
 
 from __future__ import annotations
 
@@ -38,27 +40,39 @@ def planes(backend: str, pools: tuple[PagedPool, PagedPool]) -> list[DataPlane]:
 
 def pair_of(kind: str, orders: tuple[Order, Order], shared: bool) -> tuple[PagedPool, PagedPool]:
     """Two pools with different bytes everywhere."""
-    layouts = [layout_of(kind, 4, count, 5, order) for count, order in zip((8, 9), orders, strict=True)]
+    layouts = [
+        layout_of(kind, 4, count, 5, order) for count, order in zip((8, 9), orders, strict=True)
+    ]
     a, b = (PagedPool.allocate(layout, shared=shared) for layout in layouts)
     for seed, pool in enumerate((a, b)):
         for name in names_of(kind):
             view = pool.array(name)
-            random = np.random.default_rng([seed, len(name)]).integers(0, 256, view.nbytes, dtype=np.uint8)
+            random = np.random.default_rng([seed, len(name)]).integers(
+                0, 256, view.nbytes, dtype=np.uint8
+            )
             view[:] = random.view(view.dtype).reshape(view.shape)
     return a, b
 
 
 def moved_places(kind: str) -> tuple[Places, Places]:
-    return places(kind, numbers(7, 0, 3), numbers(4, 1)), places(kind, numbers(1, 2, 8), numbers(0, 3))
+    return places(kind, numbers(7, 0, 3), numbers(4, 1)), places(
+        kind, numbers(1, 2, 8), numbers(0, 3)
+    )
 
 
-ALL_ORDERS = [("page_first", "page_first"), ("page_first", "layer_first"), ("layer_first", "page_first")]
+ALL_ORDERS = [
+    ("page_first", "page_first"),
+    ("page_first", "layer_first"),
+    ("layer_first", "page_first"),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["local", "fake"])
 @pytest.mark.parametrize("orders", ALL_ORDERS)
-async def test_pages_and_rows_of_every_kind_arrive(kind: str, backend: str, orders: tuple[Order, Order]) -> None:
+async def test_pages_and_rows_of_every_kind_arrive(
+    kind: str, backend: str, orders: tuple[Order, Order]
+) -> None:
     a, b = pair_of(kind, orders, shared=True)
     source, target = planes(backend, (a, b))
     source.export(a.layout)
@@ -67,7 +81,11 @@ async def test_pages_and_rows_of_every_kind_arrive(kind: str, backend: str, orde
     before, was = contents(kind, a), contents(kind, b)
     write = route.write(a.layout.numbered(here), b.layout.numbered(there))
     assert await asyncio.shield(write.done) is WriteOutcome.LANDED
-    assert write.landed_bytes == write.total_bytes == 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
+    assert (
+        write.landed_bytes
+        == write.total_bytes
+        == 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
+    )
     check_restored(kind, before, here, was, there, b)
     wrong = [(numbers(13), numbers(9), "is outside 0"), (numbers(), numbers(), "no pages")]
     if has_rows(kind):  # 8 and 9 pages
@@ -100,7 +118,9 @@ def test_a_plan_that_forgets_a_name_is_found(kind: str, name: str) -> None:
             planner = Planner(a.layout, b.layout, max_block_bytes=100)
         here, there = moved_places(kind)
         before, was = contents(kind, a), contents(kind, b)
-        for start, end, size in zip(*planner.blocks(a.layout.numbered(here), b.layout.numbered(there)), strict=True):
+        for start, end, size in zip(
+            *planner.blocks(a.layout.numbered(here), b.layout.numbered(there)), strict=True
+        ):
             ctypes.memmove(int(end), int(start), int(size))
         with pytest.raises(AssertionError, match=name) if lost else nullcontext():
             check_restored(kind, before, here, was, there, b)

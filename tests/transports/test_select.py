@@ -16,7 +16,9 @@ from kvflow.transports.data.select import check_plane, open_plane, plane_for
 
 def test_the_name_of_a_plane_is_checked() -> None:
     assert open_plane("local", None).name == "local"
-    with pytest.raises(MisuseError, match="no data plane 'carrier pigeon'; there are: local, mooncake, nixl"):
+    with pytest.raises(
+        MisuseError, match="no data plane 'carrier pigeon'; there are: local, mooncake, nixl"
+    ):
         open_plane("carrier pigeon", None)
     with pytest.raises(MisuseError, match="rate limit"):
         open_plane("local", None, rate_limit_bytes_per_s=0)
@@ -35,7 +37,10 @@ def test_what_a_plane_lacks_is_told_before_there_is_a_pool(monkeypatch: pytest.M
 def test_a_pool_that_receives_locally_lies_in_shared_memory() -> None:
     own = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
     assert plane_for(own, "local", receives=False).name == "local"
-    with pytest.raises(MisuseError, match=r"PagedPool of 2 pages.*private> is not in shared memory.*segment=segment"):
+    with pytest.raises(
+        MisuseError,
+        match=r"PagedPool of 2 pages.*private> is not in shared memory.*segment=segment",
+    ):
         plane_for(own, "local", receives=True)
     segment = SharedSegment.create(4096)
     inside = np.frombuffer(segment.memory, np.float32, 24).reshape(2, 4, 3)

@@ -1,4 +1,6 @@
-"""Writes that pass through staging: whole, bounded, and over when their copies are, however they end."""
+"""Writes that pass through staging: whole, bounded, and over when their copies are, however they
+end.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ class Sides:
     def __init__(self, pages: int = 6) -> None:
         layout = build_layout([("k", "uint8", (256,))], page_size=4, num_pages=PAGES)
         self.page_bytes = layout.page_bytes
-        self.source, self.target = PagedPool.allocate(layout, shared=False), PagedPool.allocate(layout)
+        self.source, self.target = (
+            PagedPool.allocate(layout, shared=False),
+            PagedPool.allocate(layout),
+        )
         self.source.array("k")[:] = np.arange(1, PAGES + 1, dtype=np.uint8)[:, None, None]
         self.staging = Staging(self.source, pages * layout.page_bytes)
         self.plane = StagedPlane(LocalPlane(self.staging.host.segment), self.staging)
@@ -85,7 +90,11 @@ async def test_pages_and_rows_of_every_kind_arrive(
     before, was = contents(kind, a), contents(kind, b)
     write = route.write(a.layout.numbered(here), b.layout.numbered(there))
     assert await asyncio.shield(write.done) is WriteOutcome.LANDED
-    assert write.landed_bytes == write.total_bytes == 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
+    assert (
+        write.landed_bytes
+        == write.total_bytes
+        == 3 * a.layout.page_bytes + len(here.rows) * a.layout.row_bytes
+    )
     check_restored(kind, before, here, was, there, b)
     for plane in (source, target):
         await plane.close()
@@ -96,12 +105,16 @@ async def test_pages_and_rows_of_every_kind_arrive(
 async def test_many_writes_share_little_staging(sides: Sides) -> None:
     route = await sides.connect()
     assert route.places.pages.size == 6 and route.slice_pages == 2
-    writes = [route.write(numbers(*range(n, PAGES, 8)), numbers(*range(n, PAGES, 8))) for n in range(8)]
+    writes = [
+        route.write(numbers(*range(n, PAGES, 8)), numbers(*range(n, PAGES, 8))) for n in range(8)
+    ]
     assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
     assert sides.landed(numbers()) and sorted(route.places.pages) == list(range(6))
 
 
-async def test_a_slice_is_copied_while_another_travels(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slice_is_copied_while_another_travels(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
     travelling, go_on, copied = threading.Event(), threading.Event(), threading.Event()
     begin, copy_out, count = LocalRoute.begin, Staging.copy_out, [0]
 
@@ -165,7 +178,12 @@ async def test_what_is_in_doubt_on_the_inner_plane_is_in_doubt(
     begin, begun = LocalRoute.begin, [0]
 
     class Doubtful:
-        pause_s, landed_bytes, error, outcome = 0.0, 0, "a block ended with status -1", WriteOutcome.UNPROVEN
+        pause_s, landed_bytes, error, outcome = (
+            0.0,
+            0,
+            "a block ended with status -1",
+            WriteOutcome.UNPROVEN,
+        )
 
         def advance(self, max_bytes: int, cancelled: bool) -> int:
             return max_bytes
@@ -181,11 +199,17 @@ async def test_what_is_in_doubt_on_the_inner_plane_is_in_doubt(
     write = route.write(numbers(), numbers())
     assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN
     assert write.error == ("ValueError: no plan" if raises else "a block ended with status -1")
-    assert write.landed_bytes == 2 * sides.page_bytes and begun[0] == 2 and route.places.pages.size == 6
+    assert (
+        write.landed_bytes == 2 * sides.page_bytes
+        and begun[0] == 2
+        and route.places.pages.size == 6
+    )
     assert route.thread.surprises == int(raises)
 
 
-async def test_a_peer_that_takes_nothing_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_takes_nothing_keeps_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(staged, "_ROUTES", 2)
     sides = Sides(pages=12)
     stuck, free = await sides.connect(), await sides.connect()
@@ -202,7 +226,10 @@ async def test_a_peer_that_takes_nothing_keeps_no_other_waiting(monkeypatch: pyt
     waiting = [stuck.write(numbers(), numbers()) for _ in range(4)]
     write = free.write(numbers(), numbers())
     assert await asyncio.wait_for(asyncio.shield(write.done), 20) is WriteOutcome.LANDED
-    with pytest.raises(TransferError, match=r"no staging is left for another decode .*2 have some\): raise --staging"):
+    with pytest.raises(
+        TransferError,
+        match=r"no staging is left for another decode .*2 have some\): raise --staging",
+    ):
         await sides.connect()
     free.close()
     (await sides.connect()).close()
@@ -243,11 +270,16 @@ async def test_a_plane_of_another_making_is_refused(sides: Sides) -> None:
     await plane.close()
 
 
-async def test_large_slices_are_cut_where_a_cancel_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_slices_are_cut_where_a_cancel_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(memory_staging, "SLICE_BYTES", 512)
     sides = Sides()
     asked = itertools.count()
-    assert sides.staging.copy_out(numbers(0, 1, 2), numbers(3, 4, 5), lambda: next(asked) == 3) is False
+    assert (
+        sides.staging.copy_out(numbers(0, 1, 2), numbers(3, 4, 5), lambda: next(asked) == 3)
+        is False
+    )
     staged_bytes = sides.staging.host.pages_bytes(numbers(3, 4, 5)).reshape(-1)
     assert np.count_nonzero(staged_bytes) == 3 * 512
     await sides.close()

@@ -1,4 +1,6 @@
-"""Messages that never end, at either end of the control link: their sender is cut, everybody else goes on."""
+"""Messages that never end, at either end of the control link: their sender is cut, everybody else
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def ready(kind: bytes, name: bytes) -> bytes:
 
 def part(size: int) -> bytes:
     """One that others follow."""
-    return b"\3" + struct.pack(">Q", size) + bytes(size) if size > 255 else b"\1" + bytes([size]) + bytes(size)
+    return (
+        b"\3" + struct.pack(">Q", size) + bytes(size)
+        if size > 255
+        else b"\1" + bytes([size]) + bytes(size)
+    )
 
 
 def shake_hands(raw: socket.socket, kind: bytes = b"DEALER", name: bytes = b"") -> None:
@@ -54,8 +60,12 @@ def shake_hands(raw: socket.socket, kind: bytes = b"DEALER", name: bytes = b"") 
 
 
 def pour(raw: socket.socket, data: bytes, most_bytes: int) -> int:
-    """Send `data` again and again until the other end takes no more. Returns how much was sent; runs in a thread."""
-    raw.settimeout(1)  # the kernel does not tell a sender that waits for a window that the other end has closed
+    """Send `data` again and again until the other end takes no more.
+
+    Returns how much was sent; runs in a thread.
+    """
+    # The kernel does not tell a sender that waits for a window that the other end has closed.
+    raw.settimeout(1)
     sent = 0
     try:
         while sent < most_bytes:
@@ -90,7 +100,8 @@ async def test_a_look_leaves_no_message_unread() -> None:
             reading = asyncio.ensure_future(router.receive())
             await asyncio.sleep(0)
             assert dealer.send(b"%d" % number, at_once=True)
-            assert select.select([router._socket.fileno()], [], [], 10)[0]  # the loop has not seen it yet
+            # The loop has not seen it yet.
+            assert select.select([router._socket.fileno()], [], [], 10)[0]
             router.connections._look()
             assert [frame for _, frame in await asyncio.wait_for(reading, 5)] == [b"%d" % number]
     finally:
@@ -128,7 +139,9 @@ async def test_an_endless_message_takes_no_memory_for_long(size: int, kept_mib: 
     for attack in range(1, 4):
         with await asyncio.to_thread(connected, port, b"a stranger") as raw:
             data = part(size) * max(1, MIB // (size + 2))
-            assert await asyncio.to_thread(pour, raw, data, 2048 * MIB) < 2048 * MIB, "it was never cut"
+            assert await asyncio.to_thread(pour, raw, data, 2048 * MIB) < 2048 * MIB, (
+                "it was never cut"
+            )
             await until_cut(router, attack)
         await echo(router, dealer)
     async with asyncio.timeout(20):
@@ -210,7 +223,9 @@ async def test_a_message_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) 
     router.close()
 
 
-async def test_too_many_connections_end_the_oldest_that_has_said_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_connections_end_the_oldest_that_has_said_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tcp_connections, "MAX_CONNECTIONS", 3)
     router, port = bind_router("127.0.0.1", 0)
     dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 5)
@@ -313,14 +328,19 @@ async def test_without_a_descriptor_left_a_message_that_does_not_end_is_cut() ->
 def test_connections_and_sessions_take_half_of_the_descriptors_at_most() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        for soft, most in ((256, 128), (before[1], min(tcp_connections.MAX_CONNECTIONS, before[1] // 2))):
+        for soft, most in (
+            (256, 128),
+            (before[1], min(tcp_connections.MAX_CONNECTIONS, before[1] // 2)),
+        ):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
             assert descriptors_for(tcp_connections.MAX_CONNECTIONS) == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-async def test_many_connections_are_looked_at_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_connections_are_looked_at_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tcp_connections, "LOOK_WORK", 8)
     router, port = bind_router("127.0.0.1", 0)
     connections = router.connections

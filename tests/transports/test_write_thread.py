@@ -49,7 +49,12 @@ class Works:
     """Begins jobs in the order of their writes."""
 
     def __init__(self, thread: WriteThread) -> None:
-        self.thread, self.log, self.gate, self.jobs = thread, LOG(), [True], dict[ThreadWrite, Slices]()
+        self.thread, self.log, self.gate, self.jobs = (
+            thread,
+            LOG(),
+            [True],
+            dict[ThreadWrite, Slices](),
+        )
 
     def write(self, name: str, size: int) -> ThreadWrite:
         write = ThreadWrite(self.thread, self, pages(0), pages(0), size)
@@ -148,7 +153,9 @@ async def test_ends_come_back_in_batches(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_bug_in_a_back_end_ends_one_write_unproven() -> None:
     works = started()
     bad, good = works.write("bad", -1), works.write("good", 50)
-    assert await asyncio.shield(bad.done) is WriteOutcome.UNPROVEN and "ZeroDivisionError" in bad.error
+    assert (
+        await asyncio.shield(bad.done) is WriteOutcome.UNPROVEN and "ZeroDivisionError" in bad.error
+    )
     assert await asyncio.shield(good.done) is WriteOutcome.LANDED
     assert works.thread.surprises == 1
     await works.thread.close()
@@ -220,7 +227,9 @@ async def test_a_thread_never_started_closes_at_once() -> None:
         thread.start()
 
 
-async def test_where_no_thread_is_to_be_had_it_closes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_no_thread_is_to_be_had_it_closes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

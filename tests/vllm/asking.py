@@ -1,4 +1,6 @@
-"""What tests ask of vLLM servers, by either order of the legs, and what the servers say of themselves."""
+"""What tests ask of vLLM servers, by either order of the legs, and what the servers say of
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Answer:
 
 def new_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=300), connector=aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout=aiohttp.ClientTimeout(total=300),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
     )
 
 
@@ -51,7 +54,9 @@ def random_prompt(rng: random.Random, length: int) -> Prompt:
 
 
 def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]:
-    """Of all lengths, those at the edges of blocks among them; a third of them shares a beginning with others."""
+    """Of all lengths, those at the edges of blocks among them; a third of them shares a beginning
+    with others.
+    """
     shared = random_prompt(rng, longest // 2)
     edges = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, longest]
     prompts = []
@@ -66,8 +71,16 @@ def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]
     return prompts
 
 
-def body_of(prompt: Prompt | list[Prompt], count: int, params: object = None, **fields: Any) -> dict[str, Any]:
-    found = {"model": MODEL, "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+def body_of(
+    prompt: Prompt | list[Prompt], count: int, params: object = None, **fields: Any
+) -> dict[str, Any]:
+    found = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     found |= {"return_token_ids": True, **fields}
     return found if params is None else found | {"kv_transfer_params": params}
 
@@ -85,7 +98,9 @@ async def ask(
         return Answer(answer.status, await answer.json())
 
 
-async def ask_prefill(session: aiohttp.ClientSession, prefill: Server, prompt: Prompt) -> dict[str, Any]:
+async def ask_prefill(
+    session: aiohttp.ClientSession, prefill: Server, prompt: Prompt
+) -> dict[str, Any]:
     """The first leg of two that follow each other. Returns what decode is to be given."""
     answer = await ask(session, prefill.url, prompt, 1, {"do_remote_decode": True})
     assert answer.status == 200, answer.text
@@ -96,14 +111,21 @@ async def ask_prefill(session: aiohttp.ClientSession, prefill: Server, prompt: P
 async def one_after_the_other(
     session: aiohttp.ClientSession, prefill: Server, decode: Server, prompt: Prompt, count: int
 ) -> Answer:
-    return await ask(session, decode.url, prompt, count, await ask_prefill(session, prefill, prompt))
+    return await ask(
+        session, decode.url, prompt, count, await ask_prefill(session, prefill, prompt)
+    )
 
 
 class BothLegs:
     """Both legs at once, each a task that can be cancelled."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, prefill: Server, decode: Server, prompt: Prompt, count: int
+        self,
+        session: aiohttp.ClientSession,
+        prefill: Server,
+        decode: Server,
+        prompt: Prompt,
+        count: int,
     ) -> None:
         room = secrets.randbelow((1 << 53) - 1) + 1
         first = {"do_remote_decode": True, "kvflow_room": room}
@@ -113,7 +135,10 @@ class BothLegs:
         self.decode = asyncio.create_task(ask(session, decode.url, prompt, count, second))
 
     async def answer(self) -> Answer:
-        """Decode's, when the other leg has ended, too. Raises: CancelledError for one that was cancelled."""
+        """Decode's, when the other leg has ended, too.
+
+        Raises: CancelledError for one that was cancelled.
+        """
         with suppress(asyncio.CancelledError, aiohttp.ClientError):
             await self.prefill
         return await self.decode
@@ -130,12 +155,18 @@ async def at_once(count: int, jobs: Sequence[Callable[[], Awaitable[T]]]) -> lis
     return list(await asyncio.gather(*map(gated, jobs)))
 
 
-async def is_tie(session: aiohttp.ClientSession, single: Server, prompt: Prompt, a: list[int], b: list[int]) -> bool:
-    """Whether two answers part where one vLLM gives both tokens the same log-probability, as far as float32 goes."""
+async def is_tie(
+    session: aiohttp.ClientSession, single: Server, prompt: Prompt, a: list[int], b: list[int]
+) -> bool:
+    """Whether two answers part where one vLLM gives both tokens the same log-probability, as far as
+    float32 goes.
+    """
     if len(a) != len(b):
         return False
     where = next(n for n, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-    answer = await ask(session, single.url, prompt + a[:where], 1, logprobs=2, return_tokens_as_token_ids=True)
+    answer = await ask(
+        session, single.url, prompt + a[:where], 1, logprobs=2, return_tokens_as_token_ids=True
+    )
     top: dict[str, float] = answer.body["choices"][0]["logprobs"]["top_logprobs"][0]
     high, low = sorted(top.values())[-2:][::-1]
     return {f"token_id:{a[where]}", f"token_id:{b[where]}"} <= set(top) and high - low < TIE
@@ -145,10 +176,15 @@ async def measure(session: aiohttp.ClientSession, url: str, name: str) -> float:
     """Sum of a metric's samples over their labels; 0 where there are none yet."""
     async with session.get(f"{url}/metrics") as answer:
         text = await answer.text()
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M))
+    return sum(
+        float(value)
+        for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M)
+    )
 
 
-async def eventually(what: Callable[[], Awaitable[bool]], why: str, timeout_s: float = _WAIT_S) -> None:
+async def eventually(
+    what: Callable[[], Awaitable[bool]], why: str, timeout_s: float = _WAIT_S
+) -> None:
     """Ask until it is so. Raises: AssertionError."""
     ends_at = time.monotonic() + timeout_s
     while not await what():

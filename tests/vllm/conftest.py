@@ -1,4 +1,6 @@
-"""The servers that all tests here share, started once, and what they wrote beside a test that fails."""
+"""The servers that all tests here share, started once, and what they wrote beside a test that
+fails.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _FLEET = pytest.StashKey["Fleet"]()
 
 
 class Fleet(NamedTuple):
-    """The last three are of another model than the others; its prefill writes slowly, and can be lost."""
+    """The last three are of another model than the others; its prefill writes slowly, and can be
+    lost.
+    """
 
     single: Server
     prefill: Server
@@ -40,7 +44,9 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
     def model(seed: int) -> Path:
         if seed not in made:
-            made[seed] = make_model("llama", tmp_path_factory.mktemp("models") / f"llama-{seed}", seed)
+            made[seed] = make_model(
+                "llama", tmp_path_factory.mktemp("models") / f"llama-{seed}", seed
+            )
         return made[seed]
 
     return model
@@ -52,7 +58,9 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fleet(model_of: Callable[[int], Path], logs: Path, pytestconfig: pytest.Config) -> Iterator[Fleet]:
+def fleet(
+    model_of: Callable[[int], Path], logs: Path, pytestconfig: pytest.Config
+) -> Iterator[Fleet]:
     one, two = model_of(1), model_of(2)
     found = Fleet(
         single=Server("single", one, logs),
@@ -60,12 +68,20 @@ def fleet(model_of: Callable[[int], Path], logs: Path, pytestconfig: pytest.Conf
         decode=Server("decode", one, logs),
         large_blocks=Server("prefill", one, logs, name="large_blocks", block_size=64),
         slow_prefill=Server(
-            "prefill", two, logs, name="slow_prefill",
-            lost_after_s=LOST_AFTER_S, rate_limit_bytes_per_s=SLOW_BYTES_PER_S,
+            "prefill",
+            two,
+            logs,
+            name="slow_prefill",
+            lost_after_s=LOST_AFTER_S,
+            rate_limit_bytes_per_s=SLOW_BYTES_PER_S,
         ),
-        failing=Server("decode", two, logs, name="failing", policy="fail", lost_after_s=LOST_AFTER_S),
-        recomputing=Server("decode", two, logs, name="recomputing", policy="recompute", lost_after_s=LOST_AFTER_S),
-    )  # fmt: skip
+        failing=Server(
+            "decode", two, logs, name="failing", policy="fail", lost_after_s=LOST_AFTER_S
+        ),
+        recomputing=Server(
+            "decode", two, logs, name="recomputing", policy="recompute", lost_after_s=LOST_AFTER_S
+        ),
+    )
     pytestconfig.stash[_FLEET] = found
     try:
         start_all(found)
@@ -81,7 +97,9 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
         for server in item.config.stash.get(_FLEET, ()):

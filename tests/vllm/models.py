@@ -27,13 +27,17 @@ _COMMON: dict[str, Any] = {
 def _llama() -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_COMMON, intermediate_size=512, num_key_value_heads=2, head_dim=64, initializer_range=0.12)
+    return LlamaConfig(
+        **_COMMON, intermediate_size=512, num_key_value_heads=2, head_dim=64, initializer_range=0.12
+    )
 
 
 def _qwen3() -> Any:
     from transformers import Qwen3Config
 
-    return Qwen3Config(**_COMMON, intermediate_size=512, num_key_value_heads=2, head_dim=64, initializer_range=0.12)
+    return Qwen3Config(
+        **_COMMON, intermediate_size=512, num_key_value_heads=2, head_dim=64, initializer_range=0.12
+    )
 
 
 def _opt() -> Any:
@@ -91,5 +95,7 @@ def make_model(family: str, folder: Path, seed: int = 7) -> Path:
         if (DEMO_MODEL_DIR / name).exists():
             shutil.copy(DEMO_MODEL_DIR / name, folder / name)
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).save_pretrained(
+        folder
+    )
     return folder

@@ -1,4 +1,5 @@
-"""Greedy answers of a prefill and a decode of vLLM against those of one vLLM: how many are identical.
+"""Greedy answers of a prefill and a decode of vLLM against those of one vLLM: how many are
+identical.
 
     make vllm ARGS="-k version"                                   # once: installs vLLM
     python tests/vllm/parity.py --requests 1000 --plane mooncake  # or local, nixl
@@ -7,9 +8,10 @@
     python tests/vllm/parity.py --blocks 260                      # so few that vLLM preempts
     python tests/vllm/parity.py --requests 500 --cut-off 0.3      # 30 % are cut off
 
-Half of the requests' legs follow each other, and half are asked together. Answers that part where one vLLM gives two
-tokens the same log-probability, as far as float32 goes, are counted as ties. It takes several minutes on two cores,
-so it is not in CI; test_transfers.py is its smaller version there. The exit status is 1 where anything differs.
+Half of the requests' legs follow each other, and half are asked together. Answers that part where
+one vLLM gives two tokens the same log-probability, as far as float32 goes, are counted as ties. It
+takes several minutes on two cores, so it is not in CI; test_transfers.py is its smaller version
+there. The exit status is 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -48,16 +50,24 @@ from tests.vllm.servers import Server, start_all, stop_all
 
 
 def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--longest", type=int, default=2000, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--plane", default="mooncake", choices=["mooncake", "local", "nixl"])
     parser.add_argument("--family", default="llama", choices=list(FAMILIES))
-    parser.add_argument("--shared", type=float, default=0.0, help="share of the prompts with a common beginning")
-    parser.add_argument("--blocks", type=int, default=0, help="of the KV caches of prefill and decode; 0: 1 GiB")
-    parser.add_argument("--cut-off", type=float, default=0.0, help="share of the requests that is cut off")
+    parser.add_argument(
+        "--shared", type=float, default=0.0, help="share of the prompts with a common beginning"
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=0, help="of the KV caches of prefill and decode; 0: 1 GiB"
+    )
+    parser.add_argument(
+        "--cut-off", type=float, default=0.0, help="share of the requests that is cut off"
+    )
     parser.add_argument("--within-s", type=float, default=3.0, help="the latest moment of a cut")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32))
     parser.add_argument("--logs", type=Path, default=None)
@@ -77,7 +87,9 @@ def prompts_of(options: argparse.Namespace, rng: random.Random) -> list[Prompt]:
 class Run:
     """The requests of one run, through a pair of servers."""
 
-    def __init__(self, options: argparse.Namespace, prefill: Server, decode: Server, single: Server) -> None:
+    def __init__(
+        self, options: argparse.Namespace, prefill: Server, decode: Server, single: Server
+    ) -> None:
         self.options, self.prefill, self.decode, self.single = options, prefill, decode, single
         self.session = new_session()
         rng = random.Random(options.seed)
@@ -87,7 +99,11 @@ class Run:
 
     async def one(self, number: int) -> Answer | None:
         """Its answer; None for one that was cut off."""
-        together, cut, moment = bool(number % 2), self.cuts[number], self._draw.random() * self.options.within_s
+        together, cut, moment = (
+            bool(number % 2),
+            self.cuts[number],
+            self._draw.random() * self.options.within_s,
+        )
         if not cut:
             return await (self._together if together else self._sequential)(self.prompts[number])
         with suppress(TimeoutError):
@@ -95,7 +111,9 @@ class Run:
                 if not together:
                     await self._sequential(self.prompts[number])
                 else:
-                    await self._cut_leg(self.prompts[number], self._draw.choice(["prefill", "decode"]), moment)
+                    await self._cut_leg(
+                        self.prompts[number], self._draw.choice(["prefill", "decode"]), moment
+                    )
         return None
 
     async def _sequential(self, prompt: Prompt) -> Answer:
@@ -103,7 +121,9 @@ class Run:
         return await ask(self.session, self.decode.url, prompt, self.options.tokens, params)
 
     async def _together(self, prompt: Prompt) -> Answer:
-        return await BothLegs(self.session, self.prefill, self.decode, prompt, self.options.tokens).answer()
+        return await BothLegs(
+            self.session, self.prefill, self.decode, prompt, self.options.tokens
+        ).answer()
 
     async def _cut_leg(self, prompt: Prompt, leg: str, moment: float) -> None:
         legs = BothLegs(self.session, self.prefill, self.decode, prompt, self.options.tokens)
@@ -124,28 +144,46 @@ class Run:
     async def all(self) -> bool:
         """Returns whether all is well."""
         options, began = self.options, time.monotonic()
-        got = await at_once(options.at_once, [partial(self.one, number) for number in range(len(self.prompts))])
+        got = await at_once(
+            options.at_once, [partial(self.one, number) for number in range(len(self.prompts))]
+        )
         took, began = time.monotonic() - began, time.monotonic()
-        whole = [(prompt, answer) for prompt, answer in zip(self.prompts, got, strict=True) if answer is not None]
-        asked = [partial(ask, self.session, self.single.url, prompt, options.tokens) for prompt, _ in whole]
+        whole = [
+            (prompt, answer)
+            for prompt, answer in zip(self.prompts, got, strict=True)
+            if answer is not None
+        ]
+        asked = [
+            partial(ask, self.session, self.single.url, prompt, options.tokens)
+            for prompt, _ in whole
+        ]
         wanted = await at_once(options.at_once, asked)
         alone = time.monotonic() - began
-        found = Counter([await self.judge(prompt, a, b) for (prompt, a), b in zip(whole, wanted, strict=True)])
+        found = Counter(
+            [await self.judge(prompt, a, b) for (prompt, a), b in zip(whole, wanted, strict=True)]
+        )
         lengths = [len(prompt) for prompt in self.prompts]
         print(f"{dict(found)} of {len(whole)}, {sum(self.cuts)} cut off")
         print(
-            f"{took:.1f} s in rooms, {alone:.1f} s at one vLLM; {options.tokens} tokens each; prompts of {min(lengths)}"
+            f"{took:.1f} s in rooms, {alone:.1f} s at one vLLM; {options.tokens} tokens each; "
+            f"prompts of {min(lengths)}"
         )
         print(
-            f"to {max(lengths)} tokens, {sum(lengths)} in all; {len({tuple(each.tokens) for each in wanted})} distinct"
+            f"to {max(lengths)} tokens, {sum(lengths)} in all; "
+            f"{len({tuple(each.tokens) for each in wanted})} distinct"
         )
         sys.stdout.flush()
         for server in (self.prefill, self.decode):
-            await eventually(partial(is_empty, self.session, server), f"{server.name} gives everything back", 60)
+            await eventually(
+                partial(is_empty, self.session, server), f"{server.name} gives everything back", 60
+            )
             moved = await measure(self.session, server.status_url, "kvflow_transfer_bytes_total")
             failed = await measure(self.session, server.status_url, "kvflow_rooms_failed_total")
             preempted = await measure(self.session, server.url, "vllm:num_preemptions_total")
-            print(f"{server.name}: {moved / 1e6:.1f} MB moved, {failed:.0f} rooms failed, {preempted:.0f} preemptions;")
+            print(
+                f"{server.name}: {moved / 1e6:.1f} MB moved, {failed:.0f} rooms failed, "
+                f"{preempted:.0f} preemptions;"
+            )
             print("  its KV cache and quarantine are empty", flush=True)
         return set(found) <= {"identical", "tie"}
 

@@ -1,4 +1,6 @@
-"""`vllm serve` as processes that a test starts, freezes, kills, and ends by their ids, with what they wrote."""
+"""`vllm serve` as processes that a test starts, freezes, kills, and ends by their ids, with what
+they wrote.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ _ports = random.sample(range(20_000, 32_000), 1000)
 
 
 def _free_port() -> int:
-    """One that nothing is given by chance: connections, and vLLM itself, take theirs from 32768 on, while it starts."""
+    """One that nothing is given by chance: connections, and vLLM itself, take theirs from 32768 on,
+    while it starts.
+    """
     while True:
         port = _ports.pop()
         with socket.socket() as unused, suppress(OSError):
@@ -66,7 +70,9 @@ class Server:
         environment: dict[str, str] | None = None,
         **extra: Any,
     ) -> None:
-        """`words` are more of its command line, `policy` vLLM's `kv_load_failure_policy`, `extra` kvflow's settings."""
+        """`words` are more of its command line, `policy` vLLM's `kv_load_failure_policy`, `extra`
+        kvflow's settings.
+        """
         self.role, self.name, self.port = role, name or role, _free_port()
         self.bootstrap_port = _free_port()  # of a decode: its status port
         self.url = f"http://127.0.0.1:{self.port}"
@@ -74,17 +80,39 @@ class Server:
         self.log = logs / f"{self.name}.log"
         self._environment = {**os.environ, **_ENVIRONMENT, **(environment or {})}
         self._command = [
-            str(VENV / "bin/vllm"), "serve", str(model), "--host", "127.0.0.1", "--port", str(self.port),
-            "--served-model-name", MODEL, "--enforce-eager", "--dtype", "float32", "--max-model-len", "2304",
-            "--max-num-seqs", "16", "--max-num-batched-tokens", "256", "--block-size", str(block_size), *words,
-        ]  # fmt: skip
+            str(VENV / "bin/vllm"),
+            "serve",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--served-model-name",
+            MODEL,
+            "--enforce-eager",
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "2304",
+            "--max-num-seqs",
+            "16",
+            "--max-num-batched-tokens",
+            "256",
+            "--block-size",
+            str(block_size),
+            *words,
+        ]
         if role in KV_ROLES:
             port = "bootstrap_port" if role == "prefill" else "status_port"
             config = {
                 "kv_connector": "KvflowConnector",
                 "kv_role": KV_ROLES[role],
                 "kv_load_failure_policy": policy,
-                "kv_connector_extra_config": {port: self.bootstrap_port, "verify_transfers": True, **extra},
+                "kv_connector_extra_config": {
+                    port: self.bootstrap_port,
+                    "verify_transfers": True,
+                    **extra,
+                },
             }
             self._command += ["--kv-transfer-config", json.dumps(config)]
         self._process: subprocess.Popen[bytes] | None = None
@@ -107,14 +135,19 @@ class Server:
         return self._process
 
     def wait_up(self, deadline_s: float) -> None:
-        """Return when it serves; `deadline_s`: by the monotonic clock. Raises: AssertionError with its log's end."""
+        """Return when it serves; `deadline_s`: by the monotonic clock.
+
+        Raises: AssertionError with its log's end.
+        """
         while True:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     self._family = self._find_family()
                     return
             except (urllib.error.URLError, ConnectionError, TimeoutError):
-                assert self.process.poll() is None, f"{self.name} ended with {self.process.returncode}:\n{self.tail()}"
+                assert self.process.poll() is None, (
+                    f"{self.name} ended with {self.process.returncode}:\n{self.tail()}"
+                )
                 assert time.monotonic() < deadline_s, f"{self.name} does not serve:\n{self.tail()}"
                 time.sleep(0.2)
 
@@ -129,7 +162,9 @@ class Server:
     @property
     def worker(self) -> psutil.Process:
         """The process in which the model runs, and kvflow's node."""
-        (found,) = (each for each in self._find_family() if "VLLM::Worker" in " ".join(each.cmdline()))
+        (found,) = (
+            each for each in self._find_family() if "VLLM::Worker" in " ".join(each.cmdline())
+        )
         return found
 
     def _find_family(self) -> list[psutil.Process]:
@@ -141,7 +176,10 @@ class Server:
 
 
 def start_all(servers: Iterable[Server]) -> None:
-    """Return when all of them serve. Raises: AssertionError with the end of the log of one that does not."""
+    """Return when all of them serve.
+
+    Raises: AssertionError with the end of the log of one that does not.
+    """
     servers, deadline_s = list(servers), time.monotonic() + START_S
     for server in servers:
         server.start()

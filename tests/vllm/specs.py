@@ -1,4 +1,6 @@
-"""Which KV caches the connector moves, by vLLM's own classes: run in vLLM's environment, it prints why not, as JSON."""
+"""Which KV caches the connector moves, by vLLM's own classes: run in vLLM's environment, it prints
+why not, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from vllm.v1 import kv_cache_interface as vllm
 from kvflow.connectors.vllm.memory import check_groups
 from kvflow.protocols.errors import MisuseError
 
-SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
+SIZES: dict[str, Any] = {
+    "block_size": 16,
+    "num_kv_heads": 2,
+    "head_size": 64,
+    "dtype": torch.float32,
+}
 SPECS: dict[str, Any] = {
     "full": vllm.FullAttentionSpec(**SIZES),
     "full, with a window": vllm.FullAttentionSpec(**SIZES, sliding_window=128),

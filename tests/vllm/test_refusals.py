@@ -1,4 +1,6 @@
-"""What does not fit together is refused, and whoever can mend it is told why: in the client's answer, or at start."""
+"""What does not fit together is refused, and whoever can mend it is told why: in the client's
+answer, or at start.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from tests.vllm.servers import BLOCK, VENV, Server, stop_all
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
 Session = aiohttp.ClientSession
 PROMPT = list(range(5, 5 + 3 * BLOCK))
-FROM_PREFILL = {"do_remote_prefill": True, "kvflow_room": 7, "remote_host": "127.0.0.1", "remote_port": 8998}
+FROM_PREFILL = {
+    "do_remote_prefill": True,
+    "kvflow_room": 7,
+    "remote_host": "127.0.0.1",
+    "remote_port": 8998,
+}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,7 @@ FROM_PREFILL = {"do_remote_prefill": True, "kvflow_room": 7, "remote_host": "127
         ("decode", FROM_PREFILL | {"remote_port": 65536}, "remote_port"),
         ("decode", FROM_PREFILL | {"remote_bootstrap_addr": "nowhere"}, "remote_bootstrap_addr"),
     ],
-)  # fmt: skip
+)
 async def test_a_wrong_field_is_named(
     session: Session, fleet: Fleet, leg: str, params: dict[str, Any], field: str
 ) -> None:
@@ -45,14 +52,20 @@ async def test_a_wrong_field_is_named(
     assert answer.status == 400 and f"kv_transfer_params: {field}" in answer.text, answer.text
 
 
-@pytest.mark.parametrize(("prefill", "reason"), [("large_blocks", "64"), ("slow_prefill", "weights")])
+@pytest.mark.parametrize(
+    ("prefill", "reason"), [("large_blocks", "64"), ("slow_prefill", "weights")]
+)
 async def test_a_prefill_that_does_not_fit_is_refused(
     session: Session, fleet: Fleet, prefill: str, reason: str
 ) -> None:
     """Its blocks are of another size; it has other weights."""
     for _ in range(2):  # before and after both know each other
-        answer = await one_after_the_other(session, getattr(fleet, prefill), fleet.decode, PROMPT, 4)
-        assert answer.status == 502 and "kvflow" in answer.text and reason in answer.text, answer.text
+        answer = await one_after_the_other(
+            session, getattr(fleet, prefill), fleet.decode, PROMPT, 4
+        )
+        assert answer.status == 502 and "kvflow" in answer.text and reason in answer.text, (
+            answer.text
+        )
     for server in (getattr(fleet, prefill), fleet.decode):
         await eventually(partial(is_empty, session, server), f"{server.name} gives everything back")
 
@@ -63,11 +76,18 @@ async def test_a_prefill_that_is_not_there_is_an_error_soon(session: Session, fl
     assert answer.status >= 500 and "127.0.0.1:1" in answer.text, answer.text
 
 
-def test_a_vllm_that_cannot_serve_says_why(model_of: Callable[[int], Path], logs: Path, tmp_path: Path) -> None:
-    """Another version than the connector is for; a port that is taken; settings that cannot be; an attention backend
-    that does not compute over what was loaded."""
-    version = "import sys, types\nsys.modules['vllm._version'] = types.ModuleType('vllm._version')\n"
-    version += "vars(sys.modules['vllm._version']).update(__version__='0.33.0', __version_tuple__=(0, 33, 0))\n"
+def test_a_vllm_that_cannot_serve_says_why(
+    model_of: Callable[[int], Path], logs: Path, tmp_path: Path
+) -> None:
+    """Another version than the connector is for; a port that is taken; settings that cannot be; an
+    attention backend that does not compute over what was loaded."""
+    version = (
+        "import sys, types\nsys.modules['vllm._version'] = types.ModuleType('vllm._version')\n"
+    )
+    version += (
+        "vars(sys.modules['vllm._version']).update(__version__='0.33.0', __version_tuple__=(0, 33, "
+        "0))\n"
+    )
     (tmp_path / "sitecustomize.py").write_text(version)
     path = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -77,7 +97,13 @@ def test_a_vllm_that_cannot_serve_says_why(model_of: Callable[[int], Path], logs
             Server("prefill", model_of(1), logs, name="other_version", environment=path),
             Server("prefill", model_of(1), logs, name="taken_port", bootstrap_port=port),
             Server("prefill", model_of(1), logs, name="bad_field", bootstrap_prot=1),
-            Server("decode", make_model("deepseek_v2", tmp_path / "mla"), logs, *reference_mla, name="mla_on_a_cpu"),
+            Server(
+                "decode",
+                make_model("deepseek_v2", tmp_path / "mla"),
+                logs,
+                *reference_mla,
+                name="mla_on_a_cpu",
+            ),
         ]
         said = (
             "vLLM 0.32.x, and vLLM 0.33.0 is installed",
@@ -92,18 +118,27 @@ def test_a_vllm_that_cannot_serve_says_why(model_of: Callable[[int], Path], logs
                 assert server.wait_end() != 0
                 assert text in server.log.read_text(), server.tail()
             for server in servers[2:]:
-                assert "(EngineCore" not in server.log.read_text(), "it was told only when the engine had been started"
+                assert "(EngineCore" not in server.log.read_text(), (
+                    "it was told only when the engine had been started"
+                )
         finally:
             stop_all(servers)
 
 
 def test_only_what_is_full_attention_itself_is_moved(model_of: Callable[[int], Path]) -> None:
-    """By vLLM's own classes, in its environment: also those that derive from what is moved are looked at."""
+    """By vLLM's own classes, in its environment: also those that derive from what is moved are
+    looked at.
+    """
     model_of(1)  # skips where there is no vLLM
     root = Path(__file__).parents[2]
     program = [str(VENV / "bin/python"), str(root / "tests/vllm/specs.py")]
     found = subprocess.run(
-        program, check=False, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=240
+        program,
+        check=False,
+        env={"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert found.returncode == 0, found.stderr
     refused = json.loads(found.stdout.splitlines()[-1])

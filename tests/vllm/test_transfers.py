@@ -1,4 +1,6 @@
-"""A prefill and a decode of vLLM with kvflow between them answer what one vLLM answers, whoever leaves meanwhile."""
+"""A prefill and a decode of vLLM with kvflow between them answer what one vLLM answers, whoever
+leaves meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +41,33 @@ LONG = 500  # of one whose client leaves before it ends
 MOVED = "kvflow_transfer_bytes_total"
 
 
-async def assert_same(session: Session, fleet: Fleet, prompts: list[Prompt], got: list[list[int]]) -> None:
+async def assert_same(
+    session: Session, fleet: Fleet, prompts: list[Prompt], got: list[list[int]]
+) -> None:
     answers = await at_once(8, [partial(ask, session, fleet.single.url, p, COUNT) for p in prompts])
     for prompt, ours, answer in zip(prompts, got, answers, strict=True):
         if ours != answer.tokens:
             assert len(ours) == COUNT
-            assert await is_tie(session, fleet.single, prompt, ours, answer.tokens), (len(prompt), ours, answer.tokens)
+            assert await is_tie(session, fleet.single, prompt, ours, answer.tokens), (
+                len(prompt),
+                ours,
+                answer.tokens,
+            )
 
 
 @asynccontextmanager
 async def routed(fleet: Fleet, legs: str) -> AsyncIterator[str]:
     """URL of a router in front of the fast pair."""
-    words = ["--engine", "vllm", "--legs", legs, "--prefill", fleet.prefill.url, "--decode", fleet.decode.url]
+    words = [
+        "--engine",
+        "vllm",
+        "--legs",
+        legs,
+        "--prefill",
+        fleet.prefill.url,
+        "--decode",
+        fleet.decode.url,
+    ]
     router = Child("router", "router", [*words, "--port", "0"], quiet=True)
     try:
         await router.start(os.environ, 60)
@@ -65,13 +82,21 @@ async def test_greedy_answers_through_the_router_are_those_of_one_vllm(
 ) -> None:
     prompts = random_prompts(random.Random(f"{seed} {legs}"), 30, 1500)
     before = await measure(session, fleet.decode.status_url, MOVED)
-    async with routed(fleet, legs) as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    async with (
+        routed(fleet, legs) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
 
         async def complete(prompt: Prompt) -> list[int]:
             tokens: list[int] = []
             fields = {"ignore_eos": True, "return_token_ids": True}
             stream = await client.completions.create(
-                model=MODEL, prompt=prompt, max_tokens=COUNT, temperature=0, stream=True, extra_body=fields
+                model=MODEL,
+                prompt=prompt,
+                max_tokens=COUNT,
+                temperature=0,
+                stream=True,
+                extra_body=fields,
             )
             async for chunk in stream:
                 for choice in chunk.choices:
@@ -81,7 +106,8 @@ async def test_greedy_answers_through_the_router_are_those_of_one_vllm(
         got = await at_once(8, [partial(complete, p) for p in prompts])
         assert not await measure(session, url, "kvflow_router_decoded_alone_total")
     await assert_same(session, fleet, prompts, got)
-    # They share beginnings, which decode has from the first on; most of the rest has to come from prefill.
+    # They share beginnings, which decode has from the first on; most of the rest has to come from
+    # prefill.
     page_bytes = await measure(session, fleet.decode.status_url, "kvflow_pool_bytes")
     page_bytes /= await measure(session, fleet.decode.status_url, "kvflow_pool_pages")
     moved_pages = (await measure(session, fleet.decode.status_url, MOVED) - before) / page_bytes
@@ -89,7 +115,9 @@ async def test_greedy_answers_through_the_router_are_those_of_one_vllm(
     assert all_pages / 2 < moved_pages < all_pages
 
 
-async def test_a_prompt_that_decode_has_cached_moves_nothing(session: Session, fleet: Fleet, seed: int) -> None:
+async def test_a_prompt_that_decode_has_cached_moves_nothing(
+    session: Session, fleet: Fleet, seed: int
+) -> None:
     prompt = random_prompt(random.Random(seed), 10 * BLOCK + 7)
     first = await one_after_the_other(session, fleet.prefill, fleet.decode, prompt, COUNT)
     moved = await measure(session, fleet.decode.status_url, MOVED)
@@ -99,13 +127,17 @@ async def test_a_prompt_that_decode_has_cached_moves_nothing(session: Session, f
     await assert_same(session, fleet, [prompt] * 3, [first.tokens, again.tokens, together.tokens])
 
 
-async def test_one_transfer_serves_the_first_of_several_prompts(session: Session, fleet: Fleet, seed: int) -> None:
+async def test_one_transfer_serves_the_first_of_several_prompts(
+    session: Session, fleet: Fleet, seed: int
+) -> None:
     """Those that no answer of prefill's speaks of wait for nobody there, and fail nowhere."""
     rng = random.Random(seed)
     prompts = [random_prompt(rng, 3 * BLOCK + number) for number in range(3)]
     before = await measure(session, fleet.prefill.status_url, "kvflow_rooms_failed_total")
     for asked, fields in ((prompts, {}), (prompts[:1], {"n": 2, "temperature": 0.5})):
-        first = await ask(session, fleet.prefill.url, asked, 1, {"do_remote_decode": True}, **fields)
+        first = await ask(
+            session, fleet.prefill.url, asked, 1, {"do_remote_decode": True}, **fields
+        )
         assert first.status == 200, first.text
         params = first.body["kv_transfer_params"]
         answer = await ask(session, fleet.decode.url, asked, COUNT, params, **fields)
@@ -115,7 +147,9 @@ async def test_one_transfer_serves_the_first_of_several_prompts(session: Session
             assert len(found) == 2
         else:
             await assert_same(session, fleet, asked, found)
-        assert not await measure(session, fleet.prefill.status_url, "kvflow_rooms"), "one waits for its deadline"
+        assert not await measure(session, fleet.prefill.status_url, "kvflow_rooms"), (
+            "one waits for its deadline"
+        )
     assert await measure(session, fleet.prefill.status_url, "kvflow_rooms_failed_total") == before
 
 
@@ -125,7 +159,8 @@ async def test_requests_that_are_cut_off_leave_the_others_alone_and_nothing_behi
     rng = random.Random(seed)
     prompts = [random_prompt(rng, rng.randrange(100, 1500)) for _ in range(40)]
     cuts = ["" if n % 3 else ("prefill", "decode", "both")[n // 3 % 3] for n in range(40)]
-    moments = [rng.random() * 2.5 for _ in prompts]  # seconds: about what a request takes on two cores
+    # Seconds: about what a request takes on two cores.
+    moments = [rng.random() * 2.5 for _ in prompts]
 
     async def together(prompt: Prompt, cut: str, moment: float) -> Answer | None:
         count = LONG if cut in ("decode", "both") else COUNT
@@ -158,7 +193,11 @@ async def test_requests_that_are_cut_off_leave_the_others_alone_and_nothing_behi
         for n, case in enumerate(zip(prompts, cuts, moments, strict=True))
     ]
     answers = await at_once(8, jobs)
-    left = [answer is None for answer, cut in zip(answers, cuts, strict=True) if cut in ("decode", "both")]
+    left = [
+        answer is None
+        for answer, cut in zip(answers, cuts, strict=True)
+        if cut in ("decode", "both")
+    ]
     assert sum(left) > len(left) / 2, "too few left before their answers ended"
     served = [
         (prompt, answer.tokens)
@@ -166,7 +205,9 @@ async def test_requests_that_are_cut_off_leave_the_others_alone_and_nothing_behi
         if answer and (not cut or (cut == "prefill" and answer.status == 200))
     ]
     assert len(served) >= cuts.count("")
-    await assert_same(session, fleet, [prompt for prompt, _ in served], [tokens for _, tokens in served])
+    await assert_same(
+        session, fleet, [prompt for prompt, _ in served], [tokens for _, tokens in served]
+    )
     for server in (fleet.prefill, fleet.decode):
         await eventually(partial(is_empty, session, server), f"{server.name} gives everything back")
         assert not await measure(session, server.status_url, "kvflow_rooms")

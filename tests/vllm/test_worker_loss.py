@@ -35,8 +35,12 @@ class Caught:
 
     async def start(self, session: Session) -> None:
         """Return in the midst of the writes."""
-        # The other decode computes what is to come, so that this one has nothing of it in its cache.
-        other = {self.fleet.failing.name: self.fleet.recomputing, self.fleet.recomputing.name: self.fleet.failing}
+        # The other decode computes what is to come, so that this one has nothing of it in its
+        # cache.
+        other = {
+            self.fleet.failing.name: self.fleet.recomputing,
+            self.fleet.recomputing.name: self.fleet.failing,
+        }
         for prompt, decode in zip(self.prompts, self.decodes, strict=True):
             self.want.append((await ask(session, other[decode.name].url, prompt, COUNT)).tokens)
         failing = self.fleet.failing
@@ -44,7 +48,9 @@ class Caught:
             self.legs.append(BothLegs(session, self.fleet.slow_prefill, decode, prompt, COUNT))
 
         async def arrives() -> bool:
-            return await measure(session, failing.status_url, 'kvflow_rooms{state="transferring"}') > 0
+            return (
+                await measure(session, failing.status_url, 'kvflow_rooms{state="transferring"}') > 0
+            )
 
         await eventually(arrives, f"first blocks at {failing.name}")
         assert not any(leg.decode.done() for leg in self.legs)
@@ -80,7 +86,9 @@ async def test_a_frozen_worker_keeps_blocks_in_quarantine_until_it_goes_on(
             async with session.get(f"{server.status_url}/health") as answer:
                 health = await answer.json()
             assert health["quarantined_blocks"] >= count * (LENGTH // 32), health
-            await eventually(partial(is_held, session, server.url, count), "vLLM's own metric says so")
+            await eventually(
+                partial(is_held, session, server.url, count), "vLLM's own metric says so"
+            )
     finally:
         worker.send_signal(signal.SIGCONT)
     for server in (fleet.failing, fleet.recomputing):
@@ -95,12 +103,15 @@ async def is_held(session: Session, url: str, prompts: int) -> bool:
     return await measure(session, url, QUARANTINE) >= prompts * (LENGTH // 32)
 
 
-async def test_a_killed_worker_is_an_error_or_computed_again(session: Session, fleet: Fleet, seed: int) -> None:
+async def test_a_killed_worker_is_an_error_or_computed_again(
+    session: Session, fleet: Fleet, seed: int
+) -> None:
     """The last of this fleet: vLLM ends with its worker."""
     caught = Caught(fleet, seed + 2)
     await caught.start(session)
     fleet.slow_prefill.worker.send_signal(signal.SIGKILL)
-    await caught.assert_told(LENGTH * 4096 * 3 / SLOW_BYTES_PER_S)  # sooner than the writes would have taken
+    # Sooner than the writes would have taken.
+    await caught.assert_told(LENGTH * 4096 * 3 / SLOW_BYTES_PER_S)
     await caught.end()
     for server in (fleet.failing, fleet.recomputing):
         await eventually(partial(is_empty, session, server), f"{server.name} has its blocks back")

@@ -9,10 +9,14 @@ PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 class Breaker:
-    """Opens after some failures in a row, or at once; a probe closes it. Until something real has succeeded after that,
-    a single failure opens it again, for twice as long."""
+    """Opens after some failures in a row, or at once; a probe closes it.
 
-    def __init__(self, failures: int = FAILURES, pause_s: float = PAUSE_S, max_pause_s: float = MAX_PAUSE_S) -> None:
+    Until something real has succeeded after that, a single failure opens it again, for twice as
+    long."""
+
+    def __init__(
+        self, failures: int = FAILURES, pause_s: float = PAUSE_S, max_pause_s: float = MAX_PAUSE_S
+    ) -> None:
         if failures < 1:
             raise MisuseError(f"failures {failures} is below 1")
         if not 0 < pause_s <= max_pause_s:

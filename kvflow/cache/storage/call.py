@@ -1,5 +1,5 @@
-"""One batch under way in a thread, slice by slice (I12): what is cancelled or given up is begun no further, and its
-buffers are held until the thread has returned."""
+"""One batch under way in a thread, slice by slice (I12): what is cancelled or given up is begun no
+further, and its buffers are held until the thread has returned."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ class Call:
             return [Result.FAILED] * len(keys)
 
     def _look(self) -> None:
-        """Whether the slice that is under way ends in time; after a cancel, too, since its thread is taken."""
+        """Whether the slice that is under way ends in time; after a cancel, too, since its thread
+        is taken.
+        """
         began_s = self._slice_began_s
         if began_s is None or self.released.done():
             return

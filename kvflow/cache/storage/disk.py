@@ -1,4 +1,6 @@
-"""The few calls on files that the `file` store makes; tests put a disk that fails, or hangs, below the real one."""
+"""The few calls on files that the `file` store makes; tests put a disk that fails, or hangs, below
+the real one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ class Disk:
     """Each raises OSError. Several threads at once."""
 
     def write_new(self, path: str, parts: Sequence[bytes | memoryview], *, sync: bool) -> None:
-        """A file that must not be there yet. An error may leave a part of it. `sync`: it is on the medium."""
+        """A file that must not be there yet.
+
+        An error may leave a part of it. `sync`: it is on the medium.
+        """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             self.write(descriptor, parts)
@@ -40,8 +45,10 @@ class Disk:
                 os.close(folder)
 
     def read(self, path: str, header: bytearray, value: memoryview) -> int:
-        """The first bytes of a file. Returns how many of all those asked for there are, and one more for a file that is
-        longer. Marks it as used."""
+        """The first bytes of a file.
+
+        Returns how many of all those asked for there are, and one more for a file that is longer.
+        Marks it as used."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             parts, over, done = [memoryview(header), value], bytearray(1), 0

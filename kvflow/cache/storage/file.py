@@ -4,23 +4,26 @@
     DIRECTORY/<identity>/writing/<number>           not whole yet
     DIRECTORY/<identity>/3f/<key>.<number>          a page: the header of `record`, then its bytes
 
-**A torn write is never read back.** A file is written under `writing/` and renamed when it is whole, so that a process
-killed at any moment leaves a whole page or none. What is left under `writing/` is removed at the next start. What a
-crash of the machine, or the medium, makes of a file is found when it is read: header, key, identity, length and
-checksum must be right, or the file is removed and the page is not there.
+**A torn write is never read back.** A file is written under `writing/` and renamed when it is
+whole, so that a process killed at any moment leaves a whole page or none. What is left under
+`writing/` is removed at the next start. What a crash of the machine, or the medium, makes of a file
+is found when it is read: header, key, identity, length and checksum must be right, or the file is
+removed and the page is not there.
 
-**fsync.** Not by default: the bytes survive the process anyway, a page that a crash of the machine tears is found by
-its checksum, and a cache may lose pages. The price: an error of the medium that the kernel meets when it writes its
-buffers out is seen by who reads, not by who wrote. With `sync` each file is synced before its rename, and its folder
-after it: what was reported as stored survives a crash of the machine. That costs 1 to 7 ms a page on a virtual disk,
-and 0.1 ms without.
+**fsync.** Not by default: the bytes survive the process anyway, a page that a crash of the machine
+tears is found by its checksum, and a cache may lose pages. The price: an error of the medium that
+the kernel meets when it writes its buffers out is seen by who reads, not by who wrote. With `sync`
+each file is synced before its rename, and its folder after it: what was reported as stored survives
+a crash of the machine. That costs 1 to 7 ms a page on a virtual disk, and 0.1 ms without.
 
-**One process.** Which files there are, their order of use and their total are in the memory of one process. A second
-one would evict what the first believes to have, and neither would keep to the capacity; so it is refused, by a lock
-that ends with the process. Ranks and roles of one machine that hold different parts of a model have different
-identities, and may share DIRECTORY; each keeps to a capacity of its own.
+**One process.** Which files there are, their order of use and their total are in the memory of one
+process. A second one would evict what the first believes to have, and neither would keep to the
+capacity; so it is refused, by a lock that ends with the process. Ranks and roles of one machine
+that hold different parts of a model have different identities, and may share DIRECTORY; each keeps
+to a capacity of its own.
 
-Files of pages that were never read in this process have the order of their last change: reading one sets it.
+Files of pages that were never read in this process have the order of their last change: reading one
+sets it.
 """
 
 from __future__ import annotations
@@ -59,13 +62,17 @@ class FileBackend:
         sync: bool = False,
         disk: Disk | None = None,
     ) -> None:
-        """`identity` as `identity.identity_of` gives it, of pages of `value_bytes`; files take no more than
-        `capacity_bytes`, those that were not used for longest go first. Raises: MisuseError."""
+        """`identity` as `identity.identity_of` gives it, of pages of `value_bytes`; files take no
+        more than `capacity_bytes`, those that were not used for longest go first. Raises:
+        MisuseError."""
         self.value_bytes, self.identity = value_bytes, identity
         self.pages_at_once = SYNCED_AT_ONCE if sync else PAGES_AT_ONCE
         file_bytes = -(-(HEADER_BYTES + value_bytes) // BLOCK_BYTES) * BLOCK_BYTES
         if value_bytes < 1 or capacity_bytes < file_bytes:
-            raise MisuseError(f"capacity_bytes {capacity_bytes} does not hold one page, which takes {file_bytes} bytes")
+            raise MisuseError(
+                f"capacity_bytes {capacity_bytes} does not hold one page, which takes {file_bytes} "
+                "bytes"
+            )
         self._root, self._sync, self._disk = directory, sync, disk or Disk()
         self._folder = os.path.join(directory, identity.hex()[:32])
         self._writing = os.path.join(self._folder, "writing")
@@ -81,7 +88,8 @@ class FileBackend:
         return self._index.used_bytes
 
     def open(self) -> None:
-        """Takes the lock, removes what was not finished, and finds what is there: some 10 us a file.
+        """Takes the lock, removes what was not finished, and finds what is there: some 10 us a
+        file.
 
         Raises: MisuseError for a directory that cannot be used, or that another process uses.
         """
@@ -92,10 +100,16 @@ class FileBackend:
             self._clean()
         except OSError as error:
             self.close()
-            raise MisuseError(f"storage directory {self._folder}: {error.strerror or error}") from None
+            raise MisuseError(
+                f"storage directory {self._folder}: {error.strerror or error}"
+            ) from None
         others = sum(entry.is_dir() for entry in os.scandir(self._root)) - 1
         if others:
-            log.info("storage directory %s also holds pages of %d other models or layouts", self._root, others)
+            log.info(
+                "storage directory %s also holds pages of %d other models or layouts",
+                self._root,
+                others,
+            )
 
     def close(self) -> None:
         if self._lock is not None:
@@ -163,7 +177,11 @@ class FileBackend:
             self._index.drop(entry)
             return Result.ABSENT
         expected = HEADER_BYTES + self.value_bytes
-        flaw = f"{size} bytes" if size != expected else flaw_in(bytes(header), self.identity, key, value)
+        flaw = (
+            f"{size} bytes"
+            if size != expected
+            else flaw_in(bytes(header), self.identity, key, value)
+        )
         if not flaw:
             return Result.DONE
         if self._index.drop(entry):
@@ -217,8 +235,8 @@ class FileBackend:
             owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
             os.close(lock)
             raise MisuseError(
-                f"storage directory {self._folder} is in use by process {owner or 'unknown'}: give each process a "
-                f"directory of its own"
+                f"storage directory {self._folder} is in use by process {owner or 'unknown'}: give "
+                "each process a directory of its own"
             ) from None
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -232,7 +250,10 @@ class FileBackend:
         self._remove(self._index.rebuild(entry for _, entry in found))
 
     def _found(self) -> Iterator[tuple[int, Entry]]:
-        """Every page, with when it was used last. Files of another size are removed, what is no page is left alone."""
+        """Every page, with when it was used last.
+
+        Files of another size are removed, what is no page is left alone.
+        """
         for first in range(256):
             for file in os.scandir(self._shard(first)):
                 match = _FILE.fullmatch(file.name)

@@ -1,5 +1,6 @@
-"""Which pages a directory holds, in the order of their use, and how many bytes they take. In memory, under one lock
-that is never held across a call on a file."""
+"""Which pages a directory holds, in the order of their use, and how many bytes they take.
+
+In memory, under one lock that is never held across a call on a file."""
 
 from __future__ import annotations
 
@@ -12,18 +13,28 @@ from kvflow.cache.storage.port import KEY_BYTES
 
 
 class Entry(NamedTuple):
-    """One file. Numbers are never used twice, so what removes a file cannot meet another one of the same key."""
+    """One file.
+
+    Numbers are never used twice, so what removes a file cannot meet another one of the same key.
+    """
 
     key: bytes
     number: int
 
 
 class FileIndex:
-    """Counts whole files: `file_bytes` each, those that are being written or could not be removed included."""
+    """Counts whole files: `file_bytes` each, those that are being written or could not be removed
+    included.
+    """
 
     def __init__(self, capacity_bytes: int, file_bytes: int) -> None:
-        self._most, self._file_bytes, self._lock = capacity_bytes // file_bytes, file_bytes, threading.Lock()
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the one that was used last at the end
+        self._most, self._file_bytes, self._lock = (
+            capacity_bytes // file_bytes,
+            file_bytes,
+            threading.Lock(),
+        )
+        # The one that was used last at the end.
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._stuck: list[Entry] = []
         self._writing = 0
         self._number = 0
@@ -38,8 +49,10 @@ class FileIndex:
             return len(self._entries)
 
     def rebuild(self, found: Iterable[Entry]) -> list[Entry]:
-        """From what lies in the directory, the one that was used last at the end. Returns what is to be removed: all
-        but the last of a key, and the first of what exceeds the capacity."""
+        """From what lies in the directory, the one that was used last at the end.
+
+        Returns what is to be removed: all but the last of a key, and the first of what exceeds the
+        capacity."""
         with self._lock:
             surplus = []
             for entry in found:
@@ -67,12 +80,14 @@ class FileIndex:
             return next(reversed(self._entries.values()), None)
 
     def reserve(self, key: bytes) -> tuple[Entry | None, list[Entry]]:
-        """A new file, None where all there is room for is being written; and those whose place it takes, to be removed
-        before it is written. They are found no more."""
+        """A new file, None where all there is room for is being written; and those whose place it
+        takes, to be removed before it is written. They are found no more."""
         with self._lock:
             leaving = []
             while self._taken() >= self._most and (self._stuck or self._entries):
-                leaving.append(self._stuck.pop() if self._stuck else self._entries.popitem(last=False)[1])
+                leaving.append(
+                    self._stuck.pop() if self._stuck else self._entries.popitem(last=False)[1]
+                )
             if self._taken() >= self._most:
                 return None, leaving
             return self._new(key), leaving
@@ -93,8 +108,9 @@ class FileIndex:
             self._stuck.extend(entries)
 
     def commit(self, entry: Entry) -> bool:
-        """Its file is whole and in its place. False when another one of this key was faster: then it has to be removed
-        and abandoned."""
+        """Its file is whole and in its place.
+
+        False when another one of this key was faster: then it has to be removed and abandoned."""
         with self._lock:
             if entry.key in self._entries:
                 return False

@@ -1,9 +1,11 @@
-"""What the tiers use of a store: bounded calls in threads of its own, and a store that hangs or fails left alone.
+"""What the tiers use of a store: bounded calls in threads of its own, and a store that hangs or
+fails left alone.
 
-Three kinds of calls (put, get, lookup) have threads of their own, so that writes that hang keep no read waiting. There
-are two breakers, one for writing and one for reading (lookups included): a disk that is full can still be read. An open
-one ends every call of its side at once, with what it has done by then, and refuses new ones. Only the store's own probe
-goes on, in a thread of its own, and closes it: no request waits for a store to see whether it is back.
+Three kinds of calls (put, get, lookup) have threads of their own, so that writes that hang keep no
+read waiting. There are two breakers, one for writing and one for reading (lookups included): a disk
+that is full can still be read. An open one ends every call of its side at once, with what it has
+done by then, and refuses new ones. Only the store's own probe goes on, in a thread of its own, and
+closes it: no request waits for a store to see whether it is back.
 
 So a call waits for a store that does not answer for `stall_s`, once, and the next ones not at all.
 """
@@ -24,7 +26,8 @@ from kvflow.memory.page_tasks import DaemonThreads
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import check_time
 
-SLICE_BYTES = 8 << 20  # put or read between two looks at whether the call was cancelled; at least one page
+# Put or read between two looks at whether the call was cancelled; at least one page.
+SLICE_BYTES = 8 << 20
 SLICE_KEYS = 4096  # of a lookup
 log = logging.getLogger("kvflow.storage")
 
@@ -34,7 +37,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     threads: int = 2  # per kind of call, but one for lookups
     waiting: int = 64  # calls of one kind that wait for a thread; more are refused
-    slow_s: float = 0.5  # a slice of 8 MiB, or one page, that takes longer counts as a failure; its pages are good
+    # A slice of 8 MiB, or one page, that takes longer counts as a failure; its pages are good.
+    slow_s: float = 0.5
     stall_s: float = 0.8  # a call whose slice takes longer is given up, and the breaker opens
     failures: int = 3  # in a row, until a breaker opens
     pause_s: float = 1.0  # until the first probe; doubled with each that fails
@@ -56,14 +60,22 @@ class GuardedStorage:
     def __init__(self, backend: Backend, limits: Limits) -> None:
         """For `open`, which every user calls."""
         self._backend, self._limits = backend, limits
-        self.name, self.value_bytes, self.counts = backend.name, backend.value_bytes, StorageCounts()
+        self.name, self.value_bytes, self.counts = (
+            backend.name,
+            backend.value_bytes,
+            StorageCounts(),
+        )
         self._closed = False
         self._reads = _Side(backend.name, "reading", backend.probe_reads, self.counts, limits)
         self._writes = _Side(backend.name, "writing", backend.probe_writes, self.counts, limits)
         per_slice = max(1, min(backend.pages_at_once, SLICE_BYTES // self.value_bytes))
         name, threads = backend.name, limits.threads
-        self._puts = _Lane(f"{name}-put", threads, self._writes, backend.put, per_slice, self._count_put)
-        self._gets = _Lane(f"{name}-get", threads, self._reads, backend.get, per_slice, self._count_get)
+        self._puts = _Lane(
+            f"{name}-put", threads, self._writes, backend.put, per_slice, self._count_put
+        )
+        self._gets = _Lane(
+            f"{name}-get", threads, self._reads, backend.get, per_slice, self._count_get
+        )
         lookup: Work = lambda keys, _: backend.exists(keys)  # noqa: E731
         self._lookups = _Lane(f"{name}-lookup", 1, self._reads, lookup, SLICE_KEYS, lambda _: None)
 
@@ -72,7 +84,9 @@ class GuardedStorage:
         """Raises: what `backend.open` raises; MisuseError for limits out of bounds."""
         store = cls(backend, limits or Limits())
         try:
-            await run_to_end(asyncio.get_running_loop().run_in_executor(store._reads.threads, backend.open))
+            await run_to_end(
+                asyncio.get_running_loop().run_in_executor(store._reads.threads, backend.open)
+            )
         except asyncio.CancelledError:
             await store.close()
             raise
@@ -82,7 +96,11 @@ class GuardedStorage:
         return store
 
     def __repr__(self) -> str:
-        sides = ", ".join(f"{side.what} left alone" for side in (self._reads, self._writes) if side.breaker.is_open)
+        sides = ", ".join(
+            f"{side.what} left alone"
+            for side in (self._reads, self._writes)
+            if side.breaker.is_open
+        )
         return f"<GuardedStorage over {self._backend!r}{', ' if sides else ''}{sides}>"
 
     @property
@@ -95,7 +113,9 @@ class GuardedStorage:
 
     @property
     def hung(self) -> int:
-        """Calls that are no longer waited for, and have not returned: each has a thread, and holds its buffers."""
+        """Calls that are no longer waited for, and have not returned: each has a thread, and holds
+        its buffers.
+        """
         return sum(lane.hung for lane in (self._puts, self._gets, self._lookups))
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
@@ -127,11 +147,19 @@ class GuardedStorage:
         probes = [probe for side in (self._reads, self._writes) if (probe := side.close())]
         loop = asyncio.get_running_loop()
         try:
-            ends = asyncio.gather(*(call.released for call in calls), *probes, return_exceptions=True)
+            ends = asyncio.gather(
+                *(call.released for call in calls), *probes, return_exceptions=True
+            )
             await run_to_end(ends, self._limits.close_s)
-            await run_to_end(loop.run_in_executor(self._reads.threads, self._backend.close), self._limits.close_s)
+            await run_to_end(
+                loop.run_in_executor(self._reads.threads, self._backend.close), self._limits.close_s
+            )
         except TimeoutError:
-            log.warning("storage %s has not ended within %g s, and is left alone", self._backend, self._limits.close_s)
+            log.warning(
+                "storage %s has not ended within %g s, and is left alone",
+                self._backend,
+                self._limits.close_s,
+            )
         finally:
             self._shut()
 
@@ -144,14 +172,20 @@ class GuardedStorage:
             raise MisuseError("the store is closed")
         for key in keys:
             if len(key) != KEY_BYTES:
-                raise MisuseError(f"a key of {len(key)} bytes is no digest of a page, which has {KEY_BYTES}")
+                raise MisuseError(
+                    f"a key of {len(key)} bytes is no digest of a page, which has {KEY_BYTES}"
+                )
 
-    def _check_buffers(self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool) -> None:
+    def _check_buffers(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool
+    ) -> None:
         if len(keys) != len(buffers):
             raise MisuseError(f"{len(keys)} keys and {len(buffers)} buffers")
         for buffer in buffers:
             if buffer.nbytes != self.value_bytes:
-                raise MisuseError(f"a buffer of {buffer.nbytes} bytes: this store's pages have {self.value_bytes}")
+                raise MisuseError(
+                    f"a buffer of {buffer.nbytes} bytes: this store's pages have {self.value_bytes}"
+                )
             if buffer.itemsize != 1 or not buffer.c_contiguous:
                 raise MisuseError("a buffer is not a memoryview of bytes in one piece")
             if writable and buffer.readonly:
@@ -175,7 +209,9 @@ class GuardedStorage:
 class _Side:
     """Reading, or writing: a breaker, and the probe that closes it."""
 
-    def __init__(self, name: str, what: str, probe: Callable[[], None], counts: StorageCounts, limits: Limits) -> None:
+    def __init__(
+        self, name: str, what: str, probe: Callable[[], None], counts: StorageCounts, limits: Limits
+    ) -> None:
         self.what, self.counts, self.limits = what, counts, limits
         self.threads = DaemonThreads(1, f"{name}-probe-{what}")
         self.breaker = Breaker(limits.failures, limits.pause_s, limits.max_pause_s)
@@ -186,9 +222,13 @@ class _Side:
         self._closed = False
 
     def opened(self) -> None:
-        """The breaker has opened: end what waits and what runs, and ask the store again after a while."""
+        """The breaker has opened: end what waits and what runs, and ask the store again after a
+        while.
+        """
         self.counts.trips += 1
-        log.warning("storage %s: %s is left alone for %g s", self._name, self.what, self.breaker.pause_s)
+        log.warning(
+            "storage %s: %s is left alone for %g s", self._name, self.what, self.breaker.pause_s
+        )
         for lane in self.lanes:
             lane.cancel()
         self._later()
@@ -220,7 +260,13 @@ class _Side:
         self.breaker.probed(error is None and took_s <= self.limits.stall_s)
         if self.breaker.is_open:
             why = error or f"a probe took {took_s:.1f} s"
-            log.info("storage %s: %s stays left alone for %g s: %s", self._name, self.what, self.breaker.pause_s, why)
+            log.info(
+                "storage %s: %s stays left alone for %g s: %s",
+                self._name,
+                self.what,
+                self.breaker.pause_s,
+                why,
+            )
             self._later()
         else:
             log.warning("storage %s: %s again", self._name, self.what)
@@ -239,7 +285,13 @@ class _Lane:
         count: Callable[[list[Result]], None],
     ) -> None:
         self.threads = DaemonThreads(limit, name)
-        self._limit, self._side, self._work, self._per_slice, self._count = limit, side, work, per_slice, count
+        self._limit, self._side, self._work, self._per_slice, self._count = (
+            limit,
+            side,
+            work,
+            per_slice,
+            count,
+        )
         self._calls: set[Call] = set()
         side.lanes.append(self)
 
@@ -254,9 +306,15 @@ class _Lane:
 
     def start(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
         stall_s = self._side.limits.stall_s
-        call = Call(self._work, keys, buffers, self._per_slice, self._sliced, self._stalled, stall_s)
+        call = Call(
+            self._work, keys, buffers, self._per_slice, self._sliced, self._stalled, stall_s
+        )
         call.done.add_done_callback(lambda _: self._count(call.results))
-        if not keys or not self.admits or len(self._calls) >= self._limit + self._side.limits.waiting:
+        if (
+            not keys
+            or not self.admits
+            or len(self._calls) >= self._limit + self._side.limits.waiting
+        ):
             self._side.counts.refused += bool(keys)
             call.cancel()
             return call
@@ -280,7 +338,8 @@ class _Lane:
 
     def _sliced(self, call: Call, part: Slice) -> None:
         if call.done.done():
-            return  # given up, or cancelled: what it was told is final, and this is late news of the store
+            # Given up, or cancelled: what it was told is final, and this is late news of the store.
+            return
         call.results[part.start : part.start + len(part.results)] = part.results
         counts, breaker, limits = self._side.counts, self._side.breaker, self._side.limits
         failed, slow = Result.FAILED in part.results, part.took_s > limits.slow_s

@@ -17,34 +17,44 @@ _VERSION = 1
 
 
 def identity_of(layout: PoolLayout, unit: str = PAGE) -> bytes:
-    """32 bytes that two page-first layouts have in common exactly when a page (`unit`: or a row) of the one can be read
-    as one of the other: the same model, page size, components, parts and order of bytes. How many pages there are makes
-    no difference.
+    """32 bytes that two page-first layouts have in common exactly when a page (`unit`: or a row) of
+    the one can be read as one of the other: the same model, page size, components, parts and order
+    of bytes. How many pages there are makes no difference.
 
-    Raises: LayoutError for a layout that is not page-first; MisuseError without a fingerprint of the model.
+    Raises: LayoutError for a layout that is not page-first; MisuseError without a fingerprint of
+    the model.
     """
     _buffer(layout, unit)
     if not layout.fingerprint:
         raise MisuseError("fingerprint of the pool is empty: a store must know whose KV it holds")
-    components = sorted((c for c in layout.components if c.in_rows == (unit == ROW)), key=lambda c: c.offset)
+    components = sorted(
+        (c for c in layout.components if c.in_rows == (unit == ROW)), key=lambda c: c.offset
+    )
     described = [msgspec.structs.replace(c, buffer=0) for c in components]
     content = (_VERSION, unit, layout.fingerprint, layout.tag, layout.page_size, described)
     return sha256(b"kvflow storage" + msgspec.msgpack.encode(content)).digest()
 
 
 class PageViews:
-    """The bytes of single pages (or rows) of a page-first pool in host memory, as a store takes them."""
+    """The bytes of single pages (or rows) of a page-first pool in host memory, as a store takes
+    them.
+    """
 
     def __init__(self, pool: PagedPool, unit: str = PAGE) -> None:
         """Raises: LayoutError for a pool that is on a device, or not page-first."""
         if not pool.on_host:
-            raise LayoutError(f"a store reads and writes host memory, and the pool is on {pool.device}")
+            raise LayoutError(
+                f"a store reads and writes host memory, and the pool is on {pool.device}"
+            )
         self._buffer, self._mapped_by = _buffer(pool.layout, unit), pool.mapped_by
         self._count = pool.layout.count_of(self._buffer)
         self.value_bytes = self._buffer.page_bytes
 
     def __getitem__(self, index: int) -> memoryview:
-        """Writable, `value_bytes` long; it keeps the memory mapped. Raises: LayoutError for an index outside."""
+        """Writable, `value_bytes` long; it keeps the memory mapped.
+
+        Raises: LayoutError for an index outside.
+        """
         if not 0 <= index < self._count:
             raise LayoutError(f"{self._buffer.unit} {index} is outside 0..{self._count - 1}")
         size = self._buffer.page_bytes
@@ -59,7 +69,7 @@ def _buffer(layout: PoolLayout, unit: str) -> Buffer:
     size = layout.page_bytes if unit == PAGE else layout.row_bytes
     if len(found) != 1 or found[0].page_bytes != size:
         raise LayoutError(
-            f"a store takes a {unit} in one piece, and this pool has it in {len(found)} buffers: give it a page-first "
-            f"pool"
+            f"a store takes a {unit} in one piece, and this pool has it in {len(found)} buffers: "
+            "give it a page-first pool"
         )
     return found[0]

@@ -1,24 +1,27 @@
-"""Pages in a Mooncake Store: memory that processes of a cluster lend to each other, under a master that knows what lies
-where.
+"""Pages in a Mooncake Store: memory that processes of a cluster lend to each other, under a master
+that knows what lies where.
 
-Every call blocks, and a store that is in trouble answers in its own time, so all of this runs in the threads of
-`guarded`. Measured with 0.3.13 (TCP, loopback):
+Every call blocks, and a store that is in trouble answers in its own time, so all of this runs in
+the threads of `guarded`. Measured with 0.3.13 (TCP, loopback):
 
-- The master is killed: the first call fails at once or after 4.3 s, each later one after 4.3 s. It is frozen: a call
-  waits for as long as that lasts. Both without the GIL. When a master is back the client goes on by itself, within
-  half a second; what was stored is gone, and there is no room until clients have lent theirs again (about 1 s).
-- `setup` with no master waits for 90 s and **holds the GIL**, which stops the process. So a master is asked by a child
-  process first, and the client is set up only where that has worked, which takes 50 to 100 ms, once. `close` holds it
-  for 2 s.
-- A second put of a key changes nothing and reports success. So what is damaged is removed when it is found.
-- A put reports success also for a page that somebody else has begun to put. So what was put is looked up before it
-  counts as stored.
+- The master is killed: the first call fails at once or after 4.3 s, each later one after 4.3 s. It
+  is frozen: a call waits for as long as that lasts. Both without the GIL. When a master is back the
+  client goes on by itself, within half a second; what was stored is gone, and there is no room
+  until clients have lent theirs again (about 1 s).
+- `setup` with no master waits for 90 s and **holds the GIL**, which stops the process. So a master
+  is asked by a child process first, and the client is set up only where that has worked, which
+  takes 50 to 100 ms, once. `close` holds it for 2 s.
+- A second put of a key changes nothing and reports success. So what is damaged is removed when it
+  is found.
+- A put reports success also for a page that somebody else has begun to put. So what was put is
+  looked up before it counts as stored.
 
-**The engine reaches none of the caller's buffers.** A transfer that has ended in an error may still go on when the call
-has returned, and nothing says until when. So records pass through memory of this backend that is never freed. A page is
-first copied from it to the caller's buffer, and then checked (`record`): what arrives late reaches no page, and what it
-has changed before does not pass. The checksum is needed for the rest, too: a lease that has run out, memory that was
-given to another page meanwhile, a process that died while it put.
+**The engine reaches none of the caller's buffers.** A transfer that has ended in an error may still
+go on when the call has returned, and nothing says until when. So records pass through memory of
+this backend that is never freed. A page is first copied from it to the caller's buffer, and then
+checked (`record`): what arrives late reaches no page, and what it has changed before does not pass.
+The checksum is needed for the rest, too: a lease that has run out, memory that was given to another
+page meanwhile, a process that died while it put.
 """
 
 from __future__ import annotations
@@ -79,19 +82,29 @@ class MooncakeBackend:
     pages_at_once = 256
 
     def __init__(
-        self, master: str, identity: bytes, value_bytes: int, *, host: str = "127.0.0.1", lent_bytes: int = 0,
-        metadata_server: str = PEER_TO_PEER, local_bytes: int = LOCAL_BYTES,
-    ) -> None:  # fmt: skip
-        """`master` is its host:port, `host` the address at which other clients reach this process, `identity` as
-        `identity.identity_of` gives it, of pages of `value_bytes`. This process lends `lent_bytes` to the store: pages
-        of any process lie there, and are gone with it. `metadata_server`: of the transfer engine, one for all clients;
-        `local_bytes`: that the client takes for itself.
+        self,
+        master: str,
+        identity: bytes,
+        value_bytes: int,
+        *,
+        host: str = "127.0.0.1",
+        lent_bytes: int = 0,
+        metadata_server: str = PEER_TO_PEER,
+        local_bytes: int = LOCAL_BYTES,
+    ) -> None:
+        """`master` is its host:port, `host` the address at which other clients reach this process,
+        `identity` as `identity.identity_of` gives it, of pages of `value_bytes`. This process lends
+        `lent_bytes` to the store: pages of any process lie there, and are gone with it.
+        `metadata_server`: of the transfer engine, one for all clients; `local_bytes`: that the
+        client takes for itself.
 
         Raises: MisuseError.
         """
         self._address = _parsed(master)
         if value_bytes < 1 or lent_bytes < 0:
-            raise MisuseError(f"value_bytes {value_bytes} is below 1, or lent_bytes {lent_bytes} below 0")
+            raise MisuseError(
+                f"value_bytes {value_bytes} is below 1, or lent_bytes {lent_bytes} below 0"
+            )
         self.value_bytes, self.identity = value_bytes, identity
         self._master, self._host, self._lent_bytes = master, host, lent_bytes
         self._metadata_server, self._local_bytes = metadata_server, local_bytes
@@ -103,10 +116,16 @@ class MooncakeBackend:
         self._client: Any = None
 
     def __repr__(self) -> str:
-        return f"<MooncakeBackend of the master {self._master}{'' if self._client else ', not connected'}>"
+        return (
+            "<MooncakeBackend of the master "
+            f"{self._master}{'' if self._client else ', not connected'}>"
+        )
 
     def open(self) -> None:
-        """A master that is not there is looked for later. Raises: MisuseError when the package cannot be loaded."""
+        """A master that is not there is looked for later.
+
+        Raises: MisuseError when the package cannot be loaded.
+        """
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
@@ -130,11 +149,19 @@ class MooncakeBackend:
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
         client = self._ready()
-        return [result for part in self._batches(keys) for result in self._put(client, keys[part], buffers[part])]
+        return [
+            result
+            for part in self._batches(keys)
+            for result in self._put(client, keys[part], buffers[part])
+        ]
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
         client = self._ready()
-        return [result for part in self._batches(keys) for result in self._get(client, keys[part], buffers[part])]
+        return [
+            result
+            for part in self._batches(keys)
+            for result in self._get(client, keys[part], buffers[part])
+        ]
 
     def exists(self, keys: Sequence[bytes]) -> list[Result]:
         codes = self._ready().batch_is_exist(self._names(keys))
@@ -154,22 +181,32 @@ class MooncakeBackend:
             raise OSError(f"a page cannot be put (status {code})")
         client.remove(name, True)
 
-    def _put(self, client: Any, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+    def _put(
+        self, client: Any, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[Result]:
         names = self._names(keys)
         with self._memory(client) as memory:
             for record, key, buffer in zip(self._records(memory), keys, buffers, strict=False):
-                record[:HEADER_BYTES] = np.frombuffer(header_of(self.identity, key, buffer), dtype=np.uint8)
+                record[:HEADER_BYTES] = np.frombuffer(
+                    header_of(self.identity, key, buffer), dtype=np.uint8
+                )
                 record[HEADER_BYTES:] = np.frombuffer(buffer, dtype=np.uint8)
             codes = client.batch_put_from(names, *self._places(memory, len(keys)))
         put = [code in (0, NOT_READY) for code in codes]
         there = iter(_found(client, list(compress(names, put))))
         found = {1: Result.DONE, 0: Result.ABSENT}
         return [
-            found.get(next(there), Result.FAILED) if is_put else Result.ABSENT if code == NO_ROOM else Result.FAILED
+            found.get(next(there), Result.FAILED)
+            if is_put
+            else Result.ABSENT
+            if code == NO_ROOM
+            else Result.FAILED
             for code, is_put in zip(codes, put, strict=True)
         ]
 
-    def _get(self, client: Any, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+    def _get(
+        self, client: Any, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[Result]:
         names, results = self._names(keys), [Result.FAILED] * len(keys)
         with self._memory(client) as memory:
             codes = client.batch_get_into(names, *self._places(memory, len(keys)))
@@ -185,7 +222,9 @@ class MooncakeBackend:
                     results[n] = Result.DAMAGED
         for n, result in enumerate(results):
             if result is Result.DAMAGED:
-                log.warning("storage mooncake: %s is damaged (status %d), and removed", names[n], codes[n])
+                log.warning(
+                    "storage mooncake: %s is damaged (status %d), and removed", names[n], codes[n]
+                )
                 client.remove(names[n], True)
         return results
 
@@ -211,7 +250,9 @@ class MooncakeBackend:
         except Empty:
             memory = np.zeros(self._batch * self._record_bytes, dtype=np.uint8)
             if status := client.register_buffer(memory.ctypes.data, memory.nbytes):
-                raise OSError(f"the engine refuses {memory.nbytes} bytes of memory (status {status})") from None
+                raise OSError(
+                    f"the engine refuses {memory.nbytes} bytes of memory (status {status})"
+                ) from None
             _KEPT.append(memory)
         try:
             yield memory
@@ -236,20 +277,32 @@ class MooncakeBackend:
             socket.create_connection(self._address, CONNECT_S).close()
             where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
             arguments = [sys.executable, "-P", "-c", _ASK, *where]
-            status = subprocess.run(arguments, timeout=ASK_S, capture_output=True, check=False).returncode
+            status = subprocess.run(
+                arguments, timeout=ASK_S, capture_output=True, check=False
+            ).returncode
         except subprocess.TimeoutExpired:
             status = None
         except OSError as error:
             raise OSError(f"the master {self._master} does not answer: {error}") from None
         if status != 0:
-            ended = f"has not ended within {ASK_S:g} s" if status is None else f"ended with status {status}"
+            ended = (
+                f"has not ended within {ASK_S:g} s"
+                if status is None
+                else f"ended with status {status}"
+            )
             raise OSError(
                 f"nobody can be a client of the master {self._master} with the metadata server "
                 f"{self._metadata_server}: a child that tried to {ended}"
             )
         client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         status = client.setup(
-            self._host, self._metadata_server, self._lent_bytes, self._local_bytes, "tcp", "", self._master
+            self._host,
+            self._metadata_server,
+            self._lent_bytes,
+            self._local_bytes,
+            "tcp",
+            "",
+            self._master,
         )
         if status:
             raise OSError(f"the master {self._master} refuses us (status {status})")
@@ -257,8 +310,9 @@ class MooncakeBackend:
 
 
 def check_usable(master: str) -> None:
-    """What can be known before anything is allocated. Raises: MisuseError for an address that is none, or a package
-    that is not installed."""
+    """What can be known before anything is allocated.
+
+    Raises: MisuseError for an address that is none, or a package that is not installed."""
     _parsed(master)
     if importlib.util.find_spec("mooncake") is None:
         raise MisuseError(_NOT_INSTALLED)
@@ -267,14 +321,22 @@ def check_usable(master: str) -> None:
 def _parsed(master: str) -> tuple[str, int]:
     """Host and port. Raises: MisuseError."""
     host, _, port = master.rpartition(":")
-    if not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+    if (
+        not host
+        or "/" in host
+        or not port.isascii()
+        or not port.isdigit()
+        or not 0 < int(port) < 1 << 16
+    ):
         raise MisuseError(f"master {master!r} is not host:port with a port in 1..65535")
     return host.strip("[]"), int(port)
 
 
 def _found(client: Any, names: list[str]) -> list[int]:
-    """Whether they are there, as the client says it. A page that another client puts at the same time, as prefill and
-    decode do of one prompt, is there when that one has written it: so a few looks."""
+    """Whether they are there, as the client says it.
+
+    A page that another client puts at the same time, as prefill and decode do of one prompt, is
+    there when that one has written it: so a few looks."""
     found: list[int] = client.batch_is_exist(names)
     for _ in range(MORE_LOOKS):
         if 0 not in found:

@@ -19,8 +19,9 @@ class Result(IntEnum):
     FAILED = 0
     """The store had an error, or was not asked any more after one."""
     DONE = 1
-    """Put: it is in the store, now or since before. Get: every byte is in the buffer, and right. Lookup: it is
-    there."""
+    """Put: it is in the store, now or since before.
+
+    Get: every byte is in the buffer, and right. Lookup: it is there."""
     ABSENT = 2
     """Get, lookup: it is not there. Put: there is no room for it."""
     DAMAGED = 3
@@ -64,18 +65,25 @@ class StorageCall(Protocol):
     """One batch that is under way. All of it is used on the event loop it was begun on."""
 
     done: asyncio.Future[list[bool]]
-    """Per key, in their order: whether it was stored, or read whole and right. Never an error. Who cancels it cancels
-    the call."""
+    """Per key, in their order: whether it was stored, or read whole and right.
+
+    Never an error. Who cancels it cancels the call."""
     released: asyncio.Future[None]
-    """When nothing touches the buffers any more: with `done`, or later, when a call to a store that hangs returns."""
+    """When nothing touches the buffers any more: with `done`, or later, when a call to a store that
+    hangs returns.
+    """
 
     def cancel(self) -> None:
-        """Nothing is begun any more: `done` has what had been done until now. The slice that is under way runs on until
-        `released`. Idempotent."""
+        """Nothing is begun any more: `done` has what had been done until now.
+
+        The slice that is under way runs on until `released`. Idempotent."""
 
 
 class Storage(Protocol):
-    """A store of pages of one identity, for one event loop. None of its calls raises for what the store does."""
+    """A store of pages of one identity, for one event loop.
+
+    None of its calls raises for what the store does.
+    """
 
     name: str
     """Of its kind."""
@@ -91,17 +99,22 @@ class Storage(Protocol):
     def writable(self) -> bool: ...
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> StorageCall:
-        """Store `buffers[i]` under `keys[i]`; each has `value_bytes` bytes and must not change until `released`.
+        """Store `buffers[i]` under `keys[i]`; each has `value_bytes` bytes and must not change
+        until `released`.
 
         Raises: MisuseError for keys that are no digests, and buffers of another size.
         """
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> StorageCall:
-        """Read the page of `keys[i]` into `buffers[i]`, whose bytes are undefined where the answer is False, and until
-        `released`. Raises: MisuseError, as `put`, and for a buffer that is read-only."""
+        """Read the page of `keys[i]` into `buffers[i]`, whose bytes are undefined where the answer
+        is False, and until `released`. Raises: MisuseError, as `put`, and for a buffer that is
+        read-only."""
 
     async def exists_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys are there; 0 when the store cannot say. Raises: MisuseError, as `put`."""
+        """How many of the leading keys are there; 0 when the store cannot say.
+
+        Raises: MisuseError, as `put`.
+        """
 
     async def close(self) -> None:
         """Cancel and drain every call. What hangs is left alone after a while."""
@@ -110,13 +123,16 @@ class Storage(Protocol):
 class Backend(Protocol):
     """Blocking code over one store; its calls come from several threads at once.
 
-    Whatever it raises counts as FAILED for the whole batch, so what it has done of a batch is best returned.
+    Whatever it raises counts as FAILED for the whole batch, so what it has done of a batch is best
+    returned.
     """
 
     name: str
     value_bytes: int
     pages_at_once: int
-    """No more are put or read in one call: what takes long is not stopped, or given up, in between."""
+    """No more are put or read in one call: what takes long is not stopped,
+    or given up, in between.
+    """
 
     def open(self) -> None:
         """Once, before anything else. Raises: MisuseError for what will not change by itself."""

@@ -1,7 +1,7 @@
 """`KvflowConnector`: vLLM's interface, each call handed to the side and the role that it is for.
 
-vLLM makes one in the scheduler's process and one in each worker's. They talk through vLLM only: `StepMeta` with every
-step, `StepNews` with its output.
+vLLM makes one in the scheduler's process and one in each worker's. They talk through vLLM only:
+`StepMeta` with every step, `StepNews` with its output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from kvflow.protocols.errors import MisuseError
 log = logging.getLogger("vllm.kvflow")
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(StepNews)
-_IDLE_WAIT_S = 0.005  # of a step without a model: vLLM makes one after the other while a request waits for us
+# Of a step without a model: vLLM makes one after the other while a request waits for us.
+_IDLE_WAIT_S = 0.005
 
 
 class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -44,12 +45,15 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises: MisuseError for settings that cannot be, a vLLM that does not go on from a cached beginning, and a KV
-        cache that kvflow does not move."""
+        """Raises: MisuseError for settings that cannot be, a vLLM that does not go on from a cached
+        beginning, and a KV cache that kvflow does not move."""
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_continues(vllm_config)
-        self._block_size, self._num_blocks = check_groups(kv_cache_config), kv_cache_config.num_blocks
+        self._block_size, self._num_blocks = (
+            check_groups(kv_cache_config),
+            kv_cache_config.num_blocks,
+        )
         parallel = vllm_config.parallel_config
         self._ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         self._prefill: PrefillScheduler | None = None
@@ -58,8 +62,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._segments: list[SharedSegment] = []
         if self._settings.decode_workers not in (None, 1, self._ranks):
             raise MisuseError(
-                f"kv_connector_extra_config: decode_workers {self._settings.decode_workers} is neither 1 nor the "
-                f"number of workers here, {self._ranks}"
+                f"kv_connector_extra_config: decode_workers {self._settings.decode_workers} is "
+                f"neither 1 nor the number of workers here, {self._ranks}"
             )
         if role is KVConnectorRole.SCHEDULER:
             self._make_schedulers(parallel)
@@ -80,7 +84,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     def _bootstrap_port(self) -> int:
         """Of this engine's rank 0."""
-        return self._settings.port_of_engine(self._vllm_config.parallel_config.data_parallel_index, self._ranks)
+        return self._settings.port_of_engine(
+            self._vllm_config.parallel_config.data_parallel_index, self._ranks
+        )
 
     # --- in the scheduler
 
@@ -88,7 +94,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._prefill is not None:
             self._prefill.block_ids_of = kv_cache_manager.get_block_ids
-            self._prefill.num_blocks = kv_cache_manager.block_pool.num_gpu_blocks - 1  # one is never handed out
+            # One is never handed out.
+            self._prefill.num_blocks = kv_cache_manager.block_pool.num_gpu_blocks - 1
         if self._decode is not None:
             self._decode.block_pool = kv_cache_manager.block_pool
 
@@ -104,10 +111,14 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif isinstance(asked, FromPrefill) and self._decode is not None:
             self._decode.new_request(request, asked)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if self._prefill is not None and not self._prefill.may_begin(request):
             return None, False
-        count = 0 if self._decode is None else self._decode.tokens_to_load(request, num_computed_tokens)
+        count = (
+            0 if self._decode is None else self._decode.tokens_to_load(request, num_computed_tokens)
+        )
         return count, bool(count)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -136,9 +147,13 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._decode is not None:
             self._decode.finished(request)
-        return (False, None) if self._prefill is None else self._prefill.finished(request, block_ids)
+        return (
+            (False, None) if self._prefill is None else self._prefill.finished(request, block_ids)
+        )
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
@@ -177,7 +192,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None: ...
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -187,7 +204,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             return KVConnectorTransferResults()
         meta = self._get_connector_metadata()
-        return KVConnectorTransferResults(*self._worker.finished(meta, _IDLE_WAIT_S if meta.idle else 0.0))
+        return KVConnectorTransferResults(
+            *self._worker.finished(meta, _IDLE_WAIT_S if meta.idle else 0.0)
+        )
 
     def build_connector_worker_meta(self) -> StepNews | None:
         return None if self._worker is None else self._worker.take_news()

@@ -1,11 +1,13 @@
-"""Decode in vLLM's scheduler: what is to be loaded, into which blocks, and which blocks wait for proof.
+"""Decode in vLLM's scheduler: what is to be loaded, into which blocks, and which blocks wait for
+proof.
 
-A request that was announced before its prefill has begun takes no blocks until it has: blocks that wait for a prefill
-which in turn waits for blocks would hold up those that could go on.
+A request that was announced before its prefill has begun takes no blocks until it has: blocks that
+wait for a prefill which in turn waits for blocks would hold up those that could go on.
 
-A load that has failed is over for vLLM at once: the request fails, or computes its prompt in other blocks. Until every
-worker says that nothing can write into the old ones any more, one more reference keeps them out of the pool. It is
-taken before vLLM is told: a worker that has told us of a failure waits for our word (`StepMeta.held`).
+A load that has failed is over for vLLM at once: the request fails, or computes its prompt in other
+blocks. Until every worker says that nothing can write into the old ones any more, one more
+reference keeps them out of the pool. It is taken before vLLM is told: a worker that has told us of
+a failure waits for our word (`StepMeta.held`).
 """
 
 from __future__ import annotations
@@ -43,10 +45,14 @@ class _Quarantine:
 
 
 class DecodeScheduler:
-    """Requests with `do_remote_prefill`, from their arrival until their blocks are there, or proven free."""
+    """Requests with `do_remote_prefill`, from their arrival until their blocks are there, or proven
+    free.
+    """
 
     def __init__(self, block_size: int, workers: int) -> None:
-        """`workers`: of this engine; of several, each loads its part from prefill's worker of the same number."""
+        """`workers`: of this engine; of several, each loads its part from prefill's worker of the
+        same number.
+        """
         self._block_size, self._workers = block_size, workers
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
@@ -63,34 +69,49 @@ class DecodeScheduler:
         if request.prompt_token_ids is None:
             log.warning("request %s has embeddings for a prompt: it is computed here", name)
             return
-        if params.room in self._used:  # n > 1, several prompts of one request, or it is asked once more
-            log.info("request %s: room %d has been used before: its prompt is computed here", name, params.room)
+        # N > 1, several prompts of one request, or it is asked once more.
+        if params.room in self._used:
+            log.info(
+                "request %s: room %d has been used before: its prompt is computed here",
+                name,
+                params.room,
+            )
             return
         self._used[params.room] = None
         while len(self._used) > USED_ROOMS:
             del self._used[next(iter(self._used))]
         refusal = None
         if params.workers not in (None, self._workers):
-            text = f"prefill is for decodes of {params.workers} workers (tensor times pipeline parallel)"
-            refusal = Cause(Code.REFUSED, f"{text}, and this one has {self._workers}: see its decode_workers")
+            text = (
+                f"prefill is for decodes of {params.workers} workers (tensor times pipeline "
+                "parallel)"
+            )
+            refusal = Cause(
+                Code.REFUSED, f"{text}, and this one has {self._workers}: see its decode_workers"
+            )
         is_sure = params.is_computed or refusal is not None
         self._loads[name] = _Load(request, set() if is_sure else set(range(self._workers)))
         prefill = [params.registry(rank) for rank in range(self._workers)]
-        self._next.targets.append(OpenTarget(name, params.room, prefill, prompt_of(request), refusal))
+        self._next.targets.append(
+            OpenTarget(name, params.room, prefill, prompt_of(request), refusal)
+        )
 
     def tokens_to_load(self, request: Any, num_computed_tokens: int) -> int | None:
-        """How much of the prompt prefill has beyond what this engine's prefix cache has; None while it has not begun:
-        vLLM asks again in its next step. Without side effects."""
+        """How much of the prompt prefill has beyond what this engine's prefix cache has; None while
+        it has not begun: vLLM asks again in its next step. Without side effects."""
         load = self._loads.get(request.request_id)
         if load is None or load.is_offered:
             return 0
         tokens, size = request.num_prompt_tokens, self._block_size
-        # The last token is computed here in any case, and at most a block with it: then nothing needs to travel.
+        # The last token is computed here in any case, and at most a block with it: then nothing
+        # needs to travel.
         if num_computed_tokens and num_computed_tokens >= (tokens - 1) // size * size:
             return 0
         return None if load.waits_for else int(tokens - num_computed_tokens)
 
-    def allocated(self, request: Any, block_ids: tuple[list[int], ...], num_external_tokens: int) -> None:
+    def allocated(
+        self, request: Any, block_ids: tuple[list[int], ...], num_external_tokens: int
+    ) -> None:
         name = request.request_id
         load = self._loads.get(name)
         if load is None or load.is_offered:
@@ -106,7 +127,11 @@ class DecodeScheduler:
         self._next.offers[name] = Offer(load.blocks, prefix)
 
     def build_meta(self, meta: StepMeta) -> None:
-        meta.targets, meta.offers, meta.held = self._next.targets, self._next.offers, self._next.held
+        meta.targets, meta.offers, meta.held = (
+            self._next.targets,
+            self._next.offers,
+            self._next.held,
+        )
         meta.abandoned = self._next.abandoned
         self._next = StepMeta()
 
@@ -116,7 +141,9 @@ class DecodeScheduler:
             self._next.abandoned.append(request.request_id)
 
     def update(self, news: StepNews, received: set[str]) -> None:
-        """What the workers have told with a step: of `received` requests nothing more is to come."""
+        """What the workers have told with a step:
+        of `received` requests nothing more is to come.
+        """
         for name, workers in news.ready.items():
             if (load := self._loads.get(name)) is not None:
                 load.waits_for -= workers

@@ -1,4 +1,6 @@
-"""Decode in a worker: lends vLLM's blocks to prefill, and tells vLLM what has landed, failed, is proven free."""
+"""Decode in a worker: lends vLLM's blocks to prefill, and tells vLLM what has landed, failed, is
+proven free.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         rank: int,
         load_deadline_s: float | None,
     ) -> None:
-        """`rank`: of this worker; it loads from prefill's worker of the same number. `load_deadline_s`: how long blocks
-        are lent to a prefill that does not fill them."""
+        """`rank`: of this worker; it loads from prefill's worker of the same number.
+
+        `load_deadline_s`: how long blocks are lent to a prefill that does not fill them."""
         super().__init__(thread, stats, wake)
         self._rank, self._deadline_s = rank, load_deadline_s
         self._due_s: dict[str, float] = {}  # deadlines of loads under way, in their order
@@ -62,7 +65,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         return bool(self._targets or self._received)
 
     def begin(self, meta: StepMeta) -> None:
-        """Before a step: loads that begin, blocks that are there for them, requests that are over."""
+        """Before a step: loads that begin, blocks that are there for them,
+        requests that are over.
+        """
         with self._lock:
             for what in meta.targets:
                 self._open(what, meta.offers.pop(what.request, None))
@@ -79,7 +84,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     self._abandon(target)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Ids of the requests that vLLM need not wait for any longer, and those of them whose blocks never came."""
+        """Ids of the requests that vLLM need not wait for any longer, and those of them whose
+        blocks never came.
+        """
         with self._lock:
             found = self._received, self._failed
             self._received, self._failed = set(), set()
@@ -103,7 +110,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                 self._never(target, what.refusal)
                 return
             if offer is None:
-                target.room = self.thread.announce(what.room, prefill=prefill, prompt=what.prompt, context=target)
+                target.room = self.thread.announce(
+                    what.room, prefill=prefill, prompt=what.prompt, context=target
+                )
                 return
             target.room = self.thread.open(
                 what.room,
@@ -142,14 +151,18 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             target.cause = cause
             if not target.is_abandoned and (target.offer is None or target.offer.is_waited_for):
                 self.stats.failed(cause.code)
-                log.warning("request %s: its blocks do not come from prefill: %s", target.request, cause)
+                log.warning(
+                    "request %s: its blocks do not come from prefill: %s", target.request, cause
+                )
         if target.offer is None:
             self._ready(target, set(range(target.workers)))
         self._count(target)
         self._tell(target)
 
     def _ready(self, target: _Target, workers: set[int]) -> None:
-        """The scheduler side need not wait for these any longer, before it takes blocks for the request."""
+        """The scheduler side need not wait for these any longer, before it takes blocks for the
+        request.
+        """
         self._news.ready[target.request] = self._news.ready.get(target.request, set()) | workers
 
     def _tell(self, target: _Target) -> None:
@@ -218,7 +231,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
     def _count(self, target: _Target) -> None:
         """Its blocks, after each change of what they wait for."""
         is_over = target.cause is not None or target.is_abandoned
-        is_held = is_over and target.offer is not None and self._targets.get(target.request) is target
+        is_held = (
+            is_over and target.offer is not None and self._targets.get(target.request) is target
+        )
         found = len(target.offer.blocks) if is_held and target.offer is not None else 0
         self.quarantined_blocks += found - target.quarantined
         target.quarantined = found

@@ -1,8 +1,9 @@
 """Pauses in the loops in which vLLM's processes wait for each other, for hosts with few cores.
 
-For a second after each message vLLM's engine and every worker take a core. Where there are fewer cores than such loops,
-whatever else has to run, transfers too, waits for its turn, at times for seconds (two servers on two cores: the slowest
-first token came after 1.1 s, and after 0.1 s with pauses).
+For a second after each message vLLM's engine and every worker take a core. Where there are fewer
+cores than such loops, whatever else has to run, transfers too, waits for its turn, at times for
+seconds (two servers on two cores: the slowest first token came after 1.1 s, and after 0.1 s with
+pauses).
 """
 
 from __future__ import annotations

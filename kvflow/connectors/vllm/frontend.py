@@ -1,8 +1,10 @@
-"""What vLLM's API server does with our settings and our part of a request: refuse what is wrong, say why a load failed.
+"""What vLLM's API server does with our settings and our part of a request: refuse what is wrong,
+say why a load failed.
 
-vLLM has no hook for either: a failed load is "Internal server error" to its client; what is wrong in
-`kv_transfer_params` is found only by the scheduler, where nobody can be told, and what is wrong with the settings only
-when the model has been loaded. So three of its methods are wrapped, those of the version that `version.py` names.
+vLLM has no hook for either: a failed load is "Internal server error" to its client; what is wrong
+in `kv_transfer_params` is found only by the scheduler, where nobody can be told, and what is wrong
+with the settings only when the model has been loaded. So three of its methods are wrapped, those of
+the version that `version.py` names.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from kvflow.server.http.errors import STATUS_OF_CODE
 
 _FURTHER_PROMPT = re.compile(r"cmpl-.*-[1-9][0-9]*", re.DOTALL)
 CLIENT_CLOSED_REQUEST = 499  # the other leg's client has left
-REASON = "kvflow-failed"  # in a request's trace headers: the one thing of it that vLLM sends with an error
+# In a request's trace headers: the one thing of it that vLLM sends with an error.
+REASON = "kvflow-failed"
 
 
 def encode_reason(cause: Cause) -> str:
@@ -33,7 +36,9 @@ def read_reason(text: str) -> Cause:
 
 
 def is_further_prompt(request_id: str) -> bool:
-    """Whether a request, by the name that vLLM's API server gives it, is not the first of a list of prompts."""
+    """Whether a request, by the name that vLLM's API server gives it, is not the first of a list of
+    prompts.
+    """
     return _FURTHER_PROMPT.fullmatch(request_id) is not None
 
 
@@ -71,7 +76,9 @@ def _checking(process_inputs: Any) -> Any:
     from vllm.exceptions import VLLMValidationError
 
     @wraps(process_inputs)
-    def checked(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         transfer = self.vllm_config.kv_transfer_config
         extra = getattr(params, "extra_args", None) or {}
         if transfer is not None and transfer.has_connector(NAME) and "kv_transfer_params" in extra:
@@ -80,8 +87,11 @@ def _checking(process_inputs: Any) -> Any:
                 _check_role(asked, transfer)
             except MisuseError as error:
                 raise VLLMValidationError(str(error), parameter="kv_transfer_params") from None
-            if is_further_prompt(request_id):  # one room serves one prompt, and prefill's answer speaks of the first
-                params.extra_args = {name: value for name, value in extra.items() if name != "kv_transfer_params"}
+            # One room serves one prompt, and prefill's answer speaks of the first.
+            if is_further_prompt(request_id):
+                params.extra_args = {
+                    name: value for name, value in extra.items() if name != "kv_transfer_params"
+                }
             if isinstance(asked, ToDecode):
                 params.n = 1  # of a prompt's computation; its answer's text is nobody's
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)
@@ -93,9 +103,15 @@ def _check_role(asked: object, transfer: Any) -> None:
     if asked is None:
         return
     if isinstance(asked, ToDecode) and not transfer.is_kv_producer:
-        raise MisuseError(f"kv_transfer_params: do_remote_decode is for a prefill, and this is a {transfer.kv_role}")
+        raise MisuseError(
+            "kv_transfer_params: do_remote_decode is for a prefill, and this is a "
+            f"{transfer.kv_role}"
+        )
     if not isinstance(asked, ToDecode) and not transfer.is_kv_consumer:
-        raise MisuseError(f"kv_transfer_params: do_remote_prefill is for a decode, and this is a {transfer.kv_role}")
+        raise MisuseError(
+            "kv_transfer_params: do_remote_prefill is for a decode, and this is a "
+            f"{transfer.kv_role}"
+        )
 
 
 def _telling(process_outputs: Any) -> Any:
@@ -112,9 +128,18 @@ def _telling(process_outputs: Any) -> Any:
     @wraps(process_outputs)
     def telling(self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         for output in engine_core_outputs:
-            text = (output.trace_headers or {}).get(REASON) if output.finish_reason is not None else None
+            text = (
+                (output.trace_headers or {}).get(REASON)
+                if output.finish_reason is not None
+                else None
+            )
             state = self.request_states.get(output.request_id) if text else None
-            if text and state is not None and state.queue is not None and str(output.finish_reason) == "error":
+            if (
+                text
+                and state is not None
+                and state.queue is not None
+                and str(output.finish_reason) == "error"
+            ):
                 state.queue.put(TransferError(read_reason(text)))
         return process_outputs(self, engine_core_outputs, *args, **kwargs)
 

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvflow.connectors.vllm.version import SUPPORTED
 from kvflow.engine.model.identity import config_digest, weights_digest
@@ -21,41 +26,58 @@ log = logging.getLogger("vllm.kvflow")
 
 
 def check_groups(config: KVCacheConfig) -> int:
-    """The tokens of a block. Raises: MisuseError for a cache in which a block is more than its prompt's tokens."""
+    """The tokens of a block.
+
+    Raises: MisuseError for a cache in which a block is more than its prompt's tokens.
+    """
     groups = config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise MisuseError(
-            f"the KV cache has {len(groups)} groups ({kinds}), and kvflow's connector moves one: where they are layers "
-            f"with a sliding window beside others, --disable-hybrid-kv-cache-manager makes them one"
+            f"the KV cache has {len(groups)} groups ({kinds}), and kvflow's connector moves one: "
+            "where they are layers with a sliding window beside others, "
+            "--disable-hybrid-kv-cache-manager makes them one"
         )
     spec = groups[0].kv_cache_spec
-    inner = list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    inner = (
+        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    )
     for each in inner:
-        # The type itself: one that derives from it keeps something else besides, or gives blocks up while it decodes.
+        # The type itself: one that derives from it keeps something else besides, or gives blocks up
+        # while it decodes.
         if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
             raise MisuseError(
-                f"kvflow's connector moves the KV cache of full attention, and this model's is a {type(each).__name__}"
+                "kvflow's connector moves the KV cache of full attention, and this model's is a "
+                f"{type(each).__name__}"
             )
         if each.non_causal:
-            raise MisuseError("kvflow's connector moves what causal attention keeps, and this model's is not causal")
-        if isinstance(each, MLAAttentionSpec) and (each.model_version is not None or each.tokens_per_state != 1):
             raise MisuseError(
-                f"kvflow's connector moves one state for each token, and this model's cache is of the version "
-                f"{each.model_version!r} with {each.tokens_per_state} tokens for each"
+                "kvflow's connector moves what causal attention keeps, and this model's is not "
+                "causal"
+            )
+        if isinstance(each, MLAAttentionSpec) and (
+            each.model_version is not None or each.tokens_per_state != 1
+        ):
+            raise MisuseError(
+                "kvflow's connector moves one state for each token, and this model's cache is of "
+                f"the version {each.model_version!r} with {each.tokens_per_state} tokens for each"
             )
     return int(spec.block_size)
 
 
 @contextmanager
 def shared_allocation(found: list[SharedSegment]) -> Generator[None]:
-    """While vLLM allocates its KV cache: in a segment, left in `found`, that prefills here can write into."""
+    """While vLLM allocates its KV cache: in a segment, left in `found`, that prefills here can
+    write into.
+    """
     with _InSegment(found):
         yield
 
 
 class _InSegment(TorchFunctionMode):
-    """vLLM allocates the whole cache as one `torch.zeros` of bytes (v1/worker/utils.py, allocate_kv_cache)."""
+    """vLLM allocates the whole cache as one `torch.zeros` of bytes (v1/worker/utils.py,
+    allocate_kv_cache).
+    """
 
     def __init__(self, found: list[SharedSegment]) -> None:
         super().__init__()
@@ -66,16 +88,21 @@ class _InSegment(TorchFunctionMode):
         if func is not torch.zeros or kwargs.get("dtype") is not torch.int8 or self._found:
             return func(*args, **kwargs)
         if torch.device(kwargs.get("device") or "cpu").type != "cpu":
-            raise MisuseError("transfer_backend local: the KV cache is not in host memory, the only kind it copies")
+            raise MisuseError(
+                "transfer_backend local: the KV cache is not in host memory, the only kind it "
+                "copies"
+            )
         (size,) = args
         self._found.append(SharedSegment.create(size))
         return torch.frombuffer(self._found[0].memory, dtype=torch.int8, count=size)
 
 
 class Heads(NamedTuple):
-    """The K/V heads of a model whose layers are split over `shards` workers, of which this is number `shard`.
+    """The K/V heads of a model whose layers are split over `shards` workers, of which this is
+    number `shard`.
 
-    `total` heads; fewer than shards, or none of their own (MLA: 0), and several shards have the same.
+    `total` heads; fewer than shards, or none of their own (MLA: 0), and several shards have the
+    same.
     """
 
     total: int
@@ -83,12 +110,20 @@ class Heads(NamedTuple):
     shards: int
 
     def part(self, heads: int, axis: int) -> dict[str, int]:
-        """Which part of a layer's cache this shard has, `heads` heads along `axis`: fields of `components.Part`."""
+        """Which part of a layer's cache this shard has, `heads` heads along `axis`: fields of
+        `components.Part`.
+        """
         if not self.total:
             return {"replica": self.shard, "replicas": self.shards}
         copies = max(1, heads * self.shards // self.total)
         start, copy = divmod(self.shard, copies)
-        return {"start": start * heads, "whole": self.total, "replica": copy, "replicas": copies, "axis": axis}
+        return {
+            "start": start * heads,
+            "whole": self.total,
+            "replica": copy,
+            "replicas": copies,
+            "axis": axis,
+        }
 
 
 def pool_over(
@@ -100,9 +135,10 @@ def pool_over(
     segment: SharedSegment | None,
     heads: Heads | None = None,
 ) -> PagedPool:
-    """`caches`: vLLM's layers by name, each [blocks, heads, slots, width] in any order of memory, a block of each
-    contiguous. `layout`: what else two of them must have in common. `heads`: of a worker whose decode has all workers'
-    parts in one; otherwise each has its counterpart. Raises: LayoutError."""
+    """`caches`: vLLM's layers by name, each [blocks, heads, slots, width] in any order of memory, a
+    block of each contiguous. `layout`: what else two of them must have in common. `heads`: of a
+    worker whose decode has all workers' parts in one; otherwise each has its counterpart. Raises:
+    LayoutError."""
     # Layers that share a cache (cross-layer KV sharing) are the same bytes: once is enough.
     distinct: dict[int, str] = {}
     for name, cache in caches.items():
@@ -110,7 +146,8 @@ def pool_over(
     streams, parts = {}, {}
     for name in distinct.values():
         cache = caches[name]
-        order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)  # of its dimensions in memory
+        # Of its dimensions in memory.
+        order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
         streams[name] = cache.permute(0, *order)
         if heads is not None:
             parts[name] = heads.part(cache.shape[1], order.index(1))
@@ -126,13 +163,20 @@ def pool_over(
 
 
 def model_fingerprint(model_config: Any, cache_dtype: str) -> str:
-    """Whose KV cache it is: architecture and types to be read, configuration and weights as digests."""
+    """Whose KV cache it is: architecture and types to be read, configuration and weights as
+    digests.
+    """
     name = model_config.model
     config = model_config.hf_config.to_dict()
     what = (config.get("architectures") or ["?"])[0]
     try:
         weights = weights_digest(name)
     except (KvflowError, OSError, ValueError) as error:
-        log.warning("two models of one configuration cannot be told apart here (set fingerprint): %s", error)
+        log.warning(
+            "two models of one configuration cannot be told apart here (set fingerprint): %s", error
+        )
         weights = "unread"
-    return f"{what[:80]} {model_config.dtype} cache {cache_dtype} config {config_digest(config)} weights {weights}"
+    return (
+        f"{what[:80]} {model_config.dtype} cache {cache_dtype} config {config_digest(config)} "
+        f"weights {weights}"
+    )

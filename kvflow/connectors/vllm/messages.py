@@ -1,5 +1,6 @@
-"""What vLLM carries between the two sides of a connector: from the scheduler's process to every worker's before a
-step, and back with the step's output. One machine's own processes; vLLM pickles them."""
+"""What vLLM carries between the two sides of a connector: from the scheduler's process to every
+worker's before a step, and back with the step's output. One machine's own processes; vLLM pickles
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class OpenSource:
 
 @dataclass
 class Computed:
-    """Prefill: the request's blocks when the step is over, from its first; only full ones unless it is all."""
+    """Prefill: the request's blocks when the step is over, from its first; only full ones unless it
+    is all.
+    """
 
     blocks: Sequence[int]
     is_all: bool
@@ -48,7 +51,9 @@ class OpenTarget:
 
 @dataclass
 class Offer:
-    """Decode: the blocks for the prompt after its first `prefix_tokens`; none where it has all that it can use."""
+    """Decode: the blocks for the prompt after its first `prefix_tokens`; none where it has all that
+    it can use.
+    """
 
     blocks: Sequence[int]
     prefix_tokens: int
@@ -64,15 +69,18 @@ class StepMeta:
     """All that a step tells the workers. Keys are ids of requests."""
 
     sources: list[OpenSource] = field(default_factory=list)
-    begun: list[str] = field(default_factory=list)  # prefill: requests that are sure to get all of their blocks
+    # prefill: requests that are sure to get all of their blocks.
+    begun: list[str] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
-    finished: dict[str, bool] = field(default_factory=dict)  # prefill: requests, and whether they were aborted
+    # prefill: requests, and whether they were aborted.
+    finished: dict[str, bool] = field(default_factory=dict)
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
     # decode: the blocks of loads that failed are kept; the workers at which they did may tell vLLM
     held: dict[str, set[int]] = field(default_factory=dict)
-    abandoned: list[str] = field(default_factory=list)  # decode: requests that ended before their load did
+    # decode: requests that ended before their load did.
+    abandoned: list[str] = field(default_factory=list)
     idle: bool = False  # no model runs in this step: the engine only waits for us
 
 
@@ -80,11 +88,13 @@ class StepMeta:
 class StepNews:
     """What workers tell the scheduler side, beside what vLLM asks for."""
 
-    # decode: the workers at which a load waits for its prefill no longer: that has begun, or never will
+    # decode: the workers at which a load waits for its prefill no longer: that has begun, or never
+    # will
     ready: dict[str, set[int]] = field(default_factory=dict)
     failed: dict[str, Cause] = field(default_factory=dict)  # the first cause counts
     failures: dict[str, set[int]] = field(default_factory=dict)  # at which workers
-    released: dict[str, set[int]] = field(default_factory=dict)  # of those: where nothing can write any more
+    # Of those: where nothing can write any more.
+    released: dict[str, set[int]] = field(default_factory=dict)
 
     def aggregate(self, other: StepNews) -> StepNews:
         """What two workers tell."""

@@ -1,10 +1,12 @@
-"""`kv_transfer_params`, the field by which a proxy tells vLLM what a request is to fetch, or to leave for a decode.
+"""`kv_transfer_params`, the field by which a proxy tells vLLM what a request is to fetch, or to
+leave for a decode.
 
-One after the other (the contract of vLLM's and llm-d's proxies): prefill is asked with `{"do_remote_decode": true}`,
-and what it answers with is copied, whatever it is, into the request for decode. Both at once: the proxy draws the
-room's number itself and gives it to both legs, and decode also `remote_host` and `remote_port`; the pages then stream
-while prefill computes. Proxies for vLLM's MooncakeConnector do so in words of their own, which are understood, too:
-`transfer_id` for the room, `remote_bootstrap_addr` for the address.
+One after the other (the contract of vLLM's and llm-d's proxies): prefill is asked with
+`{"do_remote_decode": true}`, and what it answers with is copied, whatever it is, into the request
+for decode. Both at once: the proxy draws the room's number itself and gives it to both legs, and
+decode also `remote_host` and `remote_port`; the pages then stream while prefill computes. Proxies
+for vLLM's MooncakeConnector do so in words of their own, which are understood, too: `transfer_id`
+for the room, `remote_bootstrap_addr` for the address.
 """
 
 from __future__ import annotations
@@ -25,11 +27,16 @@ MAX_ROOM = (1 << 53) - 1  # proxies read numbers of JSON as doubles
 _FIELD = "kv_transfer_params"
 _SHOWN = 80  # characters of a wrong value
 _TRANSFER, _BOOTSTRAP = "transfer_id", "remote_bootstrap_addr"
-_ADDRESS = re.compile(r"(?:http://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})/?", re.ASCII)
+_ADDRESS = re.compile(
+    r"(?:http://)?(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})/?", re.ASCII
+)
 
 
 class ToDecode(msgspec.Struct, frozen=True):
-    """Prefill's leg. Without a room of the proxy's, one is drawn when the prompt has been computed."""
+    """Prefill's leg.
+
+    Without a room of the proxy's, one is drawn when the prompt has been computed.
+    """
 
     room: int | None
 
@@ -51,7 +58,9 @@ class FromPrefill(msgspec.Struct, frozen=True):
 
 
 def read_params(params: object) -> ToDecode | FromPrefill | None:
-    """What one request's `kv_transfer_params` ask for; None for nothing. Fields that other connectors use are ignored.
+    """What one request's `kv_transfer_params` ask for; None for nothing.
+
+    Fields that other connectors use are ignored.
 
     Raises: MisuseError naming the field.
     """
@@ -61,7 +70,9 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
         raise MisuseError(f"{_FIELD}: {type(params).__name__} is not an object")
     to_decode, from_prefill = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
     if to_decode and from_prefill:
-        raise MisuseError(f"{_FIELD}: do_remote_decode and do_remote_prefill are both true: a request is one leg")
+        raise MisuseError(
+            f"{_FIELD}: do_remote_decode and do_remote_prefill are both true: a request is one leg"
+        )
     if to_decode:
         is_named = params.get(ROOM) is not None or params.get(_TRANSFER) is not None
         return ToDecode(_room(params) if is_named else None)
@@ -72,15 +83,20 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
     host = params.get("remote_host")
     if not isinstance(host, str) or not host:
         raise MisuseError(
-            f"{_FIELD}: remote_host {_shown(host)} is not a host name or IP address: copy prefill's answer"
+            f"{_FIELD}: remote_host {_shown(host)} is not a host name or IP address: copy "
+            "prefill's answer"
         )
     workers = None if params.get(WORKERS) is None else _number(params, WORKERS, 1, 1024)
     port, is_computed = _number(params, "remote_port", 1, 65_535), _flag(params, COMPUTED)
     return _checked(FromPrefill(_room(params), host, port, workers, is_computed))
 
 
-def prefill_answer(host: str, port: int, *, engine: str, workers: int, tensor_parallel: int) -> dict[str, Any]:
-    """What every answer of a prefill says to its decode, which also gets the room: `read_params` reads it there."""
+def prefill_answer(
+    host: str, port: int, *, engine: str, workers: int, tensor_parallel: int
+) -> dict[str, Any]:
+    """What every answer of a prefill says to its decode, which also gets the room: `read_params`
+    reads it there.
+    """
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -140,7 +156,9 @@ def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise MisuseError(f"{_FIELD}: {name} {_shown(value)} is not a whole number from {least} to {most}")
+        raise MisuseError(
+            f"{_FIELD}: {name} {_shown(value)} is not a whole number from {least} to {most}"
+        )
     return value
 
 

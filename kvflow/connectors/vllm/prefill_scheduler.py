@@ -1,9 +1,11 @@
-"""Prefill in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are computed.
+"""Prefill in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are
+computed.
 
-A request keeps its blocks until decode has them, and decode may wait for blocks of its own. So that no two requests
-wait for each other, each of which holds at one side what the other one needs there, a request begins when the whole
-cache has a place for its prompt beside those that have begun. Each of them then gets all of its blocks, whatever decode
-does, and decode takes blocks only for a request that has begun.
+A request keeps its blocks until decode has them, and decode may wait for blocks of its own. So that
+no two requests wait for each other, each of which holds at one side what the other one needs there,
+a request begins when the whole cache has a place for its prompt beside those that have begun. Each
+of them then gets all of its blocks, whatever decode does, and decode takes blocks only for a
+request that has begun.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ class PrefillScheduler:
     """Requests with `do_remote_decode`, from their arrival until vLLM is done with them."""
 
     def __init__(self, block_size: int, answer: dict[str, Any]) -> None:
-        """`answer`: what each request's answer tells its decode besides the room (`params.prefill_answer`)."""
+        """`answer`: what each request's answer tells its decode besides the room
+        (`params.prefill_answer`).
+        """
         self._block_size, self._answer = block_size, answer
-        self._streaming: dict[str, Any] = {}  # requests whose room the proxy named: they are sent as they are computed
+        # Requests whose room the proxy named: they are sent as they are computed.
+        self._streaming: dict[str, Any] = {}
         self._rooms: dict[str, int] = {}
         self._places: dict[str, int] = {}  # how many blocks each one that has begun may need
         self._taken = 0  # their sum
-        self._is_held_up = False  # in the step that is being planned, one did not begin: none behind it does
+        # In the step that is being planned, one did not begin: none behind it does.
+        self._is_held_up = False
         self.num_blocks = 0  # vLLM's
         self._next = StepMeta()  # what the next step tells the workers
         self.block_ids_of: Any = None  # vLLM's: from a request's id to its blocks, group by group
@@ -37,7 +43,9 @@ class PrefillScheduler:
     def new_request(self, request: Any, params: ToDecode) -> None:
         name = request.request_id
         if request.prompt_token_ids is None:
-            log.warning("request %s has embeddings for a prompt: kvflow cannot hand it to a decode", name)
+            log.warning(
+                "request %s has embeddings for a prompt: kvflow cannot hand it to a decode", name
+            )
             return
         self._rooms[name] = params.room or draw_room()
         if params.room is not None:
@@ -45,7 +53,9 @@ class PrefillScheduler:
             self._open(request, params.room)
 
     def may_begin(self, request: Any) -> bool:
-        """Whether there is a place for its prompt; it is its own from then on. vLLM asks in the order of its queue."""
+        """Whether there is a place for its prompt; it is its own from then on. vLLM asks in the
+        order of its queue.
+        """
         name = request.request_id
         if name not in self._rooms or name in self._places:
             return True
@@ -57,7 +67,9 @@ class PrefillScheduler:
         return True
 
     def allocated(self, request: Any) -> None:
-        """It has its first blocks; vLLM has not asked whether it may begin where it takes nothing from any cache."""
+        """It has its first blocks; vLLM has not asked whether it may begin where it takes nothing
+        from any cache.
+        """
         name = request.request_id
         if name not in self._places:
             if name in self._rooms:
@@ -72,7 +84,11 @@ class PrefillScheduler:
 
     def build_meta(self, meta: StepMeta, output: Any) -> None:
         """Add what the workers must know of the step that vLLM has just planned."""
-        meta.sources, meta.computed, meta.finished = self._next.sources, self._next.computed, self._next.finished
+        meta.sources, meta.computed, meta.finished = (
+            self._next.sources,
+            self._next.computed,
+            self._next.finished,
+        )
         meta.begun = self._next.begun
         self._next, self._is_held_up = StepMeta(), False
         # Also those that have ended since: vLLM may have given their blocks away already.
@@ -87,8 +103,12 @@ class PrefillScheduler:
             full = self._blocks_of(request) if is_all else computed // self._block_size
             meta.computed[name] = Computed(self.block_ids_of(name)[0][:full], is_all)
 
-    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the request's blocks until it is reported as sent, and what its answer carries."""
+    def finished(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM must keep the request's blocks until it is reported as sent, and what its
+        answer carries.
+        """
         name = request.request_id
         room, streams = self._rooms.pop(name, None), self._streaming.pop(name, None) is not None
         was_computed = request.status.name in _COMPUTED
@@ -99,7 +119,9 @@ class PrefillScheduler:
             self._next.begun.append(name)
         else:
             self._open(request, room)
-            self._next.computed[name] = Computed(block_ids[0][: self._blocks_of(request)], is_all=True)
+            self._next.computed[name] = Computed(
+                block_ids[0][: self._blocks_of(request)], is_all=True
+            )
         self._next.finished[name] = not was_computed
         return True, self._answer | {ROOM: room} if was_computed else None
 

@@ -1,4 +1,6 @@
-"""Prefill in a worker: sends blocks to decode as they are computed, and tells vLLM when nothing reads them."""
+"""Prefill in a worker: sends blocks to decode as they are computed, and tells vLLM when nothing
+reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from kvflow.threads.prefill import PrefillThread
 from kvflow.threads.rooms import PrefillThreadRoom, RoomEvent
 
 log = logging.getLogger("vllm.kvflow")
-_PREEMPTION_S = 0.2  # how long a step waits for writes that read blocks which it is about to overwrite
+# How long a step waits for writes that read blocks which it is about to overwrite.
+_PREEMPTION_S = 0.2
 
 
 class _Source:
@@ -35,7 +38,12 @@ class PrefillWorker(WorkerSide[PrefillThread]):
     """The requests of one worker."""
 
     def __init__(
-        self, thread: PrefillThread, stats: Transfers, wake: Callable[[], None], *, source_deadline_s: float
+        self,
+        thread: PrefillThread,
+        stats: Transfers,
+        wake: Callable[[], None],
+        *,
+        source_deadline_s: float,
     ) -> None:
         super().__init__(thread, stats, wake)
         self._deadline_s, self._block_size = source_deadline_s, thread.pool.layout.page_size
@@ -47,7 +55,9 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         return bool(self._sources)
 
     def begin(self, meta: StepMeta) -> None:
-        """Before a step: rooms that open with it, and those whose blocks decode need wait for no longer."""
+        """Before a step: rooms that open with it, and those whose blocks decode need wait for no
+        longer.
+        """
         with self._lock:
             for what in meta.sources:
                 self._open(what)
@@ -57,21 +67,26 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                     source.room.begin()
 
     def preempt(self, meta: StepMeta) -> None:
-        """Before a step that overwrites blocks of requests which vLLM has preempted: wait until no write reads them.
+        """Before a step that overwrites blocks of requests which vLLM has preempted: wait until no
+        write reads them.
 
-        A write that takes longer is ended, and with it its room: what it may still read reaches pages that decode then
-        never uses.
+        A write that takes longer is ended, and with it its room: what it may still read reaches
+        pages that decode then never uses.
         """
         for name in meta.preempted:
             with self._lock:
                 source = self._sources.get(name)
                 if source is None or source.room is None:
                     continue
-                # Forgotten before the wait: decode's half may come meanwhile, and would be sent them.
+                # Forgotten before the wait: decode's half may come meanwhile, and would be sent
+                # them.
                 blocks, source.blocks, source.is_all = source.blocks[: source.sent], (), False
             if not self.thread.wait_released(blocks, _PREEMPTION_S):
-                source.room.close(Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent"))
-                self.thread.ask(lambda _: None)  # the node knows of it: from here on the room cannot succeed
+                source.room.close(
+                    Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent")
+                )
+                # The node knows of it: from here on the room cannot succeed.
+                self.thread.ask(lambda _: None)
 
     def computed(self, meta: StepMeta) -> None:
         """After a step: what can be sent now."""
@@ -98,7 +113,9 @@ class PrefillWorker(WorkerSide[PrefillThread]):
     def _open(self, what: OpenSource) -> None:
         source = self._sources[what.request] = _Source(what.request)
         try:
-            source.room = self.thread.open(what.room, prompt=what.prompt, rendezvous_s=self._deadline_s, context=source)
+            source.room = self.thread.open(
+                what.room, prompt=what.prompt, rendezvous_s=self._deadline_s, context=source
+            )
         except KvflowError as error:
             log.warning("request %s: room %d cannot be opened: %s", what.request, what.room, error)
             self._end(source)

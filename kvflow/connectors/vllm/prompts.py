@@ -11,8 +11,10 @@ from kvflow.connectors.vllm.messages import Prompt
 
 
 def prompt_of(request: Any) -> Prompt:
-    """The token ids of a vLLM request, uint32 [n]. An adapter and media (only whose place is in the ids) are folded in
-    with the first of them: with others the two halves never meet."""
+    """The token ids of a vLLM request, uint32 [n].
+
+    An adapter and media (only whose place is in the ids) are folded in with the first of them: with
+    others the two halves never meet."""
     ids = np.array(request.prompt_token_ids, np.uint32)
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
     media = [feature.identifier for feature in request.mm_features or ()]

@@ -21,17 +21,23 @@ _SHOWN = 3  # layers
 
 
 def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks: int) -> None:
-    """Write one block through `caches`, vLLM's layers, and move it by the description in `pool`, by which planes find
-    their bytes: the block it was moved to must read as the first one, and the blocks around both as before. No block is
-    in use yet; a layout that passes has every byte put back. Raises: LayoutError naming the layers that do not pass."""
+    """Write one block through `caches`, vLLM's layers, and move it by the description in `pool`, by
+    which planes find their bytes: the block it was moved to must read as the first one, and the
+    blocks around both as before. No block is in use yet; a layout that passes has every byte put
+    back. Raises: LayoutError naming the layers that do not pass."""
     for name, cache in caches.items():
         if cache.shape[0] != num_blocks:
             shape = tuple(cache.shape)
-            raise LayoutError(f"KV cache of {name}, {shape}: its first dimension is not vLLM's {num_blocks} blocks")
+            raise LayoutError(
+                f"KV cache of {name}, {shape}: its first dimension is not vLLM's {num_blocks} "
+                "blocks"
+            )
     if num_blocks < 2:
         return
     source, target = num_blocks - 1, num_blocks // 2 - 1
-    near = sorted({n for at in (source, target) for n in (at - 1, at, at + 1) if 0 <= n < num_blocks} | {0})
+    near = sorted(
+        {n for at in (source, target) for n in (at - 1, at, at + 1) if 0 <= n < num_blocks} | {0}
+    )
     kept = {name: _read(cache, near) for name, cache in caches.items()}
     try:
         for seed, cache in enumerate(caches.values()):
@@ -41,17 +47,23 @@ def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks:
         for blocks in wanted.values():
             blocks[target] = blocks[source]
         _move(pool, source, target)
-        wrong = [name for name, cache in caches.items() if not _are_alike(_read(cache, near), wanted[name])]
+        wrong = [
+            name
+            for name, cache in caches.items()
+            if not _are_alike(_read(cache, near), wanted[name])
+        ]
     finally:
         for name, cache in caches.items():
             for block, content in kept[name].items():
                 cache[block].copy_(content)
         _settle(pool)
     if wrong:
-        names = ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+        names = ", ".join(wrong[:_SHOWN]) + (
+            f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        )
         raise LayoutError(
-            f"self-test: a block of vLLM's KV cache that was moved does not read back as it was written, in {names}: "
-            f"kvflow's connector does not know this layout"
+            "self-test: a block of vLLM's KV cache that was moved does not read back as it was "
+            f"written, in {names}: kvflow's connector does not know this layout"
         )
 
 
@@ -60,7 +72,9 @@ def _move(pool: PagedPool, source: int, target: int) -> None:
     copier = copier_for(pool)
     _settle(pool)
     try:
-        copy_slices(Pairing(pool.layout, pool.layout), here, there, _SLICE_BYTES, lambda: False, copier)
+        copy_slices(
+            Pairing(pool.layout, pool.layout), here, there, _SLICE_BYTES, lambda: False, copier
+        )
     finally:
         copier.close()
     _settle(pool)

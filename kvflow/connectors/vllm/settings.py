@@ -18,36 +18,48 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One vLLM instance's. Times are seconds."""
 
     transfer_backend: str = "mooncake"
-    """The data plane: local (one machine), mooncake, nixl, ascend or mori; the same on both sides."""
+    """The data plane: local (one machine), mooncake, nixl, ascend or mori;
+    the same on both sides.
+    """
     host: str = "127.0.0.1"
     """Where the other side reaches this one."""
     bootstrap_port: int = 8998
-    """Of a prefill: decodes find rank r at this port + r, where /health and /metrics are, too. A data-parallel engine
-    takes the ports behind those of the engines before it."""
+    """Of a prefill: decodes find rank r at this port + r, where /health and /metrics are, too.
+
+    A data-parallel engine takes the ports behind those of the engines before it."""
     ib_device: str = ""
     """RDMA device; empty for TCP."""
     decode_workers: int | None = None
-    """Of a prefill with several workers, by tensor or pipeline parallelism: how many its decodes have: 1, which has all
-    of their parts, or as many (None), each the counterpart of one."""
+    """Of a prefill with several workers, by tensor or pipeline parallelism: how many its decodes
+    have: 1, which has all of their parts, or as many (None), each the counterpart of one."""
     verify_transfers: bool = False
     """A checksum with every chunk: set it on both sides."""
     control_key_file: str = ""
-    """The key of `kvflow keygen` that a prefill and its decodes share; empty: no encryption, and anybody may ask."""
+    """The key of `kvflow keygen` that a prefill and its decodes share; empty: no encryption, and
+    anybody may ask.
+    """
     api_key: str = ""
     """What decodes need to ask a prefill's registry; empty: nothing."""
     source_deadline_s: float = 30.0
-    """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them, and decode's half of a
-    room for its own. One that has asked is waited for as long as it lives."""
+    """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them, and
+    decode's half of a room for its own. One that has asked is waited for as long as it lives."""
     load_deadline_s: float | None = 300.0
-    """How long a decode lends blocks to a prefill that does not fill them; None: as long as prefill lives."""
+    """How long a decode lends blocks to a prefill that does not fill them; None: as long as prefill
+    lives.
+    """
     lost_after_s: float = Timing().lost_after_s
-    """Without a sign of life for so long the other side is lost: requests fail, their blocks wait for proof."""
+    """Without a sign of life for so long the other side is lost: requests fail, their blocks wait
+    for proof.
+    """
     quarantine_share: float = Bounds().quarantine_share
     """Of decode's blocks: while more of them wait for proof, nothing is loaded."""
     status_port: int = 0
     """Of a decode: rank r answers GET /health and /metrics at this port + r. 0: nowhere."""
     fingerprint: str = ""
-    """Which model this is, for weights that kvflow cannot read; compared as it is. Empty: worked out from the files."""
+    """Which model this is, for weights that kvflow cannot read; compared as it is.
+
+    Empty: worked out from the files.
+    """
     rate_limit_bytes_per_s: float | None = None
     """Of this prefill's writes; for tests."""
 
@@ -66,7 +78,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
     def port_of_engine(self, number: int, ranks: int) -> int:
-        """Of rank 0 of the data-parallel engine of that number; each of the `ranks` of those before it has one."""
+        """Of rank 0 of the data-parallel engine of that number; each of the `ranks` of those before
+        it has one.
+        """
         return self.bootstrap_port + number * ranks
 
     def check(self) -> None:
@@ -81,7 +95,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not least <= getattr(self, name) < 1 << 16:
                 raise MisuseError(f"{name} {getattr(self, name)} is outside {least}..65535")
         if self.rate_limit_bytes_per_s is not None and not self.rate_limit_bytes_per_s > 0:
-            raise MisuseError(f"rate_limit_bytes_per_s {self.rate_limit_bytes_per_s} is not above 0")
+            raise MisuseError(
+                f"rate_limit_bytes_per_s {self.rate_limit_bytes_per_s} is not above 0"
+            )
         self.timing, self.bounds  # noqa: B018 - what they refuse is refused here
 
     def _check_host(self) -> None:
@@ -90,13 +106,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except MisuseError as error:
             raise MisuseError(f"host: {error}") from None
         if self.host.strip("[]") in ("0.0.0.0", "::"):
-            raise MisuseError(f"host {self.host}: the other side cannot reach that; name an address of this machine")
+            raise MisuseError(
+                f"host {self.host}: the other side cannot reach that; name an address of this "
+                "machine"
+            )
 
     @property
     def timing(self) -> Timing:
         # A step of the model may stand between the two legs of a request that are posted at once.
         return Timing(
-            lost_after_s=self.lost_after_s, rendezvous_s=self.source_deadline_s, announced_s=self.source_deadline_s
+            lost_after_s=self.lost_after_s,
+            rendezvous_s=self.source_deadline_s,
+            announced_s=self.source_deadline_s,
         )
 
     @property
@@ -105,15 +126,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_continues(vllm_config: Any) -> None:
-    """vLLM itself computes over what is cached of a prompt, in chunks or from a common prefix, or it has both switched
-    off: for MLA on CPUs without AMX, for layers that are not causal, on RISC-V. There it would compute the end of a
-    prompt that was loaded as if nothing came before it. Raises: MisuseError."""
-    if vllm_config.scheduler_config.enable_chunked_prefill or vllm_config.cache_config.enable_prefix_caching:
+    """vLLM itself computes over what is cached of a prompt, in chunks or from a common prefix, or
+    it has both switched off: for MLA on CPUs without AMX, for layers that are not causal, on
+    RISC-V. There it would compute the end of a prompt that was loaded as if nothing came before it.
+    Raises: MisuseError."""
+    if (
+        vllm_config.scheduler_config.enable_chunked_prefill
+        or vllm_config.cache_config.enable_prefix_caching
+    ):
         return
     model = vllm_config.model_config
     kind = ("MLA on " if model.use_mla else "") + str(vllm_config.device_config.device_type)
     raise MisuseError(
-        f"vLLM has switched chunked prefill and prefix caching off here ({model.model}, {kind}): it cannot go on from "
-        f"KV cache that was loaded, and its answers would be wrong without an error; if that was your command line, "
-        f"leave one of them on"
+        f"vLLM has switched chunked prefill and prefix caching off here ({model.model}, {kind}): "
+        "it cannot go on from KV cache that was loaded, and its answers would be wrong without "
+        "an error; if that was your command line, leave one of them on"
     )

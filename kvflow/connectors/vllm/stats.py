@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvflow.connectors.vllm.transfers import LISTS, WAYS, no_transfers
@@ -51,13 +54,21 @@ class KvflowStats(KVConnectorStats):  # type: ignore[misc]
 class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """The same at vLLM's /metrics, as `vllm:kvflow_*`."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: Any,
+    ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._seconds = {
             way: self._per_engine(
                 self._histogram_cls(
                     name=f"vllm:kvflow_{way}_seconds",
-                    documentation=f"Time from the opening of a prompt's room until all of it was {way}.",
+                    documentation=(
+                        f"Time from the opening of a prompt's room until all of it was {way}."
+                    ),
                     buckets=_SECONDS,
                     labelnames=labelnames,
                 )
@@ -67,7 +78,9 @@ class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._bytes = {
             way: self._per_engine(
                 self._counter_cls(
-                    name=f"vllm:kvflow_{way}_bytes", documentation=f"KV cache {way}.", labelnames=labelnames
+                    name=f"vllm:kvflow_{way}_bytes",
+                    documentation=f"KV cache {way}.",
+                    labelnames=labelnames,
                 )
             )
             for way in WAYS
@@ -79,7 +92,9 @@ class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._quarantine_family = self._gauge_cls(
             name="vllm:kvflow_quarantined_blocks",
-            documentation="Blocks out of use until it is proven that nothing writes into them, by worker.",
+            documentation=(
+                "Blocks out of use until it is proven that nothing writes into them, by worker."
+            ),
             labelnames=[*labelnames, "worker"],
         )
 

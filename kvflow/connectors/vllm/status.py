@@ -1,4 +1,6 @@
-"""What a worker says of itself over HTTP: how decodes find it, whether it can serve, and kvflow's own metrics."""
+"""What a worker says of itself over HTTP: how decodes find it, whether it can serve, and kvflow's
+own metrics.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,18 @@ log = logging.getLogger("vllm.kvflow")
 class StatusServer:
     """One worker's, on a loop of its own: a node whose loop stands still is seen to be so.
 
-    GET /ranks (of a prefill), /health (503 while it cannot serve), /metrics (of one that is both: prefill's, and
-    /metrics/decode), and /query, where proxies for vLLM's MooncakeConnector look for the id of a prefill's engine.
+    GET /ranks (of a prefill), /health (503 while it cannot serve), /metrics (of one that is both:
+    prefill's, and /metrics/decode), and /query, where proxies for vLLM's MooncakeConnector look for
+    the id of a prefill's engine.
     """
 
     def __init__(
-        self, prefill: PrefillThread | None, decode: DecodeThread | None, *, engine: str, dp_rank: int = 0
+        self,
+        prefill: PrefillThread | None,
+        decode: DecodeThread | None,
+        *,
+        engine: str,
+        dp_rank: int = 0,
     ) -> None:
         self._threads: list[Thread] = [thread for thread in (prefill, decode) if thread is not None]
         self._table = RankTable()
@@ -68,7 +76,9 @@ class StatusServer:
         return found
 
     def join(self, leader: str, api_key: str) -> None:
-        """Have the registry of rank 0, "host:port", know this rank, too: now, or as soon as it answers."""
+        """Have the registry of rank 0, "host:port", know this rank, too: now, or as soon as it
+        answers.
+        """
         assert self._loop is not None
         (info,) = self._table.all()
 
@@ -78,10 +88,17 @@ class StatusServer:
                 try:
                     return await client.register(leader, info)
                 except (LostError, WireError) as error:
-                    log.info("rank %d waits for the registry of rank 0 at %s: %s", info.rank, leader, error)
+                    log.info(
+                        "rank %d waits for the registry of rank 0 at %s: %s",
+                        info.rank,
+                        leader,
+                        error,
+                    )
                     await asyncio.sleep(_AGAIN_S)
 
-        self._loop.post(lambda: self._tasks.append(asyncio.get_running_loop().create_task(register())))
+        self._loop.post(
+            lambda: self._tasks.append(asyncio.get_running_loop().create_task(register()))
+        )
 
     def close(self) -> None:
         if self._loop is not None:
@@ -128,11 +145,16 @@ def _scraped(thread: Thread) -> Answer:
 
 
 def _state(thread: Thread) -> tuple[str, Report]:
-    """Why it cannot serve, or "", and what it has. "Free" are blocks that no transfer uses; of others, vLLM knows."""
+    """Why it cannot serve, or "", and what it has.
+
+    "Free" are blocks that no transfer uses; of others, vLLM knows.
+    """
     busy, total = thread.pages.busy_pages, thread.pages.num_pages
 
     def of(node: PrefillNode | DecodeNode) -> tuple[str, Report]:
-        report = node_report(node, pages_free=total - busy, pages_by_kind={"transfer": busy}, at_rest=not busy)
+        report = node_report(
+            node, pages_free=total - busy, pages_by_kind={"transfer": busy}, at_rest=not busy
+        )
         return node.unavailable_reason, report
 
     return thread.ask(of)

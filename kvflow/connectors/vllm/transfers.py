@@ -10,8 +10,8 @@ LISTS = tuple(f"{way}_{what}" for way in WAYS for what in ("seconds", "bytes"))
 
 
 def no_transfers() -> dict[str, Any]:
-    """Seconds and bytes of each prompt by direction, failures by code, and the blocks that wait for proof, by worker,
-    where their number has changed."""
+    """Seconds and bytes of each prompt by direction, failures by code, and the blocks that wait for
+    proof, by worker, where their number has changed."""
     return {name: [] for name in LISTS} | {"failed": {}, "quarantine": {}}
 
 

@@ -24,6 +24,6 @@ def check_version() -> None:
         import vllm
 
         raise MisuseError(
-            f"this kvflow has a connector for vLLM {SUPPORTED}.x, and vLLM {vllm.__version__} is installed: install "
-            f"vllm~={SUPPORTED}.0, or a kvflow that names this version"
+            f"this kvflow has a connector for vLLM {SUPPORTED}.x, and vLLM {vllm.__version__} is "
+            f"installed: install vllm~={SUPPORTED}.0, or a kvflow that names this version"
         )

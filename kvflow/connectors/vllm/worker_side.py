@@ -1,6 +1,8 @@
-"""What both roles share in a worker: a node in a thread of its own, and a thread that follows its events.
+"""What both roles share in a worker: a node in a thread of its own, and a thread that follows its
+events.
 
-The events are handled as they come, not step by step: a step of the model may take longer than a transfer.
+The events are handled as they come, not step by step: a step of the model may take longer than a
+transfer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _POLL_S = 1.0
 
 
 class WorkerSide(Generic[T]):
-    """The lock is around all that a side knows of its requests: vLLM's thread and the follower both change it."""
+    """The lock is around all that a side knows of its requests: vLLM's thread and the follower both
+    change it.
+    """
 
     def __init__(self, thread: T, stats: Transfers, wake: Callable[[], None]) -> None:
         """`wake` is called when vLLM has something to hear."""
@@ -29,7 +33,9 @@ class WorkerSide(Generic[T]):
         self.stats, self._wake = stats, wake
         self._lock = threading.Lock()
         self._closed = False
-        self._follower = threading.Thread(target=self._follow, name=f"kvflow-{thread.role}-events", daemon=True)
+        self._follower = threading.Thread(
+            target=self._follow, name=f"kvflow-{thread.role}-events", daemon=True
+        )
 
     def start(self) -> None:
         """Raises: what the node raises."""
@@ -37,11 +43,15 @@ class WorkerSide(Generic[T]):
         self._follower.start()
 
     def close(self) -> None:
-        """End every room, then the node. Blocks whose loans are unproven stay busy until the process ends."""
+        """End every room, then the node.
+
+        Blocks whose loans are unproven stay busy until the process ends.
+        """
         unproven = self.thread.close()
         if unproven:
             log.warning(
-                "%d loans of blocks are without proof: this process must end before they are used", len(unproven)
+                "%d loans of blocks are without proof: this process must end before they are used",
+                len(unproven),
             )
         self._closed = True
         self._follower.join()
@@ -58,7 +68,10 @@ class WorkerSide(Generic[T]):
                 self._wake()
 
     def _expire(self) -> float:
-        """End what is overdue. Returns how long there is nothing to do, unless something happens."""
+        """End what is overdue.
+
+        Returns how long there is nothing to do, unless something happens.
+        """
         return _POLL_S
 
     def _handle(self, event: RoomEvent[Any]) -> None:

@@ -80,7 +80,11 @@ class WorkerSides:
         if config.is_kv_consumer:
             thread = _decode_thread(pool, settings, segment, options)
             decode = DecodeWorker(
-                thread, transfers, wake.set, rank=place.rank, load_deadline_s=settings.load_deadline_s
+                thread,
+                transfers,
+                wake.set,
+                rank=place.rank,
+                load_deadline_s=settings.load_deadline_s,
             )
             decode.start()
         status = StatusServer(
@@ -98,7 +102,9 @@ class WorkerSides:
                     status.join(registry_address(settings.host, port), settings.api_key)
         except MisuseError as error:
             sides.close()
-            raise MisuseError(f"kv_connector_extra_config: {name} of worker {place.rank}: {error}") from None
+            raise MisuseError(
+                f"kv_connector_extra_config: {name} of worker {place.rank}: {error}"
+            ) from None
         log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
         return sides
 
@@ -116,13 +122,15 @@ class WorkerSides:
     def computed(self, meta: StepMeta) -> None:
         if self._prefill is None or not meta.computed:
             return
-        if not self._prefill.thread.pool.on_host:  # the device may still be writing what the step computes
+        # The device may still be writing what the step computes.
+        if not self._prefill.thread.pool.on_host:
             torch.accelerator.synchronize()
         self._prefill.computed(meta)
 
     def finished(self, meta: StepMeta, wait_s: float) -> tuple[set[str], set[str], set[str]]:
-        """Ids of requests that are sent, received, and of those received whose blocks never came. Waits up to `wait_s`
-        for something to tell, where anything is under way."""
+        """Ids of requests that are sent, received, and of those received whose blocks never came.
+
+        Waits up to `wait_s` for something to tell, where anything is under way."""
         if wait_s and self._is_busy and not (meta.sources or meta.targets or meta.offers):
             self._wake.wait(wait_s)
         sent = set() if self._prefill is None else self._prefill.finished(meta)
@@ -164,7 +172,8 @@ def _model_name(model_config: Any) -> str:
 class _Place(NamedTuple):
     """Which of its engine's workers this one is: number `rank` of `ranks`.
 
-    `is_joined`: it is one of several of a prefill, and its decodes have one worker each, which has all of their parts.
+    `is_joined`: it is one of several of a prefill, and its decodes have one worker each, which has
+    all of their parts.
     """
 
     rank: int
@@ -189,7 +198,9 @@ def _pool(
     segment: SharedSegment | None,
 ) -> PagedPool:
     cache = vllm_config.cache_config
-    layout = f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
+    layout = (
+        f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
+    )
     if place.ranks > 1 and not place.is_joined:  # its counterpart alone has the same part
         layout += f", worker {place.rank} of {place.ranks}"
     return pool_over(
@@ -197,7 +208,8 @@ def _pool(
         block_size,
         layout=layout,
         heads=_heads(vllm_config.model_config) if place.is_joined else None,
-        fingerprint=settings.fingerprint or model_fingerprint(vllm_config.model_config, cache.cache_dtype),
+        fingerprint=settings.fingerprint
+        or model_fingerprint(vllm_config.model_config, cache.cache_dtype),
         segment=segment,
     )
 
@@ -221,7 +233,9 @@ def _options(settings: Settings, pages: ExternalPages) -> dict[str, Any]:
 def _prefill_thread(pool: PagedPool, settings: Settings, options: dict[str, Any]) -> PrefillThread:
     rate, device = settings.rate_limit_bytes_per_s, settings.ib_device
     plane = open_plane(settings.transfer_backend, None, rate, settings.host, device)
-    return PrefillThread(pool, plane, bind=partial(bind_router, key=read_key(settings.control_key_file)), **options)
+    return PrefillThread(
+        pool, plane, bind=partial(bind_router, key=read_key(settings.control_key_file)), **options
+    )
 
 
 def _decode_thread(
@@ -229,4 +243,6 @@ def _decode_thread(
 ) -> DecodeThread:
     plane = open_plane(settings.transfer_backend, segment, None, settings.host, settings.ib_device)
     connect = partial(connect_dealer, key=read_key(settings.control_key_file))
-    return DecodeThread(pool, plane, resolve=RegistryClient(settings.api_key).resolve, connect=connect, **options)
+    return DecodeThread(
+        pool, plane, resolve=RegistryClient(settings.api_key).resolve, connect=connect, **options
+    )

@@ -1,6 +1,8 @@
-"""The attention function `kvflow`: scaled dot product attention over one packed row of chunks or decoding sequences.
+"""The attention function `kvflow`: scaled dot product attention over one packed row of chunks or
+decoding sequences.
 
-Chunks attend one sequence after the other; sequences that decode one token each do so together, in one call.
+Chunks attend one sequence after the other; sequences that decode one token each do so together, in
+one call.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ NAME = "kvflow"
 
 
 class _WindowRecorder(threading.local):
-    """For the self-test: the sliding window that each layer of this thread's model passed (0: none); None while nothing
-    is recorded."""
+    """For the self-test: the sliding window that each layer of this thread's model passed (0:
+    none); None while nothing is recorded."""
 
     windows: dict[int, int] | None = None
 
@@ -42,20 +44,26 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query` [1, heads, tokens, dim] and `key`/`value` [1, kv heads, keys, dim] are divided by the step.
+    """`query` [1, heads, tokens, dim] and `key`/`value` [1, kv heads, keys, dim] are divided by the
+    step.
 
     `dropout` and `attention_mask` belong to transformers' call, and are unused.
     """
     step = current.step
     if step is None:
-        raise RuntimeError("the attention function kvflow was called outside a step of kvflow's runner")
+        raise RuntimeError(
+            "the attention function kvflow was called outside a step of kvflow's runner"
+        )
     window, layer = sliding_window or 0, getattr(module, "layer_idx", -1)
     if window_recorder.windows is not None:
         window_recorder.windows[layer] = window
     ring = current.rings.window_of(layer, window)
     keys: Step | Rings = step.rings(ring) if ring else step
     if keys.batches:
-        found = [_batched(batch, query, key, value, scaling, window, softcap, s_aux) for batch in keys.batches]
+        found = [
+            _batched(batch, query, key, value, scaling, window, softcap, s_aux)
+            for batch in keys.batches
+        ]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1), None
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
     for span in keys.spans:
@@ -70,10 +78,18 @@ def packed_attention(
 
 
 def _batched(
-    batch: Batch, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int,
-    softcap: float | None, sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """One query of every row: the heads of a group become queries of one head, so no key has to be repeated."""
+    batch: Batch,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One query of every row: the heads of a group become queries of one head, so no key has to be
+    repeated.
+    """
     rows, last = batch.rows, min(batch.keys, window or batch.keys)
     k, v = _keys_of(batch, key, last), _keys_of(batch, value, last)
     q = query[:, :, batch.q0 : batch.q1]
@@ -95,19 +111,33 @@ def _keys_of(batch: Batch, states: torch.Tensor, last: int) -> torch.Tensor:
 
 
 def _many_queries(
-    step: Step, span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int
+    step: Step,
+    span: Span,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    window: int,
 ) -> torch.Tensor:
     queries, keys = span.q1 - span.q0, span.k1 - span.k0
     causal = queries == keys and not (window and keys > window)
     mask = None if causal else step.mask(queries, keys, window)
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=grouped
+    )
 
 
 def _plain(
-    step: Step, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int,
-    softcap: float | None, sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    step: Step,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float | None,
+    window: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     """Soft-capped scores and attention sinks, for which there is no CPU kernel."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -118,16 +148,21 @@ def _plain(
     return _weighted(scores, sinks, v)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, scaling: float | None, softcap: float | None) -> torch.Tensor:
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, scaling: float | None, softcap: float | None
+) -> torch.Tensor:
     scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def _weighted(scores: torch.Tensor, sinks: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor:
-    """`scores` [batch, kv heads, queries, keys]; a head's sink takes its share of the weights, and adds nothing."""
+    """`scores` [batch, kv heads, queries, keys]; a head's sink takes its share of the weights, and
+    adds nothing.
+    """
     keys = scores.shape[-1]
     if sinks is not None:
-        share = sinks.view(1, scores.shape[1], -1, 1)  # one for each head, which are queries where they are grouped
+        # One for each head, which are queries where they are grouped.
+        share = sinks.view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, share.expand(scores.shape[0], -1, scores.shape[2], 1)], dim=-1)
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)[..., :keys] @ v
 

@@ -1,4 +1,6 @@
-"""How the packed axes of a step are divided: a span a sequence, or batches of rows that decode one token each."""
+"""How the packed axes of a step are divided: a span a sequence, or batches of rows that decode one
+token each.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ from numpy.typing import NDArray
 
 from kvflow.engine.model.device import Place
 
-# A batch of decoding rows is one attention call over keys padded to its longest row. Rows of very different lengths are
-# divided: padding may take this share of the keys, plus as much as another call costs.
+# A batch of decoding rows is one attention call over keys padded to its longest row. Rows of very
+# different lengths are divided: padding may take this share of the keys, plus as much as another
+# call costs.
 _PADDED_SHARE, _CALL_KEYS = 0.25, 512
 _MORE_COLUMNS = 8  # of a mask, for the steps that follow
 
@@ -27,15 +30,21 @@ class Span(NamedTuple):
 
 
 class Batch:
-    """Rows of one query each, whose keys are padded on the left to `keys`: queries q0..q1, keys k0..k1, `width` a row,
-    of which the first `keys` are meant."""
+    """Rows of one query each, whose keys are padded on the left to `keys`: queries q0..q1, keys
+    k0..k1, `width` a row, of which the first `keys` are meant."""
 
     def __init__(
-        self, q0: int, lengths: list[int], k0: int, more: int = 0,
-        masks: dict[torch.dtype, torch.Tensor] | None = None, place: Place = torch.from_numpy,
-    ) -> None:  # fmt: skip
-        """`lengths` ascend; there are `more` keys of each row than are meant. `masks` are kept from step to step of the
-        same rows: their padding stays what it is."""
+        self,
+        q0: int,
+        lengths: list[int],
+        k0: int,
+        more: int = 0,
+        masks: dict[torch.dtype, torch.Tensor] | None = None,
+        place: Place = torch.from_numpy,
+    ) -> None:
+        """`lengths` ascend; there are `more` keys of each row than are meant.
+
+        `masks` are kept from step to step of the same rows: their padding stays what it is."""
         self.q0, self.rows, self.k0 = q0, len(lengths), k0
         self.q1 = q0 + self.rows
         self.keys, self.lengths = lengths[-1], lengths
@@ -45,13 +54,15 @@ class Batch:
         self._place = place
 
     def later(self, steps: int) -> Batch:
-        """The same rows so many steps later: more of their keys are meant, none stands elsewhere."""
+        """The same rows so many steps later: more of their keys are meant,
+        none stands elsewhere.
+        """
         lengths = [length + steps for length in self.lengths]
         return Batch(self.q0, lengths, self.k0, self.width - lengths[-1], self._masks, self._place)
 
     def positions(self) -> NDArray[np.int64]:
-        """[rows, width]: the position in its sequence of every key; padding repeats the row's own first one, so no
-        other sequence is read."""
+        """[rows, width]: the position in its sequence of every key; padding repeats the row's own
+        first one, so no other sequence is read."""
         found: NDArray[np.int64] = np.maximum(np.arange(self.width) - self._padding(), 0)
         return found
 
@@ -61,7 +72,9 @@ class Batch:
         return own.view(own.shape[0], self.rows, self.width, own.shape[2])
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """[rows, 1, 1, last], to be added to the scores of the `last` keys; None when none of them is padding."""
+        """[rows, 1, 1, last], to be added to the scores of the `last` keys; None when none of them
+        is padding.
+        """
         if last <= self.lengths[0]:
             return None
         if dtype not in self._masks or self._masks[dtype].shape[1] < self.keys:
@@ -76,8 +89,8 @@ class Batch:
 
 
 def divided(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive rows of ascending `lengths`, from the first to before the last, as far as padding them to the longest
-    one is worth it."""
+    """Consecutive rows of ascending `lengths`, from the first to before the last, as far as padding
+    them to the longest one is worth it."""
     first = used = 0
     for i, length in enumerate(lengths):
         padded = (i + 1 - first) * length

@@ -1,6 +1,8 @@
-"""Where a model runs: finding the device that `--device` names, placing a step's inputs there, and the end of a step.
+"""Where a model runs: finding the device that `--device` names, placing a step's inputs there, and
+the end of a step.
 
-Only `cuda` and `cpu` are known. What follows from a device is here; the rest of the engine asks tensors for theirs.
+Only `cuda` and `cpu` are known. What follows from a device is here; the rest of the engine asks
+tensors for theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ Place = Callable[[NDArray[Any]], torch.Tensor]
 
 def cuda_devices() -> list[str]:
     """The CUDA devices that torch can use, in order, as "NVIDIA H100 80GB HBM3"."""
-    if torch.version.cuda is None or not torch.cuda.is_available():  # a build for ROCm calls its devices cuda, too
+    # A build for ROCm calls its devices cuda, too.
+    if torch.version.cuda is None or not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
 
@@ -29,7 +32,9 @@ def cuda_devices() -> list[str]:
 def describe_devices() -> str:
     """What torch sees on this machine, for people."""
     if found := cuda_devices():
-        return f"torch {torch.__version__} sees " + ", ".join(f"cuda:{n} ({name})" for n, name in enumerate(found))
+        return f"torch {torch.__version__} sees " + ", ".join(
+            f"cuda:{n} ({name})" for n, name in enumerate(found)
+        )
     why = "" if torch.version.cuda else ", and is built without CUDA"
     return f"torch {torch.__version__} sees no CUDA device{why}"
 
@@ -54,12 +59,15 @@ def find_device(wanted: str) -> torch.device:
 
 
 def place_on(device: torch.device) -> Place:
-    """How numpy arrays become tensors on `device`: the one way in which a step's inputs get there."""
+    """How numpy arrays become tensors on `device`:
+    the one way in which a step's inputs get there.
+    """
     return torch.from_numpy if device == CPU else lambda array: torch.from_numpy(array).to(device)
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when all that this thread has queued on `device` has run; on the CPU that is so already.
+    """Return when all that this thread has queued on `device` has run; on the CPU that is so
+    already.
 
     Raises: what ran there and failed.
     """

@@ -1,4 +1,6 @@
-"""Loading a model from a directory or a Hugging Face name; models that the engines cannot run are refused."""
+"""Loading a model from a directory or a Hugging Face name; models that the engines cannot run are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,13 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that passed the self-test, or a part of one. `streams` and `fingerprint` are for `build_layout`; a part
-    has streams of its own, and the fingerprint of the whole.
+    """A model that passed the self-test, or a part of one.
 
-    `tokenizer` may be None. `whole_prompts`: a prompt must be computed in one chunk, since the model takes no notice of
-    the states that an earlier one has left.
+    `streams` and `fingerprint` are for `build_layout`; a part has streams of its own, and the
+    fingerprint of the whole.
+
+    `tokenizer` may be None. `whole_prompts`: a prompt must be computed in one chunk, since the
+    model takes no notice of the states that an earlier one has left.
     """
 
     model: Any
@@ -62,7 +66,10 @@ class LoadedModel:
     """What the model's generation_config.json recommends, by the names of SamplingParams."""
     part: ModelPart = WHOLE
     neighbours: Neighbours = ALONE
-    """The processes with the other parts, whose steps depend on each other. `close` it when no step runs any more."""
+    """The processes with the other parts, whose steps depend on each other.
+
+    `close` it when no step runs any more.
+    """
     other_states: bool = False
     """Some part keeps conv or recurrent states."""
 
@@ -83,8 +90,12 @@ class LoadedModel:
 
     @property
     def streams_of_stage(self) -> list[StateKind]:
-        """`streams`, and those of all other shards of the stage: for a pool that they have together."""
-        return of_every_shard(self.streams, self.part.shards) if self.part.shards > 1 else self.streams
+        """`streams`, and those of all other shards of the stage: for a pool that they have
+        together.
+        """
+        return (
+            of_every_shard(self.streams, self.part.shards) if self.part.shards > 1 else self.streams
+        )
 
     @property
     def has_rows(self) -> bool:
@@ -93,8 +104,8 @@ class LoadedModel:
 
     @property
     def has_states(self) -> bool:
-        """Each request keeps conv or recurrent states, which depend on how its tokens are divided into steps: here, or
-        in another part of the model."""
+        """Each request keeps conv or recurrent states, which depend on how its tokens are divided
+        into steps: here, or in another part of the model."""
         return self.other_states or any(layer.has_states for layer in self.layers if layer)
 
     @property
@@ -109,11 +120,12 @@ class LoadedModel:
         return 2 if self.has_states else 1
 
     def chunk(self, remaining: int, most: int) -> int:
-        """How many of a prompt's `remaining` tokens are computed at once: `most`, but all of a prompt that cannot be
-        divided.
+        """How many of a prompt's `remaining` tokens are computed at once: `most`, but all of a
+        prompt that cannot be divided.
 
-        A model with states may compute a token that comes alone as one that was generated (nemotron_h: with other
-        numbers), so for these no chunk is of one token, and none leaves one behind.
+        A model with states may compute a token that comes alone as one that was generated
+        (nemotron_h: with other numbers), so for these no chunk is of one token, and none leaves one
+        behind.
         """
         if self.whole_prompts:
             return remaining
@@ -126,21 +138,32 @@ class LoadedModel:
 
     def runner(self, pool: PagedPool) -> Runner:
         """Raises: LayoutError when the pool was not made from `streams`."""
-        return Runner(self.model, self.layers, pool, packed=self.mode == "packed", neighbours=self.neighbours)
+        return Runner(
+            self.model, self.layers, pool, packed=self.mode == "packed", neighbours=self.neighbours
+        )
 
 
 def load_model(
-    path: str, dtype: str = "auto", attention: str = "auto", progress: Progress | None = None, device: str = "cpu",
-    sliding_window_rows: str = "auto", part: ModelPart = WHOLE, meeting: Meeting | None = None,
-) -> LoadedModel:  # fmt: skip
-    """Load, probe and self-test; blocks. `attention` "auto" is packed where that works, else pad; `device` is one that
-    `find_device` knows; `sliding_window_rows` is explained in `windows`.
+    path: str,
+    dtype: str = "auto",
+    attention: str = "auto",
+    progress: Progress | None = None,
+    device: str = "cpu",
+    sliding_window_rows: str = "auto",
+    part: ModelPart = WHOLE,
+    meeting: Meeting | None = None,
+) -> LoadedModel:
+    """Load, probe and self-test; blocks.
 
-    A `part` is loaded by each of `part.ranks` processes of this machine, which find each other by `meeting`; each
-    returns when all are ready. One process cannot have two shards.
+    `attention` "auto" is packed where that works, else pad; `device` is one that `find_device`
+    knows; `sliding_window_rows` is explained in `windows`.
 
-    Raises: MisuseError, one line: unknown path, dtype or device, unsupported model, missing weights, failed self-test,
-    a model that cannot be divided so. LostError: another process with a part has ended, or does not come.
+    A `part` is loaded by each of `part.ranks` processes of this machine, which find each other by
+    `meeting`; each returns when all are ready. One process cannot have two shards.
+
+    Raises: MisuseError, one line: unknown path, dtype or device, unsupported model, missing
+    weights, failed self-test, a model that cannot be divided so. LostError: another process with a
+    part has ended, or does not come.
     """
     _check_choices(dtype, attention, sliding_window_rows)
     name, where = str(path), find_device(device)
@@ -181,7 +204,9 @@ def load_model(
     )
 
 
-def _checked_config(source: str, name: str, part: ModelPart, device: torch.device, report: Progress) -> Any:
+def _checked_config(
+    source: str, name: str, part: ModelPart, device: torch.device, report: Progress
+) -> Any:
     config = _config(source, name)
     report("configuration", 1.0)
     refuse_by_config(config, name)
@@ -205,7 +230,10 @@ def _check_choices(dtype: str, attention: str, sliding_window_rows: str) -> None
 
 
 def _class_for(config: Any, part: ModelPart, name: str) -> tuple[Any, dict[str, Any]]:
-    """What loads the layers of `part`, and with which arguments. Raises: MisuseError where it cannot be cut so."""
+    """What loads the layers of `part`, and with which arguments.
+
+    Raises: MisuseError where it cannot be cut so.
+    """
     own = own_layers(config, part, name)
     if part.stages == 1:
         return AutoModelForCausalLM, {}
@@ -220,10 +248,10 @@ def _config(source: str, name: str) -> Any:
 
 def _weights(
     source: str, name: str, dtype: str, device: torch.device, model_class: Any, more: dict[str, Any]
-) -> Any:  # fmt: skip
+) -> Any:
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    # transformers swaps functions of its own classes and of torch while it loads; two threads at once would leave some
-    # of them swapped for ever.
+    # transformers swaps functions of its own classes and of torch while it loads; two threads at
+    # once would leave some of them swapped for ever.
     with _LOADING, explained(f"model {name!r} cannot be loaded"):
         # Mismatches are reported below: transformers only prints them.
         loaded: Any = model_class.from_pretrained(
@@ -233,11 +261,14 @@ def _weights(
     if mismatched := sorted(info["mismatched_keys"]):
         weight, found, expected = mismatched[0]
         raise MisuseError(
-            f"model {name!r}: {len(mismatched)} weights do not have the shape that config.json asks for: {weight!r} is "
-            f"{list(found)}, not {list(expected)}"
+            f"model {name!r}: {len(mismatched)} weights do not have the shape that config.json "
+            f"asks for: {weight!r} is {list(found)}, not {list(expected)}"
         )
     if missing := sorted(info["missing_keys"]):
-        raise MisuseError(f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} among them")
+        raise MisuseError(
+            f"model {name!r}: the checkpoint lacks {len(missing)} weights, {missing[0]!r} among "
+            "them"
+        )
     with explained(f"model {name!r} does not fit on {device}"):
         return model.eval().to(device)
 

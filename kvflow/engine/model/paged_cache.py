@@ -1,8 +1,8 @@
 """The cache of a model: pages and rows of a pool, behind transformers' own cache interface.
 
-K, V and indexer keys are written to pages, or K and V to rings, and gathered from them layer by layer. The states of
-conv and recurrent layers are read and changed in place by models, each in its own way, so those of all layers are
-copied out of their rows before a forward, and back after it.
+K, V and indexer keys are written to pages, or K and V to rings, and gathered from them layer by
+layer. The states of conv and recurrent layers are read and changed in place by models, each in its
+own way, so those of all layers are copied out of their rows before a forward, and back after it.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
 
 
 class PagedStream:
-    """K, V or indexer keys of one layer: a view [pages, page size, heads, dim] of the pool. Nothing else writes it."""
+    """K, V or indexer keys of one layer: a view [pages, page size, heads, dim] of the pool.
+
+    Nothing else writes it.
+    """
 
     def __init__(self, pages: torch.Tensor) -> None:
         count, page_size, heads, dim = pages.shape
         row = heads * dim
         step = math.gcd(pages.stride(0), row)
-        # The same memory as overlapping rows of one slot each, `step` elements apart: gathering rows of a contiguous
-        # dimension costs a third of gathering pages that lie apart.
+        # The same memory as overlapping rows of one slot each, `step` elements apart: gathering
+        # rows of a contiguous dimension costs a third of gathering pages that lie apart.
         self._pages = pages
         self._page_rows, self._slot_rows = pages.stride(0) // step, row // step
         starts = (count - 1) * self._page_rows + (page_size - 1) * self._slot_rows + 1
         self._rows = pages.as_strided((starts, row), (step, 1))
 
     def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """Write the new states [batch, heads, tokens, dim]; returns [batch, heads, keys, dim]: all that the step's rows
-        attend to."""
+        """Write the new states [batch, heads, tokens, dim]; returns [batch, heads, keys, dim]: all
+        that the step's rows attend to."""
         batch, heads, tokens, dim = new.shape
         flat = new.transpose(1, 2).reshape(batch * tokens, heads, dim)
         self._pages.index_put_((step.write_pages, step.write_slots), flat)
@@ -53,14 +56,18 @@ class PagedStream:
 
 
 class RingStream(PagedStream):
-    """K or V of one layer with a sliding window: [rows, window, heads, dim], of which each row is a ring of slots."""
+    """K or V of one layer with a sliding window: [rows, window, heads, dim], of which each row is a
+    ring of slots.
+    """
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__(rows)
         self._window = rows.shape[1]
 
     def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """As that of pages, for a packed step; new tokens take the slots of others that are read first."""
+        """As that of pages, for a packed step; new tokens take the slots of others that are read
+        first.
+        """
         _, heads, tokens, dim = new.shape
         rings = step.rings(self._window)
         flat = new.transpose(1, 2).reshape(tokens, heads * dim)
@@ -85,9 +92,14 @@ class PagedLayer(CacheLayerMixin):
         assert streams.keys is not None and streams.values is not None
         self._cache = cache
         stream = RingStream if streams.ring else PagedStream
-        self._k, self._v = stream(memory_of(streams.keys, pool)), stream(memory_of(streams.values, pool))
+        self._k, self._v = (
+            stream(memory_of(streams.keys, pool)),
+            stream(memory_of(streams.values, pool)),
+        )
         # Indexer keys have no heads.
-        self._index_k = PagedStream(memory_of(streams.indexer, pool).unsqueeze(2)) if streams.indexer else None
+        self._index_k = (
+            PagedStream(memory_of(streams.indexer, pool).unsqueeze(2)) if streams.indexer else None
+        )
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -96,7 +108,9 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new states [batch, heads, tokens, dim] in place; return all that the step's rows may attend to."""
+        """Write the new states [batch, heads, tokens, dim] in place; return all that the step's
+        rows may attend to.
+        """
         step = self._cache.step
         return self._k.exchange(step, key_states), self._v.exchange(step, value_states)
 
@@ -116,8 +130,8 @@ class PagedLayer(CacheLayerMixin):
 
 
 class StateLayer(LinearAttentionLayer):
-    """One layer's conv and recurrent states, of the rows of one forward: transformers' own layer, filled by
-    `StateRows`."""
+    """One layer's conv and recurrent states, of the rows of one forward: transformers' own layer,
+    filled by `StateRows`."""
 
     def __init__(self, streams: LayerStreams) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=len(streams.conv))
@@ -128,7 +142,8 @@ class StateLayer(LinearAttentionLayer):
             self.is_recurrent_states_initialized[i] = kind is not None
 
 
-class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]  # neither is initialised lazily
+# Neither is initialised lazily.
+class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]
     """A layer with attention and a state beside it."""
 
     def __init__(self, cache: PagedCache, streams: LayerStreams, pool: PagedPool) -> None:
@@ -137,7 +152,9 @@ class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]  # neither 
 
 
 class StateRows:
-    """The states of every layer of the model, between their rows in the pool and what the layers hold in a forward."""
+    """The states of every layer of the model, between their rows in the pool and what the layers
+    hold in a forward.
+    """
 
     def __init__(self, pool: PagedPool) -> None:
         self._pool = pool
@@ -146,15 +163,24 @@ class StateRows:
 
     def add(self, layer: StateLayer, streams: LayerStreams) -> None:
         self.layers.append(layer)
-        for states, kinds in ((layer.conv_states, streams.conv), (layer.recurrent_states, streams.recurrent)):
-            self._parts.extend((states, i, memory_of(k, self._pool)) for i, k in enumerate(kinds) if k is not None)
+        for states, kinds in (
+            (layer.conv_states, streams.conv),
+            (layer.recurrent_states, streams.recurrent),
+        ):
+            self._parts.extend(
+                (states, i, memory_of(k, self._pool)) for i, k in enumerate(kinds) if k is not None
+            )
 
     def gather(self, rows: torch.Tensor, *, new: bool) -> None:
-        """Copy the states of `rows` int64 [batch] out; those of `new` requests begin at zero, whatever lies there."""
+        """Copy the states of `rows` int64 [batch] out; those of `new` requests begin at zero,
+        whatever lies there.
+        """
         for layer in self.layers:
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not new)
         for states, i, pool in self._parts:
-            states[i] = pool.new_zeros(len(rows), *pool.shape[1:]) if new else pool.index_select(0, rows)
+            states[i] = (
+                pool.new_zeros(len(rows), *pool.shape[1:]) if new else pool.index_select(0, rows)
+            )
 
     def scatter(self, rows: torch.Tensor) -> None:
         """Copy the states of all layers back to the rows that they were gathered from."""
@@ -182,7 +208,9 @@ class PagedCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.step.past + query_length, 0
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         if layer_idx is None and not self.states.layers:
             return self.step.past > 0
         return bool(super().has_previous_state(layer_idx, state_idx))
@@ -192,6 +220,8 @@ class PagedCache(Cache):
             return DummyLayer()
         if not streams.has_states:
             return PagedLayer(self, streams, pool)
-        layer = StateLayer(streams) if streams.keys is None else PagedStateLayer(self, streams, pool)
+        layer = (
+            StateLayer(streams) if streams.keys is None else PagedStateLayer(self, streams, pool)
+        )
         self.states.add(layer, streams)
         return layer

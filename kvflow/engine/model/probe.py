@@ -14,17 +14,19 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 
 _TOKENS = 2
-RINGS = "sliding_window_rows"  # ends the names of streams in rings, as the setting is called that peers may differ in
+# Ends the names of streams in rings, as the setting is called that peers may differ in.
+RINGS = "sliding_window_rows"
 # Constants of transformers' layers, which are no state.
 _CONSTANTS = frozenset({"_sliding_window_tensor"})
 
 
 class LayerStreams(NamedTuple):
-    """What one layer keeps in the pool: per token its K, its V and the keys of its sparse-attention indexer, per
-    request its conv and recurrent states, by transformers' index of each (None: that one is not used).
+    """What one layer keeps in the pool: per token its K, its V and the keys of its sparse-attention
+    indexer, per request its conv and recurrent states, by transformers' index of each (None: that
+    one is not used).
 
-    `window` is the number of tokens that the layer attends to, 0 for all. Its K and V may be kept per request, too: in
-    a `ring` of so many slots (see `rings`).
+    `window` is the number of tokens that the layer attends to, 0 for all. Its K and V may be kept
+    per request, too: in a `ring` of so many slots (see `rings`).
     """
 
     keys: StateKind | None = None
@@ -45,7 +47,9 @@ class LayerStreams(NamedTuple):
 
     @property
     def has_states(self) -> bool:
-        """Conv or recurrent ones, which depend on how a prompt is divided into chunks; a ring does not."""
+        """Conv or recurrent ones, which depend on how a prompt is divided into chunks; a ring does
+        not.
+        """
         return any(kind.unit == ROW for kind in self.beside)
 
     @property
@@ -77,13 +81,18 @@ def _in_ring(layer: LayerStreams) -> LayerStreams:
     def ring(kind: StateKind | None) -> StateKind | None:
         if kind is None:
             return None
-        return kind._replace(name=f"{kind.name}.{RINGS}", shape=(layer.window, *kind.shape), unit=ROW, axis=1)
+        return kind._replace(
+            name=f"{kind.name}.{RINGS}", shape=(layer.window, *kind.shape), unit=ROW, axis=1
+        )
 
     return layer._replace(keys=ring(layer.keys), values=ring(layer.values))
 
 
 def refuse_by_config(config: Any, name: str) -> None:
-    """Refuse unsupported models by their configuration, before any weight is read. Raises: MisuseError."""
+    """Refuse unsupported models by their configuration, before any weight is read.
+
+    Raises: MisuseError.
+    """
     if getattr(config, "is_encoder_decoder", False):
         raise _unsupported(name, config, "it is an encoder-decoder model")
 
@@ -95,10 +104,15 @@ def cache_argument(model: Any) -> str | None:
 
 
 def probe(model: Any, name: str) -> Layers:
-    """What every layer keeps. Raises: MisuseError for a model that keeps what cannot be told apart by name."""
+    """What every layer keeps.
+
+    Raises: MisuseError for a model that keeps what cannot be told apart by name.
+    """
     config, argument = model.config, cache_argument(model)
     if argument is None:
-        raise _unsupported(name, config, "its forward takes neither past_key_values nor cache_params")
+        raise _unsupported(
+            name, config, "its forward takes neither past_key_values nor cache_params"
+        )
     cache = DynamicCache(config=config.get_text_config())
     ids = torch.arange(1, _TOKENS + 1, device=model.device)[None]
     with torch.inference_mode():
@@ -115,7 +129,9 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
     known: set[str] = set()
 
     def kind(path: str, label: str, *, row: bool = False) -> StateKind | None:
-        """The stream of the tensor at `path` of the layer: [1, heads, tokens, dim], [1, tokens, dim], or a state."""
+        """The stream of the tensor at `path` of the layer: [1, heads, tokens, dim], [1, tokens,
+        dim], or a state.
+        """
         tensor = found.get(path)
         if tensor is None:
             return None
@@ -124,7 +140,9 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
         fits = len(shape) > 1 and (row or (len(shape) in (3, 4) and shape[-2] == _TOKENS))
         if shape[:1] != (1,) or not fits or dtype not in DTYPE_BYTES:
             what = "for one request" if row else f"for {_TOKENS} tokens"
-            raise _unsupported(name, config, f"layer {index} keeps {path} {list(shape)} of {dtype} {what}")
+            raise _unsupported(
+                name, config, f"layer {index} keeps {path} {list(shape)} of {dtype} {what}"
+            )
         if row:
             return StateKind(f"layer{index}.{label}", dtype, shape[1:], ROW)
         return StateKind(f"layer{index}.{label}", dtype, (*shape[1:-2], shape[-1]))
@@ -139,7 +157,11 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
         window=int(getattr(layer, "sliding_window", 0) or 0),
     )
     if unknown := sorted(found.keys() - known - _CONSTANTS):
-        raise _unsupported(name, config, f"layer {index} keeps {unknown[0]}, which is not known as state of a request")
+        raise _unsupported(
+            name,
+            config,
+            f"layer {index} keeps {unknown[0]}, which is not known as state of a request",
+        )
     return streams if streams.kinds else None
 
 
@@ -154,4 +176,6 @@ def tensors_of(attributes: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _unsupported(name: str, config: Any, why: str) -> MisuseError:
-    return MisuseError(f"model {name!r} ({getattr(config, 'model_type', '?')}) is not supported: {why}")
+    return MisuseError(
+        f"model {name!r} ({getattr(config, 'model_type', '?')}) is not supported: {why}"
+    )

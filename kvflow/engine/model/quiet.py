@@ -1,4 +1,6 @@
-"""transformers kept quiet while it loads a model: its bars become reports of progress, its errors one line each."""
+"""transformers kept quiet while it loads a model: its bars become reports of progress, its errors
+one line each.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def explained(what: str) -> Iterator[None]:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-        if not text or isinstance(error, LookupError):  # a bare key says nothing without the kind of the error
+        # A bare key says nothing without the kind of the error.
+        if not text or isinstance(error, LookupError):
             text = f"{type(error).__name__} {text}".rstrip()
         raise MisuseError(f"{what}: {text}") from error
 
@@ -50,10 +53,11 @@ _reporting, _silence = _Reporting(), _Silence()
 
 @contextlib.contextmanager
 def quiet(report: Progress) -> Iterator[None]:
-    """Silence transformers' warnings, log lines and bars while loading; the bar of the weights becomes `report`.
+    """Silence transformers' warnings, log lines and bars while loading; the bar of the weights
+    becomes `report`.
 
-    Threads may load at once: all of that belongs to the process, so the first to come changes it, and it is changed
-    back when the last has gone.
+    Threads may load at once: all of that belongs to the process, so the first to come changes it,
+    and it is changed back when the last has gone.
     """
     with _silence.lock:
         if not _silence.loads:
@@ -71,7 +75,10 @@ def quiet(report: Progress) -> Iterator[None]:
 
 
 def _fall_silent(undo: contextlib.ExitStack) -> None:
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    verbosity, bars = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
     transformers_logging.set_verbosity(logging.CRITICAL)
     undo.callback(transformers_logging.set_verbosity, verbosity)
     hub = logging.getLogger("huggingface_hub")  # logs a dozen lines when the hub cannot be reached
@@ -88,10 +95,16 @@ def _fall_silent(undo: contextlib.ExitStack) -> None:
 
 
 def _with_report(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The iterable of transformers' bar: for the weights one that reports, else what `factory` makes."""
+    """The iterable of transformers' bar: for the weights one that reports, else what `factory`
+    makes.
+    """
     report = _reporting.report
     items = args[0] if args else kwargs.get("iterable")
-    if report is None or "weights" not in str(kwargs.get("desc", "")).lower() or not hasattr(items, "__len__"):
+    if (
+        report is None
+        or "weights" not in str(kwargs.get("desc", "")).lower()
+        or not hasattr(items, "__len__")
+    ):
         return factory(*args, **kwargs)
     return _reported(report, items)
 

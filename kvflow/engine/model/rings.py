@@ -1,8 +1,10 @@
-"""Rings: the rows of a pool in which layers with a sliding window keep the K and V of their last tokens, and no others.
+"""Rings: the rows of a pool in which layers with a sliding window keep the K and V of their last
+tokens, and no others.
 
-A ring has one slot for each token of the window. The token at position p lies in slot p % window, in the place of the
-one that has just left the window. What an earlier request has left in a row is never read. A chunk that has failed
-cannot be computed again on the same row: some layers have given up what it needs.
+A ring has one slot for each token of the window. The token at position p lies in slot p % window,
+in the place of the one that has just left the window. What an earlier request has left in a row is
+never read. A chunk that has failed cannot be computed again on the same row: some layers have given
+up what it needs.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class RingLayers:
     def window_of(self, layer: int, window: int) -> int:
         """Slots of the ring whose keys a layer with a `window` attends to; 0 for keys of pages.
 
-        A layer that keeps nothing of its own attends to the keys of another one with the same window.
+        A layer that keeps nothing of its own attends to the keys of another one with the same
+        window.
         """
         if not self._rings:
             return 0
@@ -41,10 +44,12 @@ class RingLayers:
 
 
 class RingBatch(Batch):
-    """A batch whose keys stand in the order of their slots: a row that has not filled its ring is padded on the right,
-    and each step fills one slot more."""
+    """A batch whose keys stand in the order of their slots: a row that has not filled its ring is
+    padded on the right, and each step fills one slot more."""
 
-    def __init__(self, q0: int, ends: list[int], k0: int, window: int, width: int, place: Place) -> None:
+    def __init__(
+        self, q0: int, ends: list[int], k0: int, window: int, width: int, place: Place
+    ) -> None:
         """`ends` ascend: the number of tokens that each row has with the new one."""
         lengths = [min(end, window) for end in ends]
         super().__init__(q0, lengths, k0, width - lengths[-1], place=place)
@@ -71,9 +76,9 @@ class RingBatch(Batch):
 
 
 class Rings:
-    """What a step does with rings of one size: `write_*` int64 [tokens], the row and slot of every new token that is
-    written; `written`, which of the new tokens these are, None for all; `new_at`, where the new tokens stand among the
-    keys, which `spans` or `batches` divide as those of a step.
+    """What a step does with rings of one size: `write_*` int64 [tokens], the row and slot of every
+    new token that is written; `written`, which of the new tokens these are, None for all; `new_at`,
+    where the new tokens stand among the keys, which `spans` or `batches` divide as those of a step.
     """
 
     write_rows: torch.Tensor
@@ -87,32 +92,48 @@ class Rings:
         self._gathers: dict[tuple[int, int], torch.Tensor] = {}
 
     def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:
-        """As `Step.gather`, where a ring is `ring_rows` rows from the next one. What is gathered for a new token means
-        nothing: its own states take that place."""
+        """As `Step.gather`, where a ring is `ring_rows` rows from the next one.
+
+        What is gathered for a new token means nothing: its own states take that place."""
         raise NotImplementedError
 
     def kept(self, stream: Hashable) -> torch.Tensor | None:
-        """States of `stream` [keys, heads * dim] that an earlier step has gathered, without those of this step."""
+        """States of `stream` [keys, heads * dim] that an earlier step has gathered, without those
+        of this step.
+        """
         return None
 
     def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Those `rows` of its `slots` [any, heads * dim]. `kept` may return them in the next step."""
+        """Those `rows` of its `slots` [any, heads * dim].
+
+        `kept` may return them in the next step.
+        """
         return slots.index_select(0, rows)
 
 
 class ChunkRings(Rings):
-    """Rings in a step with prompt chunks: each row's earlier keys are read before its new tokens take their slots;
-    where there are more of these than slots, only the last ones are written."""
+    """Rings in a step with prompt chunks: each row's earlier keys are read before its new tokens
+    take their slots; where there are more of these than slots, only the last ones are written."""
 
-    def __init__(self, window: int, rows: list[int], starts: list[int], ends: list[int], place: Place) -> None:
-        """`rows` of the pool, and the positions of the new tokens of each: from `starts` to before `ends`."""
+    def __init__(
+        self, window: int, rows: list[int], starts: list[int], ends: list[int], place: Place
+    ) -> None:
+        """`rows` of the pool, and the positions of the new tokens of each: from `starts` to before
+        `ends`.
+        """
         super().__init__()
         self._place = place
         self._read: tuple[NDArray[Any], NDArray[Any]] | None = None
-        reads, writes = starts, [max(start, end - window) for start, end in zip(starts, ends, strict=True)]
+        reads, writes = (
+            starts,
+            [max(start, end - window) for start, end in zip(starts, ends, strict=True)],
+        )
         if any(starts):  # else the new states are all there is
             reads = [max(0, start + 1 - window) for start in starts]
-            self._read = np.repeat(np.array(rows), np.subtract(ends, reads)), _ranges(reads, ends) % window
+            self._read = (
+                np.repeat(np.array(rows), np.subtract(ends, reads)),
+                _ranges(reads, ends) % window,
+            )
         self.write_rows = place(np.repeat(np.array(rows), np.subtract(ends, writes)))
         self.write_slots = place(_ranges(writes, ends) % window)
         written, new_at, q0, k0 = [], [], 0, 0
@@ -132,16 +153,24 @@ class ChunkRings(Rings):
         found = self._gathers.get((ring_rows, slot_rows))
         if found is None:
             rows, slots = self._read
-            found = self._gathers[ring_rows, slot_rows] = self._place(rows * ring_rows + slots * slot_rows)
+            found = self._gathers[ring_rows, slot_rows] = self._place(
+                rows * ring_rows + slots * slot_rows
+            )
         return found
 
 
 class DecodeRings(Rings):
-    """Rings in `ahead.DecodeSteps`: what the first step has gathered holds, slot by slot, what lies in the rings, and
-    each step puts its new tokens into both."""
+    """Rings in `ahead.DecodeSteps`: what the first step has gathered holds, slot by slot, what lies
+    in the rings, and each step puts its new tokens into both."""
 
     def __init__(
-        self, window: int, rows: list[int], ends: list[int], steps: int, gather_to_keep: GatherToKeep, place: Place
+        self,
+        window: int,
+        rows: list[int],
+        ends: list[int],
+        steps: int,
+        gather_to_keep: GatherToKeep,
+        place: Place,
     ) -> None:
         """`ends`: of the first of so many `steps`, see `RingBatch`."""
         super().__init__()
@@ -150,11 +179,16 @@ class DecodeRings(Rings):
         self._kept: dict[Hashable, torch.Tensor] = {}
         self._plan: list[RingBatch] = []
         for first, end in divided([min(end, window) for end in ends]):
-            k0, width = self._plan[-1].k1 if self._plan else 0, min(ends[end - 1] + steps - 1, window)
+            k0, width = (
+                self._plan[-1].k1 if self._plan else 0,
+                min(ends[end - 1] + steps - 1, window),
+            )
             self._plan.append(RingBatch(first, ends[first:end], k0, window, width, place))
         self._filling = ends[0] < window
         slots = (np.arange(-1, steps - 1)[:, None] + np.array(ends)) % window
-        self._new_at = place(np.concatenate([b.k0 + np.arange(b.rows) * b.width for b in self._plan]) + slots)
+        self._new_at = place(
+            np.concatenate([b.k0 + np.arange(b.rows) * b.width for b in self._plan]) + slots
+        )
         self._slots, self.write_rows = place(slots), place(self._rows)
         self.show(0)
 

@@ -1,6 +1,7 @@
 """A model over one pool: one forward over any mix of prompt chunks and decoding sequences.
 
-Runs in the model thread. It reads and writes only pages and pool rows of the sequences that it is given.
+Runs in the model thread. It reads and writes only pages and pool rows of the sequences that it is
+given.
 """
 
 from __future__ import annotations
@@ -30,12 +31,22 @@ from kvflow.protocols.pages.layout import build_layout
 
 
 class Runner:
-    """`packed` mode is one row with kvflow's attention function; otherwise the model's own attention, left-padded."""
+    """`packed` mode is one row with kvflow's attention function; otherwise the model's own
+    attention, left-padded.
+    """
 
     def __init__(
-        self, model: Any, layers: Layers, pool: PagedPool, *, packed: bool, neighbours: Neighbours = ALONE
+        self,
+        model: Any,
+        layers: Layers,
+        pool: PagedPool,
+        *,
+        packed: bool,
+        neighbours: Neighbours = ALONE,
     ) -> None:
-        """`neighbours`: where the model is a part. A pool may have the streams of other shards beside.
+        """`neighbours`: where the model is a part.
+
+        A pool may have the streams of other shards beside.
 
         Raises: LayoutError when the pool's streams are not the model's.
         """
@@ -51,11 +62,19 @@ class Runner:
         if found := differences(wanted, pool.layout, ("model", "pool"), partly=partly):
             raise LayoutError("the pool does not fit the model: " + "; ".join(found))
         parameters = inspect.signature(model.forward).parameters
-        self._model, self._packed, self._rings, self._neighbours = model, packed, RingLayers(layers), neighbours
+        self._model, self._packed, self._rings, self._neighbours = (
+            model,
+            packed,
+            RingLayers(layers),
+            neighbours,
+        )
         self._has_states = any(layer.has_states for layer in layers if layer)
         self._cache_argument = cache_argument(model) or ""
         self._attends = any(layer.keys for layer in layers if layer)
-        self._takes_positions, self._takes_keep = "position_ids" in parameters, "logits_to_keep" in parameters
+        self._takes_positions, self._takes_keep = (
+            "position_ids" in parameters,
+            "logits_to_keep" in parameters,
+        )
         self._page_size, self.device = pool.layout.page_size, torch.device(pool.device)
         self._place = place_on(self.device)
         self._cache = PagedCache(layers, pool)
@@ -65,12 +84,14 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, rows: list[Row]) -> torch.Tensor:
-        """Compute every row's new tokens. Returns logits [tokens that they are asked for, vocabulary], in row order; a
-        stage that is not the last returns none [0, any].
+        """Compute every row's new tokens.
 
-        Every sequence must have pages for all of its tokens, the new ones included, and a row of a pool with rows. All
-        processes of a model are given the same rows, in the same order. Raises: LostError when one of them is gone, or
-        the step was aborted.
+        Returns logits [tokens that they are asked for, vocabulary], in row order; a stage that is
+        not the last returns none [0, any].
+
+        Every sequence must have pages for all of its tokens, the new ones included, and a row of a
+        pool with rows. All processes of a model are given the same rows, in the same order. Raises:
+        LostError when one of them is gone, or the step was aborted.
         """
         with self._neighbours.step(rows):
             logits = self._forward_packed(rows) if self._packed else self._forward_each_length(rows)
@@ -86,11 +107,14 @@ class Runner:
         for r in rows:
             if r.new > 1 or not r.sequence.computed:
                 parts[id(r.sequence)] = self._forward_padded([r])
-        return torch.cat([parts[id(r.sequence)] for r in rows if r.logits] or [torch.empty(0, 1, device=self.device)])
+        return torch.cat(
+            [parts[id(r.sequence)] for r in rows if r.logits]
+            or [torch.empty(0, 1, device=self.device)]
+        )
 
     def forward_with_hidden(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and for the same tokens what the model's output layer reads [tokens, hidden]: its last hidden
-        states, in the dtype of the logits."""
+        """As `forward`, and for the same tokens what the model's output layer reads [tokens,
+        hidden]: its last hidden states, in the dtype of the logits."""
         self._with_hidden = True
         try:
             both = self.forward(rows)
@@ -130,23 +154,32 @@ class Runner:
     def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size, self._place)
         new = rows[0].new
-        if not self._attends:  # no keys, so none of padding; and mamba would multiply a mask with the new tokens
+        # No keys, so none of padding; and mamba would multiply a mask with the new tokens.
+        if not self._attends:
             step.batch, mask = len(rows), None
         elif (mask := step.pad(new)) is None and not self._takes_positions:
             mask = torch.ones(step.batch, step.past + new, dtype=torch.long, device=self.device)
         self._cache.step = step
         count = max(1, rows[0].logits)
         # In one batch all have a state, or none: a prompt's chunk is a batch of its own.
-        places = self._place(np.concatenate([rows[i].sequence.rows for i in step.order]).astype(np.int64))
+        places = self._place(
+            np.concatenate([rows[i].sequence.rows for i in step.order]).astype(np.int64)
+        )
         if self._has_states:
             self._cache.states.gather(places, new=not rows[0].sequence.computed)
-        logits = self._call(step.ids.view(step.batch, new), step.positions.view(step.batch, new), count, mask)
+        logits = self._call(
+            step.ids.view(step.batch, new), step.positions.view(step.batch, new), count, mask
+        )
         if self._has_states:
             self._cache.states.scatter(places)
         return logits[step.last] if step.batch > 1 else logits[-count:]
 
-    def _call(self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        """Logits [kept tokens, vocabulary] of a packed row, or of the last token of each padded one."""
+    def _call(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [kept tokens, vocabulary] of a packed row, or of the last token of each padded
+        one.
+        """
         more: dict[str, Any] = {"attention_mask": mask, self._cache_argument: self._cache}
         if self._takes_positions:
             more["position_ids"] = positions
@@ -158,7 +191,9 @@ class Runner:
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=True, **more).logits
         except StageEnd as end:
             self._neighbours.send(end)
-            return torch.zeros(ids.shape[0] if ids.shape[0] > 1 else ids.shape[1], 1, device=ids.device)
+            return torch.zeros(
+                ids.shape[0] if ids.shape[0] > 1 else ids.shape[1], 1, device=ids.device
+            )
         finally:
             if hook is not None:
                 hook.remove()
@@ -174,7 +209,9 @@ def hidden_size_of(model: Any) -> int:
 
 
 def _on_hidden(model: Any, see: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """What the output layer reads, of this thread's forwards: other runners may use the model in theirs."""
+    """What the output layer reads, of this thread's forwards: other runners may use the model in
+    theirs.
+    """
     mine = threading.get_ident()
 
     def seen(_: Any, given: tuple[torch.Tensor, ...]) -> None:
@@ -186,10 +223,14 @@ def _on_hidden(model: Any, see: Callable[[torch.Tensor], None]) -> RemovableHand
 
 
 def set_packed(model: Any, packed: bool) -> bool:
-    """Switch the model to kvflow's attention function or back to its own; False when the model does not allow it."""
+    """Switch the model to kvflow's attention function or back to its own; False when the model does
+    not allow it.
+    """
     if packed:
         model.set_attn_implementation(NAME)
         return bool(model.config.get_text_config()._attn_implementation == NAME)
     if model.config.get_text_config()._attn_implementation == NAME:
-        model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+        model.set_attn_implementation(
+            "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        )
     return True

@@ -1,4 +1,6 @@
-"""The start-up check of a model over pages against transformers' own cache, and the choice of its attention mode."""
+"""The start-up check of a model over pages against transformers' own cache, and the choice of its
+attention mode.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ Mode = Literal["packed", "pad"]
 PAGE_SIZE = 4
 LENGTHS = (23, 9)
 CHUNK = 10
-MOST_WRAPPED = 256  # windows up to this one are tested with a prompt that is longer: rings must wrap
+# Windows up to this one are tested with a prompt that is longer: rings must wrap.
+MOST_WRAPPED = 256
 
 # The allowed difference of logits, relative to their spread. A wrong mask or page makes it about 1.
 _TOLERANCE = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.15}
@@ -32,8 +35,8 @@ _MAX_TOLERANCE = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
 
 
 class Fit(NamedTuple):
-    """How a model runs: its attention mode, whether its prompts must be computed in one chunk each, and what its layers
-    keep in pages and in rows."""
+    """How a model runs: its attention mode, whether its prompts must be computed in one chunk each,
+    and what its layers keep in pages and in rows."""
 
     mode: Mode
     whole_prompts: bool
@@ -41,8 +44,9 @@ class Fit(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Prompts, stock logits after each of them when it is fed `chunk` tokens at a time and its last token alone, how
-    far another way of feeding it moves them, and whether prompts must be `whole`."""
+    """Prompts, stock logits after each of them when it is fed `chunk` tokens at a time and its last
+    token alone, how far another way of feeding it moves them, and whether prompts must be
+    `whole`."""
 
     prompts: list[list[int]]
     logits: torch.Tensor
@@ -52,7 +56,8 @@ class Reference(NamedTuple):
 
 
 def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: RingChoice) -> Fit:
-    """The first mode that agrees with transformers' own cache; `requested` is one mode, or "auto" for packed, then pad.
+    """The first mode that agrees with transformers' own cache; `requested` is one mode, or "auto"
+    for packed, then pad.
 
     The model's attention stays set to it. Raises: MisuseError when no mode agrees.
     """
@@ -63,8 +68,8 @@ def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: Rin
     limit = _MAX_TOLERANCE.get(dtype, 0.5)
     if not reference.noise <= limit:
         raise MisuseError(
-            f"model {name!r} is not supported: transformers' own logits differ between a chunked and a whole prompt "
-            f"(relative error {reference.noise:.2g}, allowed {limit:.2g})"
+            f"model {name!r} is not supported: transformers' own logits differ between a chunked "
+            f"and a whole prompt (relative error {reference.noise:.2g}, allowed {limit:.2g})"
         )
     allowed = min(max(_TOLERANCE.get(dtype, 0.15), 4 * reference.noise), limit)
     reasons: list[str] = []
@@ -74,20 +79,32 @@ def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: Rin
             return Fit(mode, reference.whole, kept)
         reasons.append(f"{mode}{'' if kept is layers else ', windows in rows'}: {reason}")
     if rings == "need":
-        raise MisuseError(f"--sliding-window-rows always: model {name!r} fails its self-test so ({reasons[0]})")
-    raise MisuseError(f"model {name!r} is not supported: the self-test failed ({'; '.join(reasons)})")
+        raise MisuseError(
+            f"--sliding-window-rows always: model {name!r} fails its self-test so ({reasons[0]})"
+        )
+    raise MisuseError(
+        f"model {name!r} is not supported: the self-test failed ({'; '.join(reasons)})"
+    )
 
 
 def _candidates(layers: Layers, requested: str, rings: RingChoice) -> list[tuple[Mode, Layers]]:
     """Modes, and what layers keep in them, the best first."""
     modes: list[Mode] = ["packed", "pad"]
     found = [(mode, layers) for mode in modes if requested in (mode, "auto")]
-    return found if rings == "never" else [("packed", with_rings(layers)), *(found if rings == "try" else [])]
+    return (
+        found
+        if rings == "never"
+        else [("packed", with_rings(layers)), *(found if rings == "try" else [])]
+    )
 
 
-def _try(model: Any, layers: Layers, mode: Mode, reference: Reference, allowed: float) -> str | None:
+def _try(
+    model: Any, layers: Layers, mode: Mode, reference: Reference, allowed: float
+) -> str | None:
     """None when the mode works, else the reason why it does not."""
-    if mode == "packed" and (beside := [kind.name for layer in layers if layer for kind in layer.beside]):
+    if mode == "packed" and (
+        beside := [kind.name for layer in layers if layer for kind in layer.beside]
+    ):
         return f"the model keeps more than K and V ({beside[0]})"
     if not set_packed(model, mode == "packed"):
         return "the model does not take an attention function"
@@ -95,7 +112,8 @@ def _try(model: Any, layers: Layers, mode: Mode, reference: Reference, allowed: 
     try:
         paged = _paged(model, layers, reference, packed=mode == "packed")
         windows = window_recorder.windows
-    # A model may break the interface in unforeseen ways; any error means that it does not support this mode.
+    # A model may break the interface in unforeseen ways; any error means that it does not support
+    # this mode.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
@@ -105,12 +123,17 @@ def _try(model: Any, layers: Layers, mode: Mode, reference: Reference, allowed: 
     if mode == "packed":
         for i, layer in enumerate(layers):
             if layer and layer.window and windows.get(i) != layer.window:
-                return f"layer {i} has a window of {layer.window}, its attention function got {windows.get(i)}"
+                return (
+                    f"layer {i} has a window of {layer.window}, its attention function got "
+                    f"{windows.get(i)}"
+                )
     return None
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest error of a row, relative to the spread of that row of `b`; inf when a value is not finite."""
+    """The largest error of a row, relative to the spread of that row of `b`; inf when a value is
+    not finite.
+    """
     a, b = a.float(), b.float()
     spread = (b - b.mean(dim=-1, keepdim=True)).norm(dim=-1)
     found = ((a - b).norm(dim=-1) / spread.clamp_min(1e-6)).max()
@@ -123,7 +146,9 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
     lengths, chunk = LENGTHS, CHUNK
     if max(LENGTHS) <= window <= MOST_WRAPPED:
         lengths, chunk = (window + CHUNK, min(LENGTHS)), window // 2
-    prompts = [[(i * i * 7 + i * 13 + n * 5 + 3) % min(vocabulary, 997) for i in range(n)] for n in lengths]
+    prompts = [
+        [(i * i * 7 + i * 13 + n * 5 + 3) % min(vocabulary, 997) for i in range(n)] for n in lengths
+    ]
 
     def logits(chunk: int) -> torch.Tensor:
         return torch.cat([_stock(model, p, min(chunk, len(p))) for p in prompts])
@@ -143,15 +168,17 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
         return Reference(prompts, alone, max(lengths), distance(alone, whole), whole=True)
     chunked = logits(chunk)
     noise = distance(chunked, whole)
-    if states:  # some of these models compute a token that comes alone in another way (nemotron_h: dt is not clamped)
+    # Some of these models compute a token that comes alone in another way (nemotron_h: dt is not
+    # clamped).
+    if states:
         noise = min(noise, distance(chunked, stepped()))
     return Reference(prompts, chunked, chunk, noise)
 
 
 @torch.inference_mode()
 def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
-    """Whether a chunk of many tokens takes no notice of some of the `states` that the one before it has left: the scans
-    of mamba and jamba begin at zero."""
+    """Whether a chunk of many tokens takes no notice of some of the `states` that the one before it
+    has left: the scans of mamba and jamba begin at zero."""
 
     def second_chunk(spoiled: str = "") -> torch.Tensor:
         cache = stock_cache(model)
@@ -169,7 +196,9 @@ def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
 
 @torch.inference_mode()
 def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
-    """Stock logits [1, vocabulary] after `prompt`, fed `chunk` tokens at a time (the last one alone, when chunked)."""
+    """Stock logits [1, vocabulary] after `prompt`, fed `chunk` tokens at a time (the last one
+    alone, when chunked).
+    """
     cache = stock_cache(model)
     logits = torch.empty(0)
     ends = [*range(chunk, len(prompt) - 1, chunk), len(prompt) - 1, len(prompt)]
@@ -182,19 +211,25 @@ def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
     return logits
 
 
-def _forward(model: Any, cache: DynamicCache, prompt: list[int], start: int, end: int) -> torch.Tensor:
+def _forward(
+    model: Any, cache: DynamicCache, prompt: list[int], start: int, end: int
+) -> torch.Tensor:
     """Logits [1, tokens, vocabulary] of the tokens from `start` to `end`."""
     more: dict[str, Any] = {"use_cache": True, cache_argument(model) or "": cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
         more["position_ids"] = torch.arange(start, end, device=model.device)[
             None
         ]  # some models count from 0 without them
-    logits: torch.Tensor = model(input_ids=torch.tensor([prompt[start:end]], device=model.device), **more).logits
+    logits: torch.Tensor = model(
+        input_ids=torch.tensor([prompt[start:end]], device=model.device), **more
+    ).logits
     return logits
 
 
 def _paged(model: Any, layers: Layers, reference: Reference, *, packed: bool) -> torch.Tensor:
-    """The same logits from pages: two prompts at once, in chunks, their last tokens decoded in one batch."""
+    """The same logits from pages: two prompts at once, in chunks, their last tokens decoded in one
+    batch.
+    """
     prompts = reference.prompts
     count = sum(-(-len(p) // PAGE_SIZE) for p in prompts)
     num_rows = len(prompts) if have_rows(layers) else 0
@@ -203,13 +238,21 @@ def _paged(model: Any, layers: Layers, reference: Reference, *, packed: bool) ->
     try:
         runner = Runner(model, layers, pool, packed=packed)
         sequences = [Sequence(i, p, 0, PAGE_SIZE) for i, p in enumerate(prompts)]
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(torch.int32).numpy()
+        order = (
+            torch.randperm(count, generator=torch.Generator().manual_seed(1))
+            .to(torch.int32)
+            .numpy()
+        )
         for i, s in enumerate(sequences):
             s.add_pages(order[: s.pages_missing(s.length)])
             order = order[s.page_count :]
             s.rows = np.array([i] if num_rows else [], dtype=np.int32)
         while any(s.computed < s.length - 1 for s in sequences):
-            rows = [Row(s, n, 0) for s in sequences if (n := min(reference.chunk, s.length - 1 - s.computed))]
+            rows = [
+                Row(s, n, 0)
+                for s in sequences
+                if (n := min(reference.chunk, s.length - 1 - s.computed))
+            ]
             runner.forward(rows)
             for r in rows:
                 r.sequence.computed += r.new

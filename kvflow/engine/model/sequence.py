@@ -1,4 +1,6 @@
-"""One request's tokens, pages and row, as numpy arrays that a step reads without a Python loop per token or page."""
+"""One request's tokens, pages and row, as numpy arrays that a step reads without a Python loop per
+token or page.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,30 @@ Prompt = SequenceOf[int] | NDArray[np.integer]
 
 
 class Sequence:
-    """Tokens known so far (`length`), how many of them have their state in the pool (`computed`), the pages for it, of
-    which the first `shared` are a cache's, and `rows`: the row of a pool that has some, else none.
+    """Tokens known so far (`length`), how many of them have their state in the pool (`computed`),
+    the pages for it, of which the first `shared` are a cache's, and `rows`: the row of a pool that
+    has some, else none.
 
-    One thread at a time changes it: the event loop, and the model thread while it has been handed over. Its pages and
-    row are changed by the event loop alone, and not meanwhile.
+    One thread at a time changes it: the event loop, and the model thread while it has been handed
+    over. Its pages and row are changed by the event loop alone, and not meanwhile.
     """
 
     __slots__ = (
-        "_pages", "computed", "length", "owner", "page_count", "page_size", "prompt_length", "rows", "shared", "tokens",
-    )  # fmt: skip
+        "_pages",
+        "computed",
+        "length",
+        "owner",
+        "page_count",
+        "page_size",
+        "prompt_length",
+        "rows",
+        "shared",
+        "tokens",
+    )
 
-    def __init__(self, owner: Hashable, prompt: Prompt, max_new_tokens: int, page_size: int) -> None:
+    def __init__(
+        self, owner: Hashable, prompt: Prompt, max_new_tokens: int, page_size: int
+    ) -> None:
         self.owner, self.page_size = owner, page_size
         self.prompt_length = self.length = len(prompt)
         self.tokens: NDArray[np.int64] = np.empty(self.length + max_new_tokens, dtype=np.int64)
@@ -46,7 +60,9 @@ class Sequence:
         return self._pages[: self.page_count]
 
     def begin_with(self, pages: PageIndices) -> None:
-        """What a cache has of it, and goes on to own: whole pages, computed, before it has any of its own."""
+        """What a cache has of it, and goes on to own: whole pages, computed, before it has any of
+        its own.
+        """
         self.add_pages(pages)
         self.shared, self.computed = self.page_count, self.page_count * self.page_size
 
@@ -59,7 +75,9 @@ class Sequence:
         self.rows = places.rows if places.rows.size else self.rows
 
     def start_again(self) -> Places:
-        """Forget all that was computed, and where; returns its own places, which are to be given back."""
+        """Forget all that was computed, and where; returns its own places, which are to be given
+        back.
+        """
         places = Places(self.places.pages.copy(), self.rows)
         self.computed = self.page_count = self.shared = 0
         self.rows = NO_PLACES

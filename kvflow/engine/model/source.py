@@ -1,4 +1,6 @@
-"""Where a model comes from: a folder whose files can be read, or a hub that answers; anything else is one line."""
+"""Where a model comes from: a folder whose files can be read, or a hub that answers; anything else
+is one line.
+"""
 
 from __future__ import annotations
 
@@ -47,32 +49,41 @@ def locate(name: str) -> str:
         cached = snapshot_download(name, local_files_only=True)
     except LocalEntryNotFoundError:
         raise MisuseError(
-            f"model {name!r} cannot be loaded: it is neither a directory nor in the cache of the hub's client, and "
-            f"{reason}"
+            f"model {name!r} cannot be loaded: it is neither a directory nor in the cache of the "
+            f"hub's client, and {reason}"
         ) from None
     check_files(Path(cached))
     return cached
 
 
 def folder_of(source: str) -> Path:
-    """Where the files of a model lie that has been loaded from `source`, a folder or a name on a hub."""
+    """Where the files of a model lie that has been loaded from `source`, a folder or a name on a
+    hub.
+    """
     folder = Path(source).expanduser()
     return folder if folder.is_dir() else Path(snapshot_download(source, local_files_only=True))
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those that transformers loads: safetensors where there are any, in one file or in several that an index names."""
+    """Those that transformers loads: safetensors where there are any, in one file or in several
+    that an index names.
+    """
     for whole in ("model.safetensors", "pytorch_model.bin"):
         if (folder / whole).is_file():
             return [folder / whole]
         index = folder / f"{whole}.index.json"
         if index.is_file():
-            return [folder / shard for shard in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+            return [
+                folder / shard
+                for shard in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            ]
     return []
 
 
 def check_files(folder: Path) -> None:
-    """Raises: MisuseError, which names the file: broken JSON, or weights that are cut off or not there at all."""
+    """Raises: MisuseError, which names the file: broken JSON, or weights that are cut off or not
+    there at all.
+    """
     documents = [folder / name for name in _DOCUMENTS if (folder / name).is_file()]
     for path in (*documents, *sorted(folder.glob("model*.safetensors"))):
         try:
@@ -82,7 +93,9 @@ def check_files(folder: Path) -> None:
                 _open_weights(path)
         except (OSError, ValueError, SafetensorError) as error:
             text = " ".join(str(error).split())
-            raise MisuseError(f"model path {str(folder)!r}: {path.name} cannot be read: {text}") from None
+            raise MisuseError(
+                f"model path {str(folder)!r}: {path.name} cannot be read: {text}"
+            ) from None
     index = folder / "model.safetensors.index.json"
     if index.is_file() and not (folder / "model.safetensors").is_file():
         _check_shards(folder, json.loads(index.read_bytes()))
@@ -92,30 +105,40 @@ def _open_weights(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ValueError("it is a pointer of Git LFS; fetch the weights with git lfs pull")
-    with safe_open(str(path), framework="numpy"):  # reads the header, and compares the file's size with it
+    # Reads the header, and compares the file's size with it.
+    with safe_open(str(path), framework="numpy"):
         pass
 
 
 def _check_shards(folder: Path, index: object) -> None:
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict):
-        raise MisuseError(f"model path {str(folder)!r}: model.safetensors.index.json has no weight_map")
-    missing = sorted({str(shard) for shard in shards.values() if not (folder / str(shard)).is_file()})
+        raise MisuseError(
+            f"model path {str(folder)!r}: model.safetensors.index.json has no weight_map"
+        )
+    missing = sorted(
+        {str(shard) for shard in shards.values() if not (folder / str(shard)).is_file()}
+    )
     if missing:
         total = len(set(map(str, shards.values())))
         raise MisuseError(
-            f"model path {str(folder)!r}: {len(missing)} of {total} files of weights are missing, {missing[0]} is one"
+            f"model path {str(folder)!r}: {len(missing)} of {total} files of weights are missing, "
+            f"{missing[0]} is one"
         )
 
 
 def _no_answer(name: str) -> str:
-    """Why the hub cannot be asked, from one short request; empty when it answers, whatever it says."""
+    """Why the hub cannot be asked, from one short request; empty when it answers,
+    whatever it says.
+    """
     try:
         request = urllib.request.Request(hf_hub_url(name, "config.json"), method="HEAD")
         with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S):
             return ""
     except HFValidationError as error:
-        raise MisuseError(f"model {name!r} is neither a directory nor a name on a hub: {error}") from None
+        raise MisuseError(
+            f"model {name!r} is neither a directory nor a name on a hub: {error}"
+        ) from None
     except urllib.error.HTTPError:
         return ""
     except (OSError, http.client.HTTPException) as error:

@@ -1,4 +1,6 @@
-"""One model step for the cache and the attention function: slots to write, slots to gather, keys that a row sees."""
+"""One model step for the cache and the attention function: slots to write, slots to gather, keys
+that a row sees.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from kvflow.engine.model.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """`new` tokens of one sequence, from its `computed` on; `logits` of the last of them are asked for."""
+    """`new` tokens of one sequence, from its `computed` on; `logits` of the last of them are asked
+    for.
+    """
 
     sequence: Sequence
     new: int
@@ -30,12 +34,14 @@ class Row(NamedTuple):
 
 
 class Step:
-    """`write_*` int64 [tokens]: page and slot of every new token. `order` is how the rows are sorted, `last` the index
-    of each given row's last query, `logits_to_keep` what transformers is told: the queries whose logits are asked for,
-    in the order of the given rows, or 0 for all of them as they stand.
+    """`write_*` int64 [tokens]: page and slot of every new token.
 
-    Packed steps have `spans`, or, where every row decodes one token, `batches` (`ahead.DecodeSteps`). Padded ones have
-    `batch` rows, and `past` tokens before the new ones.
+    `order` is how the rows are sorted, `last` the index of each given row's last query,
+    `logits_to_keep` what transformers is told: the queries whose logits are asked for, in the order
+    of the given rows, or 0 for all of them as they stand.
+
+    Packed steps have `spans`, or, where every row decodes one token, `batches`
+    (`ahead.DecodeSteps`). Padded ones have `batch` rows, and `past` tokens before the new ones.
     """
 
     def __init__(self, rows: list[Row], page_size: int, place: Place = torch.from_numpy) -> None:
@@ -53,13 +59,25 @@ class Step:
         self.last = [0] * len(rows)
         for i, end in zip(order, self._query_ends, strict=True):
             self.last[i] = end - 1
-        kept = [i for last, n in zip(self.last, logits, strict=True) for i in range(last + 1 - n, last + 1)]
+        kept = [
+            i
+            for last, n in zip(self.last, logits, strict=True)
+            for i in range(last + 1 - n, last + 1)
+        ]
         everything = kept == list(range(self._query_ends[-1]))
-        self.logits_to_keep: torch.Tensor | int = 0 if everything else place(np.array(kept, dtype=np.int64))
-        self.ids = place(np.concatenate([r.sequence.tokens[s : r.end] for s, r in zip(starts, rows, strict=True)]))
+        self.logits_to_keep: torch.Tensor | int = (
+            0 if everything else place(np.array(kept, dtype=np.int64))
+        )
+        self.ids = place(
+            np.concatenate(
+                [r.sequence.tokens[s : r.end] for s, r in zip(starts, rows, strict=True)]
+            )
+        )
         self._ordered, self._starts = [r.sequence for r in rows], starts
         self._pages = [s.pages for s in self._ordered]
-        positions = np.concatenate([np.arange(s, e) for s, e in zip(starts, self._ends, strict=True)])
+        positions = np.concatenate(
+            [np.arange(s, e) for s, e in zip(starts, self._ends, strict=True)]
+        )
         self.positions = place(positions)
         pages, slots = self._places(np.repeat(np.arange(len(rows)), self._counts), positions)
         self.write_pages, self.write_slots = place(pages), place(slots)
@@ -79,7 +97,9 @@ class Step:
             positions = np.concatenate([np.arange(end) for end in lengths])
             self._read = self._places(np.repeat(np.arange(len(lengths)), lengths), positions)
         key_ends = itertools.accumulate(lengths)
-        for new, q1, length, k1 in zip(self._counts, self._query_ends, lengths, key_ends, strict=True):
+        for new, q1, length, k1 in zip(
+            self._counts, self._query_ends, lengths, key_ends, strict=True
+        ):
             self.spans.append(Span(q1 - new, q1, k1 - length, k1))
 
     def pad(self, new: int) -> torch.Tensor | None:
@@ -95,39 +115,47 @@ class Step:
         self.past = keys - new
         if min(self._ends) == keys:
             return None
-        return self._place((np.arange(keys) >= keys - np.array(self._ends)[:, None]).astype(np.int64))
+        return self._place(
+            (np.arange(keys) >= keys - np.array(self._ends)[:, None]).astype(np.int64)
+        )
 
     def gather(self, page_rows: int, slot_rows: int) -> torch.Tensor | None:
-        """Int64 [keys]: rows to gather where a page is `page_rows` rows from the next one and a slot `slot_rows`; None
-        when the new states are all there is."""
+        """Int64 [keys]: rows to gather where a page is `page_rows` rows from the next one and a
+        slot `slot_rows`; None when the new states are all there is."""
         if self._read is None:
             return None
         found = self._gathers.get((page_rows, slot_rows))
         if found is None:
             pages, slots = self._read
-            found = self._gathers[page_rows, slot_rows] = self._place(pages * page_rows + slots * slot_rows)
+            found = self._gathers[page_rows, slot_rows] = self._place(
+                pages * page_rows + slots * slot_rows
+            )
         return found
 
     def kept(self, stream: Hashable, new: torch.Tensor) -> torch.Tensor | None:
-        """States of `stream` [1, heads, keys, dim] that an earlier step has gathered, with the `new` ones of this step
-        [1, heads, tokens, dim]; None where they are to be gathered."""
+        """States of `stream` [1, heads, keys, dim] that an earlier step has gathered, with the
+        `new` ones of this step [1, heads, tokens, dim]; None where they are to be gathered."""
         return None
 
-    def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        """States of `stream` [batch, heads, keys, dim]: those `rows` of its `slots` [any, heads * dim]. `kept` may
-        return them in the next step."""
+    def read(
+        self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor, heads: int
+    ) -> torch.Tensor:
+        """States of `stream` [batch, heads, keys, dim]: those `rows` of its `slots` [any, heads *
+        dim]. `kept` may return them in the next step."""
         return self._states(slots.index_select(0, rows), heads)
 
     def rings(self, window: int) -> Rings:
         """What this step does with rings of `window` slots."""
         found = self._rings.get(window)
         if found is None:
-            found = self._rings[window] = self._make_rings(window, [int(s.rows[0]) for s in self._ordered])
+            found = self._rings[window] = self._make_rings(
+                window, [int(s.rows[0]) for s in self._ordered]
+            )
         return found
 
     def mask(self, queries: int, keys: int, window: int) -> torch.Tensor:
-        """Boolean [queries, keys]: each of the last `queries` positions sees itself and earlier ones, `window` in all
-        (0: no limit)."""
+        """Boolean [queries, keys]: each of the last `queries` positions sees itself and earlier
+        ones, `window` in all (0: no limit)."""
         found = self._masks.get((queries, keys, window))
         if found is None:
             device = self.positions.device
@@ -167,8 +195,8 @@ class Step:
 
 
 class _Current(threading.local):
-    """The step that this thread runs, and what its model keeps in rings: transformers has no way to pass them to an
-    attention function."""
+    """The step that this thread runs, and what its model keeps in rings: transformers has no way to
+    pass them to an attention function."""
 
     step: Step | None = None
     rings = RingLayers(())

@@ -21,29 +21,45 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """The steps of one engine. Pages and rows of a running step are held: those of an aborted request become free when
-    it has ended.
+    """The steps of one engine.
 
-    A step has ended when the thread has returned, its device has run all that the step has queued there, and no other
-    process reads or writes for it.
+    Pages and rows of a running step are held: those of an aborted request become free when it has
+    ended.
+
+    A step has ended when the thread has returned, its device has run all that the step has queued
+    there, and no other process reads or writes for it.
     """
 
     def __init__(
-        self, executor: Executor, places: PageStore, layout: PoolLayout, device: torch.device | None = None,
+        self,
+        executor: Executor,
+        places: PageStore,
+        layout: PoolLayout,
+        device: torch.device | None = None,
         wait_for_others: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """`device`: None where nothing of a step runs on after it has returned. `wait_for_others` blocks until the
-        other processes that take part in steps over these pages have ended them, or have ended themselves."""
+    ) -> None:
+        """`device`: None where nothing of a step runs on after it has returned.
+
+        `wait_for_others` blocks until the other processes that take part in steps over these pages
+        have ended them, or have ended themselves."""
         self._executor, self._places, self._layout, self._device = executor, places, layout, device
         self._wait_for_others = wait_for_others
 
     async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
-        """Run `work` in the thread, to its end even if this coroutine is cancelled. Raises: what `work` raises."""
-        pages, rows = np.concatenate([s.pages for s in sequences]), np.concatenate([s.rows for s in sequences])
+        """Run `work` in the thread, to its end even if this coroutine is cancelled.
+
+        Raises: what `work` raises.
+        """
+        pages, rows = (
+            np.concatenate([s.pages for s in sequences]),
+            np.concatenate([s.rows for s in sequences]),
+        )
         held = self._layout.numbered(Places(pages, rows))
         self._places.hold(held)
         try:
-            return await run_to_end(asyncio.get_running_loop().run_in_executor(self._executor, self._whole, work))
+            return await run_to_end(
+                asyncio.get_running_loop().run_in_executor(self._executor, self._whole, work)
+            )
         finally:
             self._places.unhold(held)
 

@@ -30,7 +30,8 @@ def load_tokenizer(source: str, name: str) -> Any | None:
 
 
 def find_tokenizer(name: str) -> Any | None:
-    """Without its model, for whom `name` is a directory or a Hugging Face name; None where there is none.
+    """Without its model, for whom `name` is a directory or a Hugging Face name; None where there is
+    none.
 
     Raises: MisuseError for one that cannot be loaded, or a hub that does not answer.
     """

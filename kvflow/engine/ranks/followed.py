@@ -22,18 +22,22 @@ class FollowedRoom(PrefillRoomPort, Protocol):
 
 
 class Followed:
-    """One request of the group at this rank. `request` while it has places, from the first step that names it, or a
-    cached prefix, before that."""
+    """One request of the group at this rank.
+
+    `request` while it has places, from the first step that names it, or a cached prefix, before
+    that."""
 
     __slots__ = ("kept", "namespace", "params", "prompt", "request", "room", "started")
 
-    def __init__(self, room: FollowedRoom, prompt: Prompt, params: SamplingParams, namespace: Namespace) -> None:
+    def __init__(
+        self, room: FollowedRoom, prompt: Prompt, params: SamplingParams, namespace: Namespace
+    ) -> None:
         self.room, self.prompt, self.params, self.namespace = room, prompt, params, namespace
         self.started = self.kept = False
         self.request: PrefillRequest | None = None
 
     @property
     def may_send(self) -> bool:
-        """Started here, so that the group takes notice of what has landed, and at the first rank, which could have
-        taken its places before."""
+        """Started here, so that the group takes notice of what has landed, and at the first rank,
+        which could have taken its places before."""
         return self.started and self.kept and not self.room.ended

@@ -1,4 +1,6 @@
-"""A rank that follows the first one: it runs the steps it is told of, and sends its own pages to decode."""
+"""A rank that follows the first one: it runs the steps it is told of, and sends its own pages to
+decode.
+"""
 
 from __future__ import annotations
 
@@ -36,28 +38,40 @@ class _GenerationOverError(Exception):
 class StepFollower:
     """The steps of one rank that is not the first.
 
-    A request's places are taken with the first step that names it, in the order of the steps, which is the same at
-    every rank; they are given back when the first rank preempts it or says that no further step will name it, or the
-    generation is over. A request that has failed here is computed all the same until then: the other ranks count on it.
-    Nothing of it leaves before the group has started it. What the cache has of it is loaded from the host and locked
-    when the first rank asks; the step that names it first says how much of that all ranks have.
+    A request's places are taken with the first step that names it, in the order of the steps, which
+    is the same at every rank; they are given back when the first rank preempts it or says that no
+    further step will name it, or the generation is over. A request that has failed here is computed
+    all the same until then: the other ranks count on it. Nothing of it leaves before the group has
+    started it. What the cache has of it is loaded from the host and locked when the first rank
+    asks; the step that names it first says how much of that all ranks have.
     """
 
     def __init__(
-        self, steps: PrefillSteps, socket: ControlSocket, *, hello: wire.Hello,
-        status: Callable[[], wire.Status], neighbours: Neighbours,
-        eos_ids: frozenset[int], shards: int = 1, tells_openings: bool = False, owner: Hashable = "prefill",
+        self,
+        steps: PrefillSteps,
+        socket: ControlSocket,
+        *,
+        hello: wire.Hello,
+        status: Callable[[], wire.Status],
+        neighbours: Neighbours,
+        eos_ids: frozenset[int],
+        shards: int = 1,
+        tells_openings: bool = False,
+        owner: Hashable = "prefill",
         prefetch: PrefetchPolicy = "timeout",
-    ) -> None:  # fmt: skip
-        """`shards`: ranks of each stage. `tells_openings`: the first rank may begin requests early. `prefetch`: how
-        long an answer to the first rank waits for what is loaded."""
+    ) -> None:
+        """`shards`: ranks of each stage.
+
+        `tells_openings`: the first rank may begin requests early. `prefetch`: how long an answer to
+        the first rank waits for what is loaded."""
         self._shards, self._tells_openings = shards, tells_openings
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
         self._hello, self._status, self._eos_ids = hello, status, eos_ids
         self._owner = owner
         self.requests: dict[int, Followed] = {}  # by ticket
         self._loads = Loads(steps, prefetch, self._answer)
-        self._questions: dict[int, int] = {}  # of what is being loaded, by ticket: the numbers that answers name
+        # Of what is being loaded, by ticket: the numbers that answers name.
+        self._questions: dict[int, int] = {}
         self.failed_steps = self.dropped = 0
         self._dropped_ahead: set[int] = set()  # before they were opened here
         self._opened = 0  # the last ticket
@@ -96,10 +110,14 @@ class StepFollower:
             await self._loads.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """The first rank hears by the end of this process: without any of them it would wait for ever."""
+        """The first rank hears by the end of this process: without any of them it would wait for
+        ever.
+        """
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s ended", task.get_name(), exc_info=error)
-            self._give_up(LostError(f"the steps of this rank have ended: {type(error).__name__}: {error}"))
+            self._give_up(
+                LostError(f"the steps of this rank have ended: {type(error).__name__}: {error}")
+            )
 
     def _give_up(self, error: KvflowError) -> None:
         if not self.unusable.done():
@@ -108,7 +126,12 @@ class StepFollower:
     # --- requests
 
     def add(
-        self, ticket: int, room: FollowedRoom, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
+        self,
+        ticket: int,
+        room: FollowedRoom,
+        prompt: Prompt,
+        params: SamplingParams,
+        namespace: Namespace = ANY,
     ) -> None:
         """A request has been opened, whose tickets count up."""
         self._opened = max(self._opened, ticket)
@@ -140,7 +163,9 @@ class StepFollower:
     # --- the first rank
 
     async def _read(self) -> None:
-        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
+        (I7).
+        """
         while True:
             for _, frame in await self._socket.receive():
                 try:
@@ -157,10 +182,13 @@ class StepFollower:
         elif isinstance(message, wire.End):
             if message.generation == self._generation:
                 self._end(message.cause, message.failed)
-        elif isinstance(message, wire.Plan | wire.Find) and not (self._open and message.generation == self._generation):
+        elif isinstance(message, wire.Plan | wire.Find) and not (
+            self._open and message.generation == self._generation
+        ):
             self.dropped += 1
         elif isinstance(message, wire.Keep) and not self._awaits_preemption(message.ticket):
-            self._keep(message.ticket)  # at once: what is computed need not wait for the steps before it
+            # At once: what is computed need not wait for the steps before it.
+            self._keep(message.ticket)
         else:
             self._queue.append(message)
             self._wake.set()
@@ -179,12 +207,14 @@ class StepFollower:
     def _end(self, cause: Cause, failed: int | None = None) -> None:
         """Leave the step that runs; `_run` forgets what it named when it has ended, and says hello.
 
-        The shards of the first stage run what was announced to its end: the first rank, which is one of them, has begun
-        it, and waits for them within each layer.
+        The shards of the first stage run what was announced to its end: the first rank, which is
+        one of them, has begun it, and waits for them within each layer.
         """
         if self._open:
             self._open, self._over = False, True
-            self._finishing = self._shards > self._hello.rank and (failed is None or failed >= self._shards)
+            self._finishing = self._shards > self._hello.rank and (
+                failed is None or failed >= self._shards
+            )
             log.warning("generation %d of steps has ended: %s", self._generation, cause)
             if self._stepping or self._finishing:
                 self._neighbours.abort(shards=not self._finishing)
@@ -229,7 +259,8 @@ class StepFollower:
                 await self._execute(message)
             except _GenerationOverError:
                 continue
-            except Exception as error:  # noqa: BLE001 - of whatever kind, the others must hear of it
+            except Exception as error:  # noqa: BLE001
+                # Of whatever kind, the others must hear of it.
                 if self._open:  # else the step was broken off
                     self._report_failure(error)
         self._forget()
@@ -245,7 +276,10 @@ class StepFollower:
         self._socket.send(wire.encode(wire.StepFailed(generation=self._generation, cause=cause)))
 
     def _forget(self) -> None:
-        """The generation is over, and no step runs: give back what it had taken. Their rooms end by the group."""
+        """The generation is over, and no step runs: give back what it had taken.
+
+        Their rooms end by the group.
+        """
         messages, self._queue = self._queue, deque()
         for message in messages:
             if not isinstance(message, wire.Plan | wire.Find):
@@ -268,11 +302,14 @@ class StepFollower:
             self._give_back(found)
 
     def _awaits_preemption(self, ticket: int) -> bool:
-        return any(isinstance(message, wire.Preempt) and message.ticket == ticket for message in self._queue)
+        return any(
+            isinstance(message, wire.Preempt) and message.ticket == ticket
+            for message in self._queue
+        )
 
     def _find(self, message: wire.Find) -> None:
-        """In the order of the steps: what they have left is cached, and what is locked fits beside all others, as does
-        what is loaded."""
+        """In the order of the steps: what they have left is cached, and what is locked fits beside
+        all others, as does what is loaded."""
         found = self.requests.get(message.ticket)
         if found is None or found.request is not None:
             self._socket.send(wire.encode(wire.Found(number=message.number, tokens=0)))
@@ -315,14 +352,21 @@ class StepFollower:
             self._give_back(found)
 
     async def _execute(self, plan: wire.Plan) -> None:
-        """Run one step. Raises: PeerError for one that cannot be meant, whatever the model raises."""
+        """Run one step.
+
+        Raises: PeerError for one that cannot be meant, whatever the model raises.
+        """
         self._step += 1
         if plan.step != self._step:
-            raise WireError(f"step {plan.step} of generation {plan.generation} came instead of {self._step}")
+            raise WireError(
+                f"step {plan.step} of generation {plan.generation} came instead of {self._step}"
+            )
         if len({row.ticket for row in plan.rows}) != len(plan.rows):
             raise WireError(f"step {plan.step} names a request twice")
         requests = [await self._ready(row) for row in plan.rows]
-        rows = [_row(planned, request) for planned, request in zip(plan.rows, requests, strict=True)]
+        rows = [
+            _row(planned, request) for planned, request in zip(plan.rows, requests, strict=True)
+        ]
         self._stepping = True
         try:
             await self.steps.run(rows, requests)
@@ -331,7 +375,9 @@ class StepFollower:
         for request in requests:
             if request.choice is not None:
                 token = self.steps.token_out(request, request.choice)
-                report = wire.FirstToken(generation=plan.generation, step=plan.step, ticket=request.ticket, token=token)
+                report = wire.FirstToken(
+                    generation=plan.generation, step=plan.step, ticket=request.ticket, token=token
+                )
                 self._socket.send(wire.encode(report))
             if self.requests[request.ticket].may_send:
                 self._send(request)
@@ -344,7 +390,9 @@ class StepFollower:
         except Exception as error:  # an error of one room must not end the others
             self.failed_steps += 1
             log.exception("sending pages failed")
-            request.room.close(Cause(Code.ENGINE_ERROR, f"sending pages failed: {type(error).__name__}"))
+            request.room.close(
+                Cause(Code.ENGINE_ERROR, f"sending pages failed: {type(error).__name__}")
+            )
 
     async def _ready(self, row: wire.PlannedRow) -> PrefillRequest:
         """A request, and its places. Raises: WireError, CapacityError."""
@@ -353,7 +401,10 @@ class StepFollower:
             raise WireError(f"a step names request {row.ticket}, which there is not")
         request = found.request = found.request or self._new_request(row.ticket, found)
         if self._loads.is_running(request):
-            raise WireError(f"a step names request {row.ticket}, and this rank has not said yet what it has of it")
+            raise WireError(
+                f"a step names request {row.ticket}, and this rank has not said yet what it has of "
+                "it"
+            )
         if not request.sequence.page_count:
             await self._take_places(request, row.start)
             if found.may_send and request.cached_tokens:
@@ -364,12 +415,19 @@ class StepFollower:
         return request
 
     async def _take_places(self, request: PrefillRequest, start: int) -> None:
-        """All that it needs, beside what is cached of its first `start` tokens. Raises: CapacityError."""
+        """All that it needs, beside what is cached of its first `start` tokens.
+
+        Raises: CapacityError.
+        """
         self.steps.agree(request, start)
         missing = request.sequence.pages_missing(request.sequence.prompt_length)
         if missing > self.steps.pages.capacity:
             size = self.steps.layout.page_size
-            raise CapacityError("prompt tokens in this rank's pool", missing * size, self.steps.pages.capacity * size)
+            raise CapacityError(
+                "prompt tokens in this rank's pool",
+                missing * size,
+                self.steps.pages.capacity * size,
+            )
         while max(self.steps.short_of(request)) > 0:
             await self._look_again()
         self.steps.take_places(request)
@@ -378,7 +436,12 @@ class StepFollower:
     def _new_request(self, ticket: int, found: Followed) -> PrefillRequest:
         sequence = Sequence((self._owner, ticket), found.prompt, 0, self.steps.layout.page_size)
         request = PrefillRequest(
-            sequence, found.room, found.params, self._eos_ids, ticket=ticket, namespace=found.namespace
+            sequence,
+            found.room,
+            found.params,
+            self._eos_ids,
+            ticket=ticket,
+            namespace=found.namespace,
         )
         if found.may_send:
             request.sent_pages = found.room.prefix_tokens // sequence.page_size
@@ -401,6 +464,9 @@ class StepFollower:
 def _row(planned: wire.PlannedRow, request: PrefillRequest) -> Row:
     left = request.sequence.prompt_length - request.sequence.computed
     if planned.count > left or planned.logits > planned.count:
-        text = f"{planned.count} tokens and {planned.logits} logits of request {planned.ticket}, {left} tokens are left"
+        text = (
+            f"{planned.count} tokens and {planned.logits} logits of request {planned.ticket}, "
+            f"{left} tokens are left"
+        )
         raise WireError(f"a step asks for {text}")
     return Row(request.sequence, planned.count, planned.logits)

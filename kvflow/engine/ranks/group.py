@@ -26,13 +26,29 @@ log = logging.getLogger("kvflow.engine")
 
 
 class _Asked:
-    """One request of a client. `computing` once it is open at this rank, and `started` by the group; `unopened` are the
-    ranks where it is not known to be open."""
+    """One request of a client.
 
-    __slots__ = ("computing", "group", "namespace", "params", "prompt", "started", "token", "unopened")
+    `computing` once it is open at this rank, and `started` by the group; `unopened` are the ranks
+    where it is not known to be open."""
+
+    __slots__ = (
+        "computing",
+        "group",
+        "namespace",
+        "params",
+        "prompt",
+        "started",
+        "token",
+        "unopened",
+    )
 
     def __init__(
-        self, group: GroupRequest, prompt: Prompt, params: SamplingParams, namespace: Namespace, world_size: int
+        self,
+        group: GroupRequest,
+        prompt: Prompt,
+        params: SamplingParams,
+        namespace: Namespace,
+        world_size: int,
     ) -> None:
         self.group, self.prompt, self.params, self.namespace = group, prompt, params, namespace
         self.unopened = set(range(world_size))
@@ -42,9 +58,13 @@ class _Asked:
 
 
 class PrefillGroup:
-    """Opens requests at every rank, and tells this rank's engine of those that are open everywhere, and that start."""
+    """Opens requests at every rank, and tells this rank's engine of those that are open everywhere,
+    and that start.
+    """
 
-    def __init__(self, leader: LeaderShell, member: MemberShell, engine: PrefillEngine, steps: StepLeader) -> None:
+    def __init__(
+        self, leader: LeaderShell, member: MemberShell, engine: PrefillEngine, steps: StepLeader
+    ) -> None:
         self._leader, self._member, self._engine, self._steps = leader, member, engine, steps
         self._asked: dict[int, _Asked] = {}  # by ticket
         self._serving: set[asyncio.Task[TokenOut]] = set()
@@ -79,14 +99,23 @@ class PrefillGroup:
         return len(self._asked)
 
     async def prefill(
-        self, room: int, prompt: Prompt, checked: CheckedPrompt, params: SamplingParams, deadline_s: float,
-        on_open: Callable[[GroupRequest], None] = lambda request: None, *, namespace: Namespace = ANY,
-    ) -> TokenOut:  # fmt: skip
-        """Compute `prompt` on all ranks and send its pages; returns the first token when all have landed everywhere.
-        Where ranks have caches, it begins with what all of them have under `namespace`.
+        self,
+        room: int,
+        prompt: Prompt,
+        checked: CheckedPrompt,
+        params: SamplingParams,
+        deadline_s: float,
+        on_open: Callable[[GroupRequest], None] = lambda request: None,
+        *,
+        namespace: Namespace = ANY,
+    ) -> TokenOut:
+        """Compute `prompt` on all ranks and send its pages; returns the first token when all have
+        landed everywhere. Where ranks have caches, it begins with what all of them have under
+        `namespace`.
 
-        A cancellation ends it on all ranks. Raises: MisuseError, CapacityError, LostError while a rank is missing: then
-        decode's half has been refused. Later by what failed it, once for the group.
+        A cancellation ends it on all ranks. Raises: MisuseError, CapacityError, LostError while a
+        rank is missing: then decode's half has been refused. Later by what failed it, once for the
+        group.
         """
         try:
             self._check(prompt, params)
@@ -95,10 +124,16 @@ class PrefillGroup:
             raise
         ids = np.ascontiguousarray(prompt, dtype="<u4").tobytes()
         request = wire.GroupPrompt(
-            ids=ids, digest=checked.digest, params=params, deadline_s=deadline_s, namespace=namespace
+            ids=ids,
+            digest=checked.digest,
+            params=params,
+            deadline_s=deadline_s,
+            namespace=namespace,
         )
         opened = self._leader.open(room, wire.encode(request))
-        asked = self._asked[opened.ticket] = _Asked(opened, prompt, params, namespace, self._leader.leader.world_size)
+        asked = self._asked[opened.ticket] = _Asked(
+            opened, prompt, params, namespace, self._leader.leader.world_size
+        )
         on_open(opened)
         serving = asyncio.create_task(self._serve(asked), name=f"kvflow-group-{opened.ticket}")
         self._serving.add(serving)
@@ -113,7 +148,10 @@ class PrefillGroup:
             raise
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """No request for this room will come: decode is told why at every rank. Raises: MisuseError for no room id."""
+        """No request for this room will come: decode is told why at every rank.
+
+        Raises: MisuseError for no room id.
+        """
         self._leader.refuse(room, cause)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
@@ -149,7 +187,9 @@ class PrefillGroup:
         if asked is None:  # decided already
             return
         try:
-            asked.computing = self._engine.expect(room, asked.prompt, asked.params, ticket, asked.namespace)
+            asked.computing = self._engine.expect(
+                room, asked.prompt, asked.params, ticket, asked.namespace
+            )
         except KvflowError as error:
             room.close(error.cause())
             return
@@ -162,15 +202,21 @@ class PrefillGroup:
                 if (token := first.result()) is not None:
                     self.first_token(ticket, token)
             else:
-                cause = error.cause() if isinstance(error, KvflowError) else Cause(Code.ENGINE_ERROR, str(error))
+                cause = (
+                    error.cause()
+                    if isinstance(error, KvflowError)
+                    else Cause(Code.ENGINE_ERROR, str(error))
+                )
                 room.close(cause)
 
         asked.computing.first.add_done_callback(known)
         self.opened_at(0, ticket)
 
     def opened_at(self, rank: int, ticket: int) -> None:
-        """It is open there. A step names it early only when it is open at all ranks: one that does not know it could
-        not take part."""
+        """It is open there.
+
+        A step names it early only when it is open at all ranks: one that does not know it could not
+        take part."""
         asked = self._asked.get(ticket)
         if asked is None:
             return
@@ -201,10 +247,12 @@ class PrefillGroup:
             if computing is not None and (asked.started or self._engine.has_places(computing)):
                 asked.group.close(cause)
                 self._engine.drop(computing)
-                self._steps.drop(asked.group.ticket)  # before a step is announced that needs its places
+                # Before a step is announced that needs its places.
+                self._steps.drop(asked.group.ticket)
                 if not asked.token.done():
                     asked.token.set_exception(room_error(cause))
-                    asked.token.exception()  # retrieved, so that asyncio does not log it: there may be no reader
+                    # Retrieved, so that asyncio does not log it: there may be no reader.
+                    asked.token.exception()
 
     async def _start_requests(self) -> None:
         while True:

@@ -1,7 +1,8 @@
-"""How much of a prompt is in the caches of all ranks: as much as in that of the rank that has the least.
+"""How much of a prompt is in the caches of all ranks: as much as in that of the rank that has the
+least.
 
-The caches of ranks differ: pools of other sizes, copies that failed, a rank that was started again. So the first rank
-asks before the first step of a request, and each rank locks what it answers with.
+The caches of ranks differ: pools of other sizes, copies that failed, a rank that was started again.
+So the first rank asks before the first step of a request, and each rank locks what it answers with.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class HitVotes:
         return len(self._questions)
 
     def ask(self, ticket: int, tokens: int) -> int:
-        """The first rank has locked `tokens` tokens. Returns the number of the question; an earlier one about that
-        ticket is over."""
+        """The first rank has locked `tokens` tokens.
+
+        Returns the number of the question; an earlier one about that ticket is over."""
         self.drop(ticket)
         self._last += 1
         self._questions[self._last] = _Question(ticket, tokens, set(self._others))
@@ -45,7 +47,9 @@ class HitVotes:
         return self._last
 
     def answer(self, rank: int, number: int, tokens: int) -> Agreed | None:
-        """What is agreed, if this was the last answer; one that comes late, or twice, changes nothing."""
+        """What is agreed, if this was the last answer; one that comes late, or twice, changes
+        nothing.
+        """
         question = self._questions.get(number)
         if question is None or rank not in question.missing:
             return None

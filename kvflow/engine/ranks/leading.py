@@ -1,4 +1,6 @@
-"""The first rank's side of steps that several ranks run: generations, plans, and what the others report."""
+"""The first rank's side of steps that several ranks run: generations, plans, and what the others
+report.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ log = logging.getLogger("kvflow.engine")
 
 
 class Neighbours(Protocol):
-    """This rank's ends of the ways of hidden states, and whatever else a step waits for at other ranks."""
+    """This rank's ends of the ways of hidden states, and whatever else a step waits for at other
+    ranks.
+    """
 
     def begin(self, generation: int) -> None:
         """Steps of `generation` follow, which is larger than every earlier one."""
@@ -31,26 +35,48 @@ class Neighbours(Protocol):
         """No other generation can begin in this process."""
 
     def abort(self, *, shards: bool = True) -> None:
-        """A call that waits raises, as every later one does until `begin`. `shards` False: but for one that waits for
-        another shard of this stage."""
+        """A call that waits raises, as every later one does until `begin`.
+
+        `shards` False: but for one that waits for another shard of this stage."""
 
 
 class StepLeader:
-    """Implements `Lockstep`. A generation begins when every other rank is there and no step runs here."""
+    """Implements `Lockstep`.
+
+    A generation begins when every other rank is there and no step runs here.
+    """
 
     def __init__(
-        self, socket: ControlSocket, *, world_size: int, shards: int, places: tuple[int, int], neighbours: Neighbours,
-        on_hello: Callable[[wire.Hello], None], on_opened: Callable[[int, int], None],
-        on_token: Callable[[int, TokenOut], None], on_agreed: Callable[[int, int], None],
-        on_broken: Callable[[Cause], None], on_ready: Callable[[], None], on_unusable: Callable[[KvflowError], None],
-    ) -> None:  # fmt: skip
-        """`shards`: ranks of each stage. `places`: pages and rows of this rank. `on_opened` is called with a rank and a
-        ticket, `on_agreed` with a ticket and how many tokens of its prompt all ranks have cached, `on_broken` when a
-        generation ends, with why; `on_unusable` when no other can begin in this process."""
+        self,
+        socket: ControlSocket,
+        *,
+        world_size: int,
+        shards: int,
+        places: tuple[int, int],
+        neighbours: Neighbours,
+        on_hello: Callable[[wire.Hello], None],
+        on_opened: Callable[[int, int], None],
+        on_token: Callable[[int, TokenOut], None],
+        on_agreed: Callable[[int, int], None],
+        on_broken: Callable[[Cause], None],
+        on_ready: Callable[[], None],
+        on_unusable: Callable[[KvflowError], None],
+    ) -> None:
+        """`shards`: ranks of each stage.
+
+        `places`: pages and rows of this rank. `on_opened` is called with a rank and a ticket,
+        `on_agreed` with a ticket and how many tokens of its prompt all ranks have cached,
+        `on_broken` when a generation ends, with why; `on_unusable` when no other can begin in this
+        process."""
         self._socket, self._world_size, self._neighbours = socket, world_size, neighbours
         self._shards = shards
         self._places = self._most_places = places
-        self._on_hello, self._on_opened, self._on_token, self._on_broken = on_hello, on_opened, on_token, on_broken
+        self._on_hello, self._on_opened, self._on_token, self._on_broken = (
+            on_hello,
+            on_opened,
+            on_token,
+            on_broken,
+        )
         self._on_agreed, self._on_ready, self._on_unusable = on_agreed, on_ready, on_unusable
         self._hits = HitVotes(world_size)
         self._hellos: dict[int, wire.Hello] = {}  # of ranks that are ready, or that take part
@@ -81,7 +107,11 @@ class StepLeader:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s ended", task.get_name(), exc_info=error)
-            self._on_unusable(LostError(f"the first rank hears of no other any more: {type(error).__name__}: {error}"))
+            self._on_unusable(
+                LostError(
+                    f"the first rank hears of no other any more: {type(error).__name__}: {error}"
+                )
+            )
 
     @property
     def unavailable_reason(self) -> str:
@@ -117,7 +147,9 @@ class StepLeader:
 
     def find(self, request: PrefillRequest, tokens: int) -> None:
         number = self._hits.ask(request.ticket, tokens)
-        find = wire.Find(generation=self._generation, number=number, ticket=request.ticket, tokens=tokens)
+        find = wire.Find(
+            generation=self._generation, number=number, ticket=request.ticket, tokens=tokens
+        )
         self._send_all(find)
 
     def flush(self) -> None:
@@ -161,7 +193,10 @@ class StepLeader:
             return
         hellos = [self._hellos[rank] for rank in range(1, self._world_size)]
         pages, rows = self._places
-        self._most_places = min(pages, *(h.pages for h in hellos)), min(rows, *(h.rows for h in hellos))
+        self._most_places = (
+            min(pages, *(h.pages for h in hellos)),
+            min(rows, *(h.rows for h in hellos)),
+        )
         try:
             self._neighbours.begin(self._generation + 1)
         except KvflowError as error:
@@ -170,19 +205,29 @@ class StepLeader:
         self._generation, self._step, self._open = self._generation + 1, 0, True
         self._preempted.clear()
         self._send_all(wire.Begin(generation=self._generation))
-        log.info("%d ranks are ready: generation %d of steps begins", self._world_size, self._generation)
+        log.info(
+            "%d ranks are ready: generation %d of steps begins", self._world_size, self._generation
+        )
         self._on_ready()
 
     def _end(self, cause: Cause, failed: int | None = None) -> None:
-        """`failed`: the rank whose step has failed. Unless it is one of them, the shards of this stage run what was
-        announced to its end together."""
+        """`failed`: the rank whose step has failed.
+
+        Unless it is one of them, the shards of this stage run what was announced to its end
+        together."""
         if not self._open:
             return
         self._open = False
         log.warning("generation %d of steps has ended: %s", self._generation, cause)
         if self._stepping:
-            self._neighbours.abort(shards=self._shards > 1 and failed is not None and failed < self._shards)
-        end = wire.End(generation=self._generation, cause=cause, failed=None if failed is None else Rank(failed))
+            self._neighbours.abort(
+                shards=self._shards > 1 and failed is not None and failed < self._shards
+            )
+        end = wire.End(
+            generation=self._generation,
+            cause=cause,
+            failed=None if failed is None else Rank(failed),
+        )
         self._send_all(end)
         self._hellos.clear()  # each says when nothing of it is left there
         self._hits.clear()
@@ -196,7 +241,9 @@ class StepLeader:
                 self.lost(rank, f"rank {rank} of the group cannot be reached")
 
     async def _read(self) -> None:
-        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on (I7)."""
+        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
+        (I7).
+        """
         while True:
             for peer_id, frame in await self._socket.receive():
                 try:
@@ -226,7 +273,8 @@ class StepLeader:
         elif not self._open or message.generation != self._generation:
             self.dropped += 1
         elif isinstance(message, wire.FirstToken):
-            if message.step > self._preempted.get(message.ticket, 0):  # else it is computed again, perhaps to another
+            # Else it is computed again, perhaps to another.
+            if message.step > self._preempted.get(message.ticket, 0):
                 self._on_token(message.ticket, message.token)
         else:
             self._end(message.cause, rank)

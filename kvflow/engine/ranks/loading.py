@@ -1,4 +1,6 @@
-"""What a rank waits for before it is ready for a request: decode's half, and what storage has of its prompt."""
+"""What a rank waits for before it is ready for a request: decode's half, and what storage has of
+its prompt.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from kvflow.handlers.rooms import PrefillRoom
 from kvflow.protocols.cache.choices import PrefetchPolicy
 
 
-async def ready(cache: PrefixCache | None, prefetch: PrefetchPolicy, room: PrefillRoom, request: bytes) -> None:
+async def ready(
+    cache: PrefixCache | None, prefetch: PrefetchPolicy, room: PrefillRoom, request: bytes
+) -> None:
     """`request`: as the leader of the group was given it. Raises: the room's error."""
     if cache is None or not cache.has_host:
         await room.matched()

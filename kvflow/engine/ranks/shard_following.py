@@ -1,4 +1,6 @@
-"""Another shard of a decode than the first: it runs the steps that it is told of, over its part of the same pool."""
+"""Another shard of a decode than the first: it runs the steps that it is told of, over its part of
+the same pool.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from kvflow.protocols.ports import ProcessIdentity
 class ShardFollower:
     """Decides nothing: which sequences there are, and what they hold, it is told with each step."""
 
-    def __init__(self, model: LoadedModel, link: wire.ShardLink, executor: Executor, process: ProcessIdentity) -> None:
+    def __init__(
+        self, model: LoadedModel, link: wire.ShardLink, executor: Executor, process: ProcessIdentity
+    ) -> None:
         """`executor`: the model thread. `process`: this one, which the first shard may kill."""
         self._model, self._link, self._executor, self._process = model, link, executor, process
         self._sequences: dict[int, Sequence] = {}  # of the last step, by number
@@ -35,7 +39,8 @@ class ShardFollower:
     async def run(self) -> None:
         """Run steps until the first shard closes the connection.
 
-        Raises: WireError for a step that cannot be meant, LostError for a shard that is gone, what the model raises.
+        Raises: WireError for a step that cannot be meant, LostError for a shard that is gone, what
+        the model raises.
         """
         loop = asyncio.get_running_loop()
         beating = asyncio.create_task(self._beat(), name="kvflow-shard-alive")
@@ -51,7 +56,10 @@ class ShardFollower:
                     self._pool.close()
 
     def stop(self) -> None:
-        """`run` returns when the step that runs has ended. The first shard counts this one as lost."""
+        """`run` returns when the step that runs has ended.
+
+        The first shard counts this one as lost.
+        """
         self._link.abort()
 
     async def _beat(self) -> None:
@@ -111,13 +119,21 @@ class ShardFollower:
             found = Sequence(planned.sequence, [], planned.capacity, layout.page_size)
             found.rows = unpack_pages(planned.row, layout.num_rows)
         elif found is None:
-            raise WireError(f"a step goes on with sequence {planned.sequence}, which was not in the step before")
+            raise WireError(
+                f"a step goes on with sequence {planned.sequence}, which was not in the step before"
+            )
         self._sequences[planned.sequence] = found
         tokens = np.frombuffer(planned.tokens, np.int64)
         end = planned.computed + tokens.size
         pages = unpack_pages(planned.pages, layout.num_pages)
-        if not tokens.size or end > found.tokens.size or end > (found.page_count + pages.size) * layout.page_size:
-            raise WireError(f"sequence {planned.sequence}: tokens {planned.computed}..{end} have no place there")
+        if (
+            not tokens.size
+            or end > found.tokens.size
+            or end > (found.page_count + pages.size) * layout.page_size
+        ):
+            raise WireError(
+                f"sequence {planned.sequence}: tokens {planned.computed}..{end} have no place there"
+            )
         found.add_pages(pages)
         found.tokens[planned.computed : end] = tokens
         found.computed, found.length = planned.computed, end

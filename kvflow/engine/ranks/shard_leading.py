@@ -1,4 +1,6 @@
-"""The first shard's side of decode steps that all shards run: plans, their ends, and the loss of a shard."""
+"""The first shard's side of decode steps that all shards run: plans, their ends, and the loss of a
+shard.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class ShardGroupPort(Protocol):
     """What ties the shards within a step."""
 
     def abort(self) -> None:
-        """From any thread: a step that waits for another shard raises, and so does every later one."""
+        """From any thread: a step that waits for another shard raises,
+        and so does every later one.
+        """
 
 
 class _Shard:
@@ -45,7 +49,10 @@ class _Shard:
 
 
 class _Told:
-    """What the other shards know of a sequence. It is kept as long as they do, so that its `id` stays its own."""
+    """What the other shards know of a sequence.
+
+    It is kept as long as they do, so that its `id` stays its own.
+    """
 
     __slots__ = ("number", "pages", "sequence")
 
@@ -56,15 +63,19 @@ class _Told:
 class ShardLeader:
     """Implements `Followers` over the links to shards 1 and up.
 
-    A step has ended when every shard says so. When one of them is lost, ends its connection, falls silent, or a step
-    fails anywhere, no other step can run: the processes of all the others are killed, and what waits for a step's end
-    goes on when they are dead, since until then they may write into the pool.
+    A step has ended when every shard says so. When one of them is lost, ends its connection, falls
+    silent, or a step fails anywhere, no other step can run: the processes of all the others are
+    killed, and what waits for a step's end goes on when they are dead, since until then they may
+    write into the pool.
     """
 
     def __init__(
-        self, links: Sequence[wire.ShardLink], group: ShardGroupPort, on_lost: Callable[[LostError], None],
+        self,
+        links: Sequence[wire.ShardLink],
+        group: ShardGroupPort,
+        on_lost: Callable[[LostError], None],
         timing: Timing = TIMING,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`on_lost` is called once, in any thread."""
         self.shards = [_Shard(number, link) for number, link in enumerate(links, 1)]
         self._group, self._on_lost, self._timing = group, on_lost, timing
@@ -77,13 +88,19 @@ class ShardLeader:
         self._reader = threading.Thread(target=self._read, name="kvflow-shards", daemon=True)
 
     def __repr__(self) -> str:
-        return f"<ShardLeader of {len(self.shards)} others, step {self._step}{', broken' if self._broken else ''}>"
+        return (
+            f"<ShardLeader of {len(self.shards)} others, step "
+            f"{self._step}{', broken' if self._broken else ''}>"
+        )
 
     def start(self) -> None:
         self._reader.start()
 
     def share(self, pool: PagedPool) -> None:
-        """Blocks until every other shard has loaded its part, and mapped `pool`. Raises: LostError, MisuseError."""
+        """Blocks until every other shard has loaded its part, and mapped `pool`.
+
+        Raises: LostError, MisuseError.
+        """
         segment = pool.segment
         if segment is None:
             raise MisuseError("the pool of several shards has to be in memory that they can open")
@@ -162,9 +179,14 @@ class ShardLeader:
         pages = s.pages[told.pages :].tobytes()
         told.pages = s.page_count
         return wire.PlannedRow(
-            told.number, s.computed, s.tokens[s.computed : row.end].tobytes(), row.logits, pages, capacity,
+            told.number,
+            s.computed,
+            s.tokens[s.computed : row.end].tobytes(),
+            row.logits,
+            pages,
+            capacity,
             s.rows.tobytes() if capacity else b"",
-        )  # fmt: skip
+        )
 
     def _send(self, message: wire.ToOtherShards) -> None:
         for shard in self.shards:
@@ -213,12 +235,15 @@ class ShardLeader:
     # --- what the others say
 
     def _read(self) -> None:
-        """In a thread of its own: the model thread waits for what it hears, and the event loop need not."""
+        """In a thread of its own: the model thread waits for what it hears, and the event loop need
+        not.
+        """
         now_s = time.monotonic()
         while not self._closing and self._broken is None:
             ready = wait([shard.link.fileno() for shard in self.shards], self._timing.heartbeat_s)
             before_s, now_s = now_s, time.monotonic()
-            # Where this process has been stopped, or had no turn, for long, the others need not have been.
+            # Where this process has been stopped, or had no turn, for long, the others need not
+            # have been.
             passed_s = min(now_s - before_s, self._timing.heartbeat_s)
             for shard in self.shards:
                 if shard.link.fileno() in ready:
@@ -227,7 +252,9 @@ class ShardLeader:
                 elif shard.is_up:
                     shard.silent_s += passed_s
                     if shard.silent_s > self._timing.lost_after_s:
-                        self.lost(shard.number, f"it was silent for {self._timing.lost_after_s:g} s")
+                        self.lost(
+                            shard.number, f"it was silent for {self._timing.lost_after_s:g} s"
+                        )
 
     def _hear(self, shard: _Shard) -> None:
         try:

@@ -1,7 +1,9 @@
-"""What the first shard of a decode and the others tell each other: every step, just before it begins, and its end.
+"""What the first shard of a decode and the others tell each other: every step, just before it
+begins, and its end.
 
-A pair of sockets that no other process has joins two of them. Both ends block and belong to the model threads: what a
-step needs is sent by the thread that runs it, so there is no step that was not announced.
+A pair of sockets that no other process has joins two of them. Both ends block and belong to the
+model threads: what a step needs is sent by the thread that runs it, so there is no step that was
+not announced.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """This shard reads and writes nothing more for this step, and for those before; 0: it has mapped the pool."""
+    """This shard reads and writes nothing more for this step, and for those before; 0: it has
+    mapped the pool.
+    """
 
     step: _Count
 
@@ -39,7 +43,9 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class MapPool(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The pool of all shards: descriptor `descriptor` of process `pid`, whose addresses are in the layout."""
+    """The pool of all shards: descriptor `descriptor` of process `pid`, whose addresses are in the
+    layout.
+    """
 
     pid: _Count
     descriptor: _Count
@@ -49,9 +55,9 @@ class MapPool(msgspec.Struct, frozen=True, array_like=True, tag=11):
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The next tokens of one sequence, from `computed` on, and logits of the last `logits` of them.
 
-    `sequence` is a number that the first shard gives it. One that was not in the step before is new: `capacity` is how
-    many tokens it may have, `row` its row of the pool. `pages` (int32) are those that it has beside the ones of the
-    step before.
+    `sequence` is a number that the first shard gives it. One that was not in the step before is
+    new: `capacity` is how many tokens it may have, `row` its row of the pool. `pages` (int32) are
+    those that it has beside the ones of the step before.
     """
 
     sequence: _Count
@@ -77,7 +83,10 @@ class Rest(msgspec.Struct, frozen=True, array_like=True, tag=13):
 ToFirstShard = Hello | Ended | Alive
 ToOtherShards = MapPool | Plan | Rest
 _encode = msgspec.msgpack.Encoder().encode
-_TO_FIRST, _TO_OTHERS = msgspec.msgpack.Decoder(ToFirstShard), msgspec.msgpack.Decoder(ToOtherShards)
+_TO_FIRST, _TO_OTHERS = (
+    msgspec.msgpack.Decoder(ToFirstShard),
+    msgspec.msgpack.Decoder(ToOtherShards),
+)
 
 
 def parse_at_first(frame: bytes) -> ToFirstShard:
@@ -94,11 +103,16 @@ def _parsed(frame: bytes, decoder: Any) -> Any:
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"cannot decode a {len(frame)}-byte frame of another shard: {error}") from None
+        raise WireError(
+            f"cannot decode a {len(frame)}-byte frame of another shard: {error}"
+        ) from None
 
 
 class ShardLink:
-    """One end of the connection between the first shard and another one. Any thread may send; one receives."""
+    """One end of the connection between the first shard and another one.
+
+    Any thread may send; one receives.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         """Takes ownership of `end`, a stream socket."""
@@ -115,7 +129,9 @@ class ShardLink:
             with self._lock:
                 self._connection.send_bytes(_encode(message))
         except OSError as error:
-            raise LostError(f"the connection to another shard is gone: {error.strerror or error}") from None
+            raise LostError(
+                f"the connection to another shard is gone: {error.strerror or error}"
+            ) from None
 
     def receive(self) -> bytes:
         """The next message; blocks. Raises: LostError when the other end is closed."""
@@ -125,7 +141,9 @@ class ShardLink:
             raise LostError("the connection to another shard is closed") from None
 
     def abort(self) -> None:
-        """From any thread: what waits here or at the other end raises, and so does every later call. Idempotent."""
+        """From any thread: what waits here or at the other end raises, and so does every later
+        call. Idempotent.
+        """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,8 +1,10 @@
-"""What the first rank of a prefill and the others tell each other about steps, beside the messages of their group.
+"""What the first rank of a prefill and the others tell each other about steps, beside the messages
+of their group.
 
-One frame is one message: a msgpack array that begins with its tag. They travel over one connection of each rank, in
-order. A generation is a time in which every rank takes part in every step: it ends with the loss of a rank or with a
-step that failed, and each rank's next `Hello` says that nothing of it is left there.
+One frame is one message: a msgpack array that begins with its tag. They travel over one connection
+of each rank, in order. A generation is a time in which every rank takes part in every step: it ends
+with the loss of a rank or with a step that failed, and each rank's next `Hello` says that nothing
+of it is left there.
 """
 
 from __future__ import annotations
@@ -86,13 +88,17 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """This rank has opened the request: a step may name it before the group starts it (`--optimistic-prefill`)."""
+    """This rank has opened the request: a step may name it before the group starts it
+    (`--optimistic-prefill`).
+    """
 
     ticket: _Number
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=6):
-    """The answer to `Find`: so many tokens of the prompt are in the cache of this rank, locked for it."""
+    """The answer to `Find`: so many tokens of the prompt are in the cache of this rank, locked for
+    it.
+    """
 
     number: _Number
     tokens: _Tokens
@@ -105,8 +111,8 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The `count` tokens of a prompt from its token `start` on, and logits of the last `logits` of them. What is before
-    `start` was in earlier steps, or is in the cache of every rank."""
+    """The `count` tokens of a prompt from its token `start` on, and logits of the last `logits` of
+    them. What is before `start` was in earlier steps, or is in the cache of every rank."""
 
     ticket: _Number
     start: _Tokens
@@ -123,28 +129,36 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=12):
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
-    """No further step names this request. `succeeded`: the group has decided so, and the cache may keep its pages."""
+    """No further step names this request.
+
+    `succeeded`: the group has decided so, and the cache may keep its pages.
+    """
 
     ticket: _Number
     succeeded: bool = False
 
 
 class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=15):
-    """This request, which the group has not started at the first rank, loses its places and what was computed. A step
-    may name it again, from its beginning."""
+    """This request, which the group has not started at the first rank, loses its places and what
+    was computed. A step may name it again, from its beginning."""
 
     ticket: _Number
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=16):
-    """The group has started this request at the first rank: no `Preempt` of it follows. Its pages may leave."""
+    """The group has started this request at the first rank: no `Preempt` of it follows.
+
+    Its pages may leave.
+    """
 
     ticket: _Number
 
 
 class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=17):
-    """How many of the first `tokens` tokens of this request's prompt are in your cache? Lock them for it, until a step,
-    `Drop` or `Preempt` names it, or the generation is over. `number`: of the question, for the answer."""
+    """How many of the first `tokens` tokens of this request's prompt are in your cache?
+
+    Lock them for it, until a step, `Drop` or `Preempt` names it, or the generation is over.
+    `number`: of the question, for the answer."""
 
     generation: _Number
     number: _Number
@@ -153,12 +167,16 @@ class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=18):
-    """Forget all that is cached. What was found for a request that no step has named yet is forgotten with it."""
+    """Forget all that is cached.
+
+    What was found for a request that no step has named yet is forgotten with it.
+    """
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
-    """The generation is over: leave the step that runs, forget what it has named. `failed`: the rank whose step has
-    failed, if that is why."""
+    """The generation is over: leave the step that runs, forget what it has named.
+
+    `failed`: the rank whose step has failed, if that is why."""
 
     generation: _Number
     cause: Cause
@@ -173,8 +191,8 @@ parse_at_others: Callable[[bytes], ToOthers] = codec.parser(ToOthers)
 
 
 class GroupPrompt(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """What the leader of the group is given as a request: every rank opens its half of the room with it. `ids` are
-    uint32, little-endian; `digest` is that of `check_prompt`."""
+    """What the leader of the group is given as a request: every rank opens its half of the room
+    with it. `ids` are uint32, little-endian; `digest` is that of `check_prompt`."""
 
     ids: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_PROMPT)]
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -201,5 +219,8 @@ def parse_prompt(data: bytes) -> GroupPrompt:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"cannot decode a {len(data)}-byte request of a group: {error}") from None
     if len(found.ids) % 4:
-        raise WireError(f"the prompt of a group's request: {len(found.ids)} bytes are no unsigned 32-bit integers")
+        raise WireError(
+            f"the prompt of a group's request: {len(found.ids)} bytes are no unsigned 32-bit "
+            "integers"
+        )
     return found

@@ -1,8 +1,10 @@
-"""With how much of a cached prefix a prompt begins, where other ranks have to begin at the same token.
+"""With how much of a cached prefix a prompt begins, where other ranks have to begin at the same
+token.
 
-The first rank gives a request its places, with what its own cache has, and asks the others; until all have answered no
-step names it. Where one of them has less, the request gives its places back and takes others, which may be a moment
-later: the prompts that have places fit into every pool without any cache, so they come.
+The first rank gives a request its places, with what its own cache has, and asks the others; until
+all have answered no step names it. Where one of them has less, the request gives its places back
+and takes others, which may be a moment later: the prompts that have places fit into every pool
+without any cache, so they come.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ class Beginnings:
     """The requests of one engine that have places, until each begins."""
 
     def __init__(
-        self, steps: PrefillSteps, lockstep: Lockstep | None, begins: Callable[[PrefillRequest], None]
+        self,
+        steps: PrefillSteps,
+        lockstep: Lockstep | None,
+        begins: Callable[[PrefillRequest], None],
     ) -> None:
         """`begins` is called with a request once steps may name it."""
         self._steps, self._lockstep, self._begins = steps, lockstep, begins
@@ -33,7 +38,8 @@ class Beginnings:
             self._begin(request)
             return
         request.is_asking = True
-        self._lockstep.find(request, request.cached_tokens)  # which may tell that a rank is lost, and drop it
+        # Which may tell that a rank is lost, and drop it.
+        self._lockstep.find(request, request.cached_tokens)
 
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
         """Every rank has its first `tokens` tokens."""
@@ -46,7 +52,10 @@ class Beginnings:
             self._begin(request)
 
     def flushed(self, placed: Iterable[PrefillRequest]) -> None:
-        """The cache has been. Of `placed`, those that no step has named begin without it, at every rank."""
+        """The cache has been.
+
+        Of `placed`, those that no step has named begin without it, at every rank.
+        """
         if self._lockstep is None:
             return
         self._lockstep.flush()  # which may tell that a rank is lost, and drop some

@@ -1,8 +1,11 @@
-"""Page promises: how far each request may grow, and who waits for one. No request starves for another.
+"""Page promises: how far each request may grow, and who waits for one.
 
-This is the queue of a decode. A room is announced before it waits here, and its prefill gives it nothing before it
-leaves. So the holder of a place here never waits for a request that waits for that place, whatever order the legs of
-requests arrive in at several prefills and decodes: there is no deadlock.
+No request starves for another.
+
+This is the queue of a decode. A room is announced before it waits here, and its prefill gives it
+nothing before it leaves. So the holder of a place here never waits for a request that waits for
+that place, whatever order the legs of requests arrive in at several prefills and decodes: there is
+no deadlock.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ from collections.abc import Callable, Iterable
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import CapacityError, KvflowError
 
-RECHECK_S = 0.02  # rooms and writes free pages without an event, so waiting requests poll this often
-STUCK_S = 20.0  # without a running request what is not free is in quarantine: after this long, others may have pages
+# Rooms and writes free pages without an event, so waiting requests poll this often.
+RECHECK_S = 0.02
+# Without a running request what is not free is in quarantine: after this long, others may have
+# pages.
+STUCK_S = 20.0
 DECAY_STEPS, LEAST_SHARE, RETRACT_STEPS = 600, 0.14, 20  # of SGLang's scheduler
 MOST_TOKENS_AHEAD = 4096  # no more than so many new tokens count in a promise, as at SGLang
 
 
 class NewTokenRatio:
-    """The share of the new tokens still to come for which a request is promised pages; 1.0 is the worst case.
+    """The share of the new tokens still to come for which a request is promised pages; 1.0 is the
+    worst case.
 
-    Below 1 it decays with every step, since requests end early more often than not, and a retract raises it to what
-    the running requests have shown (SGLang's scheduler does the same).
+    Below 1 it decays with every step, since requests end early more often than not, and a retract
+    raises it to what the running requests have shown (SGLang's scheduler does the same).
     """
 
     def __init__(self, initial: float = 1.0) -> None:
@@ -37,7 +44,9 @@ class NewTokenRatio:
         self.now = max(self._least, self.now - steps * (self._initial - self._least) / DECAY_STEPS)
 
     def retracted(self, generated: int, limit: int, running: int) -> None:
-        """`running` requests have `generated` tokens of the `limit` that they may generate, all together."""
+        """`running` requests have `generated` tokens of the `limit` that they may generate, all
+        together.
+        """
         self.now = max(self.now, min(1.0, (generated + RETRACT_STEPS * running) / max(1, limit)))
 
     def rest(self) -> None:
@@ -55,19 +64,34 @@ class Shortage:
         self._since_s = None
 
     def lasts(self) -> bool:
-        """Whether it has lasted for `STUCK_S`; it begins when this is asked for the first time since it `ended`."""
+        """Whether it has lasted for `STUCK_S`; it begins when this is asked for the first time
+        since it `ended`.
+        """
         now = asyncio.get_running_loop().time()
         self._since_s = now if self._since_s is None else self._since_s
         return now - self._since_s >= STUCK_S
 
 
 class Admission:
-    """A promise of pages to one request: `base` at least, `total` at worst, of which it owns `taken` already, and of a
-    row where the pool has rows. `release` is idempotent."""
+    """A promise of pages to one request: `base` at least, `total` at worst, of which it owns
+    `taken` already, and of a row where the pool has rows. `release` is idempotent."""
 
-    __slots__ = ("_budget", "away", "base", "covered", "granted", "number", "priority", "row_taken", "taken", "total")
+    __slots__ = (
+        "_budget",
+        "away",
+        "base",
+        "covered",
+        "granted",
+        "number",
+        "priority",
+        "row_taken",
+        "taken",
+        "total",
+    )
 
-    def __init__(self, budget: PageBudget, total: int, taken: int, base: int, priority: int, number: int) -> None:
+    def __init__(
+        self, budget: PageBudget, total: int, taken: int, base: int, priority: int, number: int
+    ) -> None:
         self._budget, self.total, self.taken, self.base = budget, total, taken, base
         self.priority, self.number = priority, number
         self.away = False  # it ran, and has been retracted
@@ -86,8 +110,8 @@ class Admission:
         self.covered = pages
 
     def has(self, pages: int) -> None:
-        """Record that so many of its pages are there already, and are not taken: it is promised fewer. Below 0: that
-        they are not there any more, and are promised again."""
+        """Record that so many of its pages are there already, and are not taken: it is promised
+        fewer. Below 0: that they are not there any more, and are promised again."""
         self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
 
     def release(self) -> None:
@@ -101,7 +125,9 @@ class Admission:
 
     @property
     def place(self) -> tuple[bool, int, int]:
-        """In the queue: what was retracted comes first, since its reader has seen tokens; then priority, then age."""
+        """In the queue: what was retracted comes first, since its reader has seen tokens; then
+        priority, then age.
+        """
         return not self.away, -self.priority, self.number
 
     def outstanding(self, ratio: float, most_ahead: int) -> int:
@@ -114,11 +140,19 @@ class PageBudget:
     """Free pages minus promised pages, to `most` requests at a time."""
 
     def __init__(
-        self, pages: PageAllocator, most: int = 1 << 30, *, rows: PageAllocator | None = None,
-        ratio: NewTokenRatio | None = None, page_size: int = 1, release_cached: Callable[[], bool] = lambda: False,
-    ) -> None:  # fmt: skip
-        """`rows`: of a pool that has some, every request needs one. `release_cached`: where nobody runs and pages are
-        missing, one request that waits unlocks those that it has cached; False when none has any."""
+        self,
+        pages: PageAllocator,
+        most: int = 1 << 30,
+        *,
+        rows: PageAllocator | None = None,
+        ratio: NewTokenRatio | None = None,
+        page_size: int = 1,
+        release_cached: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`rows`: of a pool that has some, every request needs one.
+
+        `release_cached`: where nobody runs and pages are missing, one request that waits unlocks
+        those that it has cached; False when none has any."""
         self._pages, self._rows, self._most = pages, rows, most
         self._release_cached = release_cached
         self._ratio, self._most_ahead = ratio or NewTokenRatio(), -(-MOST_TOKENS_AHEAD // page_size)
@@ -139,7 +173,9 @@ class PageBudget:
 
     @property
     def spare(self) -> int:
-        """Free pages that running requests may grow into: the others are for requests that are about to begin."""
+        """Free pages that running requests may grow into: the others are for requests that are
+        about to begin.
+        """
         return self._pages.free_pages - self._opening
 
     @property
@@ -157,20 +193,30 @@ class PageBudget:
         return self._pages.available_pages - self._opening
 
     def shortage(self, what: str, asked: int, free: int) -> CapacityError:
-        """The error of a request that is short of pages. It speaks of the tokens that they hold, as clients do."""
+        """The error of a request that is short of pages.
+
+        It speaks of the tokens that they hold, as clients do.
+        """
         return CapacityError(what, asked * self._page_size, max(0, free) * self._page_size)
 
-    async def admit(self, total: int, taken: int = 0, *, base: int | None = None, priority: int = 0) -> Admission:
-        """Wait until `base` pages (`total`, by default) and a share of the others can be promised, in order of priority
-        and arrival.
+    async def admit(
+        self, total: int, taken: int = 0, *, base: int | None = None, priority: int = 0
+    ) -> Admission:
+        """Wait until `base` pages (`total`, by default) and a share of the others can be promised,
+        in order of priority and arrival.
 
-        Raises: CapacityError for a request that can never fit, for one that owns `taken` pages while no running request
-        is left that could free more (its own pages may be all that the next one needs), and after `STUCK_S` without
-        a running request in which too few pages have come back.
+        Raises: CapacityError for a request that can never fit, for one that owns `taken` pages
+        while no running request is left that could free more (its own pages may be all that the
+        next one needs), and after `STUCK_S` without a running request in which too few pages have
+        come back.
         """
         if total > self.capacity:
-            raise self.shortage("tokens of prompt + max_new_tokens, in whole pages", total, self.capacity)
-        admission = Admission(self, total, taken, total if base is None else base, priority, next(self._numbers))
+            raise self.shortage(
+                "tokens of prompt + max_new_tokens, in whole pages", total, self.capacity
+            )
+        admission = Admission(
+            self, total, taken, total if base is None else base, priority, next(self._numbers)
+        )
         self._enqueue(admission)
         try:
             await admission.granted
@@ -180,7 +226,9 @@ class PageBudget:
         return admission
 
     def retract(self, admission: Admission, base: int) -> None:
-        """Its request gives its pages back, and waits for `base` pages to begin again: `granted` tells when."""
+        """Its request gives its pages back, and waits for `base` pages to begin again: `granted`
+        tells when.
+        """
         self._live.discard(admission)
         admission.away, admission.taken, admission.row_taken, admission.base = True, 0, False, base
         admission.total = max(admission.total, base)
@@ -201,10 +249,13 @@ class PageBudget:
         self.grant()
 
     def grant(self) -> None:
-        """To the first ones that wait, as far as pages and rows are free; call it where some have come free."""
+        """To the first ones that wait, as far as pages and rows are free; call it where some have
+        come free.
+        """
         while self._waiting:
             head = self._waiting[0]
-            if head.granted.done():  # cancelled in this turn of the loop, before its own `forget` has run
+            # Cancelled in this turn of the loop, before its own `forget` has run.
+            if head.granted.done():
                 self._waiting.pop(0)
                 continue
             if len(self._live) >= self._most:
@@ -240,7 +291,11 @@ class PageBudget:
         return sum(a.outstanding(ratio, ahead) for a in admissions)
 
     def _spare_rows(self) -> int:
-        return 1 if self._rows is None else self._rows.free_pages - sum(not a.row_taken for a in self._live)
+        return (
+            1
+            if self._rows is None
+            else self._rows.free_pages - sum(not a.row_taken for a in self._live)
+        )
 
     def _recheck(self) -> None:
         self._timer = None
@@ -250,7 +305,9 @@ class PageBudget:
         if head.taken:
             return self.shortage("free pool tokens to grow", asked, spare)
         if asked > spare:
-            return self.shortage("free pool tokens, and no running request will free more", asked, spare)
+            return self.shortage(
+                "free pool tokens, and no running request will free more", asked, spare
+            )
         return CapacityError("free rows, and no running request will free more", 1, max(0, rows))
 
     def close(self, error: KvflowError) -> None:

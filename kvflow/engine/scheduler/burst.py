@@ -1,4 +1,5 @@
-"""Decode steps in the model thread, several for one call of it, and their tokens on their way within milliseconds.
+"""Decode steps in the model thread, several for one call of it, and their tokens on their way
+within milliseconds.
 
 A call costs some 150 us of waiting for the event loop.
 """
@@ -26,7 +27,8 @@ from kvflow.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.memory.residency import Resident
 from kvflow.protocols.errors import KvflowError
 
-# Steps that are shorter share a delivery: each wakes the event loop, which then takes the interpreter from the model.
+# Steps that are shorter share a delivery: each wakes the event loop, which then takes the
+# interpreter from the model.
 DELIVER_EVERY_S = 0.01
 
 
@@ -34,31 +36,64 @@ RECOMPUTED_PER_STEP = 512  # tokens of retracted requests: the others of a batch
 
 
 class DecodeRequest:
-    """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its reader.
+    """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its
+    reader.
 
-    What prefill has handed over is its own as long as it lives (I9): there is no slot that a later one could fill. What
-    it holds of the pool, or of host memory, is its `resident`.
+    What prefill has handed over is its own as long as it lives (I9): there is no slot that a later
+    one could fill. What it holds of the pool, or of host memory, is its `resident`.
     """
 
     __slots__ = (
-        "adjustments", "admission", "context", "delivered", "handoff", "limit", "move", "number", "params", "prefix",
-        "protected_until", "resident", "seed", "sequence", "settled", "tokens",
-    )  # fmt: skip
+        "adjustments",
+        "admission",
+        "context",
+        "delivered",
+        "handoff",
+        "limit",
+        "move",
+        "number",
+        "params",
+        "prefix",
+        "protected_until",
+        "resident",
+        "seed",
+        "sequence",
+        "settled",
+        "tokens",
+    )
 
     def __init__(
-        self, number: int, sequence: Sequence, resident: Resident, params: SamplingParams, limit: int,
-        admission: Admission, adjustments: Adjustments | None, handoff: HandOff, prefix: Prefix | None = None,
-    ) -> None:  # fmt: skip
-        """`prefix`: the pages that it begins with, and does not own; it keeps them while it is away."""
-        self.number, self.sequence, self.params, self.limit, self.admission = number, sequence, params, limit, admission
+        self,
+        number: int,
+        sequence: Sequence,
+        resident: Resident,
+        params: SamplingParams,
+        limit: int,
+        admission: Admission,
+        adjustments: Adjustments | None,
+        handoff: HandOff,
+        prefix: Prefix | None = None,
+    ) -> None:
+        """`prefix`: the pages that it begins with, and does not own; it keeps them while it is
+        away.
+        """
+        self.number, self.sequence, self.params, self.limit, self.admission = (
+            number,
+            sequence,
+            params,
+            limit,
+            admission,
+        )
         self.resident, self.handoff, self.prefix = resident, handoff, prefix
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
-        self.context = contextvars.copy_context()  # of its reader: log lines of its moves name its request
+        # Of its reader: log lines of its moves name its request.
+        self.context = contextvars.copy_context()
         self.move: asyncio.Task[None] | None = None  # while it is retracted
         self.protected_until = 0
         self.delivered = 0  # tokens of steps
-        self.settled = sequence.computed  # tokens whose state is in its pages, also while a step runs
+        # Tokens whose state is in its pages, also while a step runs.
+        self.settled = sequence.computed
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
 
     @property
@@ -91,9 +126,11 @@ class DecodeRequest:
         self.delivered += 1
         self.settled = self.sequence.prompt_length + self.delivered
 
-    def recomputed_row(self, most: int, chunk: Callable[[int, int], int], *, one_by_one: bool) -> Row:
-        """Tokens whose state it computes once more, at most `most` where the model lets them be divided so; with them
-        its next token, if they are the last."""
+    def recomputed_row(
+        self, most: int, chunk: Callable[[int, int], int], *, one_by_one: bool
+    ) -> Row:
+        """Tokens whose state it computes once more, at most `most` where the model lets them be
+        divided so; with them its next token, if they are the last."""
         s = self.sequence
         left = s.length - s.computed
         if one_by_one:  # the generated ones in steps of one token, as they were computed before
@@ -112,28 +149,44 @@ Tokens = list[tuple[DecodeRequest, TokenOut]]
 
 
 class Burst:
-    """Steps over one batch, whose sequences have the pages for all of them: nothing is taken or given back meanwhile.
+    """Steps over one batch, whose sequences have the pages for all of them: nothing is taken or
+    given back meanwhile.
 
-    The model thread changes the sequences while it runs; the event loop leaves them alone, but for their pages.
-    `goes_on` is asked before every step but the first: what is asked, and `is_running`, must be safe in a thread.
+    The model thread changes the sequences while it runs; the event loop leaves them alone, but for
+    their pages. `goes_on` is asked before every step but the first: what is asked, and
+    `is_running`, must be safe in a thread.
     """
 
     def __init__(
-        self, runner: Runner, eos_ids: frozenset[int], *, deliver: Callable[[list[Tokens]], None],
-        is_running: Callable[[DecodeRequest], bool], goes_on: Callable[[], bool], one_by_one: bool = False,
+        self,
+        runner: Runner,
+        eos_ids: frozenset[int],
+        *,
+        deliver: Callable[[list[Tokens]], None],
+        is_running: Callable[[DecodeRequest], bool],
+        goes_on: Callable[[], bool],
+        one_by_one: bool = False,
         chunk: Callable[[int, int], int] = min,
-    ) -> None:  # fmt: skip
-        """`one_by_one`: generated tokens that are computed again are so in steps of one token, for models whose state
-        would be another one. `chunk`: how a prompt is divided that is computed again, see `LoadedModel.chunk`.
+    ) -> None:
+        """`one_by_one`: generated tokens that are computed again are so in steps of one token, for
+        models whose state would be another one. `chunk`: how a prompt is divided that is computed
+        again, see `LoadedModel.chunk`.
 
-        `deliver` is called on the event loop with the tokens of one or more steps, in order: at once with a
-        request's last one, else within `DELIVER_EVERY_S` and a step."""
-        self._runner, self._eos_ids, self._one_by_one, self._chunk = runner, eos_ids, one_by_one, chunk
+        `deliver` is called on the event loop with the tokens of one or more steps, in order: at
+        once with a request's last one, else within `DELIVER_EVERY_S` and a step."""
+        self._runner, self._eos_ids, self._one_by_one, self._chunk = (
+            runner,
+            eos_ids,
+            one_by_one,
+            chunk,
+        )
         self._deliver, self._is_running, self._goes_on = deliver, is_running, goes_on
 
-    def run(self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop) -> None:
-        """In the model thread: at most `most_steps`, up to the first one in which a request ends: others may wait for
-        its pages, which are held until the burst has ended."""
+    def run(
+        self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """In the model thread: at most `most_steps`, up to the first one in which a request ends:
+        others may wait for its pages, which are held until the burst has ended."""
         held: list[Tokens] = []
         delivered_at_s = time.monotonic()
         try:
@@ -167,7 +220,9 @@ class Burst:
         for row in rows:
             row.sequence.computed += row.new
         tokens: Tokens = []
-        for i, (request, choice) in enumerate(zip(chosen, choose(logits, draws) if draws else (), strict=True)):
+        for i, (request, choice) in enumerate(
+            zip(chosen, choose(logits, draws) if draws else (), strict=True)
+        ):
             request.sequence.append(choice.token_id)
             out = request.token_out(choice, self._eos_ids)
             if hidden is not None and request.params.hidden_states:

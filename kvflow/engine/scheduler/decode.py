@@ -1,4 +1,6 @@
-"""The decode engine: continuous batching of sequences whose pages have landed, one token each per step."""
+"""The decode engine: continuous batching of sequences whose pages have landed, one token each per
+step.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,29 @@ READERS_PER_TURN = 16  # who get tokens in one turn of the loop
 
 
 class DecodeEngine(EngineLoop):
-    """Steps over all running requests, at most `max_batch`: the others wait, in order of priority and arrival, as does
-    one whose pages cannot be promised."""
+    """Steps over all running requests, at most `max_batch`: the others wait, in order of priority
+    and arrival, as does one whose pages cannot be promised."""
 
     def __init__(
-        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, max_batch: int = 256,
-        new_token_ratio: float = 1.0, snapshots: SnapshotStore | None = None, recompute: bool = True,
-        cache: PrefixCache | None = None, prefetch: PrefetchPolicy = "timeout",
-    ) -> None:  # fmt: skip
-        """`new_token_ratio`: the share of a request's new tokens for which it is promised pages. Below 1.0, requests
-        are retracted when the pool runs short: to host memory (`snapshots`), and where that is full or there is none,
-        they are computed again (`recompute`) or end in an error. `cache`: of this pool; it keeps the pages of
-        what requests have computed unless they end in an error; `prefetch`: how long a prompt waits for what it loads.
+        self,
+        model: LoadedModel,
+        pool: PagedPool,
+        pages: PageAllocator,
+        executor: Executor,
+        *,
+        max_batch: int = 256,
+        new_token_ratio: float = 1.0,
+        snapshots: SnapshotStore | None = None,
+        recompute: bool = True,
+        cache: PrefixCache | None = None,
+        prefetch: PrefetchPolicy = "timeout",
+    ) -> None:
+        """`new_token_ratio`: the share of a request's new tokens for which it is promised pages.
+
+        Below 1.0, requests are retracted when the pool runs short: to host memory (`snapshots`),
+        and where that is full or there is none, they are computed again (`recompute`) or end in an
+        error. `cache`: of this pool; it keeps the pages of what requests have computed unless they
+        end in an error; `prefetch`: how long a prompt waits for what it loads.
 
         Raises: LayoutError when the pool is not this model's."""
         super().__init__("decode")
@@ -63,12 +76,21 @@ class DecodeEngine(EngineLoop):
         self._ratio = NewTokenRatio(new_token_ratio)
         self._rows = pool.rows if pool.layout.num_rows else None
         self._budget = PageBudget(
-            pages, max_batch, rows=self._rows, ratio=self._ratio, page_size=self._page_size,
-            release_cached=lambda: self._retractions.release_cached(),  # noqa: PLW0108  # made below
-        )  # fmt: skip
+            pages,
+            max_batch,
+            rows=self._rows,
+            ratio=self._ratio,
+            page_size=self._page_size,
+            # Made below.
+            release_cached=lambda: self._retractions.release_cached(),  # noqa: PLW0108
+        )
         self.limits = self._limits_of(model)
         self._thread = ModelThread(
-            executor, pool.places_over(pages), pool.layout, self._runner.device, model.neighbours.wait_for_followers
+            executor,
+            pool.places_over(pages),
+            pool.layout,
+            self._runner.device,
+            model.neighbours.wait_for_followers,
         )
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
@@ -119,7 +141,9 @@ class DecodeEngine(EngineLoop):
         )
 
     async def close(self) -> None:
-        """End every request, and return when neither a step nor a copy runs, even if this coroutine is cancelled."""
+        """End every request, and return when neither a step nor a copy runs, even if this coroutine
+        is cancelled.
+        """
         try:
             await super().close()
         finally:
@@ -131,7 +155,10 @@ class DecodeEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     def pause(self) -> None:
-        """Start no step until `resume`. Requests collect meanwhile, so the composition of a batch is known."""
+        """Start no step until `resume`.
+
+        Requests collect meanwhile, so the composition of a batch is known.
+        """
         self._paused = True
 
     def resume(self) -> None:
@@ -139,7 +166,9 @@ class DecodeEngine(EngineLoop):
         self._wake.set()
 
     def retract_all(self) -> None:
-        """Retract every running request before the next step, whatever the pool has; they come back in their turn."""
+        """Retract every running request before the next step, whatever the pool has; they come back
+        in their turn.
+        """
         self._retract_all = True
         self._wake.set()
 
@@ -151,14 +180,18 @@ class DecodeEngine(EngineLoop):
         return self._retractions.report()
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would refuse."""
+        """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would
+        refuse.
+        """
         self.limits.check_prompt(prompt)
         self.limits.check_sampling(prompt, params)
         self.limits.check_total(len(prompt) + self.limits.new_tokens(prompt, params))
 
-    async def admit(self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY) -> Admission:
-        """Wait until the pages of the request's worst case can be promised; open its room after that. With best_effort
-        what storage has of it comes to the host meanwhile.
+    async def admit(
+        self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
+    ) -> Admission:
+        """Wait until the pages of the request's worst case can be promised; open its room after
+        that. With best_effort what storage has of it comes to the host meanwhile.
 
         The caller releases the admission, or passes it to `generate`.
         Raises: MisuseError, CapacityError for a request that can never run.
@@ -185,9 +218,11 @@ class DecodeEngine(EngineLoop):
     async def cached(
         self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None
     ) -> Prefix | None:
-        """What the cache has of a prompt, locked: release it, or pass it to `generate`. Its pages need not travel, and
-        `admission` promises them no more. What the host alone has is loaded first, into pages promised to `admission`,
-        and so is what storage alone has, as long as the policy waits."""
+        """What the cache has of a prompt, locked: release it, or pass it to `generate`.
+
+        Its pages need not travel, and `admission` promises them no more. What the host alone has is
+        loaded first, into pages promised to `admission`, and so is what storage alone has, as long
+        as the policy waits."""
         cache, tokens = self.cache, np.asarray(prompt)
         if cache is None:
             return None
@@ -195,25 +230,37 @@ class DecodeEngine(EngineLoop):
             prefix = cache.match(tokens, namespace=namespace)
         else:
             prefix = await bring(
-                cache, self._prefetch, tokens, None, namespace, most_pages=admission.opening, taking=admission.has,
+                cache,
+                self._prefetch,
+                tokens,
+                None,
+                namespace,
+                most_pages=admission.opening,
+                taking=admission.has,
                 from_storage=self._prefetch != "best_effort",
                 locked=lambda prefix: admission.cover(int(prefix.pages.size)),
-            )  # fmt: skip
+            )
         cache.count(len(prompt), prefix)
         if admission is not None:
             admission.cover(int(prefix.pages.size))
         return prefix
 
     async def generate(
-        self, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, admission: Admission | None = None,
+        self,
+        room: DecodeRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        admission: Admission | None = None,
         prefix: Prefix | None = None,
-    ) -> AsyncGenerator[TokenOut, None]:  # fmt: skip
-        """Tokens as they come, the first one from prefill. Takes ownership of the room, the admission and the prefix,
-        whose tokens the room was offered without.
+    ) -> AsyncGenerator[TokenOut, None]:
+        """Tokens as they come, the first one from prefill.
 
-        Closing the generator, or cancelling its reader, aborts the room or ends the sequence; pages that a step uses
-        become free when it has ended. Without an admission, the pages to grow are requested after landing.
-        Raises: MisuseError, CapacityError, the room's error.
+        Takes ownership of the room, the admission and the prefix, whose tokens the room was offered
+        without.
+
+        Closing the generator, or cancelling its reader, aborts the room or ends the sequence; pages
+        that a step uses become free when it has ended. Without an admission, the pages to grow are
+        requested after landing. Raises: MisuseError, CapacityError, the room's error.
         """
         request: DecodeRequest | None = None
         number = next(self._numbers)
@@ -230,7 +277,9 @@ class DecodeEngine(EngineLoop):
             if admission is None:
                 admission = await self._admit_landed(room, prompt, limit, prefix, params.priority)
             self._refuse_when_closing()
-            request = self._take_over(number, room, prompt, params, limit, admission, prefix, handoff)
+            request = self._take_over(
+                number, room, prompt, params, limit, admission, prefix, handoff
+            )
             out = self._first(request)
             yield out
             while out.finish_reason is None:
@@ -243,7 +292,8 @@ class DecodeEngine(EngineLoop):
         except KvflowError as error:
             cause = error.cause()
             raise
-        except (GeneratorExit, asyncio.CancelledError):  # enough was read, up to a stop string, or the client has gone
+        except (GeneratorExit, asyncio.CancelledError):
+            # Enough was read, up to a stop string, or the client has gone.
             if request is not None:
                 self._keep(request)
             raise
@@ -259,33 +309,53 @@ class DecodeEngine(EngineLoop):
     async def _admit_landed(
         self, room: DecodeRoomPort, prompt: Prompt, limit: int, prefix: Prefix | None, priority: int
     ) -> Admission:
-        """Wait until the pages to grow are promised to a request whose prompt has landed unadmitted."""
-        total = self.limits.worst_pages(prompt, limit) - (0 if prefix is None else prefix.pages.size)
+        """Wait until the pages to grow are promised to a request whose prompt has landed
+        unadmitted.
+        """
+        total = self.limits.worst_pages(prompt, limit) - (
+            0 if prefix is None else prefix.pages.size
+        )
         taken = self._layout.split(room.pages).pages.size
         return await self._budget.admit(total, taken, base=0, priority=priority)
 
     def _take_over(
-        self, number: int, room: DecodeRoomPort, prompt: Prompt, params: SamplingParams, limit: int,
-        admission: Admission, prefix: Prefix | None, handoff: HandOff,
-    ) -> DecodeRequest:  # fmt: skip
+        self,
+        number: int,
+        room: DecodeRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        limit: int,
+        admission: Admission,
+        prefix: Prefix | None,
+        handoff: HandOff,
+    ) -> DecodeRequest:
         """Make the landed pages, and row, a sequence of this engine."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
         places = self._layout.split(room.keep(owner))
-        resident = Resident(owner, places, pages=self._pages, rows=self._rows, store=self._snapshots)
+        resident = Resident(
+            owner, places, pages=self._pages, rows=self._rows, store=self._snapshots
+        )
         if prefix is not None:
             sequence.begin_with(prefix.pages)
         sequence.add(places)
         sequence.computed = sequence.prompt_length
         adjustments = adjustments_of(params, sequence, self._model.eos_ids)
-        return DecodeRequest(number, sequence, resident, params, limit, admission, adjustments, handoff, prefix)
+        return DecodeRequest(
+            number, sequence, resident, params, limit, admission, adjustments, handoff, prefix
+        )
 
     def _first(self, request: DecodeRequest) -> TokenOut:
-        """Prefill's token; unless it is the last one, the sequence joins the batch. Raises: WireError, MisuseError."""
+        """Prefill's token; unless it is the last one, the sequence joins the batch.
+
+        Raises: WireError, MisuseError.
+        """
         handoff = request.handoff
         handoff.check(request.sequence.prompt_length, request.params, self._model.vocab_size)
         request.sequence.append(handoff.first_token)
-        choice = Choice(handoff.first_token, handoff.logprob, handoff.top_logprobs, handoff.asked_logprobs)
+        choice = Choice(
+            handoff.first_token, handoff.logprob, handoff.top_logprobs, handoff.asked_logprobs
+        )
         out = request.token_out(choice, self._model.eos_ids)
         if request.params.prompt_logprobs_from is not None:
             out = msgspec.structs.replace(out, prompt_logprobs=handoff.prompt_logprobs)
@@ -305,7 +375,9 @@ class DecodeEngine(EngineLoop):
         self._wake.set()
 
     def _retire(self, request: DecodeRequest) -> None:
-        """Give back what it holds; what a step or a copy uses becomes free when that has ended (I13). Idempotent."""
+        """Give back what it holds; what a step or a copy uses becomes free when that has ended
+        (I13). Idempotent.
+        """
         self._running.pop(request.number, None)
         if request.resident.phase is ResidencyPhase.ENDED:
             return
@@ -317,11 +389,11 @@ class DecodeEngine(EngineLoop):
         self._wake.set()  # they are free at the end of the running burst
 
     def _keep(self, request: DecodeRequest) -> None:
-        """It has ended, and not by an error: the cache takes over the whole pages of what is computed. A step that runs
-        writes behind them.
+        """It has ended, and not by an error: the cache takes over the whole pages of what is
+        computed. A step that runs writes behind them.
 
-        A model with states may compute a token that it has generated with other numbers than prefill (nemotron_h: K by
-        0.05 of 8), so of such a one these are pages of the prompt."""
+        A model with states may compute a token that it has generated with other numbers than
+        prefill (nemotron_h: K by 0.05 of 8), so of such a one these are pages of the prompt."""
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if self.cache is None or prefix is None or resident.phase is not ResidencyPhase.RESIDENT:
             return
@@ -352,7 +424,9 @@ class DecodeEngine(EngineLoop):
                 await self._sleep()
                 continue
             try:
-                await self._thread.run([r.sequence for r in batch], partial(self._burst.run, batch, most_steps, loop))
+                await self._thread.run(
+                    [r.sequence for r in batch], partial(self._burst.run, batch, most_steps, loop)
+                )
             # The loop serves all requests: a failed step ends those in it, and is counted.
             except Exception as error:  # noqa: BLE001
                 cause = self._failed("decode step", error)
@@ -375,7 +449,8 @@ class DecodeEngine(EngineLoop):
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
-        on_the_way = self._budget.admitted > len(self._running)  # it ends in time, or can be retracted when it runs
+        # It ends in time, or can be retracted when it runs.
+        on_the_way = self._budget.admitted > len(self._running)
         may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
         if self._growth.short and not may_come and self._retractions.release_cached():
             return self._next_batch()
@@ -388,7 +463,9 @@ class DecodeEngine(EngineLoop):
             self._retractions.retract(victim)
 
     async def _sleep(self) -> None:
-        """Wait for a wake-up; rooms free pages without one, so with requests that are short of pages, poll."""
+        """Wait for a wake-up; rooms free pages without one, so with requests that are short of
+        pages, poll.
+        """
         await self._wait(RECHECK_S if self._growth.short else None)
 
     def _is_running(self, request: DecodeRequest) -> bool:
@@ -418,7 +495,9 @@ class DecodeEngine(EngineLoop):
             self._hand_out()
 
     def _hand_out(self) -> None:
-        """Tokens to some readers in each turn of the loop: every one of them writes to its client (I11)."""
+        """Tokens to some readers in each turn of the loop: every one of them writes to its client
+        (I11).
+        """
         for request in list(itertools.islice(self._outgoing, READERS_PER_TURN)):
             for out in self._outgoing.pop(request):
                 request.tokens.put_nowait(out)

@@ -1,4 +1,6 @@
-"""Pages for the tokens that running requests are about to generate, and what becomes of those who find none."""
+"""Pages for the tokens that running requests are about to generate, and what becomes of those who
+find none.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,25 @@ from kvflow.protocols.errors import KvflowError
 
 
 class Growth:
-    """Takes pages for the next steps of a batch. `short` is who went without, and how many pages each one misses."""
+    """Takes pages for the next steps of a batch.
+
+    `short` is who went without, and how many pages each one misses.
+    """
 
     def __init__(
-        self, budget: PageBudget, pages: PageAllocator, failed: Callable[[DecodeRequest, KvflowError], None]
+        self,
+        budget: PageBudget,
+        pages: PageAllocator,
+        failed: Callable[[DecodeRequest, KvflowError], None],
     ) -> None:
         self._budget, self._pages, self._failed = budget, pages, failed
         self.short: dict[DecodeRequest, int] = {}
         self._shortage = Shortage()
 
     def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
-        """Who has pages for its next steps, and for how many: for one, where not all find pages for `most_steps`."""
+        """Who has pages for its next steps, and for how many: for one, where not all find pages for
+        `most_steps`.
+        """
         self.short = {}
         needed = [request.pages_missing(most_steps) for request in batch]
         if not any(needed):
@@ -43,8 +53,8 @@ class Growth:
         return ready, most_steps
 
     def fail_stuck(self, *, may_come: bool) -> None:
-        """Unless pages `may_come` free, from steps or copies, what is missing is in quarantine: if that lasts, end who
-        is short."""
+        """Unless pages `may_come` free, from steps or copies, what is missing is in quarantine: if
+        that lasts, end who is short."""
         if may_come or not self.short:
             self._shortage.ended()
         elif self._shortage.lasts():

@@ -1,7 +1,8 @@
-"""What prefill hands over to decode besides the pages (I9): bytes to the room, a struct to the two engines.
+"""What prefill hands over to decode besides the pages (I9): bytes to the room, a struct to the two
+engines.
 
-Every field is a value of its own, not a view of what it was read from: the struct lives as long as the request that
-keeps it, whatever is handed over afterwards.
+Every field is a value of its own, not a view of what it was read from: the struct lives as long as
+the request that keeps it, whatever is handed over afterwards.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ MAX_DRAFT_ENTRIES = 1 << 12
 
 
 class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
-    """The first token, sampled by prefill from the prompt's last logits, the prompt's token counts, and its
-    log-probabilities where they were asked for.
+    """The first token, sampled by prefill from the prompt's last logits, the prompt's token counts,
+    and its log-probabilities where they were asked for.
 
-    `sampling` is the `SamplingParams.first_token_digest` of the request that the token was chosen for, where the engine
-    says it: a room pairs two halves by its id and their prompt, and this says that they ask for one thing.
+    `sampling` is the `SamplingParams.first_token_digest` of the request that the token was chosen
+    for, where the engine says it: a room pairs two halves by its id and their prompt, and this says
+    that they ask for one thing.
 
-    The rest is for engines that decode speculatively, and optional. `hidden_states` [tokens, hidden] are floating-point
-    numbers, the model's last ones at the last `tokens` of the prompt. `draft_probabilities` float32 and
-    `draft_token_ids` int32 or int64 have one shape, [k] or [steps, k]: the candidates that follow the first token.
+    The rest is for engines that decode speculatively, and optional. `hidden_states` [tokens,
+    hidden] are floating-point numbers, the model's last ones at the last `tokens` of the prompt.
+    `draft_probabilities` float32 and `draft_token_ids` int32 or int64 have one shape, [k] or
+    [steps, k]: the candidates that follow the first token.
     """
 
     first_token: int
@@ -50,8 +53,8 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
 
     @staticmethod
     def decode(data: bytes) -> HandOff:
-        """Raises: WireError for bytes that are not a hand-over, or naming its field that is wrong; the size limit of
-        messages bounds them."""
+        """Raises: WireError for bytes that are not a hand-over, or naming its field that is wrong;
+        the size limit of messages bounds them."""
         try:
             found = _DECODER.decode(data)
         except UNDECODABLE as error:
@@ -61,15 +64,22 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         return found
 
     def check(self, prompt_tokens: int, params: SamplingParams, vocabulary: int) -> None:
-        """Raises: WireError unless it is for a prompt of `prompt_tokens` and holds what `params` ask for; MisuseError
-        where its token was chosen by others."""
+        """Raises: WireError unless it is for a prompt of `prompt_tokens` and holds what `params`
+        ask for; MisuseError where its token was chosen by others."""
         self.check_fits(prompt_tokens, vocabulary)
         if self.sampling and not params.may_take_first_token(self.sampling):
-            text = "prefill has chosen the first token by other sampling parameters than those of this request"
-            raise MisuseError(
-                f"{text}: send both legs one body, no room id twice, and serve both with the same --sampling-defaults"
+            text = (
+                "prefill has chosen the first token by other sampling parameters than those of "
+                "this request"
             )
-        if any(not 0 <= token_id < vocabulary for token_id, _ in (*self.top_logprobs, *self.asked_logprobs)):
+            raise MisuseError(
+                f"{text}: send both legs one body, no room id twice, and serve both with the same "
+                "--sampling-defaults"
+            )
+        if any(
+            not 0 <= token_id < vocabulary
+            for token_id, _ in (*self.top_logprobs, *self.asked_logprobs)
+        ):
             raise WireError(f"the hand-over's top logprobs name tokens outside 0..{vocabulary - 1}")
         if tuple(token_id for token_id, _ in self.asked_logprobs) != params.logprob_token_ids:
             raise WireError("the hand-over's logprobs are not of the token ids that were asked for")
@@ -77,22 +87,37 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
             raise WireError("the hand-over has no hidden states; prefill may be of another version")
         if (start := params.prompt_logprobs_from) is not None:
             if self.prompt_logprobs is None:
-                raise WireError("the hand-over has no logprobs of the prompt; prefill may be of another version")
+                raise WireError(
+                    "the hand-over has no logprobs of the prompt; prefill may be of another version"
+                )
             top, asked = min(params.logprobs or 0, vocabulary), len(params.logprob_token_ids)
             self.prompt_logprobs.check(start, prompt_tokens - 1 - start, top, asked, vocabulary)
 
-    def check_fits(self, prompt_tokens: int, vocabulary: int, hidden_size: int | None = None) -> None:
-        """Raises: WireError unless it is for a prompt of `prompt_tokens` and a model of this vocabulary and, where
-        given, this hidden size."""
+    def check_fits(
+        self, prompt_tokens: int, vocabulary: int, hidden_size: int | None = None
+    ) -> None:
+        """Raises: WireError unless it is for a prompt of `prompt_tokens` and a model of this
+        vocabulary and, where given, this hidden size."""
         if self.prompt_tokens != prompt_tokens:
-            text = f"the hand-over is for a prompt of {self.prompt_tokens} tokens, not {prompt_tokens}"
+            text = (
+                f"the hand-over is for a prompt of {self.prompt_tokens} tokens, not {prompt_tokens}"
+            )
             raise WireError(text)
         if not 0 <= self.cached_tokens <= prompt_tokens:
-            raise WireError(f"the hand-over's cached_tokens {self.cached_tokens} are outside 0..{prompt_tokens}")
+            raise WireError(
+                f"the hand-over's cached_tokens {self.cached_tokens} are outside 0..{prompt_tokens}"
+            )
         if not 0 <= self.first_token < vocabulary:
-            raise WireError(f"the hand-over's first token {self.first_token} is outside 0..{vocabulary - 1}")
-        if self.draft_token_ids is not None and int(self.draft_token_ids.array().max()) >= vocabulary:
-            raise WireError(f"the hand-over's draft_token_ids name tokens outside 0..{vocabulary - 1}")
+            raise WireError(
+                f"the hand-over's first token {self.first_token} is outside 0..{vocabulary - 1}"
+            )
+        if (
+            self.draft_token_ids is not None
+            and int(self.draft_token_ids.array().max()) >= vocabulary
+        ):
+            raise WireError(
+                f"the hand-over's draft_token_ids name tokens outside 0..{vocabulary - 1}"
+            )
         hidden = self.hidden_states
         if hidden is not None and hidden_size is not None and hidden.shape[1] != hidden_size:
             text = f"the hand-over's hidden_states are of {hidden.shape[1]} numbers a token"
@@ -110,24 +135,41 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         if (hidden := self.hidden_states) is None:
             return ""
         if hidden.dtype.startswith("int") or len(hidden.shape) != 2:
-            return f"hidden_states: {hidden.shape} of {hidden.dtype} are not [tokens, hidden] of floating-point numbers"
+            return (
+                f"hidden_states: {hidden.shape} of {hidden.dtype} are not [tokens, hidden] of "
+                "floating-point numbers"
+            )
         if hidden.shape[0] > self.prompt_tokens:
-            return f"hidden_states: of {hidden.shape[0]} tokens, limit {self.prompt_tokens} (the prompt)"
+            return (
+                f"hidden_states: of {hidden.shape[0]} tokens, limit {self.prompt_tokens} (the "
+                "prompt)"
+            )
         if len(hidden.data) > MAX_HIDDEN_BYTES:
-            return f"hidden_states: {len(hidden.data)} bytes, limit {MAX_HIDDEN_BYTES}; hand over fewer tokens"
+            return (
+                f"hidden_states: {len(hidden.data)} bytes, limit {MAX_HIDDEN_BYTES}; hand over "
+                "fewer tokens"
+            )
         return ""
 
     def _draft_fault(self) -> str:
         probabilities, ids = self.draft_probabilities, self.draft_token_ids
         if probabilities is None or ids is None:
             missing = "draft_probabilities" if probabilities is None else "draft_token_ids"
-            return "" if probabilities is ids else f"{missing}: missing; probabilities and token ids go together"
+            return (
+                ""
+                if probabilities is ids
+                else f"{missing}: missing; probabilities and token ids go together"
+            )
         if probabilities.dtype != "float32" or ids.dtype not in ("int32", "int64"):
             wanted = "float32 and int32 or int64"
-            return f"draft_probabilities, draft_token_ids: {probabilities.dtype} and {ids.dtype}, not {wanted}"
+            return (
+                f"draft_probabilities, draft_token_ids: {probabilities.dtype} and {ids.dtype}, not "
+                f"{wanted}"
+            )
         if probabilities.shape != ids.shape or len(ids.shape) > 2:
             return (
-                f"draft_token_ids: {ids.shape}, and {probabilities.shape} of probabilities, are not [k] or [steps, k]"
+                f"draft_token_ids: {ids.shape}, and {probabilities.shape} of probabilities, are "
+                "not [k] or [steps, k]"
             )
         given = probabilities.array()
         if given.size > MAX_DRAFT_ENTRIES:

@@ -26,11 +26,13 @@ class Lockstep(Protocol):
         """It has lost its places here; a step may name it again, from its beginning."""
 
     def find(self, request: PrefillRequest, tokens: int) -> None:
-        """Ask how many of its first `tokens` tokens every rank has cached: `PrefillEngine.agreed` is told, unless it is
-        preempted or dropped before."""
+        """Ask how many of its first `tokens` tokens every rank has cached: `PrefillEngine.agreed`
+        is told, unless it is preempted or dropped before."""
 
     def flush(self) -> None:
-        """Forget what is cached everywhere, and what was found for requests that no step has named yet."""
+        """Forget what is cached everywhere, and what was found for requests that no step has named
+        yet.
+        """
 
     def stepped(self) -> None:
         """The step that was announced last has ended here."""

@@ -1,4 +1,6 @@
-"""The life of an engine: one task that steps until it is closed, and ends every request, however it stops itself."""
+"""The life of an engine: one task that steps until it is closed, and ends every request, however it
+stops itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ _log = logging.getLogger("kvflow.engine")
 
 
 class EngineLoop:
-    """The base of both engines. `_run` steps until `_closing` and sleeps on `_wake`; `_fail_all` ends every request."""
+    """The base of both engines.
+
+    `_run` steps until `_closing` and sleeps on `_wake`; `_fail_all` ends every request.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -30,22 +35,30 @@ class EngineLoop:
     async def start(self) -> None:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name=f"kvflow-{self._name}-engine")
-            self._task.add_done_callback(lambda _: self._end_all(f"the {self._name} engine has stopped"))
+            self._task.add_done_callback(
+                lambda _: self._end_all(f"the {self._name} engine has stopped")
+            )
 
     def end_requests(self) -> None:
-        """Accept none from here on, and end every one with `Code.SHUTDOWN`; `close` waits for the running step."""
+        """Accept none from here on, and end every one with `Code.SHUTDOWN`; `close` waits for the
+        running step.
+        """
         self._wake.set()
         self._end_all("the engine is closing")
 
     def break_off(self, cause: Cause) -> None:
-        """As `end_requests`, because no step can follow: every request, those to come as well, gets `cause`."""
+        """As `end_requests`, because no step can follow: every request, those to come as well, gets
+        `cause`.
+        """
         if not self._closing:
             self._closing, self._closing_cause = True, cause
             self._fail_all(cause)
         self._wake.set()
 
     async def close(self) -> None:
-        """End every request, and return when the running step has ended, even if this coroutine is cancelled (I12)."""
+        """End every request, and return when the running step has ended, even if this coroutine is
+        cancelled (I12).
+        """
         self.end_requests()
         if self._task is not None:
             await run_to_end(self._task)

@@ -1,12 +1,12 @@
 """Prompts that are computed before decode's half of their room is there (`--optimistic-prefill`).
 
-Such a request holds places on sufferance: one that has both halves of its room takes them from it, the least work lost
-first. So nothing that runs ever waits for a half that may never come, and there is no deadlock, however many prompts
-were begun early. What is lost is computed again, and a request that has lost its places as often as it may waits for
-its match before it begins once more.
+Such a request holds places on sufferance: one that has both halves of its room takes them from it,
+the least work lost first. So nothing that runs ever waits for a half that may never come, and there
+is no deadlock, however many prompts were begun early. What is lost is computed again, and a request
+that has lost its places as often as it may waits for its match before it begins once more.
 
-Over several ranks the first one decides, and the others take and give places back in the order of what it announces: a
-step that names the request, or that it is preempted (`engine/ranks`).
+Over several ranks the first one decides, and the others take and give places back in the order of
+what it announces: a step that names the request, or that it is preempted (`engine/ranks`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def urgency(request: EarlyRequest) -> int:
 
 
 class OptimisticStarts(Generic[R]):
-    """The requests of one prefill whose rooms are not matched yet, as far as they may begin all the same.
+    """The requests of one prefill whose rooms are not matched yet, as far as they may begin all the
+    same.
 
     `first` is the next to begin, in order of priority and arrival. It begins at most `tries` times.
     """
@@ -52,14 +53,18 @@ class OptimisticStarts(Generic[R]):
 
     @property
     def counts(self) -> EngineOptimism:
-        return EngineOptimism(starts=self._starts, hits=self._hits, lost=self._lost, holding_now=len(self._holding))
+        return EngineOptimism(
+            starts=self._starts, hits=self._hits, lost=self._lost, holding_now=len(self._holding)
+        )
 
     @property
     def first(self) -> R | None:
         return self._waiting[0] if self._waiting else None
 
     def load(self, running: int, unmatched: int, waiting: int) -> EngineLoad:
-        """Of an engine whose requests that run, and whose unmatched ones, include those that have begun early."""
+        """Of an engine whose requests that run, and whose unmatched ones, include those that have
+        begun early.
+        """
         return EngineLoad(running, unmatched - len(self._holding) + waiting)
 
     def add(self, request: R) -> None:
@@ -92,17 +97,20 @@ class OptimisticStarts(Generic[R]):
             self._waiting.remove(request)
 
     def give_way(self, pages: int, rows: int, without_cache: int, in_use: PageIndices) -> list[R]:
-        """Choose the requests whose places are to be taken from them, so that `pages` more pages and `rows` more rows
-        are free: the ones that have computed the fewest tokens, and none in vain. Empty where all together have too
-        few. `without_cache`: pages that are missing at a rank that shares none between prompts, where each of these
-        requests has all the pages of its prompt. `in_use`: pages of a cache that others than these read.
+        """Choose the requests whose places are to be taken from them, so that `pages` more pages
+        and `rows` more rows are free: the ones that have computed the fewest tokens, and none in
+        vain. Empty where all together have too few. `without_cache`: pages that are missing at a
+        rank that shares none between prompts, where each of these requests has all the pages of its
+        prompt. `in_use`: pages of a cache that others than these read.
 
         They begin again if they may. Call it between steps: none of them is in one then (I13).
         """
         holding = list(self._holding.values())
 
         def are_enough(chosen: list[R]) -> bool:
-            """Whether they have so many pages and rows between them, with those that a cache keeps for them alone."""
+            """Whether they have so many pages and rows between them, with those that a cache keeps
+            for them alone.
+            """
             if sum(r.sequence.rows.size for r in chosen) < rows:
                 return False
             if sum(r.sequence.prompt_pages for r in chosen) < without_cache:
@@ -111,11 +119,15 @@ class OptimisticStarts(Generic[R]):
             if missing <= 0 or not any(r.sequence.shared for r in chosen):
                 return missing <= 0
             kept = [_shared(r) for r in holding if r not in chosen]
-            alone = np.setdiff1d(np.concatenate([_shared(r) for r in chosen]), np.concatenate([in_use, *kept]))
+            alone = np.setdiff1d(
+                np.concatenate([_shared(r) for r in chosen]), np.concatenate([in_use, *kept])
+            )
             return int(alone.size) >= missing
 
         chosen: list[R] = []
-        for request in sorted(holding, key=lambda r: r.sequence.computed - r.sequence.shared * r.sequence.page_size):
+        for request in sorted(
+            holding, key=lambda r: r.sequence.computed - r.sequence.shared * r.sequence.page_size
+        ):
             if are_enough(chosen):
                 break
             chosen.append(request)

@@ -1,4 +1,7 @@
-"""Arrays of a hand-over, as bytes of its own. Does not import torch, unless a tensor is asked for."""
+"""Arrays of a hand-over, as bytes of its own.
+
+Does not import torch, unless a tensor is asked for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ MAX_DIMENSIONS = 4
 
 
 class PackedArray(msgspec.Struct, frozen=True):
-    """`shape` elements of `dtype` (float32, float16, bfloat16, int32 or int64), row by row, little-endian."""
+    """`shape` elements of `dtype` (float32, float16, bfloat16, int32 or int64), row by row,
+    little-endian.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,19 +34,24 @@ class PackedArray(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(array: NDArray[Any] | torch.Tensor) -> PackedArray:
-        """A copy of a numpy array or a torch tensor, on whatever device and in whatever order it lies.
+        """A copy of a numpy array or a torch tensor, on whatever device and in whatever order it
+        lies.
 
         Raises: MisuseError for a dtype that is not one of the five.
         """
         found = getattr(array, "dtype", type(array))
         dtype = found.name if isinstance(found, np.dtype) else str(found).removeprefix("torch.")
         if dtype not in _ITEM_BYTES:
-            raise MisuseError(f"an array of {dtype} cannot be handed over; use one of {', '.join(_ITEM_BYTES)}")
+            raise MisuseError(
+                f"an array of {dtype} cannot be handed over; use one of {', '.join(_ITEM_BYTES)}"
+            )
         if isinstance(array, np.ndarray):
             numbers: NDArray[Any] = array.astype(_IN_NUMPY[dtype], copy=False)
         else:
             host = array.detach().cpu().contiguous()
-            numbers = (host.view(sys.modules["torch"].int16) if dtype == "bfloat16" else host).numpy()
+            numbers = (
+                host.view(sys.modules["torch"].int16) if dtype == "bfloat16" else host
+            ).numpy()
         return PackedArray(dtype, tuple(array.shape), numbers.tobytes())
 
     @property
@@ -50,7 +60,10 @@ class PackedArray(msgspec.Struct, frozen=True):
         if self.dtype not in _ITEM_BYTES:
             return f"its dtype {self.dtype[:40]!r} is not one of {', '.join(_ITEM_BYTES)}"
         if not 1 <= len(self.shape) <= MAX_DIMENSIONS or min(self.shape) < 1:
-            return f"its shape {self.shape[: MAX_DIMENSIONS + 1]} is not 1 to {MAX_DIMENSIONS} positive numbers"
+            return (
+                f"its shape {self.shape[: MAX_DIMENSIONS + 1]} is not 1 to {MAX_DIMENSIONS} "
+                "positive numbers"
+            )
         if len(self.data) != (wanted := math.prod(self.shape) * _ITEM_BYTES[self.dtype]):
             return f"{len(self.data)} bytes are given, {wanted} make {self.shape} of {self.dtype}"
         return ""
@@ -62,7 +75,11 @@ class PackedArray(msgspec.Struct, frozen=True):
     def floats(self) -> NDArray[np.float32]:
         """It as float32, bfloat16 too."""
         found = self.array()
-        return (found.astype("<u4") << 16).view("<f4") if self.dtype == "bfloat16" else found.astype("<f4")
+        return (
+            (found.astype("<u4") << 16).view("<f4")
+            if self.dtype == "bfloat16"
+            else found.astype("<f4")
+        )
 
     def tensor(self) -> torch.Tensor:
         """A copy of it as a torch tensor on the CPU."""

@@ -1,4 +1,6 @@
-"""The prefill engine: chunks of several prompts per step; full pages are sent while the next chunk is computed."""
+"""The prefill engine: chunks of several prompts per step; full pages are sent while the next chunk
+is computed.
+"""
 
 from __future__ import annotations
 
@@ -38,37 +40,56 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 class PrefillEngine(EngineLoop):
     """Steps over prompts in order of priority, and of arrival among equals.
 
-    A step takes at most `chunk_tokens` of each prompt, `max_batch_tokens` in all (more for prompts that cannot be
-    divided, see `LoadedModel.chunk`), and prompts of at most `max_batch_rooms` rooms (for tests: bfloat16 logits depend
-    on the composition of the batch).
+    A step takes at most `chunk_tokens` of each prompt, `max_batch_tokens` in all (more for prompts
+    that cannot be divided, see `LoadedModel.chunk`), and prompts of at most `max_batch_rooms` rooms
+    (for tests: bfloat16 logits depend on the composition of the batch).
     """
 
     def __init__(
-        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *,
-        chunk_tokens: int = 512, max_batch_tokens: int = 512, max_batch_rooms: int | None = None,
-        optimistic_tries: int = 0, lockstep: Lockstep | None = None, samples: bool = True,
-        cache: PrefixCache | None = None, prefetch: PrefetchPolicy = "timeout",
-    ) -> None:  # fmt: skip
-        """`optimistic_tries`: how often a prompt may begin before its room is matched, see `optimistic`. `lockstep`:
-        this is the first of several ranks; `samples`: it chooses the first tokens; `cache`: of this pool, see
-        `PrefillSteps`; `prefetch`: how long a prompt waits for what it loads.
+        self,
+        model: LoadedModel,
+        pool: PagedPool,
+        pages: PageAllocator,
+        executor: Executor,
+        *,
+        chunk_tokens: int = 512,
+        max_batch_tokens: int = 512,
+        max_batch_rooms: int | None = None,
+        optimistic_tries: int = 0,
+        lockstep: Lockstep | None = None,
+        samples: bool = True,
+        cache: PrefixCache | None = None,
+        prefetch: PrefetchPolicy = "timeout",
+    ) -> None:
+        """`optimistic_tries`: how often a prompt may begin before its room is matched, see
+        `optimistic`. `lockstep`: this is the first of several ranks; `samples`: it chooses the
+        first tokens; `cache`: of this pool, see `PrefillSteps`; `prefetch`: how long a prompt waits
+        for what it loads.
 
-        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not for this model."""
+        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not
+        for this model."""
         super().__init__("prefill")
         self.steps = PrefillSteps(model, pool, pages, executor, samples=samples, cache=cache)
         self._model, self._page_size, self._lockstep = model, pool.layout.page_size, lockstep
         self._beginnings = Beginnings(self.steps, lockstep, self._begins)
         self.limits = EngineLimits(
-            model.context_length, model.vocab_size, self._page_size, pages.capacity, model.hidden_size,
+            model.context_length,
+            model.vocab_size,
+            self._page_size,
+            pages.capacity,
+            model.hidden_size,
             whole_prompts=model.whole_prompts,
-        )  # fmt: skip
+        )
         self._chunk_tokens, self._max_tokens = max(1, chunk_tokens), max(1, max_batch_tokens)
         self._max_rooms = max_batch_rooms or 1 << 30
-        self._unmatched: set[int] = set()  # ids of requests that wait for decode's half of their room
-        self._early: OptimisticStarts[PrefillRequest] = OptimisticStarts(optimistic_tries)  # the others hold nothing
+        # Ids of requests that wait for decode's half of their room.
+        self._unmatched: set[int] = set()
+        # The others hold nothing.
+        self._early: OptimisticStarts[PrefillRequest] = OptimisticStarts(optimistic_tries)
         self._waiting: deque[PrefillRequest] = deque()  # for pages
         self._running: dict[int, PrefillRequest] = {}  # by id, in order of arrival
-        self._placed: dict[int, PrefillRequest] = {}  # by id: all that have places of the engine's, until `drop`
+        # By id: all that have places of the engine's, until `drop`.
+        self._placed: dict[int, PrefillRequest] = {}
         self._numbers = itertools.count()
         self._prefetch: PrefetchPolicy = prefetch
         self._turn = Turn(self.steps, prefetch, self._wake.set)
@@ -76,7 +97,9 @@ class PrefillEngine(EngineLoop):
             cache.on_copied = self._wake.set
 
     async def close(self) -> None:
-        """End every request, and return when neither a step nor a copy runs, even if this coroutine is cancelled."""
+        """End every request, and return when neither a step nor a copy runs, even if this coroutine
+        is cancelled.
+        """
         try:
             await super().close()
         finally:
@@ -103,14 +126,21 @@ class PrefillEngine(EngineLoop):
         self.limits.check_sampling(prompt, params)
 
     async def prefill(
-        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, into: PageIndices | None = None,
+        self,
+        room: PrefillRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        into: PageIndices | None = None,
         namespace: Namespace = ANY,
-    ) -> TokenOut:  # fmt: skip
-        """Compute `prompt`, send its pages and row, hand the first token over; returns that token when all have landed.
+    ) -> TokenOut:
+        """Compute `prompt`, send its pages and row, hand the first token over; returns that token
+        when all have landed.
 
-        `into`: places of the caller (pages, and a row as a room has one) to compute in; without it the engine takes its
-        own, begins with what the cache has, if it has one, and gives them back, or to the cache, under `namespace`.
-        Any error, and a cancellation, closes the room with its cause.
+        `into`: places of the caller (pages, and a row as a room has one) to compute in; without it
+        the engine takes its own, begins with what the cache has, if it has one, and gives them
+        back, or to the cache, under `namespace`. Any error, and a cancellation, closes the room
+        with its cause.
         Raises: MisuseError, CapacityError, the room's error.
         """
         request: PrefillRequest | None = None
@@ -125,7 +155,9 @@ class PrefillEngine(EngineLoop):
             await room.done()
             self.steps.keep(request)
             if first is None:
-                raise room_error(Cause(Code.CLIENT_GONE, "the room ended before its first token was computed"))
+                raise room_error(
+                    Cause(Code.CLIENT_GONE, "the room ended before its first token was computed")
+                )
             return first
         except KvflowError as error:
             room.close(error.cause())
@@ -147,10 +179,15 @@ class PrefillEngine(EngineLoop):
         return await fetch_beside(matched, cache, self._prefetch, *wanted)
 
     def expect(
-        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, ticket: int, namespace: Namespace = ANY
+        self,
+        room: PrefillRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        ticket: int,
+        namespace: Namespace = ANY,
     ) -> PrefillRequest:
-        """Compute a checked `prompt` on all ranks once it has `matched`, or when it `may_begin`, until `drop`. `first`
-        tells of a failure, and of the token where this rank chooses it.
+        """Compute a checked `prompt` on all ranks once it has `matched`, or when it `may_begin`,
+        until `drop`. `first` tells of a failure, and of the token where this rank chooses it.
 
         Raises: AbortedError when the engine is closing.
         """
@@ -163,7 +200,9 @@ class PrefillEngine(EngineLoop):
             self._early.add(request)
             self._wake.set()
 
-    def matched(self, request: PrefillRequest, prefix: int, into: PageIndices | None = None) -> None:
+    def matched(
+        self, request: PrefillRequest, prefix: int, into: PageIndices | None = None
+    ) -> None:
         """Decode's half is there, and has `prefix` tokens of the prompt. `into`: as of `prefill`.
 
         Raises: AbortedError when the engine is closing.
@@ -178,7 +217,9 @@ class PrefillEngine(EngineLoop):
         return id(request) in self._placed
 
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
-        """Every rank has the first `tokens` tokens of it cached, as `lockstep` was asked: it begins after them."""
+        """Every rank has the first `tokens` tokens of it cached, as `lockstep` was asked: it begins
+        after them.
+        """
         self._beginnings.agreed(request, tokens)
 
     def flush(self) -> None:
@@ -189,7 +230,11 @@ class PrefillEngine(EngineLoop):
 
     def _begins(self, request: PrefillRequest) -> None:
         """It has its places, and steps may name it."""
-        if request.cached_tokens and id(request) in self._running and not self._early.holds(request):
+        if (
+            request.cached_tokens
+            and id(request) in self._running
+            and not self._early.holds(request)
+        ):
             self._send(request)
         self._wake.set()
 
@@ -198,13 +243,24 @@ class PrefillEngine(EngineLoop):
         self._wake.set()
 
     def _new_request(
-        self, room: PrefillRoomPort, prompt: Prompt, params: SamplingParams, *, ticket: int = 0,
+        self,
+        room: PrefillRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        ticket: int = 0,
         namespace: Namespace = ANY,
-    ) -> PrefillRequest:  # fmt: skip
+    ) -> PrefillRequest:
         sequence = Sequence(("prefill", next(self._numbers)), prompt, 0, self._page_size)
         model = self._model
         request = PrefillRequest(
-            sequence, room, params, model.eos_ids, ticket=ticket, namespace=namespace, fewest_tokens=model.fewest_tokens
+            sequence,
+            room,
+            params,
+            model.eos_ids,
+            ticket=ticket,
+            namespace=namespace,
+            fewest_tokens=model.fewest_tokens,
         )
         self._unmatched.add(id(request))
         return request
@@ -220,7 +276,9 @@ class PrefillEngine(EngineLoop):
                 self._send(request)
         else:
             request.queued_at_s = time.perf_counter()
-            self._waiting.insert(bisect.bisect_right(self._waiting, urgency(request), key=urgency), request)
+            self._waiting.insert(
+                bisect.bisect_right(self._waiting, urgency(request), key=urgency), request
+            )
         self._wake.set()
         request.room.on_end(lambda: self._room_ended(request))
 
@@ -239,7 +297,8 @@ class PrefillEngine(EngineLoop):
             request.first.set_exception(error)
 
     def drop(self, request: PrefillRequest) -> None:
-        """Forget the request; places that a step or a write still uses become free when it has ended (I13).
+        """Forget the request; places that a step or a write still uses become free when it has
+        ended (I13).
 
         Idempotent."""
         self._unmatched.discard(id(request))
@@ -282,7 +341,8 @@ class PrefillEngine(EngineLoop):
 
     def _step_failed(self, requests: list[PrefillRequest], error: Exception) -> None:
         lockstep = self._lockstep
-        if lockstep is not None and not lockstep.ready:  # it was broken off, with a cause that is known
+        # It was broken off, with a cause that is known.
+        if lockstep is not None and not lockstep.ready:
             lockstep.stepped()
             return
         cause = self._failed("prefill step", error)
@@ -293,12 +353,16 @@ class PrefillEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     async def _sleep(self) -> None:
-        """Wait for a wake-up; rooms free pages without one, so with requests that wait for pages, poll."""
+        """Wait for a wake-up; rooms free pages without one, so with requests that wait for pages,
+        poll.
+        """
         short = self._waiting or self._beginnings.are_short or self._early.first is not None
         await self._wait(RECHECK_S if short else None)
 
     def _take_places(self) -> None:
-        """In order of priority and arrival: a prompt gets all of its pages, and a row, at once, or waits."""
+        """In order of priority and arrival: a prompt gets all of its pages, and a row, at once, or
+        waits.
+        """
         self._beginnings.take_missing()
         while self._waiting and self._is_ready:
             request = self._waiting[0]
@@ -315,7 +379,9 @@ class PrefillEngine(EngineLoop):
             self._beginnings.placed(early)
 
     def _place(self, request: PrefillRequest) -> bool:
-        """Give the first of a queue its places, those of early ones too where it has both halves of its room."""
+        """Give the first of a queue its places, those of early ones too where it has both halves of
+        its room.
+        """
         if not self._turn.comes(request):
             return False
         short = self._short_of(request)
@@ -335,7 +401,9 @@ class PrefillEngine(EngineLoop):
         return True
 
     def _read_of_the_cache(self, request: PrefillRequest) -> PageIndices:
-        """What it, and those with both halves of their rooms, read of the cache: it stays, whoever gives way."""
+        """What it, and those with both halves of their rooms, read of the cache: it stays, whoever
+        gives way.
+        """
         if request.prefix is None:
             return NO_PLACES
         matched = [r.sequence for r in self._placed.values() if not self._early.holds(r)]
@@ -355,8 +423,9 @@ class PrefillEngine(EngineLoop):
         return self._lockstep is None or self._lockstep.ready
 
     def _short_of(self, request: PrefillRequest) -> tuple[int, int, int]:
-        """Count what is missing for all of its prompt: pages here, rows at the rank that lacks the most, and pages at
-        the smallest rank if nothing were cached there. The others may have places of a request until `drop`."""
+        """Count what is missing for all of its prompt: pages here, rows at the rank that lacks the
+        most, and pages at the smallest rank if nothing were cached there. The others may have
+        places of a request until `drop`."""
         missing, missing_rows = self.steps.short_of(request)
         if self._lockstep is None:
             return missing, missing_rows, 0
@@ -367,11 +436,14 @@ class PrefillEngine(EngineLoop):
         return missing, missing_rows, request.sequence.prompt_pages + taken - pages
 
     def _pick(self) -> tuple[list[Row], list[PrefillRequest]]:
-        """The rows of one step: a chunk of each of the first prompts in order, within the limits of a step."""
+        """The rows of one step: a chunk of each of the first prompts in order, within the limits of
+        a step.
+        """
         left, to_score = self._max_tokens, scoring.TOKENS_PER_STEP
         rows: list[Row] = []
         requests: list[PrefillRequest] = []
-        order = sorted(self._running.values(), key=lambda r: (self._early.holds(r), urgency(r)))  # stable
+        # Stable.
+        order = sorted(self._running.values(), key=lambda r: (self._early.holds(r), urgency(r)))
         for request in order:
             s = request.sequence
             remaining = s.prompt_length - s.computed

@@ -1,7 +1,9 @@
-"""States of a prefill's prompts for its prefix cache: where chunks end for their sake, and when they are copied.
+"""States of a prefill's prompts for its prefix cache: where chunks end for their sake, and when
+they are copied.
 
-A state is of use at the end of a page alone. So a prompt with one has a chunk that ends with its last whole page, one
-that ends where it leaves what is cached, and others at ends of pages as far as limits of a step allow.
+A state is of use at the end of a page alone. So a prompt with one has a chunk that ends with its
+last whole page, one that ends where it leaves what is cached, and others at ends of pages as far as
+limits of a step allow.
 """
 
 from __future__ import annotations
@@ -58,8 +60,12 @@ class StepCopies(NamedTuple):
 class PromptStates:
     """The states of one prefill. Used on the event loop."""
 
-    def __init__(self, cache: PrefixCache, store: StateStore, fewest: int, device: torch.device) -> None:
-        """`fewest`: tokens that the model computes at once as it computes more, see `LoadedModel.fewest_tokens`."""
+    def __init__(
+        self, cache: PrefixCache, store: StateStore, fewest: int, device: torch.device
+    ) -> None:
+        """`fewest`: tokens that the model computes at once as it computes more, see
+        `LoadedModel.fewest_tokens`.
+        """
         self._cache, self._store, self._fewest, self._device = cache, store, fewest, device
         self._page_size = cache.page_size
 
@@ -92,8 +98,8 @@ class PromptStates:
 
     @contextmanager
     def step(self, rows: list[Row], requests: Sequence[CachedRequest]) -> Iterator[StepCopies]:
-        """What is copied by a step of `rows`, one of each of `requests`, which has ended when this does. Its slots are
-        held (I13): a request may be dropped meanwhile."""
+        """What is copied by a step of `rows`, one of each of `requests`, which has ended when this
+        does. Its slots are held (I13): a request may be dropped meanwhile."""
         copies = StepCopies(self._store, [], [], self._device)
         begun = []
         for row, request in zip(rows, requests, strict=True):
@@ -114,7 +120,10 @@ class PromptStates:
             prefix.release_state()
 
     def _slot_for(self, request: CachedRequest, end: int) -> int | None:
-        """For the state before token `end`, if a page ends there. Its earlier ones make way where slots are short."""
+        """For the state before token `end`, if a page ends there.
+
+        Its earlier ones make way where slots are short.
+        """
         s, states = request.sequence, request.states
         if end % self._page_size:
             return None

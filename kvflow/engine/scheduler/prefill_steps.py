@@ -1,7 +1,8 @@
-"""What a step of prefill is made of: prompts, their chunks computed in the model thread, the pages that leave after it.
+"""What a step of prefill is made of: prompts, their chunks computed in the model thread, the pages
+that leave after it.
 
-It decides nothing: which prompts share a step is the engine's affair, or, at a rank that follows another one, that
-one's.
+It decides nothing: which prompts share a step is the engine's affair, or, at a rank that follows
+another one, that one's.
 """
 
 from __future__ import annotations
@@ -37,34 +38,66 @@ from kvflow.protocols.pages.layout import Places
 
 
 def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int = 1) -> int:
-    """Tokens of a prompt that need not be computed: of the others logits are wanted, of the last one always."""
+    """Tokens of a prompt that need not be computed: of the others logits are wanted, of the last
+    one always.
+    """
     start, most = params.prompt_logprobs_from, prompt_length - fewest_tokens
     return most if start is None else min(start, most)
 
 
 class PrefillRequest:
-    """One prompt. `first` resolves to its first token once that is known here, to None when its room ends before."""
+    """One prompt.
+
+    `first` resolves to its first token once that is known here, to None when its room ends before.
+    """
 
     __slots__ = (
-        *("agreed", "cached_tokens", "choice", "draw", "early_token", "fewest_tokens", "first", "has_begun"),
-        *("hidden_states", "is_asking", "namespace", "params", "prefix", "queued_at_s", "room", "scorer"),
+        *(
+            "agreed",
+            "cached_tokens",
+            "choice",
+            "draw",
+            "early_token",
+            "fewest_tokens",
+            "first",
+            "has_begun",
+        ),
+        *(
+            "hidden_states",
+            "is_asking",
+            "namespace",
+            "params",
+            "prefix",
+            "queued_at_s",
+            "room",
+            "scorer",
+        ),
         *("sent_pages", "sequence", "states", "ticket"),
     )
 
     def __init__(
-        self, sequence: Sequence, room: PrefillRoomPort, params: SamplingParams, eos_ids: frozenset[int], *,
-        ticket: int = 0, namespace: Namespace = ANY, fewest_tokens: int = 1,
-    ) -> None:  # fmt: skip
-        """`ticket`: its number in a group of ranks; `namespace`: of cached prefixes; `fewest_tokens`: that the model
-        computes at once."""
+        self,
+        sequence: Sequence,
+        room: PrefillRoomPort,
+        params: SamplingParams,
+        eos_ids: frozenset[int],
+        *,
+        ticket: int = 0,
+        namespace: Namespace = ANY,
+        fewest_tokens: int = 1,
+    ) -> None:
+        """`ticket`: its number in a group of ranks; `namespace`: of cached prefixes;
+        `fewest_tokens`: that the model computes at once."""
         self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
         self.sent_pages = 0  # with those that decode has already
         self.namespace = namespace
         self.agreed: int | None = None  # tokens that every rank has cached, once that is known
         self.is_asking = False  # it has places, and no step may name it until that is known
-        self.prefix: Prefix | None = None  # what the cache has of it, while it has places or looks for some
+        # What the cache has of it, while it has places or looks for some.
+        self.prefix: Prefix | None = None
         self.fewest_tokens = fewest_tokens
-        self.states: dict[int, int] = {}  # slots of the cache's store that it owns, by the tokens before the state
+        # Slots of the cache's store that it owns, by the tokens before the state.
+        self.states: dict[int, int] = {}
         self.cached_tokens = 0  # of the prompt, which were not computed for it
         self.queued_at_s = time.perf_counter()
         adjustments = adjustments_of(params, sequence, eos_ids)
@@ -82,7 +115,8 @@ class PrefillRequest:
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
         self.has_begun = False  # a step has named it
         self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
-        self.early_token: TokenOut | None = None  # by another rank that chooses, before the group has started it
+        # By another rank that chooses, before the group has started it.
+        self.early_token: TokenOut | None = None
 
     @property
     def most_cached(self) -> int:
@@ -99,18 +133,32 @@ class PrefillRequest:
 class PrefillSteps:
     """The steps over one model's pool, and the chunks that leave from it.
 
-    `samples`: this rank has the logits and chooses the first tokens; another one sends its pages without a hand-over.
+    `samples`: this rank has the logits and chooses the first tokens; another one sends its pages
+    without a hand-over.
     """
 
     def __init__(
-        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *, samples: bool = True,
+        self,
+        model: LoadedModel,
+        pool: PagedPool,
+        pages: PageAllocator,
+        executor: Executor,
+        *,
+        samples: bool = True,
         cache: PrefixCache | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`cache`: of this pool, with states if the pool has rows; prompts begin with what it has.
 
-        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not for this model."""
-        if cache is not None and (model.whole_prompts or (cache.states is None and pool.layout.num_rows)):
-            what = "computes every prompt as a whole" if model.whole_prompts else "needs a cache with states"
+        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not
+        for this model."""
+        if cache is not None and (
+            model.whole_prompts or (cache.states is None and pool.layout.num_rows)
+        ):
+            what = (
+                "computes every prompt as a whole"
+                if model.whole_prompts
+                else "needs a cache with states"
+            )
             raise MisuseError(f"prefixes of {model.name} cannot be cached so: the model {what}")
         self.runner = model.runner(pool)
         self.layout, self.places, self.pages = pool.layout, pool.places_over(pages), pages
@@ -119,16 +167,20 @@ class PrefillSteps:
         self._eos_ids, self._chunk = model.eos_ids, model.chunk
         self._states: PromptStates | None = None
         if cache is not None and cache.states is not None:
-            self._states = PromptStates(cache, cache.states, model.fewest_tokens, self.runner.device)
+            self._states = PromptStates(
+                cache, cache.states, model.fewest_tokens, self.runner.device
+            )
         self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
 
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
-        """How many pages and rows are missing for all of its prompt, beside what the cache has of it, what it can give
-        and the free ones; negative where more are free."""
+        """How many pages and rows are missing for all of its prompt, beside what the cache has of
+        it, what it can give and the free ones; negative where more are free."""
         s = request.sequence
         if self.cache is not None and request.prefix is None and not s.page_count:
             request.prefix = self._match(self.cache, request)
-        wanted = s.pages_missing(s.prompt_length) - (0 if request.prefix is None else request.prefix.pages.size)
+        wanted = s.pages_missing(s.prompt_length) - (
+            0 if request.prefix is None else request.prefix.pages.size
+        )
         free = self.pages.reclaim(wanted)
         missing = wanted - free if free >= wanted else max(1, wanted - self.pages.available_pages)
         return missing, 0 if self.rows is None else 1 - self.rows.free_pages
@@ -156,14 +208,24 @@ class PrefillSteps:
     def lacks(self, request: PrefillRequest) -> bool:
         """True where the host alone has something of it that need not be computed."""
         s, cache = request.sequence, self.cache
-        return cache is not None and cache.lacks(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
+        return cache is not None and cache.lacks(
+            s.tokens[: s.prompt_length], request.most_cached, request.namespace
+        )
 
     async def load(self, request: PrefillRequest, policy: PrefetchPolicy) -> None:
-        """Copy that to the device, and lock what the cache has of it then. For one without places."""
+        """Copy that to the device, and lock what the cache has of it then.
+
+        For one without places.
+        """
         assert self.cache is not None
         s = request.sequence
         prefix = await bring(
-            self.cache, policy, s.tokens[: s.prompt_length], request.most_cached, request.namespace, from_storage=False
+            self.cache,
+            policy,
+            s.tokens[: s.prompt_length],
+            request.most_cached,
+            request.namespace,
+            from_storage=False,
         )
         self.forget_prefix(request)
         request.prefix = prefix
@@ -173,7 +235,8 @@ class PrefillSteps:
         request.agreed = tokens
         longer = request.prefix
         if self.cache is not None and longer is not None and longer.tokens > tokens:
-            request.prefix = self._match(self.cache, request)  # before the longer one can be evicted
+            # Before the longer one can be evicted.
+            request.prefix = self._match(self.cache, request)
             longer.release()
 
     def _match(self, cache: PrefixCache, request: PrefillRequest) -> Prefix:
@@ -181,7 +244,9 @@ class PrefillSteps:
         return cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
 
     def give_back(self, request: PrefillRequest) -> None:
-        """Its places; those that a step or a write still uses become free when it has ended (I13)."""
+        """Its places; those that a step or a write still uses become free
+        when it has ended (I13).
+        """
         self._give_back(request, request.sequence.places)
 
     def keep(self, request: PrefillRequest) -> None:
@@ -216,21 +281,23 @@ class PrefillSteps:
         return self._chunk(request.sequence.prompt_length - request.sequence.computed, most)
 
     async def run(self, rows: list[Row], requests: list[PrefillRequest]) -> None:
-        """Compute `rows`, one of each of `requests`; then `choice` is there of those that are complete, where this rank
-        chooses. Raises: whatever the model raises."""
+        """Compute `rows`, one of each of `requests`; then `choice` is there of those that are
+        complete, where this rank chooses. Raises: whatever the model raises."""
         sequences = [r.sequence for r in rows]
         if self._states is None:
             choices = await self._thread.run(sequences, partial(self._step, rows, requests))
         else:
             with self._states.step(rows, requests) as copies:
-                choices = await self._thread.run(sequences, partial(self._step_with, copies, rows, requests))
+                choices = await self._thread.run(
+                    sequences, partial(self._step_with, copies, rows, requests)
+                )
         for row, request in zip(rows, requests, strict=True):
             request.sequence.computed += row.new
             request.choice = choices.get(id(request))
 
     def _step_with(
         self, copies: StepCopies, rows: list[Row], requests: list[PrefillRequest]
-    ) -> dict[int, Choice]:  # fmt: skip
+    ) -> dict[int, Choice]:
         """In the model thread."""
         copies.before()
         choices = self._step(rows, requests)
@@ -248,7 +315,9 @@ class PrefillSteps:
             return {}
         last: list[PrefillRequest] = []
         ends: list[int] = []
-        for row, request, end in zip(rows, requests, itertools.accumulate(row.logits for row in rows), strict=True):
+        for row, request, end in zip(
+            rows, requests, itertools.accumulate(row.logits for row in rows), strict=True
+        ):
             if request.scorer is not None and row.logits:
                 request.scorer.add(logits[end - row.logits : end], row.end)
             if row.end == row.sequence.prompt_length:
@@ -260,11 +329,13 @@ class PrefillSteps:
             return {}
         if len(last) < len(logits):
             logits = logits[ends]
-        return dict(zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True))
+        return dict(
+            zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True)
+        )
 
     def send(self, request: PrefillRequest) -> None:
-        """The complete pages that have not been sent; after the last chunk the remaining ones and the row, with the
-        first token where it was chosen here. Raises: the room's error."""
+        """The complete pages that have not been sent; after the last chunk the remaining ones and
+        the row, with the first token where it was chosen here. Raises: the room's error."""
         s, choice = request.sequence, request.choice
         complete = s.computed == s.prompt_length
         ready = s.page_count if complete else s.computed // s.page_size
@@ -275,7 +346,9 @@ class PrefillSteps:
                 request.room.send(pages)
             return
         places = self.layout.numbered(Places(pages, s.rows))
-        request.room.send(places, last=True, handoff=b"" if choice is None else self._handoff(request, choice))
+        request.room.send(
+            places, last=True, handoff=b"" if choice is None else self._handoff(request, choice)
+        )
 
     def _handoff(self, request: PrefillRequest, choice: Choice) -> bytes:
         handoff = HandOff(

@@ -18,7 +18,9 @@ _FLOATS, _IDS = np.dtype("<f4"), np.dtype("<i4")
 
 
 class ScoredToken(NamedTuple):
-    """One token of a prompt; `logprob` is None for the first one of those asked for, as in SGLang's answers."""
+    """One token of a prompt; `logprob` is None for the first one of those asked for, as in SGLang's
+    answers.
+    """
 
     token_id: int
     logprob: float | None
@@ -27,9 +29,9 @@ class ScoredToken(NamedTuple):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Of the tokens behind position `start`, each given all before it: `logprobs` float32 [tokens]; of the most likely
-    ones `top_ids` int32 [tokens, top] and `top_logprobs` float32 [tokens, top], in descending order; of the tokens that
-    were asked for by name `asked` float32 [tokens, ids]."""
+    """Of the tokens behind position `start`, each given all before it: `logprobs` float32 [tokens];
+    of the most likely ones `top_ids` int32 [tokens, top] and `top_logprobs` float32 [tokens, top],
+    in descending order; of the tokens that were asked for by name `asked` float32 [tokens, ids]."""
 
     start: int
     logprobs: bytes
@@ -39,9 +41,12 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
     @staticmethod
     def pack(
-        start: int, logprobs: NDArray[np.floating], top_ids: NDArray[np.integer], top_logprobs: NDArray[np.floating],
+        start: int,
+        logprobs: NDArray[np.floating],
+        top_ids: NDArray[np.integer],
+        top_logprobs: NDArray[np.floating],
         asked: NDArray[np.floating],
-    ) -> PromptLogprobs:  # fmt: skip
+    ) -> PromptLogprobs:
         return PromptLogprobs(
             start,
             logprobs.astype(_FLOATS).tobytes(),
@@ -53,12 +58,18 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     def check(self, start: int, tokens: int, top: int, asked: int, vocabulary: int) -> None:
         """Raises: WireError when these are not the ones asked for."""
         sizes = (len(self.logprobs), len(self.top_ids), len(self.top_logprobs), len(self.asked))
-        if self.start != start or sizes != tuple(4 * tokens * each for each in (1, top, top, asked)):
+        if self.start != start or sizes != tuple(
+            4 * tokens * each for each in (1, top, top, asked)
+        ):
             text = f"the hand-over's prompt logprobs are {sizes} bytes from {self.start}"
-            raise WireError(f"{text}, not of {tokens} tokens and {top} and {asked} at each from {start}")
+            raise WireError(
+                f"{text}, not of {tokens} tokens and {top} and {asked} at each from {start}"
+            )
         ids = np.frombuffer(self.top_ids, _IDS)
         if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
-            raise WireError(f"the hand-over's prompt logprobs name tokens outside 0..{vocabulary - 1}")
+            raise WireError(
+                f"the hand-over's prompt logprobs name tokens outside 0..{vocabulary - 1}"
+            )
 
     def tokens(self, prompt: Prompt, asked_ids: Sequence[int] = ()) -> Iterator[ScoredToken]:
         """The tokens of `prompt` from `start` on."""

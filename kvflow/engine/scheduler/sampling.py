@@ -1,7 +1,7 @@
 """Choosing tokens.
 
-Stateless: the random number of a draw is a hash of (seed, position), so prefill, decode and a single process draw the
-same token, and no state of a random generator has to be handed over.
+Stateless: the random number of a draw is a hash of (seed, position), so prefill, decode and a
+single process draw the same token, and no state of a random generator has to be handed over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from kvflow.engine.scheduler.adjustments import Adjustments
 from kvflow.engine.scheduler.params import SamplingParams
 
-# top_k and top_p select among this many first; the whole vocabulary is sorted only when these are too few.
+# top_k and top_p select among this many first; the whole vocabulary is sorted only when these are
+# too few.
 CANDIDATES = 1024
 
 
@@ -31,7 +32,9 @@ class Draw(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A chosen token, with log-probabilities of the raw distribution (before temperature) where requested."""
+    """A chosen token, with log-probabilities of the raw distribution (before temperature) where
+    requested.
+    """
 
     token_id: int
     logprob: float | None = None
@@ -40,9 +43,16 @@ class Choice(NamedTuple):
 
 
 def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
-    """One token for each row of `logits` [rows, vocabulary]. A batch of greedy rows costs one argmax."""
+    """One token for each row of `logits` [rows, vocabulary].
+
+    A batch of greedy rows costs one argmax.
+    """
     tokens = _most_likely(logits)
-    adjusted = {i: d.adjustments(logits[i], d.position) for i, d in enumerate(draws) if d.adjustments is not None}
+    adjusted = {
+        i: d.adjustments(logits[i], d.position)
+        for i, d in enumerate(draws)
+        if d.adjustments is not None
+    }
     for i, row in adjusted.items():
         tokens[i] = int(row.argmax())
     drawn = [i for i, d in enumerate(draws) if not d.params.greedy]
@@ -61,9 +71,13 @@ def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
-    """The first of the largest entries of each row. numpy finds it in a tenth of torch's time, in types it knows."""
+    """The first of the largest entries of each row. numpy finds it in a tenth of torch's time, in
+    types it knows.
+    """
     in_numpy = logits.dtype in (torch.float32, torch.float64) and logits.device.type == "cpu"
-    found: list[int] = (logits.numpy().argmax(axis=-1) if in_numpy else logits.argmax(dim=-1)).tolist()
+    found: list[int] = (
+        logits.numpy().argmax(axis=-1) if in_numpy else logits.argmax(dim=-1)
+    ).tolist()
     return found
 
 
@@ -78,11 +92,19 @@ def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
     """Inverse-CDF sampling. A row's result does not depend on the other rows of the batch."""
     vocabulary = logits.shape[-1]
     device = logits.device
-    heats = torch.tensor([[d.params.temperature] for d in draws], dtype=torch.float64, device=device)
+    heats = torch.tensor(
+        [[d.params.temperature] for d in draws], dtype=torch.float64, device=device
+    )
     scaled = (logits.double() / heats).float()
-    points = torch.tensor([[uniform(d.seed, d.position)] for d in draws], dtype=torch.float64, device=device)
+    points = torch.tensor(
+        [[uniform(d.seed, d.position)] for d in draws], dtype=torch.float64, device=device
+    )
     tokens = [-1] * len(draws)
-    free = [i for i, d in enumerate(draws) if d.params.top_p >= 1 and not 0 < d.params.top_k < vocabulary]
+    free = [
+        i
+        for i, d in enumerate(draws)
+        if d.params.top_p >= 1 and not 0 < d.params.top_k < vocabulary
+    ]
     if free:
         kept = _without_unlikely(scaled[free].double(), [draws[i] for i in free])
         _pick(tokens, free, torch.softmax(kept, dim=-1).cumsum(dim=-1), points[free], None)
@@ -97,17 +119,28 @@ def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
 
 
 def _draw_cut(
-    tokens: list[int], rows: list[int], values: torch.Tensor, ids: torch.Tensor, scaled: torch.Tensor,
-    points: torch.Tensor, draws: list[Draw],
-) -> list[int]:  # fmt: skip
-    """top_k, then top_p over what top_k leaves, among `values` [rows, candidates] in descending order.
+    tokens: list[int],
+    rows: list[int],
+    values: torch.Tensor,
+    ids: torch.Tensor,
+    scaled: torch.Tensor,
+    points: torch.Tensor,
+    draws: list[Draw],
+) -> list[int]:
+    """top_k, then top_p over what top_k leaves, among `values` [rows, candidates] in descending
+    order.
 
     Returns the rows for which these candidates were too few; they have no token yet.
     """
     candidates, vocabulary, device = values.shape[-1], scaled.shape[-1], scaled.device
     ranks = torch.arange(candidates, device=device)
-    top_k = [d.params.top_k if 0 < d.params.top_k < vocabulary else vocabulary for d in (draws[i] for i in rows)]
-    top_p = torch.tensor([[draws[i].params.top_p] for i in rows], dtype=torch.float64, device=device)
+    top_k = [
+        d.params.top_k if 0 < d.params.top_k < vocabulary else vocabulary
+        for d in (draws[i] for i in rows)
+    ]
+    top_p = torch.tensor(
+        [[draws[i].params.top_p] for i in rows], dtype=torch.float64, device=device
+    )
     limits = torch.tensor(top_k, device=device)[:, None]
     chances = torch.exp(values.double() - scaled.double().logsumexp(dim=-1, keepdim=True))
     chances = chances.masked_fill(ranks >= limits, 0.0)
@@ -130,16 +163,25 @@ def _without_unlikely(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     if not any(d.params.min_p for d in draws):
         return scaled
     shares = [[math.log(d.params.min_p) if d.params.min_p else -math.inf] for d in draws]
-    floors = scaled.amax(dim=-1, keepdim=True) + torch.tensor(shares, dtype=scaled.dtype, device=scaled.device)
+    floors = scaled.amax(dim=-1, keepdim=True) + torch.tensor(
+        shares, dtype=scaled.dtype, device=scaled.device
+    )
     return scaled.masked_fill(scaled < floors, -math.inf)
 
 
 def _pick(
-    tokens: list[int], rows: list[int], cumulative: torch.Tensor, points: torch.Tensor, ids: torch.Tensor | None
+    tokens: list[int],
+    rows: list[int],
+    cumulative: torch.Tensor,
+    points: torch.Tensor,
+    ids: torch.Tensor | None,
 ) -> None:
-    """The first entry whose cumulative probability exceeds the point; never an entry of probability 0."""
+    """The first entry whose cumulative probability exceeds the point; never an entry of probability
+    0.
+    """
     found = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True)
-    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)  # the last entry of nonzero probability
+    # The last entry of nonzero probability.
+    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     found = torch.minimum(found, last)
     if ids is not None:
         found = ids.gather(-1, found)
@@ -147,7 +189,9 @@ def _pick(
         tokens[row] = token
 
 
-def _add_logprobs(choices: list[Choice], logprobs: torch.Tensor, rows: list[int], draws: Sequence[Draw]) -> None:
+def _add_logprobs(
+    choices: list[Choice], logprobs: torch.Tensor, rows: list[int], draws: Sequence[Draw]
+) -> None:
     most = max(draws[i].params.logprobs or 0 for i in rows)
     values, ids = logprobs.topk(min(most, logprobs.shape[-1]), dim=-1)
     for n, row in enumerate(rows):

@@ -1,4 +1,6 @@
-"""Prefill and decode in one process, on one pool: the same engines, and a room that moves no pages."""
+"""Prefill and decode in one process, on one pool: the same engines,
+and a room that moves no pages.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from kvflow.protocols.ports import PageStore
 
 
 class SharedRoom:
-    """Both sides of a room whose source and target are the same pages, and row, computed in place."""
+    """Both sides of a room whose source and target are the same pages, and row,
+    computed in place.
+    """
 
     def __init__(self, places: PageStore, count: int, owner: Hashable) -> None:
         """Raises: CapacityError."""
@@ -55,8 +59,11 @@ class SharedRoom:
 
     def close(self, cause: Cause | None = None) -> None:
         if not self._handoff.done():
-            self._handoff.set_exception(room_error(cause or Cause(Code.CLIENT_GONE, "the room was closed")))
-            self._handoff.exception()  # retrieved, so that asyncio does not log it: there may be no reader
+            self._handoff.set_exception(
+                room_error(cause or Cause(Code.CLIENT_GONE, "the room was closed"))
+            )
+            # Retrieved, so that asyncio does not log it: there may be no reader.
+            self._handoff.exception()
             for callback in self._callbacks:
                 callback()
 
@@ -70,19 +77,32 @@ class SharedRoom:
 class SingleEngine:
     """Both engines over one pool: the reference for prefill and decode in two processes.
 
-    `max_batch_rooms=1` prefills one prompt at a time; `decode.pause` and `decode.resume` collect requests, so that they
-    decode in lockstep.
+    `max_batch_rooms=1` prefills one prompt at a time; `decode.pause` and `decode.resume` collect
+    requests, so that they decode in lockstep.
     """
 
     def __init__(
-        self, model: LoadedModel, pool: PagedPool, pages: PageAllocator, executor: Executor, *,
-        chunk_tokens: int = 512, max_batch_tokens: int = 512, max_batch_rooms: int | None = None, max_batch: int = 256,
-    ) -> None:  # fmt: skip
+        self,
+        model: LoadedModel,
+        pool: PagedPool,
+        pages: PageAllocator,
+        executor: Executor,
+        *,
+        chunk_tokens: int = 512,
+        max_batch_tokens: int = 512,
+        max_batch_rooms: int | None = None,
+        max_batch: int = 256,
+    ) -> None:
         """Raises: LayoutError when the pool is not this model's."""
         self.prefill = PrefillEngine(
-            model, pool, pages, executor,
-            chunk_tokens=chunk_tokens, max_batch_tokens=max_batch_tokens, max_batch_rooms=max_batch_rooms,
-        )  # fmt: skip
+            model,
+            pool,
+            pages,
+            executor,
+            chunk_tokens=chunk_tokens,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_rooms=max_batch_rooms,
+        )
         self.decode = DecodeEngine(model, pool, pages, executor, max_batch=max_batch)
         self._places, self._layout = pool.places_over(pages), pool.layout
         self._numbers = itertools.count()
@@ -95,20 +115,25 @@ class SingleEngine:
         await self.prefill.close()
         await self.decode.close()
 
-    async def generate(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[TokenOut, None]:
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> AsyncGenerator[TokenOut, None]:
         """Tokens as they come. Closing the generator ends the request in any state.
 
         Raises: MisuseError, CapacityError.
         """
         admission = await self.decode.admit(prompt, params)
         try:
-            room = SharedRoom(self._places, self._layout.places_for(len(prompt)), ("shared", next(self._numbers)))
+            room = SharedRoom(
+                self._places, self._layout.places_for(len(prompt)), ("shared", next(self._numbers))
+            )
         except BaseException:
             admission.release()
             raise
         prefill = asyncio.create_task(self.prefill.prefill(room, prompt, params, into=room.pages))
         tokens = self.decode.generate(room, prompt, params, admission)
-        async with AsyncExitStack() as ends:  # in the reverse order, whatever becomes of one of them
+        # In the reverse order, whatever becomes of one of them.
+        async with AsyncExitStack() as ends:
             ends.callback(room.free)
             ends.push_async_callback(_give_up, prefill)
             ends.push_async_callback(tokens.aclose)

@@ -15,9 +15,10 @@ MAX_STOP_CHARACTERS = 2048
 class StopStrings(tuple[str, ...]):
     """Stop strings, checked, as an Aho-Corasick automaton.
 
-    Its states are the beginnings of the stop strings. After any text it is in the longest of them that the text ends
-    with, so one look-up per character finds every stop string and what has to be held back, however many strings there
-    are and however long they are. It never changes: all completions of a body share it.
+    Its states are the beginnings of the stop strings. After any text it is in the longest of them
+    that the text ends with, so one look-up per character finds every stop string and what has to be
+    held back, however many strings there are and however long they are. It never changes: all
+    completions of a body share it.
     """
 
     _next: list[dict[str, int]]
@@ -35,7 +36,9 @@ class StopStrings(tuple[str, ...]):
         if "" in made:
             raise MisuseError("stop: an empty string ends every completion at once; leave it out")
         if (characters := sum(map(len, made))) > MAX_STOP_CHARACTERS:
-            raise MisuseError(f"stop: {characters} characters in all strings, limit {MAX_STOP_CHARACTERS}")
+            raise MisuseError(
+                f"stop: {characters} characters in all strings, limit {MAX_STOP_CHARACTERS}"
+            )
         made._build()
         return made
 
@@ -48,7 +51,8 @@ class StopStrings(tuple[str, ...]):
             self._complete[state] = True
         self._shorter = [0] * len(self._next)
         states = [0]
-        # A state comes after all shorter ones, which its own links are made from. The list grows while it is read.
+        # A state comes after all shorter ones, which its own links are made from. The list grows
+        # while it is read.
         for state in states:
             for character, longer in self._next[state].items():
                 if state:

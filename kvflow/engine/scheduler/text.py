@@ -1,4 +1,6 @@
-"""Incremental detokenization: correct for split UTF-8, holding back text that may become a stop string."""
+"""Incremental detokenization: correct for split UTF-8, holding back text that may become a stop
+string.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,30 @@ from kvflow.protocols.errors import MisuseError
 
 
 class TextStream:
-    """Turns one request's tokens into text. `stopped` is the stop string that was met; feed no more tokens after it."""
+    """Turns one request's tokens into text.
+
+    `stopped` is the stop string that was met; feed no more tokens after it.
+    """
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), *, skip_special_tokens: bool = True, min_tokens: int = 0,
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
         include_stop: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one.
 
-        The text of the first `min_tokens` tokens is not searched for stop strings. The text ends before the stop
-        string, or with it (`include_stop`). Raises: MisuseError.
+        The text of the first `min_tokens` tokens is not searched for stop strings. The text ends
+        before the stop string, or with it (`include_stop`). Raises: MisuseError.
         """
-        backend = tokenizer if isinstance(tokenizer, Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+        backend = (
+            tokenizer
+            if isinstance(tokenizer, Tokenizer)
+            else getattr(tokenizer, "backend_tokenizer", None)
+        )
         if not isinstance(backend, Tokenizer):
             text = f"{type(tokenizer).__name__} is not a fast tokenizer, which streaming needs"
             raise MisuseError(text)
@@ -52,7 +66,9 @@ class TextStream:
         return piece if unsearched else self._release(piece)
 
     def finish(self) -> str:
-        """The rest of the text, after the last token: what was held back, and incomplete characters as U+FFFD."""
+        """The rest of the text, after the last token: what was held back, and incomplete characters
+        as U+FFFD.
+        """
         if self.stopped is not None:
             return ""
         text = ""
@@ -76,7 +92,9 @@ class TextStream:
         return text
 
     def _end(self) -> str:
-        """The text up to the stop string that begins first; of two that begin there, the one that was named first."""
+        """The text up to the stop string that begins first; of two that begin there, the one that
+        was named first.
+        """
         hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
         at, self.stopped = min(hits, key=lambda hit: hit[0])
         end = at + len(self.stopped) if self.include_stop else at

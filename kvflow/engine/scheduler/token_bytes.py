@@ -1,4 +1,6 @@
-"""The bytes that single tokens stand for: a character that is split over several tokens is only there in bytes."""
+"""The bytes that single tokens stand for: a character that is split over several tokens is only
+there in bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,23 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character by which byte-level BPE writes each byte: printable ones as themselves, the others from U+0100."""
+    """The character by which byte-level BPE writes each byte: printable ones as themselves, the
+    others from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + n): byte for n, byte in enumerate(others)
+    }
 
 
 class TokenBytes:
-    """Call it with a token id. The bytes of a completion's tokens, joined, are the bytes of its text.
+    """Call it with a token id.
 
-    For byte-level BPE and SentencePiece with byte fallback; for other tokenizers, the text of the token alone.
+    The bytes of a completion's tokens, joined, are the bytes of its text.
+
+    For byte-level BPE and SentencePiece with byte fallback; for other tokenizers, the text of the
+    token alone.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -1,14 +1,16 @@
-"""Copies from the host for the prompt of prefill whose turn has come, and the locks that hold them until it begins.
+"""Copies from the host for the prompt of prefill whose turn has come, and the locks that hold them
+until it begins.
 
-A prompt loads when it is the first in its queue and could take all of its places at once, never earlier: of what many
-prompts load while they wait, the first ones lose theirs to the last ones before they begin. What it has loaded is
-locked until it takes its places, which is then a matter of one turn of the event loop.
+A prompt loads when it is the first in its queue and could take all of its places at once, never
+earlier: of what many prompts load while they wait, the first ones lose theirs to the last ones
+before they begin. What it has loaded is locked until it takes its places, which is then a matter of
+one turn of the event loop.
 
-So one prompt at most holds pages of the cache without having places, and no more of them than it could have taken
-instead. A prompt that comes before it takes the turn from it, and with the turn its lock and its copy. Nothing that
-waits for places waits for pages that another waiting prompt has locked, so there is no deadlock, however many prompts
-wait. The other ranks of a prefill load only for prompts that have places at the first one, all of which fit into the
-smallest pool together.
+So one prompt at most holds pages of the cache without having places, and no more of them than it
+could have taken instead. A prompt that comes before it takes the turn from it, and with the turn
+its lock and its copy. Nothing that waits for places waits for pages that another waiting prompt has
+locked, so there is no deadlock, however many prompts wait. The other ranks of a prefill load only
+for prompts that have places at the first one, all of which fit into the smallest pool together.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ _log = logging.getLogger("kvflow.engine")
 class Loads:
     """Copies to the device for requests that have no places yet. Used on the event loop."""
 
-    def __init__(self, steps: PrefillSteps, policy: PrefetchPolicy, ended: Callable[[PrefillRequest], None]) -> None:
-        """`ended` is called with a request when it holds what could be loaded, unless it was stopped before."""
+    def __init__(
+        self, steps: PrefillSteps, policy: PrefetchPolicy, ended: Callable[[PrefillRequest], None]
+    ) -> None:
+        """`ended` is called with a request when it holds what could be loaded, unless it was
+        stopped before.
+        """
         self._steps, self._policy, self._on_ended = steps, policy, ended
         self._running: dict[int, asyncio.Task[None]] = {}  # by id of the request
         self._tasks: set[asyncio.Task[None]] = set()  # with those that were stopped, and drain
@@ -46,8 +52,8 @@ class Loads:
         return True
 
     async def _load(self, request: PrefillRequest) -> None:
-        # The last writes and copies of others may still read places that it could take, and nothing reports their end.
-        # Loading without these places would bring less than the host has.
+        # The last writes and copies of others may still read places that it could take, and nothing
+        # reports their end. Loading without these places would bring less than the host has.
         while max(self._steps.short_of(request)) > 0:  # noqa: ASYNC110
             await asyncio.sleep(RECHECK_S)
         await self._steps.load(request, self._policy)
@@ -79,20 +85,27 @@ class Loads:
 class Turn:
     """The one request of an engine that may load, or hold what it has loaded."""
 
-    def __init__(self, steps: PrefillSteps, policy: PrefetchPolicy, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, steps: PrefillSteps, policy: PrefetchPolicy, wake: Callable[[], None]
+    ) -> None:
         """`wake` is called when what was loaded is there."""
         self._steps = steps
         self._loads = Loads(steps, policy, lambda _: wake())
         self._request: PrefillRequest | None = None
 
     def comes(self, request: PrefillRequest) -> bool:
-        """Give the turn to the first request of its queue: that of any other is over. False while it still loads."""
+        """Give the turn to the first request of its queue: that of any other is over.
+
+        False while it still loads.
+        """
         if self._request is not None and self._request is not request:
             self.over(self._request)
         return not self._loads.is_running(request)
 
     def begins(self, request: PrefillRequest) -> bool:
-        """True where a request that could take its places may: nothing of it has to be loaded before."""
+        """True where a request that could take its places may: nothing of it has to be loaded
+        before.
+        """
         if self._request is request:
             return True
         if not self._loads.begin(request):
@@ -101,12 +114,17 @@ class Turn:
         return False
 
     def taken(self, request: PrefillRequest) -> None:
-        """End the turn of a request that has its places: what was loaded is locked as long as it has them."""
+        """End the turn of a request that has its places: what was loaded is locked as long as it
+        has them.
+        """
         if self._request is request:
             self._request = None
 
     def over(self, request: PrefillRequest) -> None:
-        """End the turn of a request that does not take its places now: it holds nothing. Idempotent."""
+        """End the turn of a request that does not take its places now: it holds nothing.
+
+        Idempotent.
+        """
         self._loads.stop(request)
         self._steps.forget_prefix(request)
         self.taken(request)

@@ -1,4 +1,6 @@
-"""Where cache events are published: one address is configured, and each rank or worker of a machine has its own."""
+"""Where cache events are published: one address is configured, and each rank or worker of a machine
+has its own.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ from ipaddress import ip_address
 
 from kvflow.protocols.errors import MisuseError
 
-DEFAULT_ADDRESS = "tcp://127.0.0.1:5557"  # vLLM's and SGLang's port; theirs is open to every interface
+# vLLM's and SGLang's port; theirs is open to every interface.
+DEFAULT_ADDRESS = "tcp://127.0.0.1:5557"
 LAST_PORT = 65535
 
 
 def numbered_address(name: str, address: str, number: int) -> str:
-    """That of rank or worker `number`: port + number, where * or 0 is any free one; for what has no port a suffix.
-    `name`: of the setting. Raises: MisuseError."""
+    """That of rank or worker `number`: port + number, where * or 0 is any free one; for what has no
+    port a suffix. `name`: of the setting. Raises: MisuseError."""
     scheme, found, rest = address.partition("://")
     if not found or scheme not in ("tcp", "ipc", "inproc") or not rest:
         raise MisuseError(f"{name} {address!r} is not tcp://host:port, ipc://path or inproc://name")

@@ -1,5 +1,7 @@
-"""What can be chosen of a prefix cache, by the names that settings have. The code beside each choice says what it does:
-`policies`, `kvflow.cache.tiers`, `kvflow.engine.scheduler.prefetch`."""
+"""What can be chosen of a prefix cache, by the names that settings have.
+
+The code beside each choice says what it does: `policies`, `kvflow.cache.tiers`,
+`kvflow.engine.scheduler.prefetch`."""
 
 from __future__ import annotations
 
@@ -9,4 +11,6 @@ EvictionPolicy: TypeAlias = Literal["lru", "lfu", "slru", "priority", "depth"]
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy: TypeAlias = Literal["best_effort", "timeout", "wait_complete"]
 Dialect: TypeAlias = Literal["vllm", "sglang"]
-"""By whose names events call the media of the tiers: see `kvflow.protocols.wire.kv_events.media_of`."""
+"""By whose names events call the media of the tiers: see
+`kvflow.protocols.wire.kv_events.media_of`.
+"""

@@ -1,12 +1,14 @@
-"""What subscribers are told of the cache (I10): pages that can be read in a tier from now on, and pages that cannot.
+"""What subscribers are told of the cache (I10): pages that can be read in a tier from now on, and
+pages that cannot.
 
-**A page is told of when it is there, and its parent is told of in the same tier.** Copies end in any order, and a hole
-may be filled late: pages below one that is missing are held back until it comes, with no list of them, since the tree
-knows its children. A page that leaves takes nothing with it: in every tier leaves go first. So what has been told is,
-per tier, a tree that hangs together from the first page of its prompts, after each single event.
+**A page is told of when it is there, and its parent is told of in the same tier.** Copies end in
+any order, and a hole may be filled late: pages below one that is missing are held back until it
+comes, with no list of them, since the tree knows its children. A page that leaves takes nothing
+with it: in every tier leaves go first. So what has been told is, per tier, a tree that hangs
+together from the first page of its prompts, after each single event.
 
-**Hashes are computed when a page is first told of**, from its parent's, and stay with its node: page hashes of
-`hashes.py`, 32 bytes each.
+**Hashes are computed when a page is first told of**, from its parent's, and stay with its node:
+page hashes of `hashes.py`, 32 bytes each.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ class Recorder:
         self._events: list[Event] = []
 
     def moved(self, node: Node, tier: Tier) -> None:
-        """`node` has another phase in `tier` than before. What a flush has forgotten is not spoken of again."""
+        """`node` has another phase in `tier` than before.
+
+        What a flush has forgotten is not spoken of again.
+        """
         if node.detached:
             return
         bit = 1 << tier
@@ -85,7 +90,9 @@ class Recorder:
             current.told |= bit
             self._events.append(self._stored(current, tier))
             if current.children:
-                found.extend(child for child in current.children.values() if child.phase[tier] is _PRESENT)
+                found.extend(
+                    child for child in current.children.values() if child.phase[tier] is _PRESENT
+                )
 
     def cleared(self) -> None:
         self._events = [CLEARED]  # what was not taken yet does not matter any more

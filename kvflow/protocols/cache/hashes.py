@@ -1,4 +1,6 @@
-"""Page hashes as the subscribers of KV events know them: SHA256(previous digest || token ids as u32 little-endian)."""
+"""Page hashes as the subscribers of KV events know them: SHA256(previous digest || token ids as u32
+little-endian).
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,20 @@ def token_bytes(ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
     """Token ids as u32 little-endian, 4 bytes each. Raises: MisuseError."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise MisuseError(f"tokens must be a list of integers, not shape {array.shape} of {array.dtype}")
+        raise MisuseError(
+            f"tokens must be a list of integers, not shape {array.shape} of {array.dtype}"
+        )
     if array.size and ((low := int(array.min())) < 0 or int(array.max()) >= 1 << 32):
-        raise MisuseError(f"token id {low if low < 0 else int(array.max())} is not an unsigned 32-bit integer")
+        raise MisuseError(
+            f"token id {low if low < 0 else int(array.max())} is not an unsigned 32-bit integer"
+        )
     return array.astype("<u4").tobytes()
 
 
 def chain_root(namespace: Namespace) -> bytes:
-    """What stands before the first page in its hash: nothing, or 32 bytes that no other namespace has."""
+    """What stands before the first page in its hash: nothing, or 32 bytes that no other namespace
+    has.
+    """
     if namespace == ANY:
         return b""
     salt, lora = namespace.salt.encode(), namespace.lora.encode()
@@ -44,9 +52,12 @@ def chain_root(namespace: Namespace) -> bytes:
 
 
 def page_hashes(tokens: bytes, page_size: int, previous: bytes = b"") -> list[bytes]:
-    """The digest of every whole page of `tokens`; `previous` is the digest before them, or `chain_root`."""
+    """The digest of every whole page of `tokens`; `previous` is the digest before them, or
+    `chain_root`.
+    """
     size = page_size * TOKEN_BYTES
-    pages = np.frombuffer(tokens, f"V{size}", len(tokens) // size).tolist()  # bytes of each, cut in one call
+    # bytes of each, cut in one call.
+    pages = np.frombuffer(tokens, f"V{size}", len(tokens) // size).tolist()
     return [previous := sha256(previous + page).digest() for page in pages]
 
 

@@ -1,4 +1,7 @@
-"""What of a prompt is cached, and where: the one door to the index. No clock and no pool of its own."""
+"""What of a prompt is cached, and where: the one door to the index.
+
+No clock and no pool of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,25 @@ from typing import NamedTuple
 
 from kvflow.protocols.cache.events import Event, Recorder
 from kvflow.protocols.cache.hashes import ANY, DIGEST_BYTES, TOKEN_BYTES, Namespace
-from kvflow.protocols.cache.nodes import PAGED, Node, Root, Run, Tier, common_pages, digests_of, mend, upwards
-from kvflow.protocols.cache.residents import NOTHING, Freed, Gathered, Residents, check_pages, joined
+from kvflow.protocols.cache.nodes import (
+    PAGED,
+    Node,
+    Root,
+    Run,
+    Tier,
+    common_pages,
+    digests_of,
+    mend,
+    upwards,
+)
+from kvflow.protocols.cache.residents import (
+    NOTHING,
+    Freed,
+    Gathered,
+    Residents,
+    check_pages,
+    joined,
+)
 from kvflow.protocols.cache.writes import Write, Writes
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.cached_run import RunKind, RunPhase
@@ -15,14 +35,17 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class Match(NamedTuple):
-    """The longest cached prefix of a prompt. A node names the prefix that ends with it; it is None for an empty one.
+    """The longest cached prefix of a prompt.
 
-    Where a state is needed, both ends have one. `branch_pages`: where the prompt leaves what is cached, and one would
-    be of use if there is none."""
+    A node names the prefix that ends with it; it is None for an empty one.
+
+    Where a state is needed, both ends have one. `branch_pages`: where the prompt leaves what is
+    cached, and one would be of use if there is none."""
 
     num_pages: int = 0  # cached on device or host
     end: Node | None = None  # where that prefix ends
-    device_pages: PageIndices = NO_PLACES  # int32 [n]: of those, the first n that can be read on the device
+    # int32 [n]: of those, the first n that can be read on the device.
+    device_pages: PageIndices = NO_PLACES
     device_end: Node | None = None
     state: int | None = None  # at `device_end`
     branch_pages: int = 0
@@ -32,11 +55,14 @@ class Inserted(NamedTuple):
     """What came of pages that were handed over."""
 
     end: Node | None
-    duplicates: PageIndices  # not taken: the cache has others for the same tokens, and the caller frees these
+    # Not taken: the cache has others for the same tokens, and the caller frees these.
+    duplicates: PageIndices
 
 
 class Stats(NamedTuple):
-    """Pages per tier (device, host, storage), those on their way and those that a flush could not free yet included."""
+    """Pages per tier (device, host, storage), those on their way and those that a flush could not
+    free yet included.
+    """
 
     num_pages: tuple[int, ...]
     num_evicted: tuple[int, ...]
@@ -49,26 +75,47 @@ class Stats(NamedTuple):
 
 
 class PrefixIndex:
-    """One prefix cache. Page numbers are the caller's: the index holds what it was given until it gives it back, as
-    duplicates or as Freed, each exactly once. Time is what the caller says it is, in seconds, and never goes back.
+    """One prefix cache.
+
+    Page numbers are the caller's: the index holds what it was given until it gives it back, as
+    duplicates or as Freed, each exactly once. Time is what the caller says it is, in seconds, and
+    never goes back.
     """
 
-    def __init__(self, page_size: int, policy: str = "lru", *, needs_state: bool = False, events: bool = False) -> None:
-        """`page_size`: tokens of a page. `needs_state`: a prefix is of use only where a state was put. `events`: record
-        what comes and goes, for `take_events`. Raises: MisuseError."""
+    def __init__(
+        self,
+        page_size: int,
+        policy: str = "lru",
+        *,
+        needs_state: bool = False,
+        events: bool = False,
+    ) -> None:
+        """`page_size`: tokens of a page.
+
+        `needs_state`: a prefix is of use only where a state was put. `events`: record what comes
+        and goes, for `take_events`. Raises: MisuseError."""
         if page_size < 1:
             raise MisuseError(f"page_size {page_size}: at least 1 token is needed")
-        self.page_size, self._page_bytes, self._needs_state = page_size, page_size * TOKEN_BYTES, needs_state
+        self.page_size, self._page_bytes, self._needs_state = (
+            page_size,
+            page_size * TOKEN_BYTES,
+            needs_state,
+        )
         self._recorder = Recorder(page_size) if events else None
         self._residents = Residents(policy, self._page_bytes, self._recorder)
         self._writes = Writes(self._residents)
         self._now_s = float("-inf")
         self.epoch = 0
-        """How often it has been flushed: what was matched in another epoch is not in it any more."""
+        """How often it has been flushed: what was matched in another epoch is not
+        in it any more.
+        """
 
-    def match(self, tokens: bytes, now_s: float, namespace: Namespace = ANY, *, hit: bool = True) -> Match:
-        """The longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`), marked as used now, and with
-        `hit` counted as used once more: who looks again and again for one prompt says so once, with `hit`.
+    def match(
+        self, tokens: bytes, now_s: float, namespace: Namespace = ANY, *, hit: bool = True
+    ) -> Match:
+        """The longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`), marked
+        as used now, and with `hit` counted as used once more: who looks again and again for one
+        prompt says so once, with `hit`.
 
         Raises: MisuseError.
         """
@@ -114,9 +161,10 @@ class PrefixIndex:
         shared: int = 0,
         priority: int = 0,
     ) -> Inserted:
-        """Hand over the device pages of a finished request: int32, one for each whole page of `tokens` after the first
-        `shared`, which are the cache's own, matched and locked by the request. The array is kept and must not change.
-        Raises: MisuseError, and then nothing was taken.
+        """Hand over the device pages of a finished request: int32, one for each whole page of
+        `tokens` after the first `shared`, which are the cache's own, matched and locked by the
+        request. The array is kept and must not change. Raises: MisuseError, and then nothing was
+        taken.
         """
         root, path, total = self._given(tokens, pages, now_s, namespace, shared)
         self._check_shared(path, shared)
@@ -136,15 +184,17 @@ class PrefixIndex:
                 self._residents.offer(node)
         end = path[-1] if path else root
         if end.depth < total:
-            end = self._append(end, tokens, pages[end.depth - shared :], now_s, priority, Tier.DEVICE)
+            end = self._append(
+                end, tokens, pages[end.depth - shared :], now_s, priority, Tier.DEVICE
+            )
             self._residents.roots[namespace] = root
         if end is root:
             return Inserted(None, NO_PLACES)
         return Inserted(end, joined(duplicates))
 
     def put_state(self, tokens: bytes, state: int, namespace: Namespace = ANY) -> bool:
-        """Keep `state`, a number of the caller's, at the end of the last page of `tokens`, which is cached. Returns
-        whether it is taken: not where there is one, or the pages are not there."""
+        """Keep `state`, a number of the caller's, at the end of the last page of `tokens`, which is
+        cached. Returns whether it is taken: not where there is one, or the pages are not there."""
         root = self._residents.roots.get(namespace)
         path = [] if root is None else self._walk(root, tokens)
         if not path or path[-1].depth * self._page_bytes != len(tokens):
@@ -152,7 +202,10 @@ class PrefixIndex:
         return self._residents.states.put(path[-1], state)
 
     def lock_state(self, node: Node) -> None:
-        """Keep the state at the end of `node`, whose pages are locked, as often as called. Raises: MisuseError."""
+        """Keep the state at the end of `node`, whose pages are locked, as often as called.
+
+        Raises: MisuseError.
+        """
         self._residents.states.lock(node)
 
     def unlock_state(self, node: Node) -> None:
@@ -160,15 +213,24 @@ class PrefixIndex:
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:
-        """Free `count` states, first what the policy names first; fewer if the rest is locked. Their pages stay."""
+        """Free `count` states, first what the policy names first; fewer if the rest is locked.
+
+        Their pages stay.
+        """
         return Freed(states=self._residents.states.evict(count))
 
     def insert_stored(
-        self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace = ANY, *, start: int
+        self,
+        tokens: bytes,
+        pages: PageIndices,
+        now_s: float,
+        namespace: Namespace = ANY,
+        *,
+        start: int,
     ) -> PageIndices:
-        """Hand over host pages that were read from storage: int32, one for each whole page of `tokens` from page
-        `start` on. Returns those that are not taken: the host has others, or will, or what they follow is gone.
-        Raises: MisuseError, and then nothing was taken."""
+        """Hand over host pages that were read from storage: int32, one for each whole page of
+        `tokens` from page `start` on. Returns those that are not taken: the host has others, or
+        will, or what they follow is gone. Raises: MisuseError, and then nothing was taken."""
         root, path, total = self._given(tokens, pages, now_s, namespace, start)
         end = path[-1] if path else root
         if end.depth < start or not total - start:
@@ -177,7 +239,9 @@ class PrefixIndex:
         for node in path:
             first, stop = node.depth - node.num_pages - start, node.depth - start
             given = pages[max(first, 0) : max(stop, 0)]
-            if given.size and (first < 0 or self._residents.feed(node, Tier.HOST, RunKind.GIVEN, given, Gathered())):
+            if given.size and (
+                first < 0 or self._residents.feed(node, Tier.HOST, RunKind.GIVEN, given, Gathered())
+            ):
                 duplicates.append(given)
             elif given.size:
                 self._from_storage(node)
@@ -209,13 +273,18 @@ class PrefixIndex:
         return [page for pages in reversed(found) for page in pages]
 
     def page_hashes(self, end: Node) -> list[bytes]:
-        """The digest of every page up to the end of `end`, of 32 bytes each: the keys of its pages in storage."""
+        """The digest of every page up to the end of `end`, of 32 bytes each: the keys of its pages
+        in storage.
+        """
         path = [*upwards(end)][::-1]
         found = b"".join(digests_of(node, self.page_size).tobytes() for node in path)
         return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
 
     def lock(self, node: Node) -> None:
-        """Keep the device pages of the prefix that ends with `node`, as often as it is called. Raises: MisuseError."""
+        """Keep the device pages of the prefix that ends with `node`, as often as it is called.
+
+        Raises: MisuseError.
+        """
         above: Node = node
         while above.parent is not None and above.phase[Tier.DEVICE] is RunPhase.PRESENT:
             above = above.parent
@@ -238,17 +307,29 @@ class PrefixIndex:
         return gathered.freed()
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """How many pages of the prefix that ends with `end` a write would copy at most. Raises: MisuseError."""
+        """How many pages of the prefix that ends with `end` a write would copy at most.
+
+        Raises: MisuseError.
+        """
         return self._writes.missing(end, source, target)
 
     def begin_write(
-        self, end: Node, source: Tier, target: Tier, pages: PageIndices = NO_PLACES, *, count: int | None = None
+        self,
+        end: Node,
+        source: Tier,
+        target: Tier,
+        pages: PageIndices = NO_PLACES,
+        *,
+        count: int | None = None,
     ) -> Write:
-        """Begin to copy what `target` lacks of the prefix that ends with `end`: its first len(pages) pages, into
-        `pages` (int32), which are the index's from now on; to storage the first `count`. Its end must be told by `ack`
-        or `fail`, once nothing reads or writes these pages any more. Raises: MisuseError, and then nothing was taken.
+        """Begin to copy what `target` lacks of the prefix that ends with `end`: its first
+        len(pages) pages, into `pages` (int32), which are the index's from now on; to storage the
+        first `count`. Its end must be told by `ack` or `fail`, once nothing reads or writes these
+        pages any more. Raises: MisuseError, and then nothing was taken.
         """
-        return self._writes.begin(end, source, target, pages, len(pages) if count is None else count)
+        return self._writes.begin(
+            end, source, target, pages, len(pages) if count is None else count
+        )
 
     def ack(self, number: int) -> Freed:
         """The write has landed. A write that has ended already is counted, and nothing changes."""
@@ -259,8 +340,8 @@ class PrefixIndex:
         return self._writes.end(number, RunKind.FAIL)
 
     def evict(self, tier: Tier, count: int) -> Freed:
-        """Free `count` pages of device or host, first what the policy names first; fewer if the rest is in use. A
-        state goes with the last copy of its page. Raises: MisuseError."""
+        """Free `count` pages of device or host, first what the policy names first; fewer if the
+        rest is in use. A state goes with the last copy of its page. Raises: MisuseError."""
         if tier not in PAGED:
             raise MisuseError("only device and host have pages that can be evicted")
         gathered = Gathered()
@@ -268,20 +349,24 @@ class PrefixIndex:
         return gathered.freed()
 
     def evict_copied(self, count: int) -> tuple[Freed, list[Node]]:
-        """Free `count` pages of the device, as `evict`, but only what the host has too. Where it has not, the ends of
-        the prefixes that would have gone are returned, to be copied: nothing leaves before that."""
+        """Free `count` pages of the device, as `evict`, but only what the host has too.
+
+        Where it has not, the ends of the prefixes that would have gone are returned, to be copied:
+        nothing leaves before that."""
         gathered, uncopied = Gathered(), list[Node]()
         self._residents.evict(Tier.DEVICE, count, gathered, uncopied)
         return gathered.freed(), uncopied
 
     def lost(self, end: Node, first: int) -> int:
-        """Storage turns out to lack page `first` of the prefix that ends with `end`: nothing from there on counts as
-        stored any more, in no prompt that goes on from there. Returns how many pages have counted as stored."""
+        """Storage turns out to lack page `first` of the prefix that ends with `end`: nothing from
+        there on counts as stored any more, in no prompt that goes on from there. Returns how many
+        pages have counted as stored."""
         return self._residents.lost(end, first)
 
     def flush(self) -> Freed:
-        """Forget everything: nothing of it is matched any more. Pages that a lock or a write still holds come back
-        when it ends."""
+        """Forget everything: nothing of it is matched any more.
+
+        Pages that a lock or a write still holds come back when it ends."""
         self.epoch += 1
         gathered = Gathered()
         self._residents.flush(gathered)
@@ -289,8 +374,10 @@ class PrefixIndex:
 
     @property
     def evictable_pages(self) -> int:
-        """Pages of the device that `evict` would free. With a host tier it may be fewer: what is on the device alone
-        stays while host pages follow it."""
+        """Pages of the device that `evict` would free.
+
+        With a host tier it may be fewer: what is on the device alone stays while host pages follow
+        it."""
         return self._residents.num_pages[Tier.DEVICE] - self._residents.num_pinned
 
     def stats(self) -> Stats:
@@ -307,19 +394,26 @@ class PrefixIndex:
         )
 
     def take_events(self) -> list[Event]:
-        """What has become readable and what has stopped to be since the last call, in order; nothing where events are
-        off. They are kept until they are taken."""
+        """What has become readable and what has stopped to be since the last call, in order;
+        nothing where events are off. They are kept until they are taken."""
         return [] if self._recorder is None else self._recorder.take()
 
     def snapshot_events(self) -> list[Event]:
-        """What subscribers are told of now, as events for one that knows nothing: parents first. Events that have not
-        been taken yet are in it; take them first."""
-        return [] if self._recorder is None else self._recorder.snapshot(self._residents.roots.values())
+        """What subscribers are told of now, as events for one that knows nothing: parents first.
+
+        Events that have not been taken yet are in it; take them first."""
+        return (
+            []
+            if self._recorder is None
+            else self._recorder.snapshot(self._residents.roots.values())
+        )
 
     def _walk(self, node: Node, tokens: bytes) -> list[Node]:
-        """The nodes of the longest common path; where the tokens leave a node in its middle it is split.
+        """The nodes of the longest common path; where the tokens leave a node in its middle it is
+        split.
 
-        The child that was taken last is compared first: where prompts go on as others did, that is all there is to do.
+        The child that was taken last is compared first: where prompts go on as others did, that is
+        all there is to do.
         """
         size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
         same_at = tokens.startswith
@@ -344,17 +438,28 @@ class PrefixIndex:
     def _given(
         self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace, start: int
     ) -> tuple[Root, list[Node], int]:
-        """Where pages belong that are handed over from page `start` of the tokens on: a root, which may be new, what
-        is cached of the tokens, and how many pages they have. Raises: MisuseError."""
+        """Where pages belong that are handed over from page `start` of the tokens on: a root, which
+        may be new, what is cached of the tokens, and how many pages they have. Raises:
+        MisuseError."""
         self._check(tokens, now_s)
         check_pages(pages)
         total = len(tokens) // self._page_bytes
         if start < 0 or len(pages) != total - start:
-            raise MisuseError(f"{len(pages)} pages given for pages {start} to {total} of the tokens")
+            raise MisuseError(
+                f"{len(pages)} pages given for pages {start} to {total} of the tokens"
+            )
         root = self._residents.roots.get(namespace) or Root(namespace)
         return root, self._walk(root, tokens), total
 
-    def _append(self, parent: Node, tokens: bytes, pages: PageIndices, now_s: float, priority: int, tier: Tier) -> Node:
+    def _append(
+        self,
+        parent: Node,
+        tokens: bytes,
+        pages: PageIndices,
+        now_s: float,
+        priority: int,
+        tier: Tier,
+    ) -> Node:
         """A new run below `parent`, of all whole pages that are left of `tokens`."""
         at, run = parent.depth * self._page_bytes, Run(parent.run.namespace)
         own = tokens[at : at + len(pages) * self._page_bytes]
@@ -370,7 +475,8 @@ class PrefixIndex:
     def _check(self, tokens: bytes, now_s: float) -> None:
         if type(tokens) is not bytes or len(tokens) % TOKEN_BYTES:
             raise MisuseError(
-                "tokens must be bytes, 4 for each token id: see kvflow.protocols.cache.hashes.token_bytes"
+                "tokens must be bytes, 4 for each token id: see "
+                "kvflow.protocols.cache.hashes.token_bytes"
             )
         if not now_s >= self._now_s:
             raise MisuseError(f"time went back from {self._now_s} s to {now_s} s")
@@ -384,7 +490,8 @@ class PrefixIndex:
             have = node.depth
         if have < shared:
             raise MisuseError(
-                f"{shared} pages are said to be shared, and the device has {have} of them: lock what you use"
+                f"{shared} pages are said to be shared, and the device has {have} of them: lock "
+                "what you use"
             )
 
 

@@ -1,4 +1,6 @@
-"""Nodes of the tree: each is a part of one run, the same in every tier from its first page to its last."""
+"""Nodes of the tree: each is a part of one run, the same in every tier from its first page to its
+last.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ _START = attrgetter("start")
 
 
 class Run:
-    """Pages that were inserted together. Those that are left are a prefix of it, cut into nodes, in order."""
+    """Pages that were inserted together.
+
+    Those that are left are a prefix of it, cut into nodes, in order.
+    """
 
     __slots__ = ("namespace", "nodes")
 
@@ -44,15 +49,18 @@ class Run:
 
 
 class Node:
-    """A handle to one place in the tree, the end of its last page: a split puts another node before it.
+    """A handle to one place in the tree, the end of its last page: a split puts another node before
+    it.
 
-    `children` by the bytes of their first page; `taken`: the one that a prompt was last found in, whole, if it still is
-    as it was then; `below[tier]`: how many of them are not ABSENT there; `readers[tier]`: copies that read it; `pins`:
-    what keeps it on the device, itself or as a parent (see `Residents.pin`); `depth`: pages from the root to its end;
-    `queued`: a bit per tier whose queue it is in, and one for that of states; `state`: what a request keeps beside its
-    pages, at the end of the last one (see `states`); `state_locks`: who reads that; `frayed`: `tokens` go on after its
-    last page; `told`: a bit per tier in which subscribers know of it; `digests`: its page hashes, once they are needed
-    (big-endian int64 [num_pages, 4]: the first number of each is its event hash).
+    `children` by the bytes of their first page; `taken`: the one that a prompt was last found in,
+    whole, if it still is as it was then; `below[tier]`: how many of them are not ABSENT there;
+    `readers[tier]`: copies that read it; `pins`: what keeps it on the device, itself or as a parent
+    (see `Residents.pin`); `depth`: pages from the root to its end; `queued`: a bit per tier whose
+    queue it is in, and one for that of states; `state`: what a request keeps beside its pages, at
+    the end of the last one (see `states`); `state_locks`: who reads that; `frayed`: `tokens` go on
+    after its last page; `told`: a bit per tier in which subscribers know of it; `digests`: its page
+    hashes, once they are needed (big-endian int64 [num_pages, 4]: the first number of each is its
+    event hash).
     """
 
     __slots__ = (
@@ -82,8 +90,16 @@ class Node:
         "used_s",
     )
 
-    def __init__(self, parent: Node | None, run: Run, start: int, tokens: bytes, num_pages: int) -> None:
-        self.parent, self.run, self.start, self.tokens, self.num_pages = parent, run, start, tokens, num_pages
+    def __init__(
+        self, parent: Node | None, run: Run, start: int, tokens: bytes, num_pages: int
+    ) -> None:
+        self.parent, self.run, self.start, self.tokens, self.num_pages = (
+            parent,
+            run,
+            start,
+            tokens,
+            num_pages,
+        )
         self.depth: int = num_pages if parent is None else parent.depth + num_pages
         self.children: dict[bytes, Node] = {}
         self.taken: Node | None = None
@@ -115,7 +131,9 @@ class Node:
 
     @property
     def held(self) -> bool:
-        """A request or a copy still uses its pages; what a copy writes to, it reads in another tier."""
+        """A request or a copy still uses its pages; what a copy writes to, it reads in another
+        tier.
+        """
         return bool(self.locks or any(self.readers))
 
 
@@ -127,7 +145,8 @@ class Root(Node):
     def __init__(self, namespace: Namespace) -> None:
         super().__init__(None, Run(namespace), 0, b"", 0)
         self.namespace = namespace
-        self.told = (1 << len(Tier)) - 1  # there is nothing to tell: it is the parent of every first page
+        # There is nothing to tell: it is the parent of every first page.
+        self.told = (1 << len(Tier)) - 1
 
 
 def upwards(end: Node) -> Iterator[Node]:
@@ -139,11 +158,13 @@ def upwards(end: Node) -> Iterator[Node]:
 
 
 def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
-    """Cut the first `keep` pages off `node`, into a new node before it, and return that. Locks and state belong to
-    the last page and stay; the copies that are under way name offsets of the run and are not touched.
+    """Cut the first `keep` pages off `node`, into a new node before it, and return that.
 
-    With `fray` the new node keeps bytes of tokens that are not its own, until `mend`: cutting a long node short bit by
-    bit does not copy all that is left each time.
+    Locks and state belong to the last page and stay; the copies that are under way name offsets of
+    the run and are not touched.
+
+    With `fray` the new node keeps bytes of tokens that are not its own, until `mend`: cutting a
+    long node short bit by bit does not copy all that is left each time.
     """
     parent = node.parent
     assert parent is not None
@@ -152,9 +173,15 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
     upper = Node(parent, node.run, node.start, node.tokens if shared else node.tokens[:cut], keep)
     upper.frayed = shared
     upper.phase, upper.readers = node.phase.copy(), node.readers.copy()
-    upper.used_s, upper.hits, upper.priority, upper.detached = node.used_s, node.hits, node.priority, node.detached
+    upper.used_s, upper.hits, upper.priority, upper.detached = (
+        node.used_s,
+        node.hits,
+        node.priority,
+        node.detached,
+    )
     upper.told = node.told
-    if node.digests is not None:  # copied when the tokens are, so that a short rest does not keep a long array
+    # Copied when the tokens are, so that a short rest does not keep a long array.
+    if node.digests is not None:
         upper.digests = node.digests[:keep].copy() if fray and not shared else node.digests[:keep]
         node.digests = node.digests[keep:]
     upper.below = [int(node.phase[tier] is not RunPhase.ABSENT) for tier in PAGED]
@@ -174,12 +201,16 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
 
 
 def digests_of(node: Node, page_size: int) -> Digests:
-    """Its page hashes, worked out where they are not known yet; those of its parent are, unless that is a root."""
+    """Its page hashes, worked out where they are not known yet; those of its parent are, unless
+    that is a root.
+    """
     if node.digests is None:
         above = None if node.parent is None else node.parent.digests
         previous = chain_root(node.run.namespace) if above is None else above[-1].tobytes()
         own = node.tokens[: node.num_pages * page_size * TOKEN_BYTES]
-        node.digests = np.frombuffer(b"".join(page_hashes(own, page_size, previous)), ">i8").reshape(-1, 4)
+        node.digests = np.frombuffer(
+            b"".join(page_hashes(own, page_size, previous)), ">i8"
+        ).reshape(-1, 4)
     return node.digests
 
 
@@ -189,7 +220,9 @@ def mend(node: Node, page_bytes: int) -> None:
 
 
 def common_pages(node: Node, tokens: bytes, at: int, page_bytes: int) -> int:
-    """How many pages of `node` stand in `tokens` from byte `at`; less than all of them, and at least the first."""
+    """How many pages of `node` stand in `tokens` from byte `at`; less than all of them, and at
+    least the first.
+    """
     own = node.tokens
     low, high = 1, node.num_pages  # the first `low` are equal, the first `high` are not
     while high - low > 1:

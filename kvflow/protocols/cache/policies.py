@@ -1,4 +1,6 @@
-"""Which run is evicted first: the one with the smallest key. A key may only grow while its node lives.
+"""Which run is evicted first: the one with the smallest key.
+
+A key may only grow while its node lives.
 
 lru        the longest unused
 lfu        the least often matched, of these the longest unused

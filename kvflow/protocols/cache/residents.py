@@ -1,4 +1,7 @@
-"""Which nodes are in which tier, and which of them leave it first. O(log n) per node that is taken out."""
+"""Which nodes are in which tier, and which of them leave it first.
+
+O(log n) per node that is taken out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class Freed(NamedTuple):
-    """What the index no longer holds, and the caller gives back to its pools: page numbers, and states."""
+    """What the index no longer holds, and the caller gives back to its pools: page numbers, and
+    states.
+    """
 
     device: PageIndices = NO_PLACES
     host: PageIndices = NO_PLACES
@@ -38,7 +43,9 @@ class Gathered:
 
     def freed(self) -> Freed:
         device, host = self.pages
-        return Freed(joined(device), joined(host), tuple(self.states)) if device or host else NOTHING
+        return (
+            Freed(joined(device), joined(host), tuple(self.states)) if device or host else NOTHING
+        )
 
 
 def check_pages(pages: object) -> None:
@@ -46,7 +53,9 @@ def check_pages(pages: object) -> None:
     if not isinstance(pages, np.ndarray):
         raise MisuseError(f"pages must be a numpy array of int32, not {type(pages).__name__}")
     if pages.dtype != np.int32 or pages.ndim != 1:
-        raise MisuseError(f"pages must be a numpy array of int32 [n], not {pages.dtype} of shape {pages.shape}")
+        raise MisuseError(
+            f"pages must be a numpy array of int32 [n], not {pages.dtype} of shape {pages.shape}"
+        )
 
 
 def joined(parts: list[PageIndices]) -> PageIndices:
@@ -54,7 +63,8 @@ def joined(parts: list[PageIndices]) -> PageIndices:
     if len(parts) < 2:
         return parts[0] if parts else NO_PLACES
     try:  # in a third of np.concatenate's time
-        return np.frombuffer(bytearray().join(parts), np.int32)  # type: ignore[arg-type]  # arrays are buffers
+        # Arrays are buffers.
+        return np.frombuffer(bytearray().join(parts), np.int32)  # type: ignore[arg-type]
     except TypeError:  # some were given with gaps
         return np.concatenate(parts)
 
@@ -62,12 +72,15 @@ def joined(parts: list[PageIndices]) -> PageIndices:
 class Residents:
     """Feeds the table of runs, counts, and keeps a queue per tier of what may leave it.
 
-    A queue holds keys of the time they were put there. Keys only grow, so the first one that is still true is the
-    smallest; the others are put back with the new key, once per use at most.
+    A queue holds keys of the time they were put there. Keys only grow, so the first one that is
+    still true is the smallest; the others are put back with the new key, once per use at most.
     """
 
     def __init__(self, policy: str, page_bytes: int, recorder: Recorder | None = None) -> None:
-        """`page_bytes`: of the tokens of one page. `recorder`: hears what comes and goes. Raises: MisuseError."""
+        """`page_bytes`: of the tokens of one page.
+
+        `recorder`: hears what comes and goes. Raises: MisuseError.
+        """
         self._page_bytes, self._recorder = page_bytes, recorder
         self._key = policy_key(policy)
         self.states = States(self._key)
@@ -75,12 +88,15 @@ class Residents:
         self._pushed = 0
         self.roots: dict[Any, Root] = {}
         self.num_pages = [0, 0, 0]  # per tier, those on their way included
-        self.num_pinned = 0  # pages of the device that cannot be evicted now, even with what is below them
+        # Pages of the device that cannot be evicted now, even with what is below them.
+        self.num_pinned = 0
         self.num_nodes = 0
         self.num_evicted = [0, 0]
 
     def offer(self, node: Node) -> None:
-        """Something about `node` has changed: put it in the queue of every tier that it may leave now."""
+        """Something about `node` has changed: put it in the queue of every tier that it may leave
+        now.
+        """
         if node.detached:
             return
         for tier in PAGED:
@@ -93,8 +109,9 @@ class Residents:
         heapq.heappush(self._queues[tier], (self._key(node), self._pushed, node))
 
     def pin(self, node: Node) -> None:
-        """Something begins to keep `node` on the device: its first lock, its first reader, a copy that writes it. It
-        keeps its parents too, each of which is told once: O(1) per node where the path is in use already."""
+        """Something begins to keep `node` on the device: its first lock, its first reader, a copy
+        that writes it. It keeps its parents too, each of which is told once: O(1) per node where
+        the path is in use already."""
         for above in upwards(node):
             above.pins += 1
             if above.pins > 1:
@@ -113,8 +130,13 @@ class Residents:
         if node.phase[Tier.DEVICE] is not RunPhase.ABSENT:
             self.num_pinned += change * node.num_pages
 
-    def feed(self, node: Node, tier: Tier, kind: RunKind, pages: PageIndices | None, gathered: Gathered) -> bool:
-        """One event of one node; `pages` are the ones it brings. Return whether they were duplicates and come back."""
+    def feed(
+        self, node: Node, tier: Tier, kind: RunKind, pages: PageIndices | None, gathered: Gathered
+    ) -> bool:
+        """One event of one node; `pages` are the ones it brings.
+
+        Return whether they were duplicates and come back.
+        """
         move = TABLE.moves[node.phase[tier], kind]
         assert move is not None
         if RunCommand.RETURN_DUPLICATE in move.commands:
@@ -136,7 +158,11 @@ class Residents:
                 assert old is not None
                 gathered.pages[tier].append(old)
         before, node.phase[tier] = node.phase[tier], move.phase
-        if tier is Tier.DEVICE and RunPhase.ARRIVING in (before, move.phase) and before is not move.phase:
+        if (
+            tier is Tier.DEVICE
+            and RunPhase.ARRIVING in (before, move.phase)
+            and before is not move.phase
+        ):
             (self.unpin if before is RunPhase.ARRIVING else self.pin)(node)
         if self._recorder is not None:
             self._recorder.moved(node, tier)
@@ -147,9 +173,12 @@ class Residents:
         self.num_nodes += 1
         return split(node, keep, self._page_bytes, fray=fray)
 
-    def evict(self, tier: Tier, wanted: int, gathered: Gathered, uncopied: list[Node] | None = None) -> None:
-        """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in use. With
-        `uncopied`, of the device: what the host lacks stays, and is added to it as if it had gone."""
+    def evict(
+        self, tier: Tier, wanted: int, gathered: Gathered, uncopied: list[Node] | None = None
+    ) -> None:
+        """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in
+        use. With `uncopied`, of the device: what the host lacks stays, and is added to it as if it
+        had gone."""
         queue = self._queues[tier]
         while wanted > 0 and queue:
             key, _, node = heapq.heappop(queue)
@@ -202,7 +231,8 @@ class Residents:
         parent = node.parent
         assert parent is not None and not node.children
         if node.phase[Tier.STORAGE] is RunPhase.PRESENT:
-            self.feed(node, Tier.STORAGE, RunKind.EVICT, None, gathered)  # the index forgets it; the store keeps it
+            # The index forgets it; the store keeps it.
+            self.feed(node, Tier.STORAGE, RunKind.EVICT, None, gathered)
         if (state := self.states.take(node)) is not None:
             gathered.states.append(state)
         del parent.children[node.tokens[: self._page_bytes]]
@@ -212,16 +242,27 @@ class Residents:
         assert last is node, "the nodes of a run go from its end"
         node.parent = None
         self.num_nodes -= 1
-        if not parent.children and isinstance(parent, Root) and self.roots.get(parent.namespace) is parent:
+        if (
+            not parent.children
+            and isinstance(parent, Root)
+            and self.roots.get(parent.namespace) is parent
+        ):
             del self.roots[parent.namespace]
 
     def released(self, node: Node, gathered: Gathered) -> None:
-        """A lock or a copy of `node` has ended: it may be evicted again; if flushed, it is freed with what is above."""
+        """A lock or a copy of `node` has ended: it may be evicted again; if flushed, it is freed
+        with what is above.
+        """
         if not node.detached:
             self.offer(node)
             return
         current: Node | None = node
-        while current is not None and not isinstance(current, Root) and not current.children and not current.held:
+        while (
+            current is not None
+            and not isinstance(current, Root)
+            and not current.children
+            and not current.held
+        ):
             above = current.parent
             self._discard(current, gathered)
             current = above

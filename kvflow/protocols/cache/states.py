@@ -1,7 +1,8 @@
-"""States at page boundaries, for models that keep one for each request (see `protocols.pages.kinds`, rows).
+"""States at page boundaries, for models that keep one for each request (see
+`protocols.pages.kinds`, rows).
 
-A state belongs to the end of a page: to the node that ends there, and to its lower part when that is split. It goes
-with that page, or before it, in the order of the policy: pages stay without it.
+A state belongs to the end of a page: to the node that ends there, and to its lower part when that
+is split. It goes with that page, or before it, in the order of the policy: pages stay without it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class States:
     def lock(self, node: Node) -> None:
         """Raises: MisuseError."""
         if node.state is None or not node.locks:
-            raise MisuseError("cannot lock a state that is not there, or whose pages are not locked: match it again")
+            raise MisuseError(
+                "cannot lock a state that is not there, or whose pages are not locked: match it "
+                "again"
+            )
         node.state_locks += 1
 
     def unlock(self, node: Node) -> None:

@@ -1,12 +1,14 @@
-"""One stream of cache events: which batch comes next, which are kept for replay, and what is sent where they are not.
+"""One stream of cache events: which batch comes next, which are kept for replay, and what is sent
+where they are not.
 
-**A gap is announced, in words that every subscriber knows**: AllBlocksCleared, and then all that is cached as stored
-blocks. So a stream begins, whatever an earlier process has sent from its address; so it goes on where events have been
-recorded faster than they are sent, in batches with the numbers that follow; and so a replay begins that asks for
-batches which are not kept any more, all of it in one batch with the number that was asked for.
+**A gap is announced, in words that every subscriber knows**: AllBlocksCleared, and then all that is
+cached as stored blocks. So a stream begins, whatever an earlier process has sent from its address;
+so it goes on where events have been recorded faster than they are sent, in batches with the numbers
+that follow; and so a replay begins that asks for batches which are not kept any more, all of it in
+one batch with the number that was asked for.
 
-Events are about sets: who applies those up to the newest batch after a snapshot that is newer than they, has what the
-newest says.
+Events are about sets: who applies those up to the newest batch after a snapshot that is newer than
+they, has what the newest says.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Batch(NamedTuple):
 
 
 class StreamLimits(NamedTuple):
-    """How much is kept for replays, and how much may wait to be sent before it is replaced by a snapshot."""
+    """How much is kept for replays, and how much may wait to be sent before it is replaced by a
+    snapshot.
+    """
 
     kept_batches: int = 10_000
     kept_bytes: int = 64 << 20
@@ -54,21 +58,32 @@ class EventStream:
     """Numbers batches from `first_seq` and keeps the last ones. No socket, no clock."""
 
     def __init__(
-        self, source: EventSource, encoder: BatchEncoder, limits: StreamLimits | None = None, *, first_seq: int = 0
+        self,
+        source: EventSource,
+        encoder: BatchEncoder,
+        limits: StreamLimits | None = None,
+        *,
+        first_seq: int = 0,
     ) -> None:
         """Raises: MisuseError."""
-        self._source, self.encoder, self._limits = source, encoder, (limits or StreamLimits()).check()
+        self._source, self.encoder, self._limits = (
+            source,
+            encoder,
+            (limits or StreamLimits()).check(),
+        )
         self._kept: deque[Batch] = deque()
         self._kept_bytes = 0
         self._waiting: deque[Event] = deque()
         self._waiting_bytes = self._may_wait = 0
         self.next_seq = first_seq
-        self.num_resets = 0  # times that events were replaced by a snapshot, the beginning not counted
+        # Times that events were replaced by a snapshot, the beginning not counted.
+        self.num_resets = 0
         self._begin_anew()
 
     def next_batch(self, ts: float) -> Batch | None:
-        """Take what the source has recorded; the next batch to send, if there is anything to say. `ts`: seconds since
-        the epoch."""
+        """Take what the source has recorded; the next batch to send, if there is anything to say.
+
+        `ts`: seconds since the epoch."""
         events = self._source.take_events()
         self._waiting.extend(events)
         self._waiting_bytes += sum(map(_num_bytes, events))
@@ -103,7 +118,10 @@ class EventStream:
         return None if seq < oldest else list(islice(self._kept, seq - oldest, None))
 
     def snapshot(self) -> list[Event]:
-        """What a subscriber should know that has applied all batches up to the newest. Only while nothing waits."""
+        """What a subscriber should know that has applied all batches up to the newest.
+
+        Only while nothing waits.
+        """
         assert not self._waiting
         return [CLEARED, *self._source.snapshot_events()]
 

@@ -1,11 +1,20 @@
-"""Copies of cached pages from one tier to another, by run and offset: what happens to the tree is nothing to them."""
+"""Copies of cached pages from one tier to another, by run and offset: what happens to the tree is
+nothing to them.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from kvflow.protocols.cache.nodes import PAGED, Node, Run, Tier, upwards
-from kvflow.protocols.cache.residents import NOTHING, Freed, Gathered, Residents, check_pages, joined
+from kvflow.protocols.cache.residents import (
+    NOTHING,
+    Freed,
+    Gathered,
+    Residents,
+    check_pages,
+    joined,
+)
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.cached_run import RunKind, RunPhase
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
@@ -20,8 +29,9 @@ class Piece(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One copy: page source_pages[i] of `source` to page target_pages[i] of `target` (none for storage). `offsets` say
-    which pages of the prompt they are, piece by piece; what the target has already lies between pieces."""
+    """One copy: page source_pages[i] of `source` to page target_pages[i] of `target` (none for
+    storage). `offsets` say which pages of the prompt they are, piece by piece; what the target has
+    already lies between pieces."""
 
     number: int
     source: Tier
@@ -45,7 +55,10 @@ class Writes:
         return len(self._open)
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Pages up to the end of `end` that `source` has and `target` does not. Raises: MisuseError."""
+        """Pages up to the end of `end` that `source` has and `target` does not.
+
+        Raises: MisuseError.
+        """
         return sum(node.num_pages for node in self._path(end, source, target))
 
     def begin(self, end: Node, source: Tier, target: Tier, pages: PageIndices, count: int) -> Write:
@@ -54,7 +67,9 @@ class Writes:
         path = self._path(end, source, target)
         left = sum(node.num_pages for node in path)
         if not 0 < count <= left:
-            raise MisuseError(f"a write of {count} pages: {target.name.lower()} lacks {left} of this prefix")
+            raise MisuseError(
+                f"a write of {count} pages: {target.name.lower()} lacks {left} of this prefix"
+            )
         if target is not Tier.STORAGE and len(pages) != count:
             raise MisuseError(f"{len(pages)} pages given for a write of {count}")
         gathered = Gathered()  # nothing comes back when a copy begins
@@ -97,16 +112,23 @@ class Writes:
                 self._residents.feed(node, write.target, kind, None, gathered)
                 self._residents.released(node, gathered)
                 if above is not None and not above.removed and kind is RunKind.FAIL:
-                    self._residents.offer(above)  # it may have lost the last node below it in this tier
+                    # It may have lost the last node below it in this tier.
+                    self._residents.offer(above)
         return gathered.freed()
 
     def _path(self, end: Node, source: Tier, target: Tier) -> list[Node]:
         """Nodes up to `end` that are to be copied, the first of the prompt first."""
         if source not in PAGED or source is target:
             raise MisuseError(
-                f"no copy from {source.name.lower()} to {target.name.lower()}: a source is device or host"
+                f"no copy from {source.name.lower()} to {target.name.lower()}: a source is device "
+                "or host"
             )
         if end.removed or end.detached:
-            raise MisuseError("this prefix is no longer in the cache: match it again, and lock it while it is used")
+            raise MisuseError(
+                "this prefix is no longer in the cache: match it again, and lock it while it is "
+                "used"
+            )
         there, lacking = RunPhase.PRESENT, RunPhase.ABSENT
-        return [n for n in upwards(end) if n.phase[target] is lacking and n.phase[source] is there][::-1]
+        return [n for n in upwards(end) if n.phase[target] is lacking and n.phase[source] is there][
+            ::-1
+        ]

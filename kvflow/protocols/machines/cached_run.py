@@ -1,7 +1,8 @@
 """One run of cached pages in one tier: whether its bytes are there, on their way there, or neither.
 
-Every node of the index has one such phase per tier (device, host, storage). A copy is between two tiers: it begins in
-the tier it writes to, and the run cannot leave the tier it reads from before it has ended.
+Every node of the index has one such phase per tier (device, host, storage). A copy is between two
+tiers: it begins in the tier it writes to, and the run cannot leave the tier it reads from before it
+has ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Deadlines by key, in buckets of time on a heap: what is due next is known without a look at all that waits."""
+"""Deadlines by key, in buckets of time on a heap: what is due next is known without a look at all
+that waits.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ GRAIN_S = 0.01
 
 
 class _Bucket(Generic[K]):
-    """What is due within one grain of time. It is put in order when it is the first: most keys are cancelled before."""
+    """What is due within one grain of time.
+
+    It is put in order when it is the first: most keys are cancelled before.
+    """
 
     __slots__ = ("keys", "order")
 
     def __init__(self) -> None:
         self.keys: dict[K, float] = {}
-        self.order: list[tuple[float, K]] | None = None  # the latest first; what `keys` does not confirm is stale
+        # The latest first; what `keys` does not confirm is stale.
+        self.order: list[tuple[float, K]] | None = None
 
     def first(self) -> tuple[float, K]:
         """The earliest; call only when there is a key."""
@@ -33,17 +39,21 @@ def _at_s(entry: tuple[float, object]) -> float:
 
 
 class Deadlines(Generic[K]):
-    """At most one deadline per key. Setting and cancelling cost O(1), taking what is due O(log n) of a bucket's size.
+    """At most one deadline per key.
 
-    Rooms that end long before their deadline leave nothing behind once their bucket is empty, and nothing has to be
-    cleaned up at once.
+    Setting and cancelling cost O(1), taking what is due O(log n) of a bucket's size.
+
+    Rooms that end long before their deadline leave nothing behind once their bucket is empty, and
+    nothing has to be cleaned up at once.
     """
 
     def __init__(self) -> None:
         self._where: dict[K, int] = {}
         self._buckets: dict[int, _Bucket[K]] = {}
-        self._heap: list[int] = []  # of bucket numbers; those that have become empty go when they come first
-        self.not_before_s = float("inf")  # nothing is due before; cheaper than `next_at_s`, exact after each `pop_due`
+        # Of bucket numbers; those that have become empty go when they come first.
+        self._heap: list[int] = []
+        # Nothing is due before; cheaper than `next_at_s`, exact after each `pop_due`.
+        self.not_before_s = float("inf")
 
     def __len__(self) -> int:
         return len(self._where)

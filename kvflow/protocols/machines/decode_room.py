@@ -1,4 +1,6 @@
-"""The decode side of one room: pages are offered, chunks land on them, and exactly one ending is told to the client."""
+"""The decode side of one room: pages are offered, chunks land on them, and exactly one ending is
+told to the client.
+"""
 
 from __future__ import annotations
 
@@ -120,12 +122,19 @@ def opened(pages: int, ranks: int) -> DecodeRoomState:
     return DecodeRoomState(pages, ranks, next_seq=(0,) * ranks, filled=(0,) * ranks)
 
 
-def step(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, tuple[DecodeCommand, ...]]:
-    """The next state and what to do now. Out-of-order and repeated chunks leave the room as it is: a gap is filled by
-    resynchronisation, never guessed at."""
+def step(
+    room: DecodeRoomState, event: DecodeEvent
+) -> tuple[DecodeRoomState, tuple[DecodeCommand, ...]]:
+    """The next state and what to do now.
+
+    Out-of-order and repeated chunks leave the room as it is: a gap is filled by resynchronisation,
+    never guessed at."""
     kind = event.kind
     if kind is K.CHUNK_LANDED:
-        if room.phase not in (P.WAITING_FOR_INPUT, P.TRANSFERRING) or event.seq != room.next_seq[event.rank]:
+        if (
+            room.phase not in (P.WAITING_FOR_INPUT, P.TRANSFERRING)
+            or event.seq != room.next_seq[event.rank]
+        ):
             return room, ()
         room, kind, event = _count_chunk(room, event)
     move = TABLE.moves[room.phase, kind]
@@ -137,16 +146,24 @@ def step(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, tu
     ), move.commands
 
 
-def _count_chunk(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
+def _count_chunk(
+    room: DecodeRoomState, event: DecodeEvent
+) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
     """Book one in-order chunk; a chunk that does not add up ends the room (I8)."""
     rank = event.rank
     filled = room.filled[rank] + event.pages
     if filled > room.pages or (event.last and filled != room.pages):
         text = f"rank {rank} filled {filled} pages of {room.pages} by chunk {event.seq}"
-        return room, K.ENDED_LOCALLY, DecodeEvent(K.ENDED_LOCALLY, cause=Cause(Code.PROTOCOL_ERROR, text))
+        return (
+            room,
+            K.ENDED_LOCALLY,
+            DecodeEvent(K.ENDED_LOCALLY, cause=Cause(Code.PROTOCOL_ERROR, text)),
+        )
     finished = room.finished | (1 << rank if event.last else 0)
     next_seq = (*room.next_seq[:rank], event.seq + 1, *room.next_seq[rank + 1 :])
     counts = (*room.filled[:rank], filled, *room.filled[rank + 1 :])
-    room = DecodeRoomState(room.pages, room.ranks, room.phase, next_seq, counts, finished, room.cause)
+    room = DecodeRoomState(
+        room.pages, room.ranks, room.phase, next_seq, counts, finished, room.cause
+    )
     done = finished == (1 << room.ranks) - 1
     return room, K.ALL_LANDED if done else K.CHUNK_LANDED, event

@@ -1,4 +1,5 @@
-"""Write the state diagrams of the machines into a document: python -m kvflow.protocols.machines.diagrams FILE
+"""Write the state diagrams of the machines into a document: python -m
+kvflow.protocols.machines.diagrams FILE
 
 A document marks each place with `<!-- table: NAME -->` before and `<!-- end -->` after.
 """
@@ -10,7 +11,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvflow.protocols.machines import cached_run, decode_room, grants, group, link, peer, prefill_room, residency
+from kvflow.protocols.machines import (
+    cached_run,
+    decode_room,
+    grants,
+    group,
+    link,
+    peer,
+    prefill_room,
+    residency,
+)
 from kvflow.protocols.machines import loan as loans
 
 MERMAID: dict[str, Callable[[], str]] = {
@@ -30,7 +40,9 @@ _PLACE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", r
 
 def render(document: str) -> str:
     """`document` with every marked place made anew. Raises: KeyError for a machine there is not."""
-    return _PLACE.sub(lambda found: f"{found[1]}```mermaid\n{MERMAID[found['name']]()}\n```\n{found[3]}", document)
+    return _PLACE.sub(
+        lambda found: f"{found[1]}```mermaid\n{MERMAID[found['name']]()}\n```\n{found[3]}", document
+    )
 
 
 if __name__ == "__main__":

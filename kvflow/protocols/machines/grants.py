@@ -1,9 +1,9 @@
 """What prefill remembers of the grants of one decode: which are open, how the others ended (I6).
 
-An ended grant keeps its last messages, so that they can be sent again, until decode says that it is settled. The
-memory is bounded in number, and in bytes over all decodes: evicting one raises the low-water mark, and below that mark
-no grant begins. What decode has settled above the mark is kept as ranges, so that one grant that stays open for long
-keeps nothing of the others.
+An ended grant keeps its last messages, so that they can be sent again, until decode says that it is
+settled. The memory is bounded in number, and in bytes over all decodes: evicting one raises the
+low-water mark, and below that mark no grant begins. What decode has settled above the mark is kept
+as ranges, so that one grant that stays open for long keeps nothing of the others.
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
         },
         P.OPEN: rest(K, ERROR)
         | {
-            K.ANNOUNCE: Move(P.OPEN, (C.TELL_ROOM,)),  # a repetition: it may have missed that the room has begun
-            K.BOOTSTRAP: Move(P.OPEN, (C.TELL_ROOM,)),  # the pages of a room that was announced, or a repetition
+            # A repetition: it may have missed that the room has begun.
+            K.ANNOUNCE: Move(P.OPEN, (C.TELL_ROOM,)),
+            # The pages of a room that was announced, or a repetition.
+            K.BOOTSTRAP: Move(P.OPEN, (C.TELL_ROOM,)),
             K.ABORT: Move(P.OPEN, (C.TELL_ROOM,)),
             K.ASK: Move(P.OPEN, (C.RESEND,)),
             K.END: Move(P.CLOSED),
@@ -126,7 +128,9 @@ R = TypeVar("R")
 
 
 class Announcements:
-    """Grants that were announced and whose pages have not been offered yet, with their rooms; in order of grants."""
+    """Grants that were announced and whose pages have not been offered yet, with their rooms; in
+    order of grants.
+    """
 
     def __init__(self) -> None:
         self.rooms: dict[GrantId, RoomId] = {}
@@ -149,7 +153,9 @@ class Announcements:
 
 
 class KeptBytes:
-    """The size of all hand-overs that decodes may still ask for, over the tables that share this."""
+    """The size of all hand-overs that decodes may still ask for,
+    over the tables that share this.
+    """
 
     __slots__ = ("total",)
 
@@ -161,14 +167,16 @@ class GrantTable(Generic[R]):
     """The grants of one decode incarnation. `R` is the room that answers for an open grant."""
 
     def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes | None = None) -> None:
-        """At most `limit` ended grants are remembered, and as many settled ranges; no grant below `low_water` begins.
-        `kept` counts the bytes of hand-overs that are remembered, with those of other tables."""
+        """At most `limit` ended grants are remembered, and as many settled ranges; no grant below
+        `low_water` begins. `kept` counts the bytes of hand-overs that are remembered, with those of
+        other tables."""
         self.low_water = low_water
         self.kept_bytes, self._kept = 0, kept or KeptBytes()
         self.rooms: dict[GrantId, R] = {}
         self.announcements = Announcements()
         self._limit = limit
-        self._phases: dict[GrantId, GrantPhase] = {}  # absent: unknown, settled, or below the low-water mark
+        # Absent: unknown, settled, or below the low-water mark.
+        self._phases: dict[GrantId, GrantPhase] = {}
         self._settled = GrantRanges()  # above the low-water mark: no grant in it begins
         self._unsettled: set[GrantId] = set()
         self._evicted_in_doubt: set[GrantId] = set()
@@ -196,11 +204,17 @@ class GrantTable(Generic[R]):
         return not self.rooms and not self.announcements.rooms
 
     def unproven(self) -> tuple[GrantId, ...]:
-        """Grants of which something may still be written, ascending: open ones, and those that ended in doubt."""
-        return tuple(sorted(grant for grant in self._unsettled if self._phases[grant] is not P.ANNOUNCED))
+        """Grants of which something may still be written, ascending: open ones, and those that
+        ended in doubt.
+        """
+        return tuple(
+            sorted(grant for grant in self._unsettled if self._phases[grant] is not P.ANNOUNCED)
+        )
 
     def remember_doubts(self, grants: Iterable[GrantId]) -> None:
-        """This decode was forgotten while some writes for these grants might still land: that is so for ever (I2)."""
+        """This decode was forgotten while some writes for these grants might still land: that is so
+        for ever (I2).
+        """
         for grant in grants:
             self.begin_from(GrantId(grant + 1))
             self._enter(grant, P.BELOW_DOUBTFUL)
@@ -208,7 +222,8 @@ class GrantTable(Generic[R]):
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
         """The one place that changes a grant's phase. Returns what to do now."""
         before = self._phases.get(grant)
-        if before is None:  # most grants come in order: nothing is known of those that have not been seen
+        # Most grants come in order: nothing is known of those that have not been seen.
+        if before is None:
             before = P.UNKNOWN if grant >= self._seen_below else self._phase_of_others(grant)
         move = TABLE.moves[before, kind]
         if grant >= self._seen_below:
@@ -235,7 +250,8 @@ class GrantTable(Generic[R]):
             self._evicted_in_doubt.discard(grant)
 
     def end(self, grant: GrantId, sent: tuple[Message, ...]) -> None:
-        """The grant has ended with these messages, which are kept; those that are kept for longest make room.
+        """The grant has ended with these messages, which are kept; those that are kept for longest
+        make room.
 
         A grant that an Abort has just closed has no messages.
         """
@@ -288,7 +304,10 @@ class GrantTable(Generic[R]):
         return GrantId(self._seen_below)
 
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
-        """No grant below this one begins any more. Returns what was announced there and never offered."""
+        """No grant below this one begins any more.
+
+        Returns what was announced there and never offered.
+        """
         self._seen_below = max(self._seen_below, grant)
         self._raise_low_water(grant)
         return self._withdraw(GrantId(0), grant)
@@ -300,13 +319,18 @@ class GrantTable(Generic[R]):
                 self.feed(announced, K.SETTLE)
         return withdrawn
 
-    def settle(self, below: GrantId, ranges: Iterable[Range] = ()) -> list[tuple[GrantId, RoomId]] | None:
-        """Decode needs nothing sent again below this grant, nor in these ranges, and begins none there.
+    def settle(
+        self, below: GrantId, ranges: Iterable[Range] = ()
+    ) -> list[tuple[GrantId, RoomId]] | None:
+        """Decode needs nothing sent again below this grant, nor in these ranges, and begins none
+        there.
 
-        Returns what was announced there and never offered; None, and nothing changes, when it claims grants that were
-        never offered here."""
+        Returns what was announced there and never offered; None, and nothing changes, when it
+        claims grants that were never offered here."""
         ranges = tuple(ranges)
-        if below > self._seen_below or any(not start < end <= self._seen_below for start, end in ranges):
+        if below > self._seen_below or any(
+            not start < end <= self._seen_below for start, end in ranges
+        ):
             return None
         self._settle(GrantId(0), below)
         withdrawn = self.begin_from(below)
@@ -316,7 +340,8 @@ class GrantTable(Generic[R]):
             self._settle(start, end)
             withdrawn += self._withdraw(start, end)
         self.low_water = self._settled.pop_through(self.low_water)
-        while len(self._settled) > self._limit:  # a grant between two of them that has not come yet is refused then
+        # A grant between two of them that has not come yet is refused then.
+        while len(self._settled) > self._limit:
             self.low_water = self._settled.pop_first()
         return withdrawn
 

@@ -1,8 +1,10 @@
-"""One request of a group of prefill ranks: what a member does about it, and what the leader decides.
+"""One request of a group of prefill ranks: what a member does about it, and what the leader
+decides.
 
-The leader puts its decisions in one order, and every member applies them in that order. A request starts when every
-rank is ready, succeeds when every rank is done, and fails as soon as one rank fails, with the first cause that reaches
-the leader. A member whose own half has failed drains at once, and asks nobody.
+The leader puts its decisions in one order, and every member applies them in that order. A request
+starts when every rank is ready, succeeds when every rank is done, and fails as soon as one rank
+fails, with the first cause that reaches the leader. A member whose own half has failed drains at
+once, and asks nobody.
 """
 
 from __future__ import annotations
@@ -138,7 +140,9 @@ class LeaderCommand(IntEnum):
 
 
 L, LK, LC = LeaderPhase, LeaderKind, LeaderCommand
-_FAIL = dict.fromkeys((LK.RANK_FAILED, LK.RANK_LOST, LK.CLOSED), Move(L.FAILED, (LC.DECIDE_FAIL, LC.TELL_OUTCOME)))
+_FAIL = dict.fromkeys(
+    (LK.RANK_FAILED, LK.RANK_LOST, LK.CLOSED), Move(L.FAILED, (LC.DECIDE_FAIL, LC.TELL_OUTCOME))
+)
 
 LEADER: Table[LeaderPhase, LeaderKind, LeaderCommand] = Table(
     L,

@@ -1,4 +1,7 @@
-"""The ledger of loans: pages in the hands of prefill ranks. Apart from rooms, which end in time; loans end on proof."""
+"""The ledger of loans: pages in the hands of prefill ranks.
+
+Apart from rooms, which end in time; loans end on proof.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,20 @@ S = TypeVar("S", bound=Hashable)
 
 
 class Lease(Generic[S]):
-    """What one room holds: pages lent to every rank under one grant; they are free when the room and all loans end."""
+    """What one room holds: pages lent to every rank under one grant; they are free when the room
+    and all loans end.
+    """
 
-    __slots__ = ("cause", "grant", "loans", "num_pages", "overdue", "recalled_at_s", "room", "room_ended")
+    __slots__ = (
+        "cause",
+        "grant",
+        "loans",
+        "num_pages",
+        "overdue",
+        "recalled_at_s",
+        "room",
+        "room_ended",
+    )
 
     def __init__(self, grant: GrantId, room: RoomId) -> None:
         self.grant, self.room = grant, room
@@ -29,7 +43,8 @@ class Lease(Generic[S]):
         self.room_ended = False
         self.cause: Cause | None = None  # set when the loans are recalled
         self.recalled_at_s = 0.0
-        self.overdue = False  # recalled, and some rank is in doubt or has left its Abort unanswered for too long
+        # Recalled, and some rank is in doubt or has left its Abort unanswered for too long.
+        self.overdue = False
 
     @property
     def doubtful(self) -> bool:
@@ -47,17 +62,22 @@ class Change(msgspec.Struct, Generic[S], frozen=True, gc=False):
 
 
 class Ledger(Generic[S]):
-    """Runs the loan machine. A source is the link to one prefill rank; nothing here calls anything back."""
+    """Runs the loan machine.
+
+    A source is the link to one prefill rank; nothing here calls anything back.
+    """
 
     def __init__(self, quarantine_limit: int) -> None:
         """`quarantine_limit`: pages in quarantine that are overdue; with more no room is opened."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
-        self._acknowledged: dict[S, GrantId] = {}  # the highest grant that each source has said it knows of
+        # The highest grant that each source has said it knows of.
+        self._acknowledged: dict[S, GrantId] = {}
         self._told_from: dict[S, int] = {}  # where the next of many settled ranges begin
         self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
         self.quarantined_leases = 0  # with pages; in a pool with rows one of those is a row
-        # Part of the quarantine. An Abort that a healthy rank is about to answer does not keep others' rooms out.
+        # Part of the quarantine. An Abort that a healthy rank is about to answer does not keep
+        # others' rooms out.
         self.overdue_pages = 0
 
     def __len__(self) -> int:
@@ -71,7 +91,9 @@ class Ledger(Generic[S]):
 
     @property
     def excess(self) -> str:
-        """Why no room is opened, in words; empty while the quarantine is within its share of the pool."""
+        """Why no room is opened, in words; empty while the quarantine is within its share of the
+        pool.
+        """
         try:
             self.check_quarantine()
         except QuarantineError as error:
@@ -79,7 +101,10 @@ class Ledger(Generic[S]):
         return ""
 
     def open(self, lease: Lease[S], source: S) -> None:
-        """A loan that is announced; its pages follow with LEND. Grants are opened in ascending order."""
+        """A loan that is announced; its pages follow with LEND.
+
+        Grants are opened in ascending order.
+        """
         lease.loans[source] = LoanPhase.ANNOUNCED
         loans = self._by_source.get(source)
         if loans is None:
@@ -88,8 +113,8 @@ class Ledger(Generic[S]):
         self._count += 1
 
     def inherit(self, lease: Lease[S], sources: Iterable[S], cause: Cause) -> None:
-        """The loans of a room of an earlier node over the pool: every one is in doubt from the beginning, and the
-        pages are in quarantine."""
+        """The loans of a room of an earlier node over the pool: every one is in doubt from the
+        beginning, and the pages are in quarantine."""
         for source in sources:
             self.open(lease, source)
             lease.loans[source] = LoanPhase.DOUBTFUL
@@ -127,13 +152,17 @@ class Ledger(Generic[S]):
         return len(leases), sum(lease.num_pages for lease in leases if lease.cause is not None)
 
     def settled_below(self, source: S) -> GrantId:
-        """Nothing of this source's loans below this grant is needed any more, and the source knows all of them."""
+        """Nothing of this source's loans below this grant is needed any more, and the source knows
+        all of them.
+        """
         confirmed = GrantId(self._acknowledged.get(source, 0) + 1)
         loans = self._by_source.get(source)
         return min(confirmed, next(iter(loans))) if loans else confirmed
 
     def settled_above(self, source: S, most: int) -> tuple[Range, ...]:
-        """The same for ranges above the first loan that has not ended: `most` of them, and the next time others."""
+        """The same for ranges above the first loan that has not ended: `most` of them, and the next
+        time others.
+        """
         confirmed = self._acknowledged.get(source, 0) + 1
         loans = self._by_source.get(source)
         if not loans or next(iter(loans)) + 1 >= confirmed:
@@ -147,11 +176,18 @@ class Ledger(Generic[S]):
             turn = np.arange(most) + np.searchsorted(starts, self._told_from.get(source, 0))
             starts, ends = starts.take(turn, mode="wrap"), ends.take(turn, mode="wrap")
             self._told_from[source] = int(ends[-1])
-        return tuple((GrantId(start), GrantId(end)) for start, end in zip(starts.tolist(), ends.tolist(), strict=True))
+        return tuple(
+            (GrantId(start), GrantId(end))
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        )
 
     def note_known(self, source: S, below: GrantId) -> None:
-        """The source has confirmed that it knows of every grant below this one; see `Register.fresh_from`."""
-        self._acknowledged[source] = max(self._acknowledged.get(source, GrantId(0)), GrantId(below - 1))
+        """The source has confirmed that it knows of every grant below this one; see
+        `Register.fresh_from`.
+        """
+        self._acknowledged[source] = max(
+            self._acknowledged.get(source, GrantId(0)), GrantId(below - 1)
+        )
 
     def forget_source(self, source: S) -> None:
         """The link is gone for good, and owes nothing."""
@@ -184,7 +220,9 @@ class Ledger(Generic[S]):
         return Change(lease, source, commands, freed)
 
     def recall(self, lease: Lease[S], cause: Cause, now: float) -> list[Change[S]]:
-        """The room has ended, or is about to, without every rank's proof: its pages are in quarantine from here on."""
+        """The room has ended, or is about to, without every rank's proof: its pages are in
+        quarantine from here on.
+        """
         if lease.loans and lease.cause is None:
             self.quarantined_pages += lease.num_pages
             self.quarantined_leases += bool(lease.num_pages)

@@ -1,8 +1,9 @@
 """Decode's end of the link to one incarnation of one prefill rank.
 
-Rooms are opened on a link that is REGISTERING or UP. Silence ends rooms and leaves loans waiting for proof; a silent
-link registers again and again, because prefill may have forgotten this decode, and is UP as soon as it is accepted.
-A prefill that closes says goodbye: its word ends the loans. A decode that closes says goodbye so that it is forgotten.
+Rooms are opened on a link that is REGISTERING or UP. Silence ends rooms and leaves loans waiting
+for proof; a silent link registers again and again, because prefill may have forgotten this decode,
+and is UP as soon as it is accepted. A prefill that closes says goodbye: its word ends the loans. A
+decode that closes says goodbye so that it is forgotten.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ class LinkPhase(IntEnum):
     UP = 1
     PARTING = 2  # this decode has said goodbye, and repeats it until it is acknowledged
     SILENT = 3  # no heartbeat for too long; it may come back as the same incarnation
-    GONE = 4  # refused, replaced by another incarnation, dead, declared dead or parted: never used again
+    # Refused, replaced by another incarnation, dead, declared dead or parted: never used again.
+    GONE = 4
 
 
 class LinkKind(IntEnum):
@@ -74,7 +76,8 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         | {
             K.ACCEPTED: Move(P.UP, (C.WATCH_WRITER, C.START_ROOMS)),
             K.REFUSED: _GONE,
-            K.HEARD: IGNORE,  # prefill is opening its way here; `register_s` counts from the last of them
+            # prefill is opening its way here; `register_s` counts from the last of them.
+            K.HEARD: IGNORE,
             K.REPEAT_DUE: Move(P.REGISTERING, (C.SEND_REGISTER,)),
             K.REGISTER_DUE: _GONE,
             K.LEAVE: _LEFT,
@@ -105,7 +108,8 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         | {
             K.DIED: _DEAD,
             K.ACCEPTED: Move(P.UP, (C.ASK_LOANS,)),
-            K.REFUSED: Move(P.SILENT, (C.ASK_LOANS,)),  # it lives, and may know what became of its writes
+            # It lives, and may know what became of its writes.
+            K.REFUSED: Move(P.SILENT, (C.ASK_LOANS,)),
             K.HEARD: IGNORE,  # only an accepting answer says that it knows this decode
             K.REPEAT_DUE: Move(P.SILENT, (C.SEND_REGISTER,)),
             K.REDIAL_DUE: Move(P.SILENT, (C.REDIAL, C.SEND_REGISTER)),

@@ -1,8 +1,9 @@
 """One loan: decode's pages in the hands of one prefill rank, under one grant (I2).
 
-Rooms end in time, loans end on proof. A loan outlives its room where proof is missing; while it does, its pages are in
-quarantine. Proof is a landed last chunk, a drained acknowledgement, or the data plane's fence; nothing else is.
-Before its pages are offered a loan is only announced: no rank can write, so nothing has to be proven.
+Rooms end in time, loans end on proof. A loan outlives its room where proof is missing; while it
+does, its pages are in quarantine. Proof is a landed last chunk, a drained acknowledgement, or the
+data plane's fence; nothing else is. Before its pages are offered a loan is only announced: no rank
+can write, so nothing has to be proven.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ class LoanPhase(IntEnum):
     WITHDRAWN = 2  # ended before any page was offered; Abort sent and repeated until acknowledged
     RECALLED = 3  # Abort sent and repeated until acknowledged
     DOUBTFUL = 4  # the source cannot say, or is gone: only late proof or the fence ends it
-    PROVEN = 5  # the rank has ended the grant, and every write has landed; why, the room has not been told yet
+    # The rank has ended the grant, and every write has landed; why, the room has not been told yet.
+    PROVEN = 5
     RETURNED = 6
 
 
@@ -40,7 +42,8 @@ class LoanCommand(IntEnum):
 
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
-WRITABLE = frozenset({P.LENT, P.RECALLED, P.DOUBTFUL})  # pages were offered, and nothing has proven an end of it yet
+# Pages were offered, and nothing has proven an end of it yet.
+WRITABLE = frozenset({P.LENT, P.RECALLED, P.DOUBTFUL})
 _RETURN = Move(P.RETURNED, (C.RETURN,))
 
 TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
@@ -53,13 +56,15 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             K.RECALL: Move(P.WITHDRAWN, (C.SEND_ABORT,)),
             K.DRAINED: IGNORE,  # prefill has refused; its RoomFailed ends the room
         },
-        # What happens to a source ends its rooms first, and that recalls their loans; only recalled ones are repeated.
-        # No room is opened on a source that is lost, and a recalled loan is in doubt from then on.
+        # What happens to a source ends its rooms first, and that recalls their loans; only recalled
+        # ones are repeated. No room is opened on a source that is lost, and a recalled loan is in
+        # doubt from then on.
         P.LENT: rest(K, ERROR)
         | {
             K.RECALL: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.LANDED: _RETURN,
-            K.DRAINED: Move(P.PROVEN),  # its RoomFailed was lost, and must be asked for: the grant is not settled
+            # Its RoomFailed was lost, and must be asked for: the grant is not settled.
+            K.DRAINED: Move(P.PROVEN),
             K.UNPROVEN: Move(P.DOUBTFUL),
         },
         P.WITHDRAWN: rest(K, ERROR)

@@ -1,4 +1,6 @@
-"""One end of a numbered exchange: messages in order, each once, over a link that may lose, repeat and reorder them."""
+"""One end of a numbered exchange: messages in order, each once, over a link that may lose, repeat
+and reorder them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ M = TypeVar("M")
 
 
 class Ordered(Generic[M]):
-    """What this end has sent and is not confirmed, and how far it has received. Both begin at number 0."""
+    """What this end has sent and is not confirmed, and how far it has received.
+
+    Both begin at number 0.
+    """
 
     __slots__ = ("_asked", "received_below", "sent_below", "unconfirmed")
 
@@ -32,7 +37,9 @@ class Ordered(Generic[M]):
         return True
 
     def take(self, number: int) -> bool:
-        """Whether the message of this number is the next one: the caller handles that one, and no other."""
+        """Whether the message of this number is the next one: the caller handles that one, and no
+        other.
+        """
         if number != self.received_below:
             return False
         self.received_below += 1
@@ -44,8 +51,8 @@ class Ordered(Generic[M]):
         return self._asked == self.received_below
 
     def misses(self, below: int) -> bool:
-        """Whether there is a message below that has not come, the first time that it is noticed: it must be asked for
-        now, and as long as this end `asks`, with every heartbeat."""
+        """Whether there is a message below that has not come, the first time that it is noticed: it
+        must be asked for now, and as long as this end `asks`, with every heartbeat."""
         if below <= self.received_below or self.asks:
             return False
         self._asked = self.received_below

@@ -1,8 +1,9 @@
-"""Prefill's end of the link to one decode incarnation: the way into its pool, from opening to its end.
+"""Prefill's end of the link to one decode incarnation: the way into its pool, from opening to its
+end.
 
-A decode is kept through silence, because what its rooms still need may be asked for later. It is forgotten when its
-process has died, when it has said goodbye or has acknowledged ours, or when its place is needed while it is silent and
-nothing of it is open.
+A decode is kept through silence, because what its rooms still need may be asked for later. It is
+forgotten when its process has died, when it has said goodbye or has acknowledged ours, or when its
+place is needed while it is silent and nothing of it is open.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ class PeerPhase(IntEnum):
     UP = 1
     SILENT = 2
     PARTING = 3  # this prefill has said goodbye, and repeats it until it is acknowledged
-    GONE = 4  # its process has ended, or it asks for nothing any more; its rooms end, and then its route is closed
+    # Its process has ended, or it asks for nothing any more; its rooms end, and then its route is
+    # closed.
+    GONE = 4
     FORGOTTEN = 5
 
 
@@ -87,7 +90,8 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
         P.GONE: rest(K, ERROR)
         | {
             K.REGISTERED: IGNORE,  # sent before its end
-            K.IDLE: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),  # a route is closed when no write runs on it
+            # A route is closed when no write runs on it.
+            K.IDLE: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
         },
         P.FORGOTTEN: rest(K, ERROR),
     },

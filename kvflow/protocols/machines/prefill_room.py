@@ -1,4 +1,6 @@
-"""The prefill side of one room: two halves meet, chunks are written, and nothing is called ended while it runs."""
+"""The prefill side of one room: two halves meet, chunks are written, and nothing is called ended
+while it runs.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ class PrefillCommand(IntEnum):
 
 
 class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
-    """What happened. `last` belongs to a queued chunk; `outcome` turns WRITE_ENDED into one of the kinds above."""
+    """What happened.
+
+    `last` belongs to a queued chunk; `outcome` turns WRITE_ENDED into one of the kinds above.
+    """
 
     kind: PrefillKind | None
     last: bool = False
@@ -146,15 +151,25 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
 TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
 
 
-def step(room: PrefillRoomState, event: PrefillEvent) -> tuple[PrefillRoomState, tuple[PrefillCommand, ...]]:
+def step(
+    room: PrefillRoomState, event: PrefillEvent
+) -> tuple[PrefillRoomState, tuple[PrefillCommand, ...]]:
     """The next state and what to do now; an event without a kind is the end of one write."""
-    queued, ended, last, doubt, kind = room.queued, room.ended, room.last_queued, room.doubt, event.kind
+    queued, ended, last, doubt, kind = (
+        room.queued,
+        room.ended,
+        room.last_queued,
+        room.doubt,
+        event.kind,
+    )
     if kind is K.CHUNK_QUEUED:
         queued, last = queued + 1, last or event.last
     elif kind is None:
         ended += 1
         doubt = doubt or event.outcome is WriteOutcome.UNPROVEN
-        kind = _end_of_write(room.phase, event.outcome, running=queued - ended, last=last, doubt=doubt)
+        kind = _end_of_write(
+            room.phase, event.outcome, running=queued - ended, last=last, doubt=doubt
+        )
     move = TABLE.moves[room.phase, kind]
     if move is None:
         return PrefillRoomState(room.phase, queued, ended, last, doubt, room.cause), ()
@@ -165,7 +180,10 @@ def step(room: PrefillRoomState, event: PrefillEvent) -> tuple[PrefillRoomState,
 def _end_of_write(
     phase: PrefillPhase, outcome: WriteOutcome | None, *, running: int, last: bool, doubt: bool
 ) -> PrefillKind:
-    """What the end of a write means here. Writes end in the order they were queued (the endpoint sees to it)."""
+    """What the end of a write means here.
+
+    Writes end in the order they were queued (the endpoint sees to it).
+    """
     if phase is P.DRAINING:
         if running:
             return K.CHUNK_LANDED

@@ -26,15 +26,19 @@ class GrantRanges:
         return at > 0 and grant < self._ends[at - 1]
 
     def add(self, start: GrantId, end: GrantId) -> None:
-        """Put the grants from `start` to below `end` into the set, which is joined with what it touches."""
+        """Put the grants from `start` to below `end` into the set, which is joined with what it
+        touches.
+        """
         low, high = bisect_left(self._ends, start), bisect_right(self._starts, end)
         if low < high:
             start, end = min(start, self._starts[low]), max(end, self._ends[high - 1])
         self._starts[low:high], self._ends[low:high] = [start], [end]
 
     def pop_through(self, grant: GrantId) -> GrantId:
-        """Take out whatever lies below `grant`. Returns where the range ends that contains `grant` or ends there, else
-        `grant`; that range is taken out, too."""
+        """Take out whatever lies below `grant`.
+
+        Returns where the range ends that contains `grant` or ends there, else `grant`; that range
+        is taken out, too."""
         taken = bisect_right(self._starts, grant)
         if taken:
             grant = max(grant, self._ends[taken - 1])

@@ -1,4 +1,6 @@
-"""Where the two halves of a room meet: who has announced which room, and halves that ended before the other came."""
+"""Where the two halves of a room meet: who has announced which room, and halves that ended before
+the other came.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class Announcement(NamedTuple, Generic[S]):
 
 
 class Rendezvous(Generic[S]):
-    """Announcements last as long as the peer that made them, and all for the same time at most; outcomes are bounded in
-    number and in time, and each is told once."""
+    """Announcements last as long as the peer that made them, and all for the same time at most;
+    outcomes are bounded in number and in time, and each is told once."""
 
     def __init__(self, limit: int) -> None:
         """At most `limit` outcomes are remembered."""
@@ -72,7 +74,9 @@ class Rendezvous(Generic[S]):
         return outcome is not None and outcome.side is side
 
     def take(self, room: RoomId, side: Side) -> Cause | None:
-        """Why the other half of `room` ended, for `side` that comes now; the same side coming again begins afresh."""
+        """Why the other half of `room` ended, for `side` that comes now; the same side coming again
+        begins afresh.
+        """
         outcome = self._outcomes.pop(room, None)
         return None if outcome is None or outcome.side is side else outcome.cause
 

@@ -1,8 +1,8 @@
 """One residency: where the state of a request is, whose pages have landed.
 
-On the device it is in pages and a row of the pool. A retract copies it out and gives them back; a resume takes others
-and copies it in again. What a copy reads or writes is given to nobody before the copy has ended, and host memory is
-freed once, whatever happens in between.
+On the device it is in pages and a row of the pool. A retract copies it out and gives them back; a
+resume takes others and copies it in again. What a copy reads or writes is given to nobody before
+the copy has ended, and host memory is freed once, whatever happens in between.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ TABLE: Table[ResidencyPhase, ResidencyKind, ResidencyCommand] = Table(
         },
         P.ENDED: rest(K, ERROR)
         | {
-            K.COPIED_OUT: Move(P.ENDED, (C.FREE_SNAPSHOT,)),  # it was ready in the turn in which it was to be stopped
+            # It was ready in the turn in which it was to be stopped.
+            K.COPIED_OUT: Move(P.ENDED, (C.FREE_SNAPSHOT,)),
             K.COPIED_IN: IGNORE,
             K.COPY_ENDED: IGNORE,
             K.CLOSE: IGNORE,

@@ -1,4 +1,7 @@
-"""The bounded story of a room: what happened, when, and where it left the room. For people, never for decisions."""
+"""The bounded story of a room: what happened, when, and where it left the room.
+
+For people, never for decisions.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ STORY_LINES = 64
 
 
 class Line(NamedTuple):
-    """`at_s` is the node's clock; `text` is empty unless there is more to say than the event's name."""
+    """`at_s` is the node's clock; `text` is empty unless there is more to say than the event's
+    name.
+    """
 
     at_s: float
     what: str
@@ -41,7 +46,10 @@ class Story:
         told = [_readable(*line) for line in self._lines]
         if self._dropped:
             middle = told[STORY_LINES // 2]
-            told.insert(STORY_LINES // 2, Line(middle.at_s, f"{self._dropped} lines left out", middle.phase, ""))
+            told.insert(
+                STORY_LINES // 2,
+                Line(middle.at_s, f"{self._dropped} lines left out", middle.phase, ""),
+            )
         return told
 
 

@@ -1,4 +1,6 @@
-"""Total transition tables: for each phase and each kind of event a next phase, an explicit IGNORE, or an ERROR."""
+"""Total transition tables: for each phase and each kind of event a next phase, an explicit IGNORE,
+or an ERROR.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ class TransitionError(AssertionError):
 
 
 class Moves(dict[tuple[P, K], Move[P, C] | None]):
-    """`moves[phase, kind]`: the move for this event, None where the table says IGNORE. A lookup, not a call: it is the
-    commonest thing an endpoint does.
+    """`moves[phase, kind]`: the move for this event, None where the table says IGNORE.
+
+    A lookup, not a call: it is the commonest thing an endpoint does.
 
     Raises: TransitionError on an ERROR cell.
     """
@@ -53,13 +56,17 @@ class Moves(dict[tuple[P, K], Move[P, C] | None]):
 class Table(Generic[P, K, C]):
     """A machine's whole behaviour, looked up by phase and kind (both IntEnums counting from 0)."""
 
-    def __init__(self, phases: type[P], kinds: type[K], rows: Mapping[P, Mapping[K, Cell[P, C]]]) -> None:
+    def __init__(
+        self, phases: type[P], kinds: type[K], rows: Mapping[P, Mapping[K, Cell[P, C]]]
+    ) -> None:
         """Raises: ValueError when a cell is missing or a row is."""
         self.phases, self.kinds = phases, kinds
         for phase in phases:
             missing = [k.name for k in kinds if k not in rows.get(phase, {})]
             if missing:
-                raise ValueError(f"{phases.__name__}.{phase.name} says nothing about {', '.join(missing)}")
+                raise ValueError(
+                    f"{phases.__name__}.{phase.name} says nothing about {', '.join(missing)}"
+                )
         self.moves: Moves[P, K, C] = Moves()
         for phase in phases:
             for kind in kinds:
@@ -85,10 +92,15 @@ class Table(Generic[P, K, C]):
                 cell = self.cell(phase, kind)
                 if isinstance(cell, Move):
                     joined.setdefault(cell.phase.name, []).append(kind.name.lower())
-            lines.extend(f"    {phase.name} --> {target}: {', '.join(kinds)}" for target, kinds in joined.items())
+            lines.extend(
+                f"    {phase.name} --> {target}: {', '.join(kinds)}"
+                for target, kinds in joined.items()
+            )
         return "\n".join(lines)
 
 
 def rest(kinds: type[K], cell: Cell[P, C]) -> dict[K, Cell[P, C]]:
-    """A row in which every kind has the same cell; a row is written as `rest(...) | {what differs}`."""
+    """A row in which every kind has the same cell; a row is written as
+    `rest(...) | {what differs}`.
+    """
     return dict.fromkeys(kinds, cell)

@@ -1,7 +1,9 @@
-"""Page-first layouts of the same bytes in another order, in which what one peer sends or takes of a page lies together.
+"""Page-first layouts of the same bytes in another order, in which what one peer sends or takes of a
+page lies together.
 
-Between pools of other widths the heads of one rank are a small block for every slot. In memory that nothing but copies
-reads, staging, the same bytes may lie in any order: a pool's components are cut into parts, and the parts sorted.
+Between pools of other widths the heads of one rank are a small block for every slot. In memory that
+nothing but copies reads, staging, the same bytes may lie in any order: a pool's components are cut
+into parts, and the parts sorted.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _LAST = (1 << 62, 0)
 
 
 class Blocks(NamedTuple):
-    """In which a page is written, or where pages hold nothing a row: their mean size in bytes, and whether some are
-    slices of token slots."""
+    """In which a page is written, or where pages hold nothing a row: their mean size in bytes, and
+    whether some are slices of token slots."""
 
     mean_bytes: int
     in_slices: bool
@@ -39,7 +41,9 @@ def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
 
 
 def by_shard(layout: PoolLayout, shards: int) -> PoolLayout:
-    """`layout`, page-first, with what each of `shards` shards has of a page in one stretch; of each stage, in one."""
+    """`layout`, page-first, with what each of `shards` shards has of a page in one stretch; of each
+    stage, in one.
+    """
 
     return _rearranged(layout, lambda c: _bounds(c, shards), lambda c: _shard(c, shards))
 
@@ -50,19 +54,25 @@ def from_shards(layout: PoolLayout, shards: int) -> Blocks:
     parts = by_shard(one, shards).components
     first = min((_shard(c, shards) for c in parts), default=0)
     mine = tuple(c for c in parts if _shard(c, shards) == first)
-    shard = resized(msgspec.structs.replace(one, components=mine), num_pages=1, num_rows=one.num_rows)
+    shard = resized(
+        msgspec.structs.replace(one, components=mine), num_pages=1, num_rows=one.num_rows
+    )
     return blocks_between(shard, layout)
 
 
 def as_in(target: PoolLayout, source: PoolLayout) -> PoolLayout:
-    """`source`, page-first, cut where `target` is and in its order: what lies together there does so here."""
+    """`source`, page-first, cut where `target` is and in its order: what lies together there does
+    so here.
+    """
     bounds: dict[str, set[int]] = {}
     places: dict[tuple[str, int], tuple[int, int]] = {}
     for s, t, first, end in overlaps(source.components, target.components):
         bounds.setdefault(s.name, set()).update((first, end))
         at = t.offset + (first - t.start) * t.size_bytes // t.shape[t.axis]
         places[s.name, first] = min((t.buffer, at), places.get((s.name, first), _LAST))
-    return _rearranged(source, lambda c: bounds.get(c.name, ()), lambda c: places.get((c.name, c.start), _LAST))
+    return _rearranged(
+        source, lambda c: bounds.get(c.name, ()), lambda c: places.get((c.name, c.start), _LAST)
+    )
 
 
 def _shard(c: Component, shards: int) -> int:
@@ -74,8 +84,10 @@ def _whole(c: Component) -> int:
 
 
 def _bounds(c: Component, shards: int) -> range:
-    """Where the entries of shards begin. Nothing is cut where they cannot all have as many, or one each, nor what is a
-    vector, such as the keys of an indexer: that is no shard's."""
+    """Where the entries of shards begin.
+
+    Nothing is cut where they cannot all have as many, or one each, nor what is a vector, such as
+    the keys of an indexer: that is no shard's."""
     whole = _whole(c)
     if len(c.shape) < 2 or (whole % shards and shards % whole):
         return range(0)
@@ -83,8 +95,9 @@ def _bounds(c: Component, shards: int) -> range:
 
 
 def _rearranged(layout: PoolLayout, cut: _Cut, order: Callable[[Component], Any]) -> PoolLayout:
-    """In the buffers that `layout` has: one for pages, one for rows. As it is where its pages are opaque, or the parts
-    would be too many."""
+    """In the buffers that `layout` has: one for pages, one for rows.
+
+    As it is where its pages are opaque, or the parts would be too many."""
     pieces = [piece for c in layout.components for piece in _pieces(c, cut(c))]
     if layout.tag or len(pieces) > MAX_COMPONENTS:
         return layout
@@ -104,4 +117,6 @@ def _pieces(c: Component, bounds: Iterable[int]) -> Iterator[Component]:
     for first, end in pairwise(edges):
         shape = (*c.shape[: c.axis], end - first, *c.shape[c.axis + 1 :])
         size_bytes = entry * (end - first)
-        yield msgspec.structs.replace(c, shape=shape, size_bytes=size_bytes, start=first, whole=_whole(c))
+        yield msgspec.structs.replace(
+            c, shape=shape, size_bytes=size_bytes, start=first, whole=_whole(c)
+        )

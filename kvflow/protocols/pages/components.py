@@ -1,4 +1,6 @@
-"""What a page or a row holds: components, which may be parts of a larger one, and the buffers they lie in."""
+"""What a page or a row holds: components, which may be parts of a larger one, and the buffers they
+lie in.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ MAX_REPLICAS = 1024
 
 
 class Part(NamedTuple):
-    """Which entries of a larger component one is: `start` and as many as its shape has along `axis`, of `whole` (0: it
-    is all of it); and which copy, where `replicas` ranks of a group hold the same bytes.
+    """Which entries of a larger component one is: `start` and as many as its shape has along
+    `axis`, of `whole` (0: it is all of it); and which copy, where `replicas` ranks of a group hold
+    the same bytes.
 
-    Shard 1 of 2 has K/V heads 4 to 7 of 8: `Part(start=4, whole=8)`. Both shards have the whole latent of MLA:
-    `Part(replica=0, replicas=2)` and `Part(replica=1, replicas=2)`. Peers state the same `axis`, split or not.
+    Shard 1 of 2 has K/V heads 4 to 7 of 8: `Part(start=4, whole=8)`. Both shards have the whole
+    latent of MLA: `Part(replica=0, replicas=2)` and `Part(replica=1, replicas=2)`. Peers state the
+    same `axis`, split or not.
     """
 
     start: int = 0
@@ -36,11 +40,12 @@ ALL = Part()
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True):
-    """One stream: `size_bytes` of every page, or row, contiguous, at `offset` in a page, or row, of `buffer`.
+    """One stream: `size_bytes` of every page, or row, contiguous, at `offset` in a page, or row, of
+    `buffer`.
 
-    `shape` is that of one unit; a page holds `page_size` slots. In an opaque pool `dtype` is "opaque" and `shape` is
-    `(size_bytes,)`. `format` says what the bytes mean where `dtype` does not. The rest is its `Part`: components of one
-    name are parts, or copies, of one thing.
+    `shape` is that of one unit; a page holds `page_size` slots. In an opaque pool `dtype` is
+    "opaque" and `shape` is `(size_bytes,)`. `format` says what the bytes mean where `dtype` does
+    not. The rest is its `Part`: components of one name are parts, or copies, of one thing.
     """
 
     name: str
@@ -86,11 +91,17 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
     def label(self) -> str:
         """For errors: the name, and which entries and which copy where there are others."""
         entries = f"[{self.start}:{self.end} of {self.whole}]" if self.whole else ""
-        return self.name + entries + (f" (copy {self.replica} of {self.replicas})" if self.replicas > 1 else "")
+        return (
+            self.name
+            + entries
+            + (f" (copy {self.replica} of {self.replicas})" if self.replicas > 1 else "")
+        )
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of memory. Page (or row) p begins at `address + p * page_bytes`; the address is the owner's.
+    """One stretch of memory.
+
+    Page (or row) p begins at `address + p * page_bytes`; the address is the owner's.
 
     `unit` says whether it holds pages or rows.
     """
@@ -114,16 +125,19 @@ def by_name(components: Iterable[Component]) -> dict[str, list[Component]]:
 
 
 def in_order(components: Iterable[Component]) -> list[Component]:
-    """In an order that depends on names and entries only: "9.v" stands before "10.k", as in memory."""
+    """In an order that depends on names and entries only: "9.v" stands before "10.k",
+    as in memory.
+    """
     return sorted(components, key=lambda c: (len(c.name), c.name, c.start, c.replica))
 
 
 def served(components: Iterable[Component]) -> tuple[Component, ...]:
-    """What a prefill rank sends: what it alone has, and of what others have too, in as many copies, every so many.
+    """What a prefill rank sends: what it alone has, and of what others have too, in as many copies,
+    every so many.
 
-    Names are numbered among those of the same shape, so that the bytes are spread evenly; copy number r of `replicas`
-    sends those whose number modulo `replicas` is r. Ranks with copies of one thing have the same names, so each is sent
-    by exactly one of them, whatever decode it goes to.
+    Names are numbered among those of the same shape, so that the bytes are spread evenly; copy
+    number r of `replicas` sends those whose number modulo `replicas` is r. Ranks with copies of one
+    thing have the same names, so each is sent by exactly one of them, whatever decode it goes to.
     """
     every, numbers = tuple(components), dict[str, int]()
     counts: Counter[tuple[object, ...]] = Counter()
@@ -141,18 +155,21 @@ def check_component(c: Component, page_size: int, *, opaque: bool) -> None:
         check_unit(c.name, c.unit)
         if c.dtype != OPAQUE or c.size_bytes < 1 or c.shape != (c.size_bytes,):
             raise LayoutError(
-                f"component {c.name!r} of an opaque pool: dtype {c.dtype!r} and shape {c.shape} are not "
-                f"{OPAQUE!r} and ({c.size_bytes},)"
+                f"component {c.name!r} of an opaque pool: dtype {c.dtype!r} and shape {c.shape} "
+                f"are not {OPAQUE!r} and ({c.size_bytes},)"
             )
         if c.part != ALL:
             raise LayoutError(
-                f"component {c.name!r}: an opaque pool has no parts and no copies: only its engine reads it"
+                f"component {c.name!r}: an opaque pool has no parts and no copies: only its engine "
+                "reads it"
             )
         return
     check_kind(c.name, c.dtype, c.unit)
     units = page_size if c.unit == SLOT else 1
     if not c.shape or min(c.shape) < 1 or c.size_bytes != unit_bytes(c.dtype, c.shape) * units:
-        raise LayoutError(f"component {c.name!r}: shape {c.shape} does not make {c.size_bytes} bytes")
+        raise LayoutError(
+            f"component {c.name!r}: shape {c.shape} does not make {c.size_bytes} bytes"
+        )
     if c.part != ALL:
         _check_part(c)
 
@@ -168,28 +185,39 @@ def _check_part(c: Component) -> None:
             raise LayoutError(f"component {c.name!r}: {field} {value} is outside {least}..{most}")
     if not c.whole and c.start:
         raise LayoutError(
-            f"component {c.name!r}: start {c.start} without whole: a part says of how many entries it is one"
+            f"component {c.name!r}: start {c.start} without whole: a part says of how many entries "
+            "it is one"
         )
     if c.whole and (c.start < 0 or c.end > c.whole):
-        raise LayoutError(f"component {c.name!r}: entries {c.start}..{c.end} are not within its whole of {c.whole}")
+        raise LayoutError(
+            f"component {c.name!r}: entries {c.start}..{c.end} are not within its whole of "
+            f"{c.whole}"
+        )
 
 
 def check_together(components: Sequence[Component]) -> None:
-    """Components of one name are parts and copies of one thing, and no two are the same. Raises: LayoutError."""
+    """Components of one name are parts and copies of one thing, and no two are the same.
+
+    Raises: LayoutError.
+    """
     if len({c.name for c in components}) == len(components):
         return
     for name, group in by_name(components).items():
         seen: set[tuple[int, int]] = set()
         for c in group:
             if (c.start, c.replica) in seen:
-                raise LayoutError(f"component {name!r} is named twice{'' if c.part == ALL else f': {c.label}'}")
+                raise LayoutError(
+                    f"component {name!r} is named twice{'' if c.part == ALL else f': {c.label}'}"
+                )
             seen.add((c.start, c.replica))
         for c in group[1:]:
             if (what := _differs(group[0], c)) is not None:
                 raise LayoutError(f"component {name!r}: its parts differ in {what}")
         for a, b in pairwise(in_order(group)):
             if a.span != b.span and b.start < a.end:
-                raise LayoutError(f"component {name!r}: {a.label} and {b.label} overlap, and are not copies")
+                raise LayoutError(
+                    f"component {name!r}: {a.label} and {b.label} overlap, and are not copies"
+                )
 
 
 def _differs(a: Component, b: Component) -> str | None:

@@ -1,4 +1,6 @@
-"""Which bytes of one pool which others hold: what overlaps, what nobody has, and what comes twice."""
+"""Which bytes of one pool which others hold: what overlaps, what nobody has,
+and what comes twice.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,9 @@ _Entry = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a prefill rank sends of each page, or row: entries `start` to `end` of one name. Of an opaque pool it sends
-    all, as the one entry of no name."""
+    """What a prefill rank sends of each page, or row: entries `start` to `end` of one name.
+
+    Of an opaque pool it sends all, as the one entry of no name."""
 
     name: Annotated[str, Meta(max_length=MAX_LABEL)]
     start: _Entry
@@ -31,7 +34,9 @@ class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Overlap(NamedTuple):
-    """What one source component has of one target component: entries `first` to `end` of what both are parts of."""
+    """What one source component has of one target component: entries `first` to `end` of what both
+    are parts of.
+    """
 
     source: Component
     target: Component
@@ -39,9 +44,11 @@ class Overlap(NamedTuple):
     end: int
 
 
-def overlaps(source: Iterable[Component], target: Iterable[Component], only: Spans | None = None) -> Iterator[Overlap]:
-    """For each target component, copies included, the parts of it that the source has, each from one copy: the one of
-    its own number if there is one. `only`: of these entries."""
+def overlaps(
+    source: Iterable[Component], target: Iterable[Component], only: Spans | None = None
+) -> Iterator[Overlap]:
+    """For each target component, copies included, the parts of it that the source has, each from
+    one copy: the one of its own number if there is one. `only`: of these entries."""
     there: dict[str, list[list[Component]]] = {}
     for copies in copies_of(source):
         there.setdefault(copies[0].name, []).append(copies)
@@ -56,7 +63,10 @@ def overlaps(source: Iterable[Component], target: Iterable[Component], only: Spa
 
 def spans_of(components: Iterable[Component]) -> Mapping[str, list[Span]]:
     """The entries of each name, in order, copies once."""
-    return {name: sorted({(c.start, c.end) for c in group}) for name, group in by_name(components).items()}
+    return {
+        name: sorted({(c.start, c.end) for c in group})
+        for name, group in by_name(components).items()
+    }
 
 
 def within(spans: Sequence[Span], limits: Sequence[Span]) -> list[Span]:
@@ -99,7 +109,9 @@ def spans_served(what: Iterable[Served]) -> Spans:
 
 
 def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
-    """Why what `ranks` serve, by number, is not every byte of a pool exactly once; empty when it is (I8)."""
+    """Why what `ranks` serve, by number, is not every byte of a pool exactly once; empty when it is
+    (I8).
+    """
     wanted: Spans = _PAGE if layout.tag else spans_of(layout.components)
     given: dict[str, list[tuple[int, int, int]]] = {name: [] for name in wanted}
     found: list[str] = []
@@ -108,7 +120,9 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
             if each.name not in given:
                 found.append(f"{each.name!r} of rank {rank} has no place at decode")
             elif each.start >= each.end:
-                found.append(f"{each.name}: rank {rank} says that it sends entries {each.start}..{each.end}")
+                found.append(
+                    f"{each.name}: rank {rank} says that it sends entries {each.start}..{each.end}"
+                )
             else:
                 given[each.name].append((each.start, each.end, rank))
     for name, spans in wanted.items():
@@ -117,16 +131,25 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
 
 
 def first_few(found: list[str]) -> list[str]:
-    """What a refusal names, and how many more there are: two models of 32 layers differ in all of them."""
+    """What a refusal names, and how many more there are: two models of 32 layers differ in all of
+    them.
+    """
     more = len(found) - MAX_SHOWN
     return found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"]
 
 
-def _faults(name: str, wanted: Sequence[Span], given: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+def _faults(
+    name: str, wanted: Sequence[Span], given: Sequence[tuple[int, int, int]]
+) -> Iterator[str]:
     called = name or "a page"
     for (_, high, rank), (low, end, other) in pairwise(given):
         if low < high:
-            yield f"{called}: entries {low}..{min(high, end)} come from rank {rank} and from rank {other}"
+            yield (
+                f"{called}: entries {low}..{min(high, end)} come from rank {rank} and from rank "
+                f"{other}"
+            )
     for first, end in without(wanted, [(low, high) for low, high, _ in given]):
         whole = (first, end) == (wanted[0][0], wanted[-1][1]) and len(wanted) == 1
-        yield f"{called}: {'no rank sends it' if whole else f'no rank sends entries {first}..{end}'}"
+        yield (
+            f"{called}: {'no rank sends it' if whole else f'no rank sends entries {first}..{end}'}"
+        )

@@ -20,9 +20,9 @@ def differences(
     partly: bool = False,
     only: Spans | None = None,
 ) -> list[str]:
-    """Why pages and rows of `source` cannot be copied into `target`, in words a person can act on; empty when they can.
-    `sides` is what the two are called. `partly`: the target may have more, which comes from elsewhere. `only` these
-    entries are looked at. The first few are named.
+    """Why pages and rows of `source` cannot be copied into `target`, in words a person can act on;
+    empty when they can. `sides` is what the two are called. `partly`: the target may have more,
+    which comes from elsewhere. `only` these entries are looked at. The first few are named.
     """
     found: list[str] = []
     if source.fingerprint != target.fingerprint:
@@ -45,7 +45,11 @@ def _typed_differences(
     source: PoolLayout, target: PoolLayout, sides: Sides, partly: bool, only: Spans | None
 ) -> Iterator[str]:
     ours, theirs = (
-        {name: group for name, group in by_name(layout.components).items() if only is None or name in only}
+        {
+            name: group
+            for name, group in by_name(layout.components).items()
+            if only is None or name in only
+        }
         for layout in (source, target)
     )
     for name, group in ours.items():
@@ -69,7 +73,11 @@ def _kinds_differ(c: Component, other: Component, sides: Sides) -> str | None:
         return f"{c.name} {what}: {sides[0]} {c.whole_shape}, {sides[1]} {other.whole_shape}"
     if c.axis != other.axis:
         return _differ(f"{c.name} axis along which it is split", c.axis, other.axis, sides)
-    return _differ(f"{c.name} format", c.format, other.format, sides) if c.format != other.format else None
+    return (
+        _differ(f"{c.name} format", c.format, other.format, sides)
+        if c.format != other.format
+        else None
+    )
 
 
 def _parts_differ(
@@ -81,12 +89,17 @@ def _parts_differ(
     mine, other = spans_of(ours)[name], spans_of(theirs)[name]
     if only is not None:
         mine, other = within(mine, only[name]), within(other, only[name])
-    for side, left in ((sides[0], without(mine, other)), (sides[1], [] if partly else without(other, mine))):
+    for side, left in (
+        (sides[0], without(mine, other)),
+        (sides[1], [] if partly else without(other, mine)),
+    ):
         yield from (f"{name}: only {side} has entries {first}..{end}" for first, end in left)
 
 
 def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
-    """Equal tags and sizes are enough; but a stream that both sides name must be the same bytes of the page."""
+    """Equal tags and sizes are enough; but a stream that both sides name must be the same bytes of
+    the page.
+    """
     fits = True
     for what, ours, theirs in (
         ("page tag", source.tag, target.tag),
@@ -103,11 +116,16 @@ def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) ->
         other = there.get((c.name, c.in_rows))
         if other is not None and other != (start, end):
             whole = "row" if c.in_rows else "page"
-            yield f"{c.name}: bytes {start}..{end} of a {whole} at {sides[0]}, {other[0]}..{other[1]} at {sides[1]}"
+            yield (
+                f"{c.name}: bytes {start}..{end} of a {whole} at {sides[0]}, "
+                f"{other[0]}..{other[1]} at {sides[1]}"
+            )
 
 
 def stretches(layout: PoolLayout) -> Iterator[tuple[Component, tuple[int, int]]]:
-    """Where each component begins and ends in the concatenation of all those of a page, or of a row, in their order."""
+    """Where each component begins and ends in the concatenation of all those of a page, or of a
+    row, in their order.
+    """
     ends = {False: 0, True: 0}
     for c in layout.components:
         start = ends[c.in_rows]

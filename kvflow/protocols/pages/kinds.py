@@ -1,13 +1,14 @@
-"""What a pool holds for a request, one descriptor a stream: everything that a model keeps is one of three units.
+"""What a pool holds for a request, one descriptor a stream: everything that a model keeps is one of
+three units.
 
-slot    once per token       K and V, the latent of MLA, a sparse-attention indexer's keys, scales per token,
-                             a draft model's K and V
+slot    once per token K and V, the latent of MLA, a sparse-attention indexer's keys, scales per
+        token, a draft model's K and V
 page    once per page        scales of a quantised page, summaries of a block
 row     once per request     the state of conv, ssm and linear-attention layers
 
-A pool has pages, which slots and pages share, and rows. A stream whose bytes mean more than its dtype says (packed
-4-bit values, a swizzled scale) is `uint8` with a `format`, which peers compare as it is. A new kind of state is a new
-list of descriptors; no class knows about any of them.
+A pool has pages, which slots and pages share, and rows. A stream whose bytes mean more than its
+dtype says (packed 4-bit values, a swizzled scale) is `uint8` with a `format`, which peers compare
+as it is. A new kind of state is a new list of descriptors; no class knows about any of them.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ DTYPE_BYTES = {
 
 
 class StateKind(NamedTuple):
-    """One stream: `shape` elements of `dtype` for each `unit`. The rest says which part of a larger stream it is, and
-    which copy: see `components.Part`."""
+    """One stream: `shape` elements of `dtype` for each `unit`.
+
+    The rest says which part of a larger stream it is, and which copy: see `components.Part`."""
 
     name: str
     dtype: str
@@ -62,7 +64,8 @@ def check_kind(name: str, dtype: str, unit: str) -> None:
     if dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         raise LayoutError(
-            f"component {name!r}: unknown dtype {dtype!r}; use {known}, or make the pool opaque with a tag"
+            f"component {name!r}: unknown dtype {dtype!r}; use {known}, or make the pool opaque "
+            "with a tag"
         )
     check_unit(name, unit)
 

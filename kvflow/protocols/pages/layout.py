@@ -1,14 +1,17 @@
-"""What a paged pool looks like, in bytes: shared by the pools that own memory and the planes that move it.
+"""What a paged pool looks like, in bytes: shared by the pools that own memory and the planes that
+move it.
 
-A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for what a request keeps once. What a page
-or a row holds is a list of *components* (one layer's K, one layer's V, a scale stream, a layer's ssm state ...), each
-with its shape per unit: token slot, page or row (see `kinds`). Components lie in *buffers*: page-first pools have one
-buffer in which a page is one block, and one for rows; layer-first pools have one buffer per component. Transfers are
-planned component by component and merged where bytes are adjacent on both sides, so either kind can be copied into the
-other.
+A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for what a request keeps
+once. What a page or a row holds is a list of *components* (one layer's K, one layer's V, a scale
+stream, a layer's ssm state ...), each with its shape per unit: token slot, page or row (see
+`kinds`). Components lie in *buffers*: page-first pools have one buffer in which a page is one
+block, and one for rows; layer-first pools have one buffer per component. Transfers are planned
+component by component and merged where bytes are adjacent on both sides, so either kind can be
+copied into the other.
 
-An *opaque* pool has a tag in place of shapes: its components are stretches of bytes, a page is their concatenation in
-the order in which they are listed, and the tag stands for everything that those bytes mean.
+An *opaque* pool has a tag in place of shapes: its components are stretches of bytes, a page is
+their concatenation in the order in which they are listed, and the tag stands for everything that
+those bytes mean.
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.components import Buffer, Component, Part, check_component, check_together, served
+from kvflow.protocols.pages.components import (
+    Buffer,
+    Component,
+    Part,
+    check_component,
+    check_together,
+    served,
+)
 from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, StateKind, check_kind, unit_bytes
 
 PageIndices = NDArray[np.int32]
@@ -32,7 +42,9 @@ MAX_COMPONENTS = 4096
 MAX_PAGES = 1 << 26
 MAX_ROWS = 1 << 20
 MAX_PAGE_SIZE = 1 << 16
-MAX_LABEL = 256  # characters of a name, a tag, a fingerprint, a format: refusals quote them, and refusals are bounded
+# Characters of a name, a tag, a fingerprint, a format: refusals quote them, and refusals are
+# bounded.
+MAX_LABEL = 256
 MANY_PAGES = 256  # so many are looked up in ascending order: a million took 40 ms in any other
 _BITMAP_PAGES = 1 << 21  # a larger bitmap leaves the processor's caches, and sorting is faster
 
@@ -40,7 +52,8 @@ _BITMAP_PAGES = 1 << 21  # a larger bitmap leaves the processor's caches, and so
 class Places(NamedTuple):
     """Pages and rows of one pool that belong together, int32 [n] each: what one request holds.
 
-    Where one list must hold both (a room's), rows are numbered on from the pages: row r is `num_pages + r`.
+    Where one list must hold both (a room's), rows are numbered on from the pages: row r is
+    `num_pages + r`.
     """
 
     pages: PageIndices
@@ -54,8 +67,9 @@ NO_PLACES: PageIndices = np.empty(0, dtype=np.int32)
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     """The descriptor two peers exchange once.
 
-    `tag` makes the pages opaque: two such pools fit when their tags are equal. `fingerprint` names the model whose KV
-    lies in the pool (model, dtype, tensor-parallel split, in whatever words both sides use); peers compare it as it is.
+    `tag` makes the pages opaque: two such pools fit when their tags are equal. `fingerprint` names
+    the model whose KV lies in the pool (model, dtype, tensor-parallel split, in whatever words both
+    sides use); peers compare it as it is.
     """
 
     page_size: int
@@ -82,7 +96,9 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def dtypes(self) -> str:
-        """The dtypes of all components, each once: "bfloat16", or "bfloat16, float32" with states of another one."""
+        """The dtypes of all components, each once: "bfloat16", or "bfloat16, float32" with states
+        of another one.
+        """
         return ", ".join(dict.fromkeys(c.dtype for c in self.components))
 
     def count_of(self, part: Component | Buffer) -> int:
@@ -93,7 +109,11 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
     def served(self) -> PoolLayout:
         """What a prefill sends of this pool: see `components.served`. It may be nothing."""
         found = served(self.components)
-        return self if len(found) == len(self.components) else msgspec.structs.replace(self, components=found)
+        return (
+            self
+            if len(found) == len(self.components)
+            else msgspec.structs.replace(self, components=found)
+        )
 
     @property
     def num_places(self) -> int:
@@ -102,7 +122,9 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def numbered(self, places: Places) -> PageIndices:
         """Pages, then rows, in one list. See `Places`."""
-        return np.concatenate((places.pages, places.rows + np.int32(self.num_pages)), dtype=np.int32)
+        return np.concatenate(
+            (places.pages, places.rows + np.int32(self.num_pages)), dtype=np.int32
+        )
 
     def split(self, indices: PageIndices) -> Places:
         """The pages and the rows of one list, each in its order."""
@@ -121,15 +143,17 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return (count - rows) * self.page_bytes + rows * self.row_bytes
 
     def check_places(self, indices: PageIndices, *, last: bool = True) -> None:
-        """What a room of a pool with rows lends, or a chunk of it sends: its one row is the last of all.
+        """What a room of a pool with rows lends, or a chunk of it sends: its one row is the last of
+        all.
 
         Raises: LayoutError.
         """
         in_rows = indices >= self.num_pages
         if (found := int(in_rows.sum())) != last or (last and not in_rows[-1]):
             raise LayoutError(
-                f"{found} rows among {indices.size} places{'' if last else ' of a chunk that is not the last'}: a room "
-                f"has one row, as the last of its places (row r is {self.num_pages} + r)"
+                f"{found} rows among {indices.size} "
+                f"places{'' if last else ' of a chunk that is not the last'}: a room has one row, "
+                f"as the last of its places (row r is {self.num_pages} + r)"
             )
 
     def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
@@ -137,7 +161,9 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
 
     def check(self) -> None:
-        """Refuse a descriptor whose arithmetic does not hold. Called on everything that came over the wire.
+        """Refuse a descriptor whose arithmetic does not hold.
+
+        Called on everything that came over the wire.
 
         Raises: LayoutError naming the field.
         """
@@ -150,8 +176,8 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
                 raise LayoutError(f"{name} {value} is outside {least}..{most}")
         if len(self.components) > MAX_COMPONENTS or not 1 <= len(self.buffers) <= MAX_COMPONENTS:
             raise LayoutError(
-                f"{len(self.components)} components in {len(self.buffers)} buffers: at most {MAX_COMPONENTS} of each, "
-                f"and at least one buffer"
+                f"{len(self.components)} components in {len(self.buffers)} buffers: at most "
+                f"{MAX_COMPONENTS} of each, and at least one buffer"
             )
         self._check_labels()
         for b in self.buffers:
@@ -161,27 +187,39 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             self._check_place(c)
         check_together(self.components)
         if not self.num_rows and any(c.in_rows for c in self.components):
-            raise LayoutError(f"0 rows: a pool with components of the unit {ROW!r} has at least one")
+            raise LayoutError(
+                f"0 rows: a pool with components of the unit {ROW!r} has at least one"
+            )
 
     def _check_labels(self) -> None:
         for what, label in (("tag", self.tag), ("fingerprint", self.fingerprint)):
             if len(label) > MAX_LABEL:
-                raise LayoutError(f"{what} of {len(label)} characters is over the limit of {MAX_LABEL}")
+                raise LayoutError(
+                    f"{what} of {len(label)} characters is over the limit of {MAX_LABEL}"
+                )
         names = [c.name for c in self.components]
         for name in (*names, *(b.name for b in self.buffers), *(c.format for c in self.components)):
             if len(name) > MAX_LABEL:
-                raise LayoutError(f"name {name[:40]!r}... of {len(name)} characters is over the limit of {MAX_LABEL}")
+                raise LayoutError(
+                    f"name {name[:40]!r}... of {len(name)} characters is over the limit of "
+                    f"{MAX_LABEL}"
+                )
 
     def _check_place(self, c: Component) -> None:
         if not 0 <= c.buffer < len(self.buffers):
-            raise LayoutError(f"component {c.name!r}: buffer {c.buffer} is outside 0..{len(self.buffers) - 1}")
+            raise LayoutError(
+                f"component {c.name!r}: buffer {c.buffer} is outside 0..{len(self.buffers) - 1}"
+            )
         b = self.buffers[c.buffer]
         if c.in_rows != b.in_rows:
-            raise LayoutError(f"component {c.name!r}: its unit is {c.unit!r}, that of its buffer {b.name!r} {b.unit!r}")
+            raise LayoutError(
+                f"component {c.name!r}: its unit is {c.unit!r}, that of its buffer {b.name!r} "
+                f"{b.unit!r}"
+            )
         if c.offset < 0 or c.offset + c.size_bytes > b.page_bytes:
             raise LayoutError(
-                f"component {c.name!r}: bytes {c.offset}..{c.offset + c.size_bytes} leave its buffer's "
-                f"{'row' if c.in_rows else 'page'}"
+                f"component {c.name!r}: bytes {c.offset}..{c.offset + c.size_bytes} leave its "
+                f"buffer's {'row' if c.in_rows else 'page'}"
             )
 
 
@@ -189,11 +227,17 @@ def _check_buffer(b: Buffer, count: int) -> None:
     if b.unit not in (PAGE, ROW):
         raise LayoutError(f"buffer {b.name!r}: unit {b.unit!r} is neither {PAGE!r} nor {ROW!r}")
     if b.page_bytes < 1 or b.address < 0 or b.size_bytes < b.page_bytes * count:
-        raise LayoutError(f"buffer {b.name!r}: {b.size_bytes} bytes do not hold {count} {b.unit}s of {b.page_bytes}")
+        raise LayoutError(
+            f"buffer {b.name!r}: {b.size_bytes} bytes do not hold {count} {b.unit}s of "
+            f"{b.page_bytes}"
+        )
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """`value` as a Python int (numpy's integers are welcome, and do not survive on the wire). Raises: LayoutError."""
+    """`value` as a Python int (numpy's integers are welcome, and do not survive on the wire).
+
+    Raises: LayoutError.
+    """
     try:
         return operator.index(value)
     except TypeError:
@@ -209,8 +253,8 @@ def build_layout(
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
-    """Lay out `streams`, each a `StateKind` or as many of its fields (name, dtype, shape per token slot): in one buffer
-    for pages and one for rows (page-first), or in one each (layer-first).
+    """Lay out `streams`, each a `StateKind` or as many of its fields (name, dtype, shape per token
+    slot): in one buffer for pages and one for rows (page-first), or in one each (layer-first).
 
     Raises: LayoutError.
     """
@@ -238,26 +282,37 @@ def opaque_layout(
     order: Order = "page_first",
     fingerprint: str = "",
 ) -> PoolLayout:
-    """Lay out `streams` (name -> bytes per page) and `rows` (name -> bytes per row) that only the engine can read;
-    `tag` says how it reads them.
+    """Lay out `streams` (name -> bytes per page) and `rows` (name -> bytes per row) that only the
+    engine can read; `tag` says how it reads them.
 
     Raises: LayoutError.
     """
     if not tag:
-        raise LayoutError("tag is empty: an opaque pool needs one, which both sides must have in common")
+        raise LayoutError(
+            "tag is empty: an opaque pool needs one, which both sides must have in common"
+        )
     slots, pages = whole_number("page_size", page_size), whole_number("num_pages", num_pages)
     sized: list[Component] = []
     for unit, named in ((SLOT, streams), (ROW, rows or {})):
-        sizes = {name: whole_number(f"component {name!r}: size", size) for name, size in named.items()}
-        sized.extend(Component(name, OPAQUE, (size,), 0, 0, size, unit) for name, size in sizes.items())
+        sizes = {
+            name: whole_number(f"component {name!r}: size", size) for name, size in named.items()
+        }
+        sized.extend(
+            Component(name, OPAQUE, (size,), 0, 0, size, unit) for name, size in sizes.items()
+        )
     count = whole_number("num_rows", num_rows)
     return _placed(sized, order, PoolLayout(slots, pages, (), (), tag, fingerprint, count))
 
 
 def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
-    """A page-first layout of the same components for so many pages and rows. Raises: LayoutError."""
+    """A page-first layout of the same components for so many pages and rows.
+
+    Raises: LayoutError.
+    """
     unplaced = [msgspec.structs.replace(c, buffer=0, offset=0) for c in layout.components]
-    empty = msgspec.structs.replace(layout, num_pages=num_pages, num_rows=num_rows, components=(), buffers=())
+    empty = msgspec.structs.replace(
+        layout, num_pages=num_pages, num_rows=num_rows, components=(), buffers=()
+    )
     return _placed(unplaced, "page_first", empty)
 
 
@@ -275,8 +330,12 @@ def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayo
             buffers.append(Buffer(c.name if order == "layer_first" else f"{unit}s", 0, 0, 0, unit))
         i = at[unit]
         components.append(msgspec.structs.replace(c, buffer=i, offset=buffers[i].page_bytes))
-        buffers[i] = msgspec.structs.replace(buffers[i], page_bytes=buffers[i].page_bytes + c.size_bytes)
-    sized_buffers = tuple(msgspec.structs.replace(b, size_bytes=b.page_bytes * empty.count_of(b)) for b in buffers)
+        buffers[i] = msgspec.structs.replace(
+            buffers[i], page_bytes=buffers[i].page_bytes + c.size_bytes
+        )
+    sized_buffers = tuple(
+        msgspec.structs.replace(b, size_bytes=b.page_bytes * empty.count_of(b)) for b in buffers
+    )
     layout = msgspec.structs.replace(empty, components=tuple(components), buffers=sized_buffers)
     layout.check()
     return layout
@@ -299,22 +358,27 @@ def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
         return pages  # the short way, several times as fast
     if pages.size:
         ascending = bool((pages[1:] > pages[:-1]).all())  # as decode's allocator gives them
-        low, high = (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))
+        low, high = (
+            (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))
+        )
         if low < 0 or high >= num_pages:
-            raise LayoutError(f"pages: index {low if low < 0 else high} is outside 0..{num_pages - 1}")
+            raise LayoutError(
+                f"pages: index {low if low < 0 else high} is outside 0..{num_pages - 1}"
+            )
         if not ascending and names_twice(pages, low, high):
             raise LayoutError("pages: a page is named twice")
     return pages
 
 
 def names_twice(pages: PageIndices, low: int, high: int) -> bool:
-    """Whether an index occurs twice among `pages`, which are low..high: a million of them take 5 ms at most
-    (`np.unique` takes a second)."""
+    """Whether an index occurs twice among `pages`, which are low..high: a million of them take 5 ms
+    at most (`np.unique` takes a second)."""
     if (pages[1:] > pages[:-1]).all():
         return False
     if high - low < _BITMAP_PAGES:
         seen = np.zeros(high - low + 1, dtype=np.bool_)
-        seen[np.subtract(pages, low, dtype=np.intp)] = True  # numpy would copy an index of another type to this one
+        # numpy would copy an index of another type to this one.
+        seen[np.subtract(pages, low, dtype=np.intp)] = True
         return int(np.count_nonzero(seen)) < pages.size
     return not ascends(np.sort(pages))
 

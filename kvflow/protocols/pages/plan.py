@@ -1,4 +1,6 @@
-"""Turn lists of pages and rows into block copies, with numpy and never a Python loop per page and layer."""
+"""Turn lists of pages and rows into block copies, with numpy and never a Python loop per page and
+layer.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ class Blocks(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """The same stretch of every page (or row) on both sides, int64 arrays [segments]; stride is the page's step in
-    memory. What lies in equal steps within a page, as some of the heads of each slot do, is a segment per step."""
+    """The same stretch of every page (or row) on both sides, int64 arrays [segments]; stride is the
+    page's step in memory. What lies in equal steps within a page, as some of the heads of each slot
+    do, is a segment per step."""
 
     source_base: Addresses
     source_stride: Addresses
@@ -54,15 +57,17 @@ class Pairing:
         partly: bool = False,
         only: Spans | None = None,
     ) -> None:
-        """`sides` is what errors call the two; `partly`: the target may have more, which is left as it is; `only` these
-        entries are copied.
+        """`sides` is what errors call the two; `partly`: the target may have more, which is left as
+        it is; `only` these entries are copied.
 
         Raises: LayoutError that says what differs.
         """
         if found := differences(source, target, sides, partly=partly, only=only):
             raise LayoutError("pools do not fit: " + "; ".join(found))
         self.source, self.target = source, target
-        self._pages, self._rows = (_segments(source, target, only, in_rows=in_rows) for in_rows in (False, True))
+        self._pages, self._rows = (
+            _segments(source, target, only, in_rows=in_rows) for in_rows in (False, True)
+        )
         self.page_bytes, self.row_bytes = int(self._pages.size.sum()), int(self._rows.size.sum())
         """What is written of each page, and of each row: copies at the target count each."""
         self.in_slices = self._pages.in_slices or self._rows.in_slices
@@ -90,11 +95,13 @@ class Pairing:
         max_block_bytes: int,
         target_bases: Addresses | None = None,
     ) -> Blocks:
-        """Plan one write, of pages and then rows. Runs of pages adjacent on both sides become one block; blocks over
-        `max_block_bytes` are cut.
+        """Plan one write, of pages and then rows.
 
-        `target_bases` (int64 [target buffers]) replaces the addresses of the target's buffers, for planes that map them
-        elsewhere.
+        Runs of pages adjacent on both sides become one block; blocks over `max_block_bytes` are
+        cut.
+
+        `target_bases` (int64 [target buffers]) replaces the addresses of the target's buffers, for
+        planes that map them elsewhere.
         """
         moved = None if target_bases is None else target_bases - _addresses(self.target)
         found = _blocks(self._pages, source_pages, target_pages, moved)
@@ -104,20 +111,30 @@ class Pairing:
         return _cut(found, max_block_bytes)
 
 
-def _check_lists(unit: str, source: PageIndices, target: PageIndices, source_count: int, target_count: int) -> None:
+def _check_lists(
+    unit: str, source: PageIndices, target: PageIndices, source_count: int, target_count: int
+) -> None:
     if source.shape != target.shape or source.ndim != 1:
         raise LayoutError(f"{unit} lists differ: {source.shape} source, {target.shape} target")
-    for name, indices, limit in (("source", source, source_count), ("target", target, target_count)):
+    for name, indices, limit in (
+        ("source", source, source_count),
+        ("target", target, target_count),
+    ):
         if indices.size and (int(indices.min()) < 0 or int(indices.max()) >= limit):
             raise LayoutError(f"{name} {unit} is outside 0..{limit - 1}")
 
 
-def _blocks(s: _Segments, source_list: PageIndices, target_list: PageIndices, moved: Addresses | None) -> Blocks:
-    """`moved` (int64 [target buffers]): how far each target buffer lies from where the layout says."""
+def _blocks(
+    s: _Segments, source_list: PageIndices, target_list: PageIndices, moved: Addresses | None
+) -> Blocks:
+    """`moved` (int64 [target buffers]): how far each target buffer lies from
+    where the layout says.
+    """
     source, target = source_list.astype(np.int64), target_list.astype(np.int64)
     target_base = s.target_base if moved is None else s.target_base + moved[s.target_buffer]
     lengths = np.ones(source.size, dtype=np.int64)
-    if source.size > 1 and ((s.size == s.source_stride) & (s.size == s.target_stride)).all():  # whole pages
+    # Whole pages.
+    if source.size > 1 and ((s.size == s.source_stride) & (s.size == s.target_stride)).all():
         starts = np.flatnonzero(np.r_[True, (np.diff(source) != 1) | (np.diff(target) != 1)])
         lengths = np.diff(np.r_[starts, source.size])
         source, target = source[starts], target[starts]
@@ -145,12 +162,24 @@ class _Stretch(NamedTuple):
 
     def followed_by(self, other: _Stretch) -> bool:
         """They are one, on both sides."""
-        places = (other.source_buffer, other.source_offset, other.target_buffer, other.target_offset)
-        ends = (self.source_buffer, self.source_offset + self.size, self.target_buffer, self.target_offset + self.size)
+        places = (
+            other.source_buffer,
+            other.source_offset,
+            other.target_buffer,
+            other.target_offset,
+        )
+        ends = (
+            self.source_buffer,
+            self.source_offset + self.size,
+            self.target_buffer,
+            self.target_offset + self.size,
+        )
         return places == ends and self.repeats == other.repeats == 1
 
 
-def _stretches(source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool) -> list[_Stretch]:
+def _stretches(
+    source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool
+) -> list[_Stretch]:
     """What to copy of every page, or row, with neighbours on both sides merged."""
     found: list[_Stretch] = []
     if source.tag:
@@ -165,7 +194,9 @@ def _stretches(source: PoolLayout, target: PoolLayout, only: Spans | None, in_ro
     return found
 
 
-def _typed_stretches(source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool) -> Iterator[_Stretch]:
+def _typed_stretches(
+    source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool
+) -> Iterator[_Stretch]:
     ours = (c for c in source.components if c.in_rows == in_rows)
     for c, o, first, end in overlaps(ours, target.components, only):
         # A component is so many times all of its entries, an entry so many bytes.
@@ -175,12 +206,22 @@ def _typed_stretches(source: PoolLayout, target: PoolLayout, only: Spans | None,
         repeats = c.size_bytes // steps[0]
         if steps == [size, size]:
             size, repeats = size * repeats, 1
-        yield _Stretch(c.buffer, starts[0], o.buffer, starts[1], size, repeats, *(steps if repeats > 1 else (0, 0)))
+        yield _Stretch(
+            c.buffer,
+            starts[0],
+            o.buffer,
+            starts[1],
+            size,
+            repeats,
+            *(steps if repeats > 1 else (0, 0)),
+        )
 
 
 def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
     """A page is a string of bytes, which the two sides may have cut at different places."""
-    ours, theirs = ([c for c in layout.components if c.in_rows == in_rows] for layout in (source, target))
+    ours, theirs = (
+        [c for c in layout.components if c.in_rows == in_rows] for layout in (source, target)
+    )
     i = j = c_done = o_done = 0
     while i < len(ours):
         c, o = ours[i], theirs[j]
@@ -193,13 +234,28 @@ def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> 
             j, o_done = j + 1, 0
 
 
-def _segments(source: PoolLayout, target: PoolLayout, only: Spans | None, *, in_rows: bool) -> _Segments:
-    found = np.array(_stretches(source, target, only, in_rows), dtype=np.int64).reshape(-1, len(_Stretch._fields))
-    source_buffer, source_offset, target_buffer, target_offset, size, repeats, source_step, target_step = found.T
-    of = np.repeat(np.arange(len(found)), repeats)  # the stretch of each segment, and its number within that
+def _segments(
+    source: PoolLayout, target: PoolLayout, only: Spans | None, *, in_rows: bool
+) -> _Segments:
+    found = np.array(_stretches(source, target, only, in_rows), dtype=np.int64).reshape(
+        -1, len(_Stretch._fields)
+    )
+    (
+        source_buffer,
+        source_offset,
+        target_buffer,
+        target_offset,
+        size,
+        repeats,
+        source_step,
+        target_step,
+    ) = found.T
+    # The stretch of each segment, and its number within that.
+    of = np.repeat(np.arange(len(found)), repeats)
     nth: Addresses = np.arange(of.size) - (np.cumsum(repeats) - repeats)[of]
     source_strides, target_strides = (
-        np.array([b.page_bytes for b in layout.buffers], dtype=np.int64) for layout in (source, target)
+        np.array([b.page_bytes for b in layout.buffers], dtype=np.int64)
+        for layout in (source, target)
     )
     return _Segments(
         (_addresses(source)[source_buffer] + source_offset)[of] + nth * source_step[of],
@@ -221,4 +277,8 @@ def _cut(blocks: Blocks, max_block_bytes: int) -> Blocks:
     owner = np.repeat(np.arange(sizes.size), pieces)
     nth = np.arange(owner.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     offset = nth * max_block_bytes
-    return Blocks(sources[owner] + offset, targets[owner] + offset, np.minimum(sizes[owner] - offset, max_block_bytes))
+    return Blocks(
+        sources[owner] + offset,
+        targets[owner] + offset,
+        np.minimum(sizes[owner] - offset, max_block_bytes),
+    )

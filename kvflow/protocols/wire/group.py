@@ -1,9 +1,10 @@
-"""The messages within one group of prefill ranks, between its leader (rank 0) and each member, the leader's own rank
-included. One frame is one message: a msgpack array that begins with its tag.
+"""The messages within one group of prefill ranks, between its leader (rank 0) and each member, the
+leader's own rank included. One frame is one message: a msgpack array that begins with its tag.
 
-Votes and decisions are numbered within a session, and are handled in that order, each once: what is lost is sent again
-when a `Beat` tells of it. A session is one membership of one process in the log of one leader's process; it ends with
-either, and when either has not heard the other for too long. The next one begins with nothing of the one before.
+Votes and decisions are numbered within a session, and are handled in that order, each once: what is
+lost is sent again when a `Beat` tells of it. A session is one membership of one process in the log
+of one leader's process; it ends with either, and when either has not heard the other for too long.
+The next one begins with nothing of the one before.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ class Ruling(IntEnum):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """member -> leader, repeated until answered: this process wants to be that rank. It was in `last_session` of
-    `last_leader` before, 0 for none: that one is over. `process` is this one, for a leader that can watch it."""
+    """member -> leader, repeated until answered: this process wants to be that rank.
+
+    It was in `last_session` of `last_leader` before, 0 for none: that one is over. `process` is
+    this one, for a leader that can watch it."""
 
     member: Life
     rank: RankNumber
@@ -61,8 +64,10 @@ class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """leader -> member: the number of its session. With a refusal: that session is over, or, without a number, why
-    there is none; the member asks again."""
+    """leader -> member: the number of its session.
+
+    With a refusal: that session is over, or, without a number, why there is none; the member asks
+    again."""
 
     leader: Life
     member: Life
@@ -84,8 +89,10 @@ class RankVote(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
-    """leader -> every member. `number` counts the decisions of this leader: the log that all members apply. `room`
-    comes with OPEN and with REFUSE; `request`, which means something to the engine alone, with OPEN."""
+    """leader -> every member.
+
+    `number` counts the decisions of this leader: the log that all members apply. `room` comes with
+    OPEN and with REFUSE; `request`, which means something to the engine alone, with OPEN."""
 
     leader: Life
     member: Life
@@ -100,8 +107,8 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """Both ways: the sender has sent what is numbered below `sent_below`, and has everything below `received_below`.
-    `gap`: it knows that more was sent, and asks for it."""
+    """Both ways: the sender has sent what is numbered below `sent_below`, and has everything below
+    `received_below`. `gap`: it knows that more was sent, and asks for it."""
 
     leader: Life
     member: Life

@@ -1,14 +1,18 @@
-"""Cache events as the subscribers of vLLM and SGLang read them: msgpack of [ts, events, data_parallel_rank].
+"""Cache events as the subscribers of vLLM and SGLang read them: msgpack of [ts, events,
+data_parallel_rank].
 
-An event is a map with its kind under "type", or, in the older form, an array with its kind first. Token ids and hashes
-are laid out by numpy: a request's prompt would otherwise become tens of thousands of Python integers.
+An event is a map with its kind under "type", or, in the older form, an array with its kind first.
+Token ids and hashes are laid out by numpy: a request's prompt would otherwise become tens of
+thousands of Python integers.
 
-**Media.** An event names its tier by `medium`, and each world of subscribers has names of its own (`media_of`). A name
-that a subscriber does not know is worse than none: SGLang's router drops such a store, and takes such a removal for one
-of all tiers; older routers of dynamo take either for the device's.
+**Media.** An event names its tier by `medium`, and each world of subscribers has names of its own
+(`media_of`). A name that a subscriber does not know is worse than none: SGLang's router drops such
+a store, and takes such a removal for one of all tiers; older routers of dynamo take either for the
+device's.
 
-**Namespaces.** `lora_name` names the LoRA. `extra_keys` says for each block what else its hash depends on, as vLLM
-does: the LoRA's name, and in the first block of a prompt its salt. The chain of hashes begins with `hashes.chain_root`.
+**Namespaces.** `lora_name` names the LoRA. `extra_keys` says for each block what else its hash
+depends on, as vLLM does: the LoRA's name, and in the first block of a prompt its salt. The chain of
+hashes begins with `hashes.chain_root`.
 """
 
 from __future__ import annotations
@@ -28,15 +32,18 @@ Media: TypeAlias = tuple[str, str, str]  # by tier
 VLLM_MEDIA: Media = ("GPU", "CPU", "STORAGE")
 ExtraKeys: TypeAlias = list[tuple[str, ...] | None]
 
-_ARRAY_OF_3, _ARRAY_32 = b"\x93", b"\xdd"  # heads of msgpack: arrays, and numbers of fixed size, each big-endian
+# Heads of msgpack: arrays, and numbers of fixed size, each big-endian.
+_ARRAY_OF_3, _ARRAY_32 = b"\x93", b"\xdd"
 _INT_64 = (0xD3, ">i8")
 _UINT_16 = (0xCD, ">u2")
 _UINT_32 = (0xCE, ">u4")
 
 
 def media_of(dialect: Dialect, *, shared_storage: bool = False) -> Media:
-    """How the subscribers of a dialect call the tiers. `shared_storage`: other workers read what is stored, too, which
-    SGLang tells from a worker's own disk."""
+    """How the subscribers of a dialect call the tiers.
+
+    `shared_storage`: other workers read what is stored, too, which SGLang tells from a worker's own
+    disk."""
     if dialect == "vllm":
         return VLLM_MEDIA
     return ("GPU", "CPU_PINNED", "EXTERNAL" if shared_storage else "DISK")
@@ -70,14 +77,18 @@ class PositionalBlockRemoved(BlockRemoved, tag="BlockRemoved", array_like=True, 
     pass
 
 
-class PositionalAllBlocksCleared(AllBlocksCleared, tag="AllBlocksCleared", array_like=True, frozen=True):
+class PositionalAllBlocksCleared(
+    AllBlocksCleared, tag="AllBlocksCleared", array_like=True, frozen=True
+):
     pass
 
 
 class BatchEncoder:
     """Batches of one stream: one block size, one rank, one form, one set of names for media."""
 
-    def __init__(self, page_size: int, rank: int = 0, *, positional: bool = False, media: Media = VLLM_MEDIA) -> None:
+    def __init__(
+        self, page_size: int, rank: int = 0, *, positional: bool = False, media: Media = VLLM_MEDIA
+    ) -> None:
         """`page_size`: tokens of a block. `positional`: the older form, events as arrays."""
         self._page_size, self._rank, self._media = page_size, rank, media
         self._stored = PositionalBlockStored if positional else BlockStored
@@ -100,7 +111,9 @@ class BatchEncoder:
         return b"".join([head, *parts, self._encoder.encode(self._rank)])
 
     def _on_the_wire(self, events: Iterable[Event]) -> Iterable[msgspec.Struct]:
-        for tier, group in groupby(events, key=lambda event: event.tier if isinstance(event, Removed) else None):
+        for tier, group in groupby(
+            events, key=lambda event: event.tier if isinstance(event, Removed) else None
+        ):
             if tier is None:
                 for event in group:
                     yield self._stored_event(event) if isinstance(event, Stored) else self._cleared
@@ -172,14 +185,21 @@ class _PositionalRemoved(RemovedBlocks, tag="BlockRemoved", array_like=True, fro
 
 
 BlockEvent: TypeAlias = StoredBlocks | RemovedBlocks | AllBlocksCleared
-_MAPS = msgspec.msgpack.Decoder(tuple[float, list[StoredBlocks | RemovedBlocks | AllBlocksCleared], int | None])
+_MAPS = msgspec.msgpack.Decoder(
+    tuple[float, list[StoredBlocks | RemovedBlocks | AllBlocksCleared], int | None]
+)
 _ARRAYS = msgspec.msgpack.Decoder(
-    tuple[float, list[_PositionalStored | _PositionalRemoved | PositionalAllBlocksCleared], int | None]
+    tuple[
+        float, list[_PositionalStored | _PositionalRemoved | PositionalAllBlocksCleared], int | None
+    ]
 )
 
 
 def read_batch(payload: bytes | memoryview) -> list[BlockEvent]:
-    """The events of a batch, in either form. Raises: msgspec.DecodeError, UnicodeDecodeError, RecursionError."""
+    """The events of a batch, in either form.
+
+    Raises: msgspec.DecodeError, UnicodeDecodeError, RecursionError.
+    """
     try:
         return list(_MAPS.decode(payload)[1])
     except msgspec.ValidationError:

@@ -1,4 +1,6 @@
-"""What the bootstrap registry knows: which rank of a prefill serves where, and which life of it that is."""
+"""What the bootstrap registry knows: which rank of a prefill serves where, and which life of it
+that is.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 
 
 class PoolShape(msgspec.Struct, frozen=True):
-    """The pool in a line, for people and dashboards; peers compare the whole layout when they register."""
+    """The pool in a line, for people and dashboards; peers compare the whole layout when they
+    register.
+    """
 
     page_size: int = 0
     num_pages: int = 0
@@ -21,9 +25,12 @@ class PoolShape(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """One rank of one prefill. `control` is its "tcp://host:port"; `incarnation` is drawn anew at every start.
+    """One rank of one prefill.
 
-    A data-parallel prefill has `dp_size` equal groups of `world_size` ranks each; a request is one group's.
+    `control` is its "tcp://host:port"; `incarnation` is drawn anew at every start.
+
+    A data-parallel prefill has `dp_size` equal groups of `world_size` ranks each; a request is one
+    group's.
     """
 
     rank: int
@@ -41,7 +48,10 @@ class DpRankError(MisuseError):
     """A room names a group that its prefill does not have."""
 
     def __init__(self, dp_rank: int, first: RankInfo) -> None:
-        super().__init__(f"dp_rank {dp_rank} is outside 0..{first.dp_size - 1}, the groups of prefill {first.control}")
+        super().__init__(
+            f"dp_rank {dp_rank} is outside 0..{first.dp_size - 1}, the groups of prefill "
+            f"{first.control}"
+        )
 
 
 def check_infos(ranks: object, what: str) -> Sequence[RankInfo]:
@@ -57,9 +67,12 @@ def check_dp_rank(dp_rank: object) -> None:
         raise MisuseError(f"dp_rank {dp_rank!r} is not the number of a group")
 
 
-def group_for(ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None) -> Sequence[RankInfo]:
-    """Of all ranks of a prefill those that serve a room: the group that was asked for, or else number `room % dp_size`,
-    which is what a router and both legs can work out by themselves. Ranks of one group have been chosen already.
+def group_for(
+    ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None
+) -> Sequence[RankInfo]:
+    """Of all ranks of a prefill those that serve a room: the group that was asked for, or else
+    number `room % dp_size`, which is what a router and both legs can work out by themselves. Ranks
+    of one group have been chosen already.
 
     Raises: DpRankError for a group that there is not, LostError for one of which no rank is known.
     """
@@ -75,9 +88,11 @@ def group_for(ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None) 
     return found
 
 
-def groups_to_tell(ranks: Sequence[RankInfo], room: int, dp_rank: int | None) -> list[Sequence[RankInfo]]:
-    """The groups at which the other half of a refused room may wait: its own; all that are known, where the one it
-    names is none.
+def groups_to_tell(
+    ranks: Sequence[RankInfo], room: int, dp_rank: int | None
+) -> list[Sequence[RankInfo]]:
+    """The groups at which the other half of a refused room may wait: its own; all that are known,
+    where the one it names is none.
 
     Raises: LostError, as `group_for`.
     """
@@ -89,7 +104,10 @@ def groups_to_tell(ranks: Sequence[RankInfo], room: int, dp_rank: int | None) ->
 
 
 def check_ranks(ranks: Sequence[RankInfo]) -> None:
-    """Every rank of one group of a prefill, each once; in any order. Raises: PeerError naming what does not fit."""
+    """Every rank of one group of a prefill, each once; in any order.
+
+    Raises: PeerError naming what does not fit.
+    """
     first, size = ranks[0], ranks[0].world_size
     if len(ranks) != size:
         given = "1 rank is" if len(ranks) == 1 else f"{len(ranks)} ranks are"
@@ -100,7 +118,10 @@ def check_ranks(ranks: Sequence[RankInfo]) -> None:
             mine, theirs = (f"group {each.dp_rank} of {each.dp_size}" for each in (info, first))
             raise PeerError(f"prefill {info.control} is of {mine}, and {first.control} of {theirs}")
         if info.world_size != size:
-            raise PeerError(f"prefill {info.control} has world_size {info.world_size}, and {first.control} has {size}")
+            raise PeerError(
+                f"prefill {info.control} has world_size {info.world_size}, and {first.control} has "
+                f"{size}"
+            )
         if not 0 <= info.rank < size:
             raise PeerError(f"prefill {info.control}: rank {info.rank} is outside 0..{size - 1}")
         if info.rank in seen:

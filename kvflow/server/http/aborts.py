@@ -1,4 +1,6 @@
-"""POST /abort_request, as SGLang has it: what runs ends by its id or X-Request-ID, and answers with what there is."""
+"""POST /abort_request, as SGLang has it: what runs ends by its id or X-Request-ID, and answers with
+what there is.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,21 @@ class RunningChoices:
     """Every choice that is being generated, and how to stop it."""
 
     def __init__(self) -> None:
-        self._stops: dict[str, dict[int, Callable[[], None]]] = {}  # by id, and by a number of their own
+        # By id, and by a number of their own.
+        self._stops: dict[str, dict[int, Callable[[], None]]] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len({number for stops in self._stops.values() for number in stops})
 
     @contextmanager
-    def listed(self, request_id: str, ids: Sequence[str], stop: Callable[[int], None]) -> Iterator[None]:
-        """List the choices of one request, by its id and theirs, until the block ends. No id needs to differ."""
+    def listed(
+        self, request_id: str, ids: Sequence[str], stop: Callable[[int], None]
+    ) -> Iterator[None]:
+        """List the choices of one request, by its id and theirs, until the block ends.
+
+        No id needs to differ.
+        """
         listed = [(name, i) for i, one in enumerate(ids) for name in {one, request_id or one}]
         numbers = [next(self._numbers) for _ in ids]
         for one, i in listed:

@@ -12,11 +12,20 @@ from aiohttp import web
 from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_request_id
 
 REQUEST_ID_HEADER = "X-Request-ID"
-# Routers, scrapers and workers that join (`--join`) repeat these every second or two: their lines are for debugging,
-# unless something is wrong. The router's own log names every worker that is new to it.
+# Routers, scrapers and workers that join (`--join`) repeat these every second or two: their lines
+# are for debugging, unless something is wrong. The router's own log names every worker that is new
+# to it.
 POLLED_PATHS = frozenset(
     {
-        *("/livez", "/health", "/health_generate", "/metrics", "/server_info", "/get_server_info", "/get_load"),
+        *(
+            "/livez",
+            "/health",
+            "/health_generate",
+            "/metrics",
+            "/server_info",
+            "/get_server_info",
+            "/get_load",
+        ),
         *("/get_loads", "/workers"),
     }
 )
@@ -37,7 +46,9 @@ def traced(request: web.Request) -> Iterator[RequestTrace]:
 
 
 async def echo_request_id(_: web.Request, response: web.StreamResponse) -> None:
-    """Sent by the application before the headers of an answer: of a stream, while its handler runs."""
+    """Sent by the application before the headers of an answer: of a stream,
+    while its handler runs.
+    """
     if (trace := CURRENT.get()) is not NO_REQUEST:
         response.headers[REQUEST_ID_HEADER] = trace.request_id
 
@@ -61,9 +72,14 @@ def log_access(request: web.Request, status: int, started: float, trace: Request
         "status": status,
         "duration_s": duration_s,
     }
-    tokens = f", {trace.prompt_tokens}+{trace.completion_tokens} tokens" if trace.prompt_tokens else ""
+    tokens = (
+        f", {trace.prompt_tokens}+{trace.completion_tokens} tokens" if trace.prompt_tokens else ""
+    )
     if trace.prompt_tokens:
-        fields |= {"prompt_tokens": trace.prompt_tokens, "completion_tokens": trace.completion_tokens}
+        fields |= {
+            "prompt_tokens": trace.prompt_tokens,
+            "completion_tokens": trace.completion_tokens,
+        }
     if trace.error:
         fields["error"] = trace.error
     error = f": {trace.error}" if trace.error else ""

@@ -1,4 +1,6 @@
-"""The aiohttp application around the routes: request ids, errors as bodies, bearer keys, metrics, body time-outs."""
+"""The aiohttp application around the routes: request ids, errors as bodies, bearer keys, metrics,
+body time-outs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from kvflow.telemetry.requests import RequestTrace
 
 MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
 BODY_TIMEOUT_S = 60.0
-IDLE_TIMEOUT_S = 120.0  # of a connection without a complete request head; longer than routers keep theirs open
+# Of a connection without a complete request head; longer than routers keep theirs open.
+IDLE_TIMEOUT_S = 120.0
 BODIES_PER_TURN = 4  # requests that go on in one turn of the event loop, where many arrive at once
 _log = logging.getLogger("kvflow.http")
 
@@ -44,8 +47,10 @@ def build_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES + MAX_ADDED_BYTES,
 ) -> web.Application:
-    """The application with the middlewares every role has. Pages of `origins` may call it ("*": all of them). A worker
-    takes what a router has taken, and has added to it."""
+    """The application with the middlewares every role has.
+
+    Pages of `origins` may call it ("*": all of them). A worker takes what a router has taken, and
+    has added to it."""
     between = [*([cross_origin(origins)] if origins else []), authorized(keys)]
     middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
@@ -90,7 +95,9 @@ def _answered(metrics: Metrics) -> Middleware:
     return answered
 
 
-async def _response(request: web.Request, handler: Handler, trace: RequestTrace) -> web.StreamResponse:
+async def _response(
+    request: web.Request, handler: Handler, trace: RequestTrace
+) -> web.StreamResponse:
     """The handler's answer, or its error as one."""
     headers: dict[str, str] = {}
     try:
@@ -98,10 +105,16 @@ async def _response(request: web.Request, handler: Handler, trace: RequestTrace)
     except ConnectionError:
         raise
     except web.HTTPNotFound:
-        failure = Failure(404, "http_404", f"this server has no {request.method} {shown_path(request)}")
+        failure = Failure(
+            404, "http_404", f"this server has no {request.method} {shown_path(request)}"
+        )
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
-        failure = Failure(405, "http_405", f"{shown_path(request)} does not take {request.method}; it takes {allowed}")
+        failure = Failure(
+            405,
+            "http_405",
+            f"{shown_path(request)} does not take {request.method}; it takes {allowed}",
+        )
         headers["Allow"] = allowed
     except (KvflowError, web.HTTPException, TimeoutError) as error:
         failure = failure_of(error)
@@ -126,7 +139,9 @@ def _with_body(turnstile: Turnstile) -> Middleware:
             text = f"the request body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise web.HTTPRequestTimeout(text=text) from None
         except (web.RequestPayloadError, BadHttpMessage) as error:
-            raise web.HTTPBadRequest(text=f"the request body cannot be read: {str(error)[:200]}") from None
+            raise web.HTTPBadRequest(
+                text=f"the request body cannot be read: {str(error)[:200]}"
+            ) from None
         if body:  # an abort too: what came before it must have begun, or it is missed
             await turnstile.passed()
         return await handler(request)
@@ -135,7 +150,9 @@ def _with_body(turnstile: Turnstile) -> Middleware:
 
 
 class _MalformedRequestFilter(logging.Filter):
-    """Drops tracebacks for bytes that are not HTTP/1 (an HTTP/2 preface, TLS): they are answered with 400."""
+    """Drops tracebacks for bytes that are not HTTP/1 (an HTTP/2 preface, TLS): they are answered
+    with 400.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -153,5 +170,9 @@ def new_runner(app: web.Application) -> web.AppRunner:
     """A runner that cancels the handler of a client that disconnects."""
     silence_malformed_requests()
     return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5, keepalive_timeout=IDLE_TIMEOUT_S
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=0.5,
+        keepalive_timeout=IDLE_TIMEOUT_S,
     )

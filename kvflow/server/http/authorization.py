@@ -1,8 +1,9 @@
 """Access to routes: clients have one key, the operator of the servers another one.
 
-Every route of every role stands in one class of `ROUTES`; an application with a route that stands in none is not built.
-The levels are SGLang's, but for one case: where there is an API key and no operator's, SGLang takes the API key for
-both, and here nobody is the operator. The operator's key opens what a client's opens, too.
+Every route of every role stands in one class of `ROUTES`; an application with a route that stands
+in none is not built. The levels are SGLang's, but for one case: where there is an API key and no
+operator's, SGLang takes the API key for both, and here nobody is the operator. The operator's key
+opens what a client's opens, too.
 """
 
 from __future__ import annotations
@@ -46,15 +47,33 @@ ROUTES: dict[Access, frozenset[str]] = {
         {
             *("POST /generate", "POST /v1/completions", "POST /v1/chat/completions"),
             *("POST /tokenize", "POST /v1/tokenize", "POST /detokenize", "POST /v1/detokenize"),
-            *("GET /v1/models", "GET /v1/models/{model}", "GET /model_info", "GET /get_model_info", "GET /version"),
+            *(
+                "GET /v1/models",
+                "GET /v1/models/{model}",
+                "GET /model_info",
+                "GET /get_model_info",
+                "GET /version",
+            ),
             # Routers and decodes have the clients' key, and ask for these.
-            *("GET /server_info", "GET /get_server_info", "GET /get_load", "GET /get_loads", "GET /ranks"),
+            *(
+                "GET /server_info",
+                "GET /get_server_info",
+                "GET /get_load",
+                "GET /get_loads",
+                "GET /ranks",
+            ),
         }
     ),
     Access.OPERATOR: frozenset(
         {
             *("GET /flush_cache", "POST /flush_cache", "POST /abort_request"),
-            *("GET /rooms", "GET /rooms/{room}", "GET /peers", "GET /workers", "GET /workers/{worker_id}"),
+            *(
+                "GET /rooms",
+                "GET /rooms/{room}",
+                "GET /peers",
+                "GET /workers",
+                "GET /workers/{worker_id}",
+            ),
             "PUT /ranks/{rank}",  # decodes dial what stands there
         }
     ),
@@ -74,7 +93,9 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def authorized(keys: Keys) -> Middleware:
-    """The middleware that answers 401 without the key of the route's class, and 403 where no key could open it."""
+    """The middleware that answers 401 without the key of the route's class, and 403 where no key
+    could open it.
+    """
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -88,7 +109,9 @@ def check_routes(app: web.Application) -> None:
     """Raises: AssertionError for routes of `app` that stand in no class."""
     missing = [route for route in routes_of(app) if route not in _ACCESS_OF]
     if missing:
-        raise AssertionError(f"routes that stand in no class of authorization.ROUTES: {', '.join(missing)}")
+        raise AssertionError(
+            f"routes that stand in no class of authorization.ROUTES: {', '.join(missing)}"
+        )
 
 
 def routes_of(app: web.Application) -> Iterable[str]:
@@ -99,32 +122,51 @@ def routes_of(app: web.Application) -> Iterable[str]:
 
 
 def _refusal(request: web.Request, keys: Keys) -> Failure | None:
-    """The answer to a request without the key that its route needs; None where the request may pass."""
+    """The answer to a request without the key that its route needs; None where the request may
+    pass.
+    """
     access = _access(request)
     if access is Access.OPEN or (access is not Access.CONTROL and not any(keys)):
         return None
     if access is Access.CLIENT:
         if not keys.api or _has_one_of(request, *keys):
             return None
-        return Failure(401, "unauthorized", "the API key is missing or wrong; send `Authorization: Bearer KEY`")
+        return Failure(
+            401, "unauthorized", "the API key is missing or wrong; send `Authorization: Bearer KEY`"
+        )
     if not keys.admin:
-        text = "this is a route for operators, and this server has no key for them; start it with --admin-api-key"
+        text = (
+            "this is a route for operators, and this server has no key for them; start it with "
+            "--admin-api-key"
+        )
         return Failure(403, "forbidden", text)
     if _has_one_of(request, keys.admin):
         return None
-    text = "the operator's key (--admin-api-key) is missing or wrong; send `Authorization: Bearer KEY`"
+    text = (
+        "the operator's key (--admin-api-key) is missing or wrong; send `Authorization: Bearer KEY`"
+    )
     return Failure(401, "unauthorized", text)
 
 
 def _access(request: web.Request) -> Access:
-    """The class of a request's route. A path without one needs a client's key, as most routes do."""
+    """The class of a request's route.
+
+    A path without one needs a client's key, as most routes do.
+    """
     resource = request.match_info.route.resource
     method = "GET" if request.method == "HEAD" else request.method
-    return Access.CLIENT if resource is None else _ACCESS_OF.get(f"{method} {resource.canonical}", Access.CLIENT)
+    return (
+        Access.CLIENT
+        if resource is None
+        else _ACCESS_OF.get(f"{method} {resource.canonical}", Access.CLIENT)
+    )
 
 
 def _has_one_of(request: web.Request, *keys: str) -> bool:
-    """True for a request with one of these keys. A comparison takes as long for a wrong key as for the right one."""
+    """True for a request with one of these keys.
+
+    A comparison takes as long for a wrong key as for the right one.
+    """
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     token = _bytes_of(given) if scheme.lower() == "bearer" else b""
     matches = [hmac.compare_digest(token, _bytes_of(key)) for key in keys if key]
@@ -133,5 +175,6 @@ def _has_one_of(request: web.Request, *keys: str) -> bool:
 
 def _bytes_of(key: str) -> bytes:
     """A key as bytes, for any text: two different keys never have the same ones."""
-    # A command line and a header turn bytes that are no UTF-8 into surrogates, which a plain `encode` refuses.
+    # A command line and a header turn bytes that are no UTF-8 into surrogates, which a plain
+    # `encode` refuses.
     return key.encode("utf-8", "surrogatepass")

@@ -31,8 +31,10 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """The sum of the deltas of one choice. Tokens are counted and not kept: what an answer says of each, its call
-    encodes as it comes, in a tenth of the memory that the log-probabilities of a token take as objects."""
+    """The sum of the deltas of one choice.
+
+    Tokens are counted and not kept: what an answer says of each, its call encodes as it comes, in a
+    tenth of the memory that the log-probabilities of a token take as objects."""
 
     def __init__(self) -> None:
         self.generated = 0  # tokens
@@ -52,7 +54,11 @@ class Completion:
         self.generated += len(delta.tokens)
         self.cached_tokens += delta.cached_tokens
         if delta.finish is not None:
-            self.finish, self.matched, self.hidden_states = delta.finish, delta.matched, delta.hidden_states
+            self.finish, self.matched, self.hidden_states = (
+                delta.finish,
+                delta.matched,
+                delta.hidden_states,
+            )
 
 
 async def detokenize(
@@ -64,8 +70,8 @@ async def detokenize(
 ) -> AsyncGenerator[Delta, None]:
     """The deltas of one choice; closes the engine's iterator as soon as a stop string is complete.
 
-    A token that ends the completion by its id carries no text, unless the text is to include its end. The prompt's
-    log-probabilities go to `scored` before the first delta.
+    A token that ends the completion by its id carries no text, unless the text is to include its
+    end. The prompt's log-probabilities go to `scored` before the first delta.
     """
     async with aclosing(tokens) as source:
         try:
@@ -74,21 +80,34 @@ async def detokenize(
                 if token.prompt_logprobs is not None:
                     await scored(token.prompt_logprobs)
                     token = msgspec.structs.replace(token, prompt_logprobs=None)
-                if (hidden := token.hidden_states) is not None:  # those of a long answer are too many to keep
+                # Those of a long answer are too many to keep.
+                if (hidden := token.hidden_states) is not None:
                     token = msgspec.structs.replace(token, hidden_states=None)
                 if prompt_only:
-                    yield Delta("", (), "length", hidden_states=hidden, cached_tokens=token.cached_tokens)
+                    yield Delta(
+                        "", (), "length", hidden_states=hidden, cached_tokens=token.cached_tokens
+                    )
                     continue
                 silent = token.finish_reason == "stop" and not detokenizer.include_stop
                 text = "" if silent else detokenizer.feed(token.token_id)
                 if token.finish_reason is not None:
                     text += detokenizer.finish()
                 if detokenizer.stopped is not None:
-                    yield Delta(text, (token,), "stop", detokenizer.stopped, hidden, token.cached_tokens)
+                    yield Delta(
+                        text, (token,), "stop", detokenizer.stopped, hidden, token.cached_tokens
+                    )
                     return
                 last = None if token.finish_reason is None else hidden
-                yield Delta(text, (token,), token.finish_reason, token.matched_stop, last, token.cached_tokens)
+                yield Delta(
+                    text,
+                    (token,),
+                    token.finish_reason,
+                    token.matched_stop,
+                    last,
+                    token.cached_tokens,
+                )
         except AbortedError as error:
             if error.code is not Code.ABORTED:
                 raise
-            yield Delta("", (), ABORT)  # prefill has met /abort_request, maybe before this leg was known here
+            # prefill has met /abort_request, maybe before this leg was known here.
+            yield Delta("", (), ABORT)

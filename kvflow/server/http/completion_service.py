@@ -1,4 +1,5 @@
-"""What the HTTP layer needs from a prefill or a decode: tokens for a request, refusals and a report.
+"""What the HTTP layer needs from a prefill or a decode: tokens for a request, refusals and a
+report.
 
 `launch/roles.py` makes the real ones.
 """
@@ -14,7 +15,12 @@ from numpy.typing import NDArray
 
 from kvflow.cache.prefix import CacheStats
 from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import EngineOptimism, EngineRetractions, SamplingParams, TokenOut
+from kvflow.engine.scheduler.params import (
+    EngineOptimism,
+    EngineRetractions,
+    SamplingParams,
+    TokenOut,
+)
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause
@@ -24,7 +30,9 @@ from kvflow.telemetry.counters import TransferMeasures
 from kvflow.telemetry.histogram import Histogram
 
 PromptIds = NDArray[np.uint32]
-"""A prompt from the moment it is read or encoded: every check and its digest take microseconds, not milliseconds."""
+"""A prompt from the moment it is read or encoded: every check and its digest take microseconds, not
+milliseconds.
+"""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +53,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     room: int
     prefill: str  # "host:port" of the bootstrap registry; a prefill ignores it
-    prefill_dp_rank: int | None = None  # the group of its ranks that serves the room; `room % dp_size` where None
+    # The group of its ranks that serves the room; `room % dp_size` where None.
+    prefill_dp_rank: int | None = None
     prompt: PromptIds
     params: SamplingParams
     namespace: Namespace = ANY  # of the prefix cache
@@ -53,7 +62,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The live part of one rank of a worker over several; what another one has last told, if it is `up`."""
+    """The live part of one rank of a worker over several; what another one has last told, if it is
+    `up`.
+    """
 
     rank: int
     up: bool
@@ -72,7 +83,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The live part of /server_info and the source of every gauge; cheap enough to be taken every second."""
+    """The live part of /server_info and the source of every gauge; cheap enough to be taken every
+    second.
+    """
 
     incarnation: int
     control_endpoint: str
@@ -96,7 +109,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     peers_declared_dead: int = 0
     rooms_by_state: dict[str, int] = {}
     rooms_ended: dict[str, int] = {}
-    rooms_failed: dict[tuple[str, str], int] = {}  # by where ("bootstrap", "transfer", "engine") and the cause's code
+    # By where ("bootstrap", "transfer", "engine") and the cause's code.
+    rooms_failed: dict[tuple[str, str], int] = {}
     requests_refused: dict[str, int] = {}  # before they had a room, by the cause's code
     transfers: TransferMeasures | None = None  # these two go on being filled
     queue_seconds: Histogram | None = None
@@ -111,7 +125,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows_by_kind: dict[str, int] = {}
     optimism: EngineOptimism | None = None  # of a prefill
     cache: CacheStats | None = None  # of prefixes, where they are cached
-    kv_events: dict[str, Any] | None = None  # where events of that cache are published, and how many
+    # Where events of that cache are published, and how many.
+    kv_events: dict[str, Any] | None = None
     retraction: EngineRetractions | None = None  # of a decode, as is what follows
     decode_steps: int | None = None
     pp_size: int = 1
@@ -137,22 +152,26 @@ class CompletionService(Protocol):
         """What one request may ask for when it has the pool to itself."""
 
     def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
-        """The tokens of `request`: prefill yields the first one once its KV has landed at decode, decode yields all.
+        """The tokens of `request`: prefill yields the first one once its KV has landed at decode,
+        decode yields all.
 
         Closing the iterator aborts the room. Raises: KvflowError.
         """
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
-        """End a room whose request never reached `tokens`, so that the other leg gets the cause. `prefill` is where its
-        registry is, empty when unknown, `dp_rank` the group there; prefill itself does not look at them. Never
-        raises."""
+        """End a room whose request never reached `tokens`, so that the other leg gets the cause.
+
+        `prefill` is where its registry is, empty when unknown, `dp_rank` the group there; prefill
+        itself does not look at them. Never raises."""
 
     def abort(self, request: GenerationRequest) -> None:
-        """The tokens of `request` are about to be closed: where that would look like a failure to the other leg, it
-        gets `Code.ABORTED`."""
+        """The tokens of `request` are about to be closed: where that would look like a failure to
+        the other leg, it gets `Code.ABORTED`."""
 
     def end_requests(self) -> None:
-        """Accept none from here on, and end every one that runs or waits with `Code.SHUTDOWN`, at both legs."""
+        """Accept none from here on, and end every one that runs or waits with `Code.SHUTDOWN`, at
+        both legs.
+        """
 
     def report(self) -> Report: ...
 
@@ -160,7 +179,9 @@ class CompletionService(Protocol):
         """Open and recently ended rooms, one entry each."""
 
     def story(self, room: int) -> dict[str, Any] | None:
-        """What happened in a room: events with times, bytes landed of bytes to move; None for an unknown room."""
+        """What happened in a room: events with times, bytes landed of bytes to move; None for an
+        unknown room.
+        """
 
     def peers(self) -> Sequence[dict[str, Any]]:
         """The nodes of the other role that this one knows, one entry each."""

@@ -23,7 +23,9 @@ def cross_origin(origins: Collection[str]) -> Middleware:
             return await handler(request)
         headers = {
             "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
-            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", ""),
+            "Access-Control-Allow-Headers": request.headers.get(
+                "Access-Control-Request-Headers", ""
+            ),
             "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
         }
         return web.Response(status=204, headers=headers)
@@ -46,7 +48,9 @@ class AllowOrigin:
 
 
 def _allowed(request: web.Request, origins: Collection[str]) -> str:
-    """The value of Access-Control-Allow-Origin; empty for a request that is of no origin, or of another one."""
+    """The value of Access-Control-Allow-Origin; empty for a request that is of no origin, or of
+    another one.
+    """
     origin = request.headers.get("Origin", "")
     if not origin:
         return ""

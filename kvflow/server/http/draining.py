@@ -9,12 +9,16 @@ from contextlib import contextmanager
 from kvflow.protocols.errors import AbortedError, Code
 
 ROLE_HEADER = "X-Kvflow-Role"
-"""Of a router's leg: the role that it takes this worker for. A worker that has switched its role since refuses it."""
+"""Of a router's leg: the role that it takes this worker for.
+
+A worker that has switched its role since refuses it.
+"""
 _SHUTTING_DOWN = "this server is shutting down"
 
 
 class Drainable:
-    """What can be drained, a completion pipeline or a router: its running requests, and whether it accepts more.
+    """What can be drained, a completion pipeline or a router: its running requests, and whether it
+    accepts more.
 
     A drain ends with the process (`stop`), or is over after a while (`pause`, `resume`).
     """
@@ -49,7 +53,9 @@ class Drainable:
         self.draining_reason = _SHUTTING_DOWN
 
     def end_requests(self) -> None:
-        """End the running requests, each with an error that says why: they had their time to finish."""
+        """End the running requests, each with an error that says why: they had their time to
+        finish.
+        """
         raise NotImplementedError
 
     @contextmanager

@@ -1,4 +1,6 @@
-"""The two completion services: an engine and a node behind the interface that the HTTP layer calls."""
+"""The two completion services: an engine and a node behind the interface
+that the HTTP layer calls.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,9 @@ class EngineService(Generic[N, E]):
             rows_total=rows.num_pages if rows else 0,
             rows_by_kind=owned_by_kind(rows) if rows else {},
             cache=None if cache is None else cache.stats(),
-            kv_events=None if cache is None or cache.publisher is None else cache.publisher.describe(),
+            kv_events=None
+            if cache is None or cache.publisher is None
+            else cache.publisher.describe(),
             optimism=self._optimism(),
             retraction=self._retraction(),
             decode_steps=self._decode_steps(),
@@ -169,7 +173,9 @@ class EngineService(Generic[N, E]):
         return self._node.peers()
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """A prefill is told of one, too: it may have become one, over pages that it lent as a decode."""
+        """A prefill is told of one, too: it may have become one, over pages that it lent as a
+        decode.
+        """
         self._node.declare_dead(incarnation, why)
 
     def abort(self, request: GenerationRequest) -> None:
@@ -183,9 +189,12 @@ class EngineService(Generic[N, E]):
 class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
     """Prefill: a request is one prompt computed, its KV moved to decode, and the first token."""
 
-    def __init__(self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float) -> None:
+    def __init__(
+        self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float
+    ) -> None:
         super().__init__(card, node, engine, timeout_s)
-        self._open_rooms: dict[int, PrefillRoom] = {}  # by `id` of the request: a room may follow one of its number
+        # By `id` of the request: a room may follow one of its number.
+        self._open_rooms: dict[int, PrefillRoom] = {}
 
     @property
     def rank(self) -> RankInfo:
@@ -197,14 +206,18 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         try:
-            room = self._node.room(request.room, request.checked or request.prompt, deadline_s=self._timeout_s)
+            room = self._node.room(
+                request.room, request.checked or request.prompt, deadline_s=self._timeout_s
+            )
         except KvflowError as error:
             self._node.counts.room_refused(error.cause())
             raise
         self._recent_rooms.add(room)
         self._open_rooms[id(request)] = room
         try:
-            first = await self._engine.prefill(room, request.prompt, request.params, namespace=request.namespace)
+            first = await self._engine.prefill(
+                room, request.prompt, request.params, namespace=request.namespace
+            )
         finally:
             del self._open_rooms[id(request)]
         if first.finish_reason is None:
@@ -230,14 +243,21 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
         if not request.prefill:
-            error = RequestError("bootstrap_host is missing: decode cannot find its prefill without it")
+            error = RequestError(
+                "bootstrap_host is missing: decode cannot find its prefill without it"
+            )
             self._node.counts.room_refused(error.cause())
             raise error
-        # Announced before it waits for pages: prefill's leg waits for as long as this decode lives, or is told why not.
+        # Announced before it waits for pages: prefill's leg waits for as long as this decode lives,
+        # or is told why not.
         prompt = request.checked or request.prompt
         try:
             room = self._node.announce(
-                request.room, request.prefill, prompt, deadline_s=self._timeout_s, dp_rank=request.prefill_dp_rank
+                request.room,
+                request.prefill,
+                prompt,
+                deadline_s=self._timeout_s,
+                dp_rank=request.prefill_dp_rank,
             )
         except DpRankError as error:
             self._node.counts.room_refused(error.cause())
@@ -276,8 +296,13 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         return refused
 
     async def _admit(self, request: GenerationRequest, room: DecodeRoom) -> Admission:
-        """Wait for a place in the batch and a promise of pages, until the room ends. Raises: KvflowError."""
-        waiting = asyncio.ensure_future(self._engine.admit(request.prompt, request.params, request.namespace))
+        """Wait for a place in the batch and a promise of pages, until the room ends.
+
+        Raises: KvflowError.
+        """
+        waiting = asyncio.ensure_future(
+            self._engine.admit(request.prompt, request.params, request.namespace)
+        )
 
         def stop_waiting() -> None:
             waiting.cancel()
@@ -287,7 +312,8 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             return await waiting
         except asyncio.CancelledError:
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                waiting.result().release()  # it came in the turn of the loop in which this was cancelled
+                # It came in the turn of the loop in which this was cancelled.
+                waiting.result().release()
             if room.ended:
                 await room.opened()  # raises what ended it
             raise

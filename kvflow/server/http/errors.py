@@ -2,9 +2,9 @@
 
     {"error": {"type": ..., "code": ..., "param": ..., "message": ...}}
 
-Statuses follow what routers (sglang_router among them) do with them: 408, 429, 500, 502, 503 and 504 are retried with a
-new room, 400 and 404 never, and only 5xx count against a worker's circuit breaker. So an error in the request is 4xx,
-and an error that may not happen again is 5xx.
+Statuses follow what routers (sglang_router among them) do with them: 408, 429, 500, 502, 503 and
+504 are retried with a new room, 400 and 404 never, and only 5xx count against a worker's circuit
+breaker. So an error in the request is 4xx, and an error that may not happen again is 5xx.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from kvflow.protocols.errors import MAX_CAUSE_TEXT, CapacityError, Code, KvflowE
 
 RETRY_AFTER_S = 1
 MAX_SUMMARY = 300  # characters of a message in a log line
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, by which clients know that a prompt must be cut
+# OpenAI's code, by which clients know that a prompt must be cut.
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 STATUS_OF_CODE: dict[Code, int] = {
-    Code.CLIENT_GONE: 499,  # the other leg's client left: this answer has no reader, and circuit breakers ignore 4xx
+    # The other leg's client left: this answer has no reader, and circuit breakers ignore 4xx.
+    Code.CLIENT_GONE: 499,
     Code.ABORTED: 499,  # in log lines and metrics: both legs answer with what there is
     Code.DEADLINE: 504,
     Code.RENDEZVOUS: 504,
@@ -56,7 +58,9 @@ _TYPE_OF_STATUS = {
 
 
 class RequestError(MisuseError):
-    """A request that can never be served as it is; the text says what to change, `param` names the field."""
+    """A request that can never be served as it is; the text says what to change, `param` names the
+    field.
+    """
 
     status = 400
     reason = str(Code.BAD_REQUEST)
@@ -77,7 +81,9 @@ class UnknownModelError(RequestError):
 
 
 class ConflictError(RequestError):
-    """A request of an operator that does not go with the state of this server; the text says with what."""
+    """A request of an operator that does not go with the state of this server; the text says with
+    what.
+    """
 
     status = 409
 
@@ -122,8 +128,9 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, status: int, body: bytes) -> Self:
-        """An error body of another server, its message cut to 2048 characters; a body of any other form is not
-        repeated. Without a `status` (0), as in an event of a stream, that of the code is taken."""
+        """An error body of another server, its message cut to 2048 characters; a body of any other
+        form is not repeated. Without a `status` (0), as in an event of a stream, that of the code
+        is taken."""
         try:
             told = msgspec.json.decode(body, type=_ErrorBody).error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -137,24 +144,36 @@ class Failure(msgspec.Struct, frozen=True):
     @property
     def body(self) -> dict[str, Any]:
         kind = _TYPE_OF_STATUS.get(self.status, "api_error")
-        return {"error": {"type": kind, "code": self.code, "param": self.param, "message": self.message}}
+        return {
+            "error": {"type": kind, "code": self.code, "param": self.param, "message": self.message}
+        }
 
     @property
     def summary(self) -> str:
         """Code and message, as log lines show them."""
-        text = self.message if self.message.startswith(self.code) else f"{self.code}: {self.message}"
+        text = (
+            self.message if self.message.startswith(self.code) else f"{self.code}: {self.message}"
+        )
         return text[:MAX_SUMMARY]
 
     def response(self) -> web.Response:
         """The error as a complete answer."""
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         body = msgspec.json.encode(self.body)
-        return web.Response(body=body, status=self.status, content_type="application/json", headers=headers)
+        return web.Response(
+            body=body, status=self.status, content_type="application/json", headers=headers
+        )
 
 
 def bounded_code(code: str) -> str:
-    """A code for a metric's label: one of ours, or an HTTP status, which others use; anything else is "other"."""
-    return code if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit()) else "other"
+    """A code for a metric's label: one of ours, or an HTTP status, which others use; anything else
+    is "other".
+    """
+    return (
+        code
+        if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit())
+        else "other"
+    )
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -162,9 +181,15 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, RequestError):
         return Failure(error.status, error.reason, str(error)[:MAX_CAUSE_TEXT], error.param)
     if isinstance(error, KvflowError):
-        return Failure(STATUS_OF_CODE.get(error.code, 500), str(error.code), str(error)[:MAX_CAUSE_TEXT])
+        return Failure(
+            STATUS_OF_CODE.get(error.code, 500), str(error.code), str(error)[:MAX_CAUSE_TEXT]
+        )
     if isinstance(error, web.HTTPException):
         return Failure(error.status, f"http_{error.status}", error.text or error.reason)
     if isinstance(error, TimeoutError):
-        return Failure(504, str(Code.DEADLINE), "the request took longer than this server allows (--request-timeout-s)")
+        return Failure(
+            504,
+            str(Code.DEADLINE),
+            "the request took longer than this server allows (--request-timeout-s)",
+        )
     return Failure(500, str(Code.ENGINE_ERROR), f"internal error: {type(error).__name__}")

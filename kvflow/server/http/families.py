@@ -31,7 +31,8 @@ def histograms(
 ) -> HistogramMetricFamily:
     """A family of histograms by their label values.
 
-    `bounds`: some of the histograms' own, in the family's unit, of which `unit` is the size; all of them by default.
+    `bounds`: some of the histograms' own, in the family's unit, of which `unit` is the size; all of
+    them by default.
     """
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, histogram in found.items():
@@ -39,6 +40,9 @@ def histograms(
         if bounds is not None:
             known = dict(counts)
             counts = [(bound, known[bound * unit]) for bound in bounds] + [counts[-1]]
-        buckets = [("+Inf" if bound == float("inf") else str(float(bound)), count) for bound, count in counts]
+        buckets = [
+            ("+Inf" if bound == float("inf") else str(float(bound)), count)
+            for bound, count in counts
+        ]
         family.add_metric(list(values), buckets=buckets, sum_value=histogram.sum / unit)
     return family

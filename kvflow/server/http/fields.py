@@ -1,7 +1,8 @@
 """Every request field that OpenAI, SGLang or vLLM know, and what this server does with it.
 
-This table is what refuses a body: a field that would change the answer, is not implemented and is not at its default is
-a 400 that names it, since the answer without it would be wrong. FIELDS.md beside this file is printed from it:
+This table is what refuses a body: a field that would change the answer, is not implemented and is
+not at its default is a 400 that names it, since the answer without it would be wrong. FIELDS.md
+beside this file is printed from it:
 
     python -m kvflow.server.http.fields kvflow/server/http/FIELDS.md
 
@@ -45,7 +46,10 @@ class Field(NamedTuple):
 
     def changes_nothing(self, value: Any) -> bool:
         """Whether a refused field may have this value; False and 0 are two values."""
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.accepts)
+        return any(
+            value == one and isinstance(value, bool) == isinstance(one, bool)
+            for one in self.accepts
+        )
 
 
 _WORKS = (
@@ -56,7 +60,12 @@ _WORKS = (
     Field("tokens", "d", "SV", "token ids, or a list of such lists"),
     Field("text", "g", "S", "a text or a list of texts"),
     Field("input_ids", "g", "S", "token ids, or a list of such lists"),
-    Field("sampling_params", "g", "S", "an object; with several prompts also a list, whose `n` are the same"),
+    Field(
+        "sampling_params",
+        "g",
+        "S",
+        "an object; with several prompts also a list, whose `n` are the same",
+    ),
     Field("max_tokens", "ct", "OSV", "0, for completions alone, is the prompt alone"),
     Field("max_completion_tokens", "c", "OSV", "wins over `max_tokens`"),
     Field("max_new_tokens", "s", "S", "0 is the prompt alone"),
@@ -66,7 +75,12 @@ _WORKS = (
     Field("top_k", "cts", "SV", "0 and -1 are off"),
     Field("cache_salt", "ctg", "SV", "only prompts with the same one share cached pages"),
     Field("extra_key", "ctg", "S", "as `cache_salt`, beside it"),
-    Field("seed", "cts", "OSVK", "choice i draws with seed + i; in sampling_params another name of `sampling_seed`"),
+    Field(
+        "seed",
+        "cts",
+        "OSVK",
+        "choice i draws with seed + i; in sampling_params another name of `sampling_seed`",
+    ),
     Field("sampling_seed", "s", "S"),
     Field("stop", "cts", "OSV", "at most 64 strings, 2048 characters in all"),
     Field("stop_token_ids", "cts", "SV"),
@@ -76,7 +90,12 @@ _WORKS = (
     Field("ignore_eos", "cts", "SV"),
     Field("frequency_penalty", "cts", "OSV", "-2 to 2, counted over generated tokens"),
     Field("presence_penalty", "cts", "OSV", "-2 to 2, over generated tokens"),
-    Field("repetition_penalty", "cts", "SV", "a factor, for tokens of the prompt too, as in transformers"),
+    Field(
+        "repetition_penalty",
+        "cts",
+        "SV",
+        "a factor, for tokens of the prompt too, as in transformers",
+    ),
     Field("min_p", "cts", "SV", "after `top_k` and `top_p`"),
     Field("min_tokens", "ct", "SV", "before it no token and no stop string ends the answer"),
     Field("min_new_tokens", "s", "S", "`min_tokens` of the other routes"),
@@ -86,13 +105,19 @@ _WORKS = (
     Field("logprobs", "c", "OSV"),
     Field("logprobs", "t", "OSV", "at most 20"),
     Field("top_logprobs", "c", "OSV", "at most 20"),
-    Field("return_logprob", "g", "S", "of generated tokens, and of the prompt from `logprob_start_len` on"),
+    Field(
+        "return_logprob",
+        "g",
+        "S",
+        "of generated tokens, and of the prompt from `logprob_start_len` on",
+    ),
     Field("top_logprobs_num", "g", "S", "at most 20"),
     Field(
         "logprob_start_len",
         "g",
         "S",
-        "-1: none of the prompt; a token is 4 bytes, and 8 per top one: at most 983,040, of all completions 16 MiB",
+        "-1: none of the prompt; a token is 4 bytes, and 8 per top one: at most 983,040, of all "
+        "completions 16 MiB",
     ),
     Field("token_ids_logprob", "g", "S", "at most 128"),
     Field("stream", "ctg", "OSV", "/generate repeats the text so far, as SGLang does"),
@@ -105,21 +130,28 @@ _WORKS = (
     Field("add_generation_prompt", "k", "SV"),
     Field("return_token_strs", "k", "V"),
     Field("rid", "ctg", "S", "the id of the answer, at most 512 characters"),
-    Field("request_id", "ct", "V", "the id of the answer, behind `chatcmpl-` or `cmpl-`, at most 512 characters"),
+    Field(
+        "request_id",
+        "ct",
+        "V",
+        "the id of the answer, behind `chatcmpl-` or `cmpl-`, at most 512 characters",
+    ),
     Field("return_text_in_logprobs", "g", "S"),
     Field(
         "return_hidden_states",
         "g",
         "S",
-        '`"last"` alone: the last hidden states at the last token, in the last event of a stream; true is a 400; '
+        '`"last"` alone: the last hidden states at the last token, in the last event of a stream; '
+        "true is a 400; "
         "sglang_router 0.3.2 refuses `last` itself",
     ),
     Field(
         "priority",
         "ctg",
         "SV",
-        "0 unless given; of requests that wait the largest starts first, as in SGLang; the smallest, as in vLLM, with "
-        "`--schedule-low-priority-values-first`; always on, no flag enables it",
+        "0 unless given; of requests that wait the largest starts first, as in SGLang; the "
+        "smallest, as in vLLM, with `--schedule-low-priority-values-first`; always on, no flag "
+        "enables it",
     ),
     Field("bootstrap_host", "ctg", "S", "set by the router"),
     Field("bootstrap_port", "ctg", "S", "set by the router"),
@@ -130,8 +162,8 @@ _WORKS = (
         "disagg_prefill_dp_rank",
         "ctg",
         "S",
-        "at decode the group of prefill's ranks that serves the room, `bootstrap_room % dp_size` unless given; at "
-        "prefill its own, 0",
+        "at decode the group of prefill's ranks that serves the room, `bootstrap_room % dp_size` "
+        "unless given; at prefill its own, 0",
     ),
 )
 
@@ -165,7 +197,9 @@ _REFUSED = (
     Field("thinking_token_budget", "ct", "V", accepts=(None, -1), example=4),
     Field("max_thinking_tokens", "g", "S", accepts=(None,), example=4),
     Field("stop_regex", "cts", "S", example="a+"),
-    Field("custom_logit_processor", "ctg", "S", "code does not come with a request", example="code"),
+    Field(
+        "custom_logit_processor", "ctg", "S", "code does not come with a request", example="code"
+    ),
     Field("logits_processors", "ct", "V", "code does not come with a request", example=["code"]),
     Field("custom_params", "cts", "S", example={"a": 1}),
     Field("vllm_xargs", "ct", "V", example={"a": 1}),
@@ -176,7 +210,14 @@ _REFUSED = (
     Field("functions", "c", "O", _NO_TOOLS, example=[{"name": "a"}]),
     Field("function_call", "c", "O", _NO_TOOLS, (None, "", "auto", "none"), {"name": "a"}),
     Field("web_search_options", "c", "O", _NO_TOOLS, (None,), {}),
-    Field("response_format", "ct", "OSV", _NO_GRAMMAR, (None, {}, {"type": "text"}), {"type": "json_object"}),
+    Field(
+        "response_format",
+        "ct",
+        "OSV",
+        _NO_GRAMMAR,
+        (None, {}, {"type": "text"}),
+        {"type": "json_object"},
+    ),
     Field("structured_outputs", "ct", "V", _NO_GRAMMAR, example={"choice": ["a"]}),
     Field("json_schema", "cts", "S", _NO_GRAMMAR, example="{}"),
     Field("regex", "cts", "S", _NO_GRAMMAR, example="a+"),
@@ -200,7 +241,13 @@ _REFUSED = (
     Field("session_params", "ctg", "S", "no sessions that continue", example={"id": "a"}),
     Field("moderation", "c", "O", example={"model": "a"}),
     Field("background", "g", "S"),
-    Field("kv_transfer_params", "ct", "V", "rooms are named by `bootstrap_*`", example={"do_remote_decode": True}),
+    Field(
+        "kv_transfer_params",
+        "ct",
+        "V",
+        "rooms are named by `bootstrap_*`",
+        example={"do_remote_decode": True},
+    ),
     Field("ec_transfer_params", "ct", "V", example={"a": 1}),
     Field("return_hidden_states", "ct", "S"),
     Field("return_routed_experts", "ctg", "S"),
@@ -238,14 +285,18 @@ _HARMLESS = (
     Field("prediction", "c", "O", "only saves time", example={"type": "content", "content": "a"}),
     Field("prompt_cache_key", "c", "O", "prompts are cached by their tokens", example="a"),
     Field("prompt_cache_options", "c", "O", "`--prefix-cache` says what is cached", example={}),
-    Field("prompt_cache_retention", "c", "O", "`--prefix-cache` says what is cached", example="24h"),
+    Field(
+        "prompt_cache_retention", "c", "O", "`--prefix-cache` says what is cached", example="24h"
+    ),
     Field("kv_hints", "g", "S", "`--prefix-cache` says what is cached", example={}),
     Field("include_obfuscation", "o", "O", "nothing is added to events"),
     Field("stream_interval", "cts", "SV", "every token is an event", example=2),
     Field("spaces_between_special_tokens", "cts", "SV", "fast tokenizers add none", example=False),
     Field("length_penalty", "ct", "V", _FOR_BEAMS, example=2.0),
     Field("early_stopping", "ct", "V", _FOR_BEAMS),
-    Field("guided_decoding_backend", "ct", "V", "only guided decoding reads it", example="xgrammar"),
+    Field(
+        "guided_decoding_backend", "ct", "V", "only guided decoding reads it", example="xgrammar"
+    ),
     Field("truncation_side", "ct", "V", "only `truncate_prompt_tokens` reads it", example="left"),
     Field("separate_reasoning", "c", "S", _FOR_REASONING),
     Field("stream_reasoning", "c", "S", _FOR_REASONING),
@@ -302,11 +353,23 @@ def refused_in(body: str) -> dict[str, Field]:
 _HEAD = (
     "# Request fields",
     "",
-    "What this server does with every field of OpenAI's chat completions and completions, of SGLang's /generate and",
-    "of the extensions of SGLang and vLLM. Printed by `python -m kvflow.server.http.fields`; do not edit.",
+    (
+        "What this server does with every field of OpenAI's chat completions and completions, of "
+        "SGLang's /generate and"
+    ),
+    (
+        "of the extensions of SGLang and vLLM. Printed by `python -m kvflow.server.http.fields`; "
+        "do not edit."
+    ),
     "",
-    "A refused field is a 400 that names it, unless its value is one that changes nothing (its default). A harmless",
-    "field is accepted and changes nothing, whatever its value. Fields that are not listed are ignored.",
+    (
+        "A refused field is a 400 that names it, unless its value is one that changes nothing (its "
+        "default). A harmless"
+    ),
+    (
+        "field is accepted and changes nothing, whatever its value. Fields that are not listed are "
+        "ignored."
+    ),
 )
 
 
@@ -314,7 +377,13 @@ def render() -> str:
     """FIELDS.md."""
     lines = [*_HEAD]
     for standing, fields in TABLE.items():
-        lines += ["", f"## {standing.capitalize()}", "", "| field | of | in | note |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {standing.capitalize()}",
+            "",
+            "| field | of | in | note |",
+            "|---|---|---|---|",
+        ]
         lines += [_row(field) for field in fields]
     return "\n".join([*lines, ""])
 

@@ -1,4 +1,6 @@
-"""POST /generate, SGLang's own route: text or token ids in, text and token ids out, streamed cumulatively."""
+"""POST /generate, SGLang's own route: text or token ids in, text and token ids out, streamed
+cumulatively.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class _Grown:
             if params.logprob_token_ids:
                 self.asked_logprobs.add(self._all_named(token.asked_logprobs))
 
-    async def add_prompt(self, scores: PromptLogprobs, prompt: PromptIds, asked_ids: tuple[int, ...] = ()) -> None:
+    async def add_prompt(
+        self, scores: PromptLogprobs, prompt: PromptIds, asked_ids: tuple[int, ...] = ()
+    ) -> None:
         """Add the prompt, a bit at a time: it may be long."""
         async for token in in_turns(scores.tokens(prompt, asked_ids)):
             self.input_logprobs.add(self._named(token.token_id, token.logprob))
@@ -99,14 +103,18 @@ class GenerateCall:
         check_count(len(prompts), choices)
         self._is_list = several or choices > 1
         params = await params_of_generate(body, prompts, pipeline.request_limits)
-        self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
+        self._requests = generation_requests(
+            body, prompts, params, choices, pipeline.request_limits
+        )
         token_text = pipeline.tokenizer.token_text if body.return_text_in_logprobs else _no_text
         self._grown = [_Grown(token_text) for _ in self._requests]
         return self._requests
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
         request = self._requests[index]
-        await self._grown[index].add_prompt(scores, request.prompt, request.params.logprob_token_ids)
+        await self._grown[index].add_prompt(
+            scores, request.prompt, request.params.logprob_token_ids
+        )
 
     def add(self, index: int, delta: Delta) -> None:
         self._grown[index].add(delta, self._requests[index].params)
@@ -120,7 +128,10 @@ class GenerateCall:
         return []
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """One, whatever has come: it is cumulative. SGLang too leaves out what a slow client has not been sent yet."""
+        """One, whatever has come: it is cumulative.
+
+        SGLang too leaves out what a slow client has not been sent yet.
+        """
         event = self._one(index, completion)
         return [{**event, "index": index} if self._is_list else event]
 

@@ -1,4 +1,6 @@
-"""From a request body to generation requests: prompts times choices, each with its room, checked against the limits."""
+"""From a request body to generation requests: prompts times choices, each with its room, checked
+against the limits.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 MAX_SALT = 512  # characters
 MAX_ANSWER_ID = 512  # characters: every event of a stream repeats it
-MAX_SCORES_BYTES = 1 << 24  # of the log-probabilities of all prompts of a body, packed: a fifth of their JSON
-LONG_PROMPT = 1 << 15  # tokens from here on are hashed in a thread: it costs less than 100 us on the event loop below
+# Of the log-probabilities of all prompts of a body, packed: a fifth of their JSON.
+MAX_SCORES_BYTES = 1 << 24
+# Tokens from here on are hashed in a thread: it costs less than 100 us on the event loop below.
+LONG_PROMPT = 1 << 15
 T = TypeVar("T")
 # What a model's generation_config.json may recommend, at the values that change nothing.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -47,7 +51,8 @@ _NOT_ASKED: HiddenStates = False
 _DP_RANKS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
 _NO_DP_RANK = -1  # of a body whose own is none: a refusal is told to every group
 _ROOM_MASK = (1 << 63) - 1
-_ROOM_STEP = 0x9E3779B97F4A7C15  # golden-ratio step: rooms derived from one id do not collide with those of another
+# golden-ratio step: rooms derived from one id do not collide with those of another.
+_ROOM_STEP = 0x9E3779B97F4A7C15
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
@@ -65,11 +70,12 @@ class RequestLimits(msgspec.Struct, frozen=True):
 
     def priority(self, given: int | None) -> int:
         """A body's priority as the engine's, of which the larger one starts first."""
-        return ~(given or 0) if self.low_priority_first else given or 0  # ~: -n has no place for the smallest one
+        # ~: -n has no place for the smallest one.
+        return ~(given or 0) if self.low_priority_first else given or 0
 
     def check(self, body: Rendezvous, prompt: PromptIds, params: SamplingParams) -> None:
-        """Raises: RequestError (400): what can never fit is the client's to change, also where the engine calls it a
-        lack of capacity (503)."""
+        """Raises: RequestError (400): what can never fit is the client's to change, also where the
+        engine calls it a lack of capacity (503)."""
         with _refused(_prompt_field(body)):
             self.engine.check_prompt(prompt)
         with _refused(None):
@@ -103,7 +109,10 @@ def _limit_field(body: Rendezvous) -> str:
 
 def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
     """How many completions each prompt of a /generate body gets. Raises: RequestError."""
-    given = {_of_prompt("sampling_params", body.sampling_params, i, prompts, _NO_SAMPLING).n for i in range(prompts)}
+    given = {
+        _of_prompt("sampling_params", body.sampling_params, i, prompts, _NO_SAMPLING).n
+        for i in range(prompts)
+    }
     if len(given) > 1:
         raise RequestError("sampling_params: n differs between the prompts; send them one by one")
     return (given.pop() if given else None) or 1
@@ -114,11 +123,18 @@ async def params_of_generate(
 ) -> list[SamplingParams]:
     """The sampling of each prompt of a /generate body. Raises: RequestError."""
     made: dict[int, dict[str, Any]] = {}  # by identity: prompts share the object, or have one each
-    return [_params_of_prompt(body, i, prompts, limits, made) async for i in in_turns(range(len(prompts)))]
+    return [
+        _params_of_prompt(body, i, prompts, limits, made)
+        async for i in in_turns(range(len(prompts)))
+    ]
 
 
 def _params_of_prompt(
-    body: GenerateRequest, index: int, prompts: list[PromptIds], limits: RequestLimits, made: dict[int, dict[str, Any]]
+    body: GenerateRequest,
+    index: int,
+    prompts: list[PromptIds],
+    limits: RequestLimits,
+    made: dict[int, dict[str, Any]],
 ) -> SamplingParams:
     count, prompt = len(prompts), prompts[index]
     sampling = _of_prompt("sampling_params", body.sampling_params, index, count, _NO_SAMPLING)
@@ -127,7 +143,10 @@ def _params_of_prompt(
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     logprobs = top if scored else None
     if (fields := made.get(id(sampling))) is None:
-        fields = {**_sampling_fields(sampling, seed, {}), "min_new_tokens": sampling.min_new_tokens or 0}
+        fields = {
+            **_sampling_fields(sampling, seed, {}),
+            "min_new_tokens": sampling.min_new_tokens or 0,
+        }
         made[id(sampling)] = fields
     most = sampling.max_new_tokens
     if most is None:
@@ -147,9 +166,14 @@ def _params_of_prompt(
 
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
     """Raises: RequestError for those of every token: a prompt's do not fit into a hand-over."""
-    given = _of_prompt("return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED)
+    given = _of_prompt(
+        "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
+    )
     if given is True:
-        text = 'return_hidden_states: true asks for those of every token; send "last" for those of the last one'
+        text = (
+            'return_hidden_states: true asks for those of every token; send "last" for those of '
+            "the last one"
+        )
         raise RequestError(text, param="return_hidden_states")
     return given == "last"
 
@@ -168,12 +192,16 @@ def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, u
     """What a field says of one prompt: it has one value for all of them, or a list."""
     if isinstance(value, list):
         if len(value) != prompts:
-            raise RequestError(f"{name}: {len(value)} entries for {prompts} prompts; give one for each", param=name)
+            raise RequestError(
+                f"{name}: {len(value)} entries for {prompts} prompts; give one for each", param=name
+            )
         return value[index]
     return unset if value is None else value
 
 
-def params_of_chat(body: ChatRequest, prompt: PromptIds, bad_words: BadWords, limits: RequestLimits) -> SamplingParams:
+def params_of_chat(
+    body: ChatRequest, prompt: PromptIds, bad_words: BadWords, limits: RequestLimits
+) -> SamplingParams:
     """The sampling of a chat body; without a limit the answer may fill the context."""
     most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
     if body.top_logprobs is not None and not body.logprobs:
@@ -196,13 +224,22 @@ def params_of_completion(
     return [SamplingParams(**fields, max_new_tokens=tokens) for tokens in most]
 
 
-def _openai_fields(body: ChatRequest | CompletionRequest, bad_words: BadWords, limits: RequestLimits) -> dict[str, Any]:
+def _openai_fields(
+    body: ChatRequest | CompletionRequest, bad_words: BadWords, limits: RequestLimits
+) -> dict[str, Any]:
     fields = _sampling_fields(body, body.seed, limits.sampling_defaults)
     priority = limits.priority(body.priority)
-    return {**fields, "min_new_tokens": body.min_tokens or 0, "bad_words": bad_words, "priority": priority}
+    return {
+        **fields,
+        "min_new_tokens": body.min_tokens or 0,
+        "bad_words": bad_words,
+        "priority": priority,
+    }
 
 
-def _sampling_fields(source: Any, seed: int | None, defaults: Mapping[str, float]) -> dict[str, Any]:
+def _sampling_fields(
+    source: Any, seed: int | None, defaults: Mapping[str, float]
+) -> dict[str, Any]:
     given = {name: getattr(source, name) for name in _NEUTRAL}
     return {
         **_NEUTRAL,
@@ -211,7 +248,9 @@ def _sampling_fields(source: Any, seed: int | None, defaults: Mapping[str, float
         "seed": seed,
         "stop": stops_of(source.stop),
         "stop_token_ids": tuple(source.stop_token_ids or ()),
-        "include_stop": bool(source.no_stop_trim or getattr(source, "include_stop_str_in_output", None)),
+        "include_stop": bool(
+            source.no_stop_trim or getattr(source, "include_stop_str_in_output", None)
+        ),
         "skip_special_tokens": source.skip_special_tokens is not False,
         "ignore_eos": bool(source.ignore_eos),
         "frequency_penalty": source.frequency_penalty or 0.0,
@@ -224,19 +263,32 @@ def _biases(given: dict[str, float]) -> LogitBias:
     """Raises: RequestError for a key that is not a token id."""
     for key in itertools.islice(given, MAX_LOGIT_BIAS + 1):
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
-            raise RequestError(f"logit_bias: key {key[:40]!r} is not a token id", param="logit_bias")
-    return LogitBias((int(key), value) for key, value in itertools.islice(given.items(), MAX_LOGIT_BIAS + 1))
+            raise RequestError(
+                f"logit_bias: key {key[:40]!r} is not a token id", param="logit_bias"
+            )
+    return LogitBias(
+        (int(key), value) for key, value in itertools.islice(given.items(), MAX_LOGIT_BIAS + 1)
+    )
 
 
 def check_count(prompts: int, choices: int) -> None:
-    """Raises: RequestError for more completions than a body may ask for, before their prompts are looked at."""
+    """Raises: RequestError for more completions than a body may ask for, before their prompts are
+    looked at.
+    """
     if not 1 <= prompts * choices <= MAX_COMPLETIONS:
-        text = f"the body asks for {prompts * choices} completions (prompts times n), limit 1..{MAX_COMPLETIONS}"
+        text = (
+            f"the body asks for {prompts * choices} completions (prompts times n), limit "
+            f"1..{MAX_COMPLETIONS}"
+        )
         raise RequestError(text)
 
 
 def generation_requests(
-    body: Rendezvous, prompts: list[PromptIds], params: list[SamplingParams], choices: int, limits: RequestLimits
+    body: Rendezvous,
+    prompts: list[PromptIds],
+    params: list[SamplingParams],
+    choices: int,
+    limits: RequestLimits,
 ) -> list[GenerationRequest]:
     """One request per prompt and choice, prompt by prompt.
 
@@ -257,11 +309,17 @@ def generation_requests(
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
         room, prefill = _rendezvous(body, i, total, limits.bootstrap_port)
         if room in made:
-            raise RequestError(f"bootstrap_room: {room} is given twice; every completion needs a room of its own")
+            raise RequestError(
+                f"bootstrap_room: {room} is given twice; every completion needs a room of its own"
+            )
         made[room] = GenerationRequest(
-            room=room, prefill=prefill, prefill_dp_rank=body.disagg_prefill_dp_rank, prompt=prompt, params=sampling,
+            room=room,
+            prefill=prefill,
+            prefill_dp_rank=body.disagg_prefill_dp_rank,
+            prompt=prompt,
+            params=sampling,
             namespace=_namespace(body, i // choices, len(prompts)),
-        )  # fmt: skip
+        )
     return list(made.values())
 
 
@@ -284,20 +342,33 @@ def namespace_of(salt: str, extra_key: str) -> Namespace:
 
 
 def _check_scores(
-    body: Rendezvous, prompts: list[PromptIds], params: list[SamplingParams], choices: int, limits: RequestLimits
+    body: Rendezvous,
+    prompts: list[PromptIds],
+    params: list[SamplingParams],
+    choices: int,
+    limits: RequestLimits,
 ) -> None:
     """Every choice has the log-probabilities of its prompt: in its hand-over, and in the answer."""
-    scores = (limits.engine.scores_bytes(len(prompt), one) for prompt, one in zip(prompts, params, strict=True))
+    scores = (
+        limits.engine.scores_bytes(len(prompt), one)
+        for prompt, one in zip(prompts, params, strict=True)
+    )
     if (size := choices * sum(scores)) > MAX_SCORES_BYTES:
         name = "top_logprobs_num" if isinstance(body, GenerateRequest) else "logprobs"
-        text = f"{name}: logprobs of the prompts of {len(prompts) * choices} completions are {size} bytes, limit"
+        text = (
+            f"{name}: logprobs of the prompts of {len(prompts) * choices} completions are {size} "
+            "bytes, limit"
+        )
         raise RequestError(
-            f"{text} {MAX_SCORES_BYTES}; ask for fewer at each token, or for fewer completions", param=name
+            f"{text} {MAX_SCORES_BYTES}; ask for fewer at each token, or for fewer completions",
+            param=name,
         )
 
 
 def _check_dp_ranks(body: Rendezvous, *, is_decode: bool) -> None:
-    """A worker is one DP group, number 0; which of its groups an embedded prefill has, decode hears of its registry."""
+    """A worker is one DP group, number 0; which of its groups an embedded prefill has, decode hears
+    of its registry.
+    """
     role = "decode" if is_decode else "prefill"
     for name in _DP_RANKS:
         if (given := getattr(body, name)) is None:
@@ -306,7 +377,9 @@ def _check_dp_ranks(body: Rendezvous, *, is_decode: bool) -> None:
         most = MAX_RANKS - 1 if of_another else 0
         if type(given) is not int or not 0 <= given <= most:
             text = f"{name}: {str(given)[:40]!r} is not an integer in 0..{most}"
-            raise RequestError(text if of_another else f"{text}: this {role} is DP rank 0 of 1", param=name)
+            raise RequestError(
+                text if of_another else f"{text}: this {role} is DP rank 0 of 1", param=name
+            )
 
 
 def _check_answer_ids(body: Rendezvous, total: int) -> None:
@@ -314,7 +387,9 @@ def _check_answer_ids(body: Rendezvous, total: int) -> None:
         given = getattr(body, name, None)
         for one in given[:total] if isinstance(given, list) else [given]:
             if one is not None and len(one) > MAX_ANSWER_ID:
-                raise RequestError(f"{name}: {len(one)} characters, limit {MAX_ANSWER_ID}", param=name)
+                raise RequestError(
+                    f"{name}: {len(one)} characters, limit {MAX_ANSWER_ID}", param=name
+                )
 
 
 async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequest]:
@@ -322,15 +397,20 @@ async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequ
     checked: dict[int, CheckedPrompt] = {}
     for request in requests:
         if len(request.prompt) >= LONG_PROMPT and id(request.prompt) not in checked:
-            checked[id(request.prompt)] = await in_thread(functools.partial(check_prompt, request.prompt))
+            checked[id(request.prompt)] = await in_thread(
+                functools.partial(check_prompt, request.prompt)
+            )
     if not checked:
         return requests
-    return [msgspec.structs.replace(request, checked=checked.get(id(request.prompt))) for request in requests]
+    return [
+        msgspec.structs.replace(request, checked=checked.get(id(request.prompt)))
+        for request in requests
+    ]
 
 
 def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str, int | None]]:
-    """Every valid room id in a body, "host:port" of its prefill's registry (empty where the body names none) and the
-    group there, for refusals before there are generation requests."""
+    """Every valid room id in a body, "host:port" of its prefill's registry (empty where the body
+    names none) and the group there, for refusals before there are generation requests."""
     group = body.disagg_prefill_dp_rank
     if group is not None and type(group) is not int:
         group = _NO_DP_RANK
@@ -346,12 +426,17 @@ def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str, int | 
 
 
 def _rendezvous(body: Rendezvous, index: int, total: int, default_port: int) -> tuple[int, str]:
-    """The room of one completion, and "host:port" of its prefill's registry (empty where the body names no host)."""
+    """The room of one completion, and "host:port" of its prefill's registry (empty where the body
+    names no host).
+    """
     room = _entry("bootstrap_room", body.bootstrap_room, index, total)
     host = _entry("bootstrap_host", body.bootstrap_host, index, total)
     port = _entry("bootstrap_port", body.bootstrap_port, index, total)
     if room is None:
-        raise RequestError("bootstrap_room is missing: this server is one half of a pair, send requests to the router")
+        raise RequestError(
+            "bootstrap_room is missing: this server is one half of a pair, send requests to the "
+            "router"
+        )
     if not 0 <= room < 1 << 64:
         raise RequestError(f"bootstrap_room: {room} is not an unsigned 64-bit integer")
     if total > 1 and not isinstance(body.bootstrap_room, list):
@@ -368,12 +453,15 @@ def _entry(name: str, value: Any, index: int, total: int) -> Any:
     if not isinstance(value, list):
         return value
     if len(value) != total:
-        raise RequestError(f"{name}: {len(value)} entries for {total} completions; give one for each")
+        raise RequestError(
+            f"{name}: {len(value)} entries for {total} completions; give one for each"
+        )
     return value[index]
 
 
 def prompt_ids(value: Any, most: int = MAX_COMPLETIONS) -> tuple[list[PromptIds], bool]:
-    """`[1, 2]` or `[[1, 2], [3]]` as a list of at most `most` prompts, and whether it was a list of them.
+    """`[1, 2]` or `[[1, 2], [3]]` as a list of at most `most` prompts, and whether it was a list of
+    them.
 
     Raises: RequestError for a mixture, or more.
     """

@@ -1,4 +1,6 @@
-"""The completion services of workers over several ranks: a prefill's group, and the shards of a decode."""
+"""The completion services of workers over several ranks: a prefill's group, and the shards of a
+decode.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,22 @@ if TYPE_CHECKING:  # importing the engines imports torch
 
 
 class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
-    """As `PrefillService`: a request is opened, computed and sent by every rank, and ends on all of them as one."""
+    """As `PrefillService`: a request is opened, computed and sent by every rank, and ends on all of
+    them as one.
+    """
 
     def __init__(
-        self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float, *, group: PrefillGroup,
-        own_status: Callable[[], Status], others: Mapping[int, Status], world: tuple[int, int],
-    ) -> None:  # fmt: skip
+        self,
+        card: ModelCard,
+        node: PrefillNode,
+        engine: PrefillEngine,
+        timeout_s: float,
+        *,
+        group: PrefillGroup,
+        own_status: Callable[[], Status],
+        others: Mapping[int, Status],
+        world: tuple[int, int],
+    ) -> None:
         """`others`: the last status of each other rank. `world`: stages and shards."""
         super().__init__(card, node, engine, timeout_s)
         self._group, self._own_status, self._others = group, own_status, others
@@ -71,9 +83,14 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         try:
             checked = request.checked or check_prompt(request.prompt)
             first = await self._group.prefill(
-                request.room, request.prompt, checked, request.params, self._timeout_s, on_open,
+                request.room,
+                request.prompt,
+                checked,
+                request.params,
+                self._timeout_s,
+                on_open,
                 namespace=request.namespace,
-            )  # fmt: skip
+            )
         except KvflowError as error:
             if not was_opened:
                 self._node.counts.room_refused(error.cause())
@@ -104,7 +121,9 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         stages, shards = self._world
         statuses = {**self._others, 0: self._own_status()}
         ranks = tuple(_rank_report(rank, statuses.get(rank)) for rank in range(stages * shards))
-        return msgspec.structs.replace(super().report(), pp_size=stages, tp_size=shards, ranks=ranks)
+        return msgspec.structs.replace(
+            super().report(), pp_size=stages, tp_size=shards, ranks=ranks
+        )
 
 
 def _rank_report(rank: int, status: Status | None) -> RankReport:
@@ -129,11 +148,17 @@ def _rank_report(rank: int, status: Status | None) -> RankReport:
 
 
 class ShardedDecodeService(DecodeService):
-    """As `DecodeService`: requests, rooms and pages are the first shard's, the others run its steps over the same
-    pages."""
+    """As `DecodeService`: requests, rooms and pages are the first shard's, the others run its steps
+    over the same pages."""
 
     def __init__(
-        self, card: ModelCard, node: DecodeNode, engine: DecodeEngine, timeout_s: float, *, shards: ShardLeader
+        self,
+        card: ModelCard,
+        node: DecodeNode,
+        engine: DecodeEngine,
+        timeout_s: float,
+        *,
+        shards: ShardLeader,
     ) -> None:
         super().__init__(card, node, engine, timeout_s)
         self._shards = shards

@@ -1,7 +1,9 @@
-"""JSON that grows: a cumulative stream repeats all that it has sent, and yet encodes every token once.
+"""JSON that grows: a cumulative stream repeats all that it has sent, and yet encodes every token
+once.
 
-An answer may have a `GrowingText` or a `GrowingArray` anywhere. It is encoded to pieces, and full blocks of those two
-are among them as they are: an event of n bytes is never put together, and is written in steps of a bounded size.
+An answer may have a `GrowingText` or a `GrowingArray` anywhere. It is encoded to pieces, and full
+blocks of those two are among them as they are: an event of n bytes is never put together, and is
+written in steps of a bounded size.
 """
 
 from __future__ import annotations
@@ -112,7 +114,9 @@ async def write(response: web.StreamResponse, pieces: Iterable[bytes]) -> None:
 
 
 def _steps(pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
-    """The same bytes, small pieces joined and large ones cut; two steps in a row have more than a block together."""
+    """The same bytes, small pieces joined and large ones cut; two steps in a row have more than a
+    block together.
+    """
     small: list[bytes | memoryview] = []
     size = 0
     for piece in filter(None, pieces):

@@ -1,8 +1,10 @@
-"""Large JSON bodies, taken apart a step at a time: decoding 8 MiB at once holds up the event loop for up to 80 ms.
+"""Large JSON bodies, taken apart a step at a time: decoding 8 MiB at once holds up the event loop
+for up to 80 ms.
 
-A thread would not help, since the decoder keeps the interpreter lock. Long strings and long arrays of token ids are
-decoded in steps, others get their turn of the loop in between, and a marker is left in their place; the small rest is
-then decoded as every body is, and `LongValues.put_back` replaces the markers in it.
+A thread would not help, since the decoder keeps the interpreter lock. Long strings and long arrays
+of token ids are decoded in steps, others get their turn of the loop in between, and a marker is
+left in their place; the small rest is then decoded as every body is, and `LongValues.put_back`
+replaces the markers in it.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ from kvflow.server.http.errors import RequestError
 LARGE_BYTES = 1 << 16  # a body from here on is taken apart
 LONG_BYTES = 1 << 8  # a string or array from here on is cut out
 MAX_REST_BYTES = 1 << 19  # of all that is shorter, which is decoded at once: some 4 ms
-# What a router adds to a body: the rooms of as many completions as it may ask for, and where their prefill is.
+# What a router adds to a body: the rooms of as many completions as it may ask for, and where their
+# prefill is.
 MAX_ADDED_BYTES = 1 << 13
-MAX_VALUES = 1 << 18  # strings and lists of a large body: each is a step of Python. No prompt that fits comes near it
+# Strings and lists of a large body: each is a step of Python. No prompt that fits comes near it.
+MAX_VALUES = 1 << 18
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 _STEP_BYTES = 1 << 15  # some 200 us
 _STEP_VALUES = 256
-# The inside of a string in whole units, so that each part of it is a string: escapes, and both halves of a pair.
+# The inside of a string in whole units, so that each part of it is a string: escapes, and both
+# halves of a pair.
 _UNITS = re.compile(
-    rb'(?:[^"\\]++|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*+'
+    rb'(?:[^"\\]++|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|'
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*+"
 )
 _ids_of = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]]).decode
 _text_of = msgspec.json.Decoder(str).decode
@@ -47,20 +53,29 @@ class LongValues:
         self._found: list[str | NDArray[np.uint32]] = []
 
     def marker(self, value: str | NDArray[np.uint32]) -> bytes:
-        """What stands for `value` in the body: a string for a string, a list of token ids for another."""
+        """What stands for `value` in the body: a string for a string, a list of token ids for
+        another.
+        """
         self._found.append(value)
         index = len(self._found) - 1
-        return msgspec.json.encode(f"{self._name}{index}" if isinstance(value, str) else [*self._numbers, index])
+        return msgspec.json.encode(
+            f"{self._name}{index}" if isinstance(value, str) else [*self._numbers, index]
+        )
 
     def put_back(self, body: S) -> S:
-        """A decoded body with everything in its place. Prompts are arrays then, uint32 [n], where they are long.
+        """A decoded body with everything in its place.
+
+        Prompts are arrays then, uint32 [n], where they are long.
 
         Raises: RequestError for what is nested too deep.
         """
         if not self._found:
             return body
         try:
-            changed = {name: self._restored(getattr(body, name), name in PROMPTS) for name in body.__struct_fields__}
+            changed = {
+                name: self._restored(getattr(body, name), name in PROMPTS)
+                for name in body.__struct_fields__
+            }
         except RecursionError:
             raise RequestError("the body is nested too deep") from None
         return msgspec.structs.replace(body, **changed)
@@ -72,7 +87,11 @@ class LongValues:
             if value[:4] == self._numbers:
                 ids: Any = self._found[value[4]]
                 return ids if as_array else ids.tolist()
-            flat = bool(value) and isinstance(value[0], int) if as_array else {int}.issuperset(map(type, value))
+            flat = (
+                bool(value) and isinstance(value[0], int)
+                if as_array
+                else {int}.issuperset(map(type, value))
+            )
             return value if flat else [self._restored(v, as_array) for v in value]
         if isinstance(value, dict):
             return {key: self._restored(item, as_array) for key, item in value.items()}
@@ -80,23 +99,32 @@ class LongValues:
 
 
 async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValues]:
-    """`raw` with markers for its long values. What is no JSON stays as it is: decoding the result tells. So many of its
-    bytes may be those that a router has added.
+    """`raw` with markers for its long values.
 
-    Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes without a long one.
+    What is no JSON stays as it is: decoding the result tells. So many of its bytes may be those
+    that a router has added.
+
+    Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes without a long
+    one.
     """
     found = _Body(raw)
     if len(raw) >= LARGE_BYTES:
         await found.scan()
     rest = found.condensed()
     if len(rest) > MAX_REST_BYTES + added_bytes:
-        text = f"the body has {len(rest)} bytes beside strings and lists of token ids of {LONG_BYTES} bytes and more"
+        text = (
+            f"the body has {len(rest)} bytes beside strings and lists of token ids of {LONG_BYTES} "
+            "bytes and more"
+        )
         raise RequestError(f"{text}, limit {MAX_REST_BYTES}")
     return rest, found.values
 
 
 class _Body:
-    """One pass over a body. `_kept` is what has been passed, with markers; `_done` is how far that reaches."""
+    """One pass over a body.
+
+    `_kept` is what has been passed, with markers; `_done` is how far that reaches.
+    """
 
     def __init__(self, raw: bytes) -> None:
         self._raw, self._kept, self._done = raw, list[bytes](), 0
@@ -129,12 +157,16 @@ class _Body:
             at = close + 1
 
     async def _string(self, quote: int) -> int:
-        """Where the string that begins at `quote` ends; 0 when it does not. A long one is cut out."""
+        """Where the string that begins at `quote` ends; 0 when it does not.
+
+        A long one is cut out.
+        """
         raw, at = self._raw, quote + 1
         await self._count()
         parts: list[bytes] = []
         while True:
-            end = _UNITS.match(raw, at, at + _STEP_BYTES).end()  # type: ignore[union-attr] # it matches nothing as well
+            # It matches nothing as well.
+            end = _UNITS.match(raw, at, at + _STEP_BYTES).end()  # type: ignore[union-attr]
             if raw[end : end + 1] == b'"':
                 break
             while end > at and raw[end : end + 1] and raw[end] & 0xC0 == 0x80:  # inside a character

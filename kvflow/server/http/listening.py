@@ -45,13 +45,18 @@ def url_of(made: socket.socket, host: str) -> str:
 
 
 def reachable(host: str) -> str:
-    """The address that peers get of a role listening on `host`; for "every interface", that of the default route."""
+    """The address that peers get of a role listening on `host`; for "every interface", that of the
+    default route.
+    """
     if host not in ("0.0.0.0", "::"):
         return host
-    family, outside = (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    family, outside = (
+        (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    )
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((outside, 9))  # a documentation address on a datagram socket: nothing is sent
+            # A documentation address on a datagram socket: nothing is sent.
+            probe.connect((outside, 9))
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
         return str(probe.getsockname()[0])
@@ -65,7 +70,8 @@ async def listening_on(app: web.Application, made: socket.socket) -> AsyncGenera
     await runner.setup()
     try:
         try:
-            made.listen(_BACKLOG)  # here, because uvloop hides the error when another process listens already
+            # Here, because uvloop hides the error when another process listens already.
+            made.listen(_BACKLOG)
         except OSError as error:
             raise _cannot_listen(error, host, port, "--port") from None
         await web.SockSite(runner, made, backlog=_BACKLOG).start()

@@ -1,4 +1,7 @@
-"""What completions cost, as their clients see it: latencies, lengths, outcomes. Plain numbers, read at each scrape."""
+"""What completions cost, as their clients see it: latencies, lengths, outcomes.
+
+Plain numbers, read at each scrape.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,94 @@ from kvflow.telemetry.histogram import Histogram
 from kvflow.telemetry.requests import CURRENT, NO_REQUEST, name_rooms
 
 REQUEST_SECONDS = (
-    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600),
+    *(
+        0.005,
+        0.01,
+        0.025,
+        0.05,
+        0.1,
+        0.2,
+        0.4,
+        0.6,
+        0.8,
+        1,
+        2,
+        4,
+        6,
+        8,
+        10,
+        20,
+        40,
+        60,
+        80,
+        100,
+        200,
+        400,
+        600,
+    ),
     *(1200, 1800, 2400),
 )
 INTER_TOKEN_SECONDS = (
-    *(0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1),
+    *(
+        0.0005,
+        0.001,
+        0.002,
+        0.004,
+        0.006,
+        0.008,
+        0.01,
+        0.015,
+        0.02,
+        0.025,
+        0.03,
+        0.035,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+    ),
     *(0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8),
 )
 TOKEN_COUNTS = (
-    *(1, 10, 30, 100, 300, 500, 700, 1000, 1500, 2000, 3000, 4000, 5000, 6000, 7000, 8000, 9000, 10000, 12500, 15000),
-    *(17500, 20000, 22500, 25000, 27500, 30000, 35000, 40000, 60000, 80000, 100000, 200000, 300000, 400000, 600000),
+    *(
+        1,
+        10,
+        30,
+        100,
+        300,
+        500,
+        700,
+        1000,
+        1500,
+        2000,
+        3000,
+        4000,
+        5000,
+        6000,
+        7000,
+        8000,
+        9000,
+        10000,
+        12500,
+        15000,
+    ),
+    *(
+        17500,
+        20000,
+        22500,
+        25000,
+        27500,
+        30000,
+        35000,
+        40000,
+        60000,
+        80000,
+        100000,
+        200000,
+        300000,
+        400000,
+        600000,
+    ),
     *(800000, 1000000, 1100000),
 )
 THROUGHPUT_WINDOW_S = 10
@@ -46,7 +127,10 @@ class Throughput:
 
     def per_second(self, now: float) -> float:
         this = int(now)
-        return sum(n for at, n in self._seconds if this - THROUGHPUT_WINDOW_S <= at < this) / THROUGHPUT_WINDOW_S
+        return (
+            sum(n for at, n in self._seconds if this - THROUGHPUT_WINDOW_S <= at < this)
+            / THROUGHPUT_WINDOW_S
+        )
 
 
 class CompletionMeasures:
@@ -58,7 +142,8 @@ class CompletionMeasures:
         self.inter_token_seconds = Histogram(INTER_TOKEN_SECONDS)
         self.prompt_tokens = Histogram(TOKEN_COUNTS)
         self.generated_tokens = Histogram(TOKEN_COUNTS)
-        self.outcomes: Counter[tuple[str, bool]] = Counter()  # "finished", "failed", "aborted" by the client
+        # "finished", "failed", "aborted" by the client.
+        self.outcomes: Counter[tuple[str, bool]] = Counter()
         self.prompt_tokens_total: Counter[bool] = Counter()
         self.tokens_sent: Counter[bool] = Counter()
         self.throughput = Throughput()
@@ -94,7 +179,9 @@ class RequestMeter:
             trace.prompt_tokens = sum(self._prompts)
 
     def add(self, index: int, tokens: int, now: float) -> None:
-        """A completion has got `tokens` more, at once: each took its share of the time since the last ones."""
+        """A completion has got `tokens` more, at once: each took its share of the time since the
+        last ones.
+        """
         if not tokens:  # text that was held back, or what prefill says of the prompt
             return
         measures, since_s = self._measures, now - self._last_at_s[index]
@@ -111,7 +198,9 @@ class RequestMeter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if (trace := CURRENT.get()) is not NO_REQUEST:
             trace.completion_tokens = sum(self._counts)
         measures, stream = self._measures, self._stream

@@ -9,7 +9,11 @@ from kvflow.server.http.completion_service import Report
 
 
 def node_report(
-    node: PrefillNode | DecodeNode, *, pages_free: int, pages_by_kind: Mapping[str, int], at_rest: bool
+    node: PrefillNode | DecodeNode,
+    *,
+    pages_free: int,
+    pages_by_kind: Mapping[str, int],
+    at_rest: bool,
 ) -> Report:
     """On the node's own loop. Who has which page, its engine knows."""
     return Report(
@@ -35,7 +39,9 @@ def node_report(
         peers_declared_dead=node.counts.declared_dead,
         rooms_by_state=node.rooms_by_phase(),
         rooms_ended=dict(node.counts.endings),
-        rooms_failed={(where, str(code)): count for (where, code), count in node.counts.failures.items()},
+        rooms_failed={
+            (where, str(code)): count for (where, code), count in node.counts.failures.items()
+        },
         requests_refused={str(code): count for code, count in node.counts.refusals.items()},
         transfers=node.counts.transfers,
         bytes_moved=node.counts.bytes_moved,

@@ -39,7 +39,9 @@ class _OpenAICall:
     chunk_kind = ""
     prefix = ""
 
-    def __init__(self, body: ChatRequest | CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self, body: ChatRequest | CompletionRequest, model: str, token_bytes: TokenBytes
+    ) -> None:
         self.stream = bool(body.stream)
         self._token_bytes = token_bytes
         self._requests: list[GenerationRequest] = []
@@ -52,18 +54,27 @@ class _OpenAICall:
 
     def _chosen_id(self, body: ChatRequest | CompletionRequest) -> str:
         rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
-        return str(rid or self.prefix + (body.request_id or CURRENT.get().request_id or uuid.uuid4().hex))
+        return str(
+            rid or self.prefix + (body.request_id or CURRENT.get().request_id or uuid.uuid4().hex)
+        )
 
     async def scored(self, index: int, scores: PromptLogprobs) -> None:
         """Encode the prompt's log-probabilities."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Encode what only the whole body will need, token by token: all at once would hold up the event loop."""
+        """Encode what only the whole body will need, token by token: all at once would hold up the
+        event loop.
+        """
 
     def answer(self, completions: list[Completion]) -> Any:
         """The whole body."""
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
-        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(completions)}
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": choices,
+            "usage": self._usage(completions),
+        }
 
     def opening(self) -> list[Any]:
         return []
@@ -77,7 +88,9 @@ class _OpenAICall:
             self._count(index, count, chunk, completion.cached_tokens)
         return chunks
 
-    def _count(self, index: int, tokens: int, chunk: dict[str, Any], cached: int = 0) -> dict[str, Any]:
+    def _count(
+        self, index: int, tokens: int, chunk: dict[str, Any], cached: int = 0
+    ) -> dict[str, Any]:
         """`chunk` with the usage of its choice so far, where the body asks for it."""
         if self._options.continuous_usage_stats:
             chunk["usage"] = _usage(len(self._requests[index].prompt), tokens, cached)
@@ -85,7 +98,11 @@ class _OpenAICall:
 
     def closing(self, completions: list[Completion]) -> list[Any]:
         """The usage event, when the body asks for it."""
-        return [{**self._chunk([]), "usage": self._usage(completions)}] if self._options.include_usage else []
+        return (
+            [{**self._chunk([]), "usage": self._usage(completions)}]
+            if self._options.include_usage
+            else []
+        )
 
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
@@ -104,8 +121,8 @@ class _OpenAICall:
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Of a prompt that is shared by several choices the tokens count once, and those that its first one found cached
-    at prefill."""
+    """Of a prompt that is shared by several choices the tokens count once, and those that its first
+    one found cached at prefill."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -130,14 +147,17 @@ class ChatCall(_OpenAICall):
         prompt = await pipeline.tokenizer.encode_chat(body.messages, template_variables(body))
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
         params = params_of_chat(body, prompt, bad_words, pipeline.request_limits)
-        self._requests = generation_requests(body, [prompt], [params], self._choices, pipeline.request_limits)
+        self._requests = generation_requests(
+            body, [prompt], [params], self._choices, pipeline.request_limits
+        )
         return self._requests
 
     def opening(self) -> list[Any]:
         """The role of each choice."""
         start = {"role": "assistant", "content": ""}
         choices = [
-            {"index": i, "delta": start, "logprobs": None, "finish_reason": None} for i in range(len(self._requests))
+            {"index": i, "delta": start, "logprobs": None, "finish_reason": None}
+            for i in range(len(self._requests))
         ]
         return [self._count(i, 0, self._chunk([choice])) for i, choice in enumerate(choices)]
 
@@ -160,12 +180,17 @@ class ChatCall(_OpenAICall):
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": {"content": self._logprobs[index], "refusal": None} if self.body.logprobs else None,
+            "logprobs": {"content": self._logprobs[index], "refusal": None}
+            if self.body.logprobs
+            else None,
             "finish_reason": completion.finish,
         }
 
     def _logprob(self, token: TokenOut) -> dict[str, Any]:
-        top = [_spelled(self._token_bytes(token_id), logprob) for token_id, logprob in token.top_logprobs]
+        top = [
+            _spelled(self._token_bytes(token_id), logprob)
+            for token_id, logprob in token.top_logprobs
+        ]
         return {**_spelled(self._token_bytes(token.token_id), token.logprob), "top_logprobs": top}
 
 
@@ -195,18 +220,26 @@ class TextCompletionCall(_OpenAICall):
     def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(body, model, token_bytes)
         self.body = body
-        self._echoes: dict[int, GrowingText] = {}  # by choice; of a stream, those that have not been sent
-        self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(lambda: TextLogprobs(token_bytes))
+        # By choice; of a stream, those that have not been sent.
+        self._echoes: dict[int, GrowingText] = {}
+        self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(
+            lambda: TextLogprobs(token_bytes)
+        )
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of those."""
+        """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of
+        those.
+        """
         body = self.body
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if len(given) and all(isinstance(item, str) for item in given):
             check_count(len(given), self._choices)
             special = body.add_special_tokens is not False
             prompts = [
-                await pipeline.tokenizer.encode(str(text), param="prompt", add_special_tokens=special) for text in given
+                await pipeline.tokenizer.encode(
+                    str(text), param="prompt", add_special_tokens=special
+                )
+                for text in given
             ]
             texts = [str(text) for text in given]
         else:
@@ -219,7 +252,9 @@ class TextCompletionCall(_OpenAICall):
         if body.echo:
             echoes = [await _encoded(text) for text in texts]
             self._echoes = dict(enumerate(echo for echo in echoes for _ in range(choices)))
-        self._requests = generation_requests(body, prompts, params, choices, pipeline.request_limits)
+        self._requests = generation_requests(
+            body, prompts, params, choices, pipeline.request_limits
+        )
         return self._requests
 
     async def _text_of(self, prompt: PromptIds) -> str:
@@ -245,13 +280,20 @@ class TextCompletionCall(_OpenAICall):
 
     def _event(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = None if self.body.logprobs is None else self._logprobs[index].alone(delta.tokens)
-        choice = {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
+        choice = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish,
+        }
         return self._chunk([choice])
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return {
             "index": index,
-            "text": self._echoes[index].followed_by(completion.text) if index in self._echoes else completion.text,
+            "text": self._echoes[index].followed_by(completion.text)
+            if index in self._echoes
+            else completion.text,
             "logprobs": None if self.body.logprobs is None else self._logprobs[index].all(),
             "finish_reason": completion.finish,
         }
@@ -276,11 +318,19 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
     async def completions(http: web.Request) -> web.StreamResponse:
         body = await pipeline.read(http, CompletionRequest)
-        return await pipeline.serve(http, TextCompletionCall(body, name, pipeline.tokenizer.token_bytes))
+        return await pipeline.serve(
+            http, TextCompletionCall(body, name, pipeline.tokenizer.token_bytes)
+        )
 
     def entry() -> dict[str, Any]:
         card = pipeline.service.card
-        about = {"id": name, "object": "model", "created": began, "owned_by": "kvflow", "root": card.path}
+        about = {
+            "id": name,
+            "object": "model",
+            "created": began,
+            "owned_by": "kvflow",
+            "root": card.path,
+        }
         return {**about, "max_model_len": pipeline.service.limits.max_tokens}
 
     async def models(_: web.Request) -> web.StreamResponse:

@@ -35,7 +35,9 @@ def _pool_info(report: Report) -> dict[str, object]:
     }
 
 
-def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch) -> dict[str, object]:
+def server_info(
+    pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
+) -> dict[str, object]:
     """/server_info: first the keys that routers read, then kvflow's own."""
     service, report = pipeline.service, pipeline.service.report()
     card = service.card
@@ -84,7 +86,9 @@ def server_info(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
     }
 
 
-def routes(pipeline: CompletionPipeline, *, host: str, role_switch: RoleSwitch) -> list[web.RouteDef]:
+def routes(
+    pipeline: CompletionPipeline, *, host: str, role_switch: RoleSwitch
+) -> list[web.RouteDef]:
     """Everything but completions. `host` is shown in /server_info."""
     return [
         *_description(pipeline, host, role_switch),
@@ -94,7 +98,9 @@ def routes(pipeline: CompletionPipeline, *, host: str, role_switch: RoleSwitch) 
     ]
 
 
-def _description(pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch) -> list[web.RouteDef]:
+def _description(
+    pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
+) -> list[web.RouteDef]:
     """What this server serves."""
 
     async def info(_: web.Request) -> web.StreamResponse:
@@ -126,9 +132,12 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     async def health(_: web.Request) -> web.StreamResponse:
         if pipeline.draining:
             return Failure(503, "draining", pipeline.draining_reason).response()
-        if reason := pipeline.service.unavailable_reason:  # 503 makes routers send their requests elsewhere
+        # 503 makes routers send their requests elsewhere.
+        if reason := pipeline.service.unavailable_reason:
             return Failure(503, "degraded", reason).response()
-        return json_response({"status": "ok", "quarantine_pages": pipeline.service.report().quarantine_pages})
+        return json_response(
+            {"status": "ok", "quarantine_pages": pipeline.service.report().quarantine_pages}
+        )
 
     async def load(_: web.Request) -> web.StreamResponse:
         report = pipeline.service.report()
@@ -138,8 +147,16 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             report.waiting,
         )
         if pipeline.draining:  # full, so that routers which balance by load send it nothing more
-            pages, requests, waiting = report.pages_total, pipeline.max_requests, pipeline.max_requests
-        line = {"dp_rank": 0, "num_reqs": max(pipeline.running, requests), "num_waiting_reqs": waiting}
+            pages, requests, waiting = (
+                report.pages_total,
+                pipeline.max_requests,
+                pipeline.max_requests,
+            )
+        line = {
+            "dp_rank": 0,
+            "num_reqs": max(pipeline.running, requests),
+            "num_waiting_reqs": waiting,
+        }
         return json_response([{**line, "num_tokens": pages * report.pool.page_size}])
 
     async def flush(_: web.Request) -> web.StreamResponse:
@@ -192,6 +209,8 @@ def _peers(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             raise RequestError(f"{given!r} is not an incarnation (16 hexadecimal digits)") from None
         why = http.query.get("why", "no reason given")[:MAX_WHY_CHARACTERS]
         pipeline.service.declare_dead(incarnation, f"operator at {http.remote}: {why!r}")
-        return json_response({"declared_dead": f"{incarnation:016x}", "peers": list(pipeline.service.peers())})
+        return json_response(
+            {"declared_dead": f"{incarnation:016x}", "peers": list(pipeline.service.peers())}
+        )
 
     return [web.get("/peers", peers), web.post("/peers/{incarnation}/declare_dead", declare_dead)]

@@ -1,12 +1,15 @@
-"""The path of every completion request through a role: admission, generation, tokens, and cleanup at its end.
+"""The path of every completion request through a role: admission, generation, tokens, and cleanup
+at its end.
 
-The routes differ in how they read a body and how they write an answer; that is a `CompletionCall`. The rest is here.
+The routes differ in how they read a body and how they write an answer; that is a `CompletionCall`.
+The rest is here.
 
-What a router may rely on: an error that is known before anything has been sent is a status. Headers of a stream are
-sent with the first token, or, by decode, after `headers_after_s` without one. Until the first token nothing follows
-them but empty lines (or comments), so a stream whose first event is `{"error": {"code": ...}}` has
-produced nothing, and stands for the answer with the status of that code (`errors.STATUS_OF_CODE`): a router that
-would retry that status on another pair may retry this request as well.
+What a router may rely on: an error that is known before anything has been sent is a status. Headers
+of a stream are sent with the first token, or, by decode, after `headers_after_s` without one. Until
+the first token nothing follows them but empty lines (or comments), so a stream whose first event is
+`{"error": {"code": ...}}` has produced nothing, and stands for the answer with the status of that
+code (`errors.STATUS_OF_CODE`): a router that would retry that status on another pair may retry this
+request as well.
 """
 
 from __future__ import annotations
@@ -28,7 +31,13 @@ from kvflow.server.http.access import shown_path
 from kvflow.server.http.completion import Completion, Delta, detokenize
 from kvflow.server.http.completion_service import CompletionService, GenerationRequest
 from kvflow.server.http.draining import ROLE_HEADER, Drainable, refusal
-from kvflow.server.http.errors import Failure, OverloadError, RequestError, UnknownModelError, failure_of
+from kvflow.server.http.errors import (
+    Failure,
+    OverloadError,
+    RequestError,
+    UnknownModelError,
+    failure_of,
+)
 from kvflow.server.http.generation_requests import RequestLimits, rooms_of, with_digests
 from kvflow.server.http.large_bodies import MAX_ADDED_BYTES, take_apart
 from kvflow.server.http.measures import RequestMeter
@@ -71,7 +80,9 @@ class CompletionCall(Protocol):
         """Events before the first token."""
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """The events of what a choice has got since the last ones: one delta, or more when the client is slow."""
+        """The events of what a choice has got since the last ones: one delta, or more when the
+        client is slow.
+        """
 
     def id_of(self, index: int) -> str:
         """The id of a choice's answer, by which it can be aborted."""
@@ -113,13 +124,21 @@ class CompletionPipeline(Drainable):
         self.service = service
         self.metrics.reports(service.role, service.report)
         self.request_limits = RequestLimits(
-            service.limits, is_decode, self._bootstrap_port, service.card.sampling_defaults, self._low_priority_first
+            service.limits,
+            is_decode,
+            self._bootstrap_port,
+            service.card.sampling_defaults,
+            self._low_priority_first,
         )
-        # Routers wait for prefill's whole answer, and sglang_router takes headers for a success: it would not retry.
+        # Routers wait for prefill's whole answer, and sglang_router takes headers for a success: it
+        # would not retry.
         self._headers_after_s = self._longest_silence_s if is_decode else float("inf")
 
     async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
-        """Answer one call. Errors before the first token are raised; later ones are written into the stream."""
+        """Answer one call.
+
+        Errors before the first token are raised; later ones are written into the stream.
+        """
         arrived = time.perf_counter()
         try:
             self._admit(http)
@@ -129,14 +148,18 @@ class CompletionPipeline(Drainable):
         ends = asyncio.get_running_loop().time() + self._timeout_s
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.count_running())
-            meter = stack.enter_context(RequestMeter(self.metrics.completions, arrived, stream=call.stream))
+            meter = stack.enter_context(
+                RequestMeter(self.metrics.completions, arrived, stream=call.stream)
+            )
             async with asyncio.timeout_at(ends):
                 try:
                     requests = await call.generation_requests(self)
                     self._check_room_for(len(requests))
                     stack.enter_context(self.count_running(len(requests) - 1))
                     requests = await with_digests(requests)
-                    detokenizers = [self.tokenizer.detokenizer(request.params) for request in requests]
+                    detokenizers = [
+                        self.tokenizer.detokenizer(request.params) for request in requests
+                    ]
                 except KvflowError as error:
                     self._refuse(call.body, error)
                     raise
@@ -160,7 +183,10 @@ class CompletionPipeline(Drainable):
         self.service.end_requests()
 
     async def read(self, http: web.Request, kind: type[B]) -> B:
-        """A body as `kind`. A body that is refused may still name a room whose other leg waits: that room is ended."""
+        """A body as `kind`.
+
+        A body that is refused may still name a room whose other leg waits: that room is ended.
+        """
         raw = await http.read()
         try:
             raw, long_values = await take_apart(raw, MAX_ADDED_BYTES)
@@ -187,11 +213,16 @@ class CompletionPipeline(Drainable):
             raise OverloadError(_COMPLETIONS, self.running + 1, self.max_requests)
 
     def _check_room_for(self, completions: int) -> None:
-        """Raises: OverloadError for a body whose completions are too many beside the others, of which it counts as one
-        so far; RequestError where they are too many even alone."""
+        """Raises: OverloadError for a body whose completions are too many beside the others, of
+        which it counts as one so far; RequestError where they are too many even alone."""
         if completions > self.max_requests:
-            limit = f"limit {self.max_requests} (--max-running-requests and --max-queued-requests together)"
-            raise RequestError(f"the body asks for {completions} completions (prompts times n), {limit}")
+            limit = (
+                f"limit {self.max_requests} (--max-running-requests and --max-queued-requests "
+                "together)"
+            )
+            raise RequestError(
+                f"the body asks for {completions} completions (prompts times n), {limit}"
+            )
         if (total := self.running - 1 + completions) > self.max_requests:
             raise OverloadError(_COMPLETIONS, total, self.max_requests)
 
@@ -234,7 +265,9 @@ class CompletionPipeline(Drainable):
             try:
                 with self._listed(call, arrivals, requests):
                     async with asyncio.timeout_at(ends):
-                        await self._write(events, call, arrivals, [Completion() for _ in sources], meter)
+                        await self._write(
+                            events, call, arrivals, [Completion() for _ in sources], meter
+                        )
             except ConnectionError:
                 raise
             except Exception as error:
@@ -259,7 +292,9 @@ class CompletionPipeline(Drainable):
         completions: list[Completion],
         meter: RequestMeter,
     ) -> None:
-        """Deltas as events, and empty ones during silence: writing one is how a client that left is noticed."""
+        """Deltas as events, and empty ones during silence: writing one is how a client that left is
+        noticed.
+        """
         opened = False
         async for batch in arrivals:
             silent_s = meter.elapsed_s
@@ -287,13 +322,21 @@ class CompletionPipeline(Drainable):
             if arrivals.has_begun(index):
                 self.service.abort(request)
             else:
-                self.service.refuse(request.room, request.prefill, _ABORTED, request.prefill_dp_rank)
+                self.service.refuse(
+                    request.room, request.prefill, _ABORTED, request.prefill_dp_rank
+                )
             arrivals.stop(index, last=Delta("", (), ABORT))
 
-        return self.choices.listed(CURRENT.get().request_id, [call.id_of(i) for i in range(len(requests))], stop)
+        return self.choices.listed(
+            CURRENT.get().request_id, [call.id_of(i) for i in range(len(requests))], stop
+        )
 
     def _add(
-        self, batch: list[tuple[int, Delta]], call: CompletionCall, completions: list[Completion], meter: RequestMeter
+        self,
+        batch: list[tuple[int, Delta]],
+        call: CompletionCall,
+        completions: list[Completion],
+        meter: RequestMeter,
     ) -> dict[int, list[Delta]]:
         """Count and add up a batch; returns its deltas by choice."""
         by_choice: dict[int, list[Delta]] = {}
@@ -310,8 +353,12 @@ class CompletionPipeline(Drainable):
             meter.add(index, sum(len(delta.tokens) for delta in deltas), now)
         return by_choice
 
-    async def _send_error_event(self, http: web.Request, events: EventStream, failure: Failure) -> None:
-        """Write the error as the last event; the connection of a client that does not read is cut instead."""
+    async def _send_error_event(
+        self, http: web.Request, events: EventStream, failure: Failure
+    ) -> None:
+        """Write the error as the last event; the connection of a client that does not read is cut
+        instead.
+        """
         try:
             async with asyncio.timeout(ERROR_EVENT_TIMEOUT_S):
                 await events.fail(failure)

@@ -27,7 +27,10 @@ def registry_app(table: RankTable, metrics: Metrics, keys: Keys = NO_KEYS) -> we
         except (WireError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(str(error)) from None
         if http.match_info["rank"] != str(info.rank):
-            raise RequestError(f"the body is of rank {info.rank}, the path is /ranks/{http.match_info['rank'][:20]}")
+            raise RequestError(
+                f"the body is of rank {info.rank}, the path is "
+                f"/ranks/{http.match_info['rank'][:20]}"
+            )
         try:
             table.register(info, is_trusted=bool(keys.admin))
         except PeerError as error:

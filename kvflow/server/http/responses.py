@@ -15,11 +15,14 @@ READ_TIMEOUT_S = 60.0  # of an answer that is too large for the buffers between 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
     """`body` as a JSON answer."""
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+    return web.Response(
+        body=msgspec.json.encode(body), status=status, content_type="application/json"
+    )
 
 
 async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse:
-    """`body`, in which something may have grown large, as a JSON answer; a large one has been sent when this returns.
+    """`body`, in which something may have grown large, as a JSON answer; a large one has been sent
+    when this returns.
 
     Raises: ConnectionError when the client disconnects, or does not read.
     """
@@ -27,7 +30,9 @@ async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse
     size = sum(map(len, pieces))
     if size <= BLOCK_BYTES:
         return web.Response(body=b"".join(pieces), content_type="application/json")
-    response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(size)})
+    response = web.StreamResponse(
+        headers={"Content-Type": "application/json", "Content-Length": str(size)}
+    )
     await response.prepare(http)
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
@@ -36,5 +41,7 @@ async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse
     except TimeoutError:
         if http.transport is not None:
             http.transport.abort()
-        raise ConnectionResetError(f"the client has not read its answer within {READ_TIMEOUT_S:g} s") from None
+        raise ConnectionResetError(
+            f"the client has not read its answer within {READ_TIMEOUT_S:g} s"
+        ) from None
     return response

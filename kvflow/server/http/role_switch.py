@@ -1,9 +1,11 @@
-"""POST /switch_role: a prefill becomes a decode, or the other way round, with the model and the pool it has.
+"""POST /switch_role: a prefill becomes a decode, or the other way round, with the model and the
+pool it has.
 
-It is for a worker at rest: nothing runs, nothing is lent, nothing is read by a write. With `drain_timeout_s` it refuses
-requests for at most so long, to come to rest; what runs is not ended for a switch. The new role is started beside the
-old one, which only waits: where that fails, the old one goes on as if nothing had been. Until the old one has been
-closed /health answers 503, and other workers get the requests.
+It is for a worker at rest: nothing runs, nothing is lent, nothing is read by a write. With
+`drain_timeout_s` it refuses requests for at most so long, to come to rest; what runs is not ended
+for a switch. The new role is started beside the old one, which only waits: where that fails, the
+old one goes on as if nothing had been. Until the old one has been closed /health answers 503, and
+other workers get the requests.
 """
 
 from __future__ import annotations
@@ -62,7 +64,10 @@ class RoleSwitch:
     """The role of one worker, and how it is exchanged for the other one. `close` ends what runs."""
 
     def __init__(
-        self, pipeline: CompletionPipeline, running: RunningRole, start: Callable[[WorkerRole], Awaitable[RunningRole]]
+        self,
+        pipeline: CompletionPipeline,
+        running: RunningRole,
+        start: Callable[[WorkerRole], Awaitable[RunningRole]],
     ) -> None:
         """`start` starts a role beside the running one. Raises: whatever keeps it from starting."""
         self._pipeline, self._running, self._start = pipeline, running, start
@@ -99,11 +104,18 @@ class RoleSwitch:
         seconds = None
         if role != self.role:
             self._switching_to = role
-            self._switching = asyncio.create_task(self._switch(role, drain_timeout_s), name="kvflow-switch-role")
+            self._switching = asyncio.create_task(
+                self._switch(role, drain_timeout_s), name="kvflow-switch-role"
+            )
             self._switching.add_done_callback(_retrieve)
             seconds = round(await asyncio.shield(self._switching), 3)
         incarnation = f"{self._running.service.report().incarnation:016x}"
-        return {"role": role, "switched": seconds is not None, "seconds": seconds, "incarnation": incarnation}
+        return {
+            "role": role,
+            "switched": seconds is not None,
+            "seconds": seconds,
+            "incarnation": incarnation,
+        }
 
     async def close(self) -> None:
         """Give up a switch that is under way, and close the role."""
@@ -139,7 +151,9 @@ class RoleSwitch:
         return time.monotonic() - began_s
 
     async def _exchange(self, started: RunningRole) -> None:
-        """From here on `started` is the worker; how the old role ends changes nothing about that."""
+        """From here on `started` is the worker;
+        how the old role ends changes nothing about that.
+        """
         old, self._running = self._running, started
         self._pipeline.take_over(started.service)
         try:

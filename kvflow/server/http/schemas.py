@@ -1,6 +1,7 @@
 """The request bodies: /generate, chat completions, completions.
 
-Routers and clients send many more fields, most of them with default values: `fields.py` says which are refused.
+Routers and clients send many more fields, most of them with default values: `fields.py` says which
+are refused.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
-TokensOrNone = Annotated[int, Meta(ge=0, le=1 << 24)]  # 0: the prompt alone, for its log-probabilities or an echo
+# 0: the prompt alone, for its log-probabilities or an echo.
+TokensOrNone = Annotated[int, Meta(ge=0, le=1 << 24)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-Room = int  # unsigned 64-bit, wider than the limits msgspec can state; checked in generation_requests.py
+# Unsigned 64-bit, wider than the limits msgspec can state; checked in generation_requests.py.
+Room = int
 HiddenStates = bool | Literal["last"]
 BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
 Signed64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -44,12 +47,15 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rendezvous(Body, frozen=True, kw_only=True):
-    """The fields a router adds so that both legs use one room; lists when the body asks for several completions."""
+    """The fields a router adds so that both legs use one room; lists when the body asks for several
+    completions.
+    """
 
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
-    routed_dp_rank: Any = None  # these are checked in generation_requests.py too: where one is wrong, the room is read
+    # These are checked in generation_requests.py too: where one is wrong, the room is read.
+    routed_dp_rank: Any = None
     data_parallel_rank: Any = None
     disagg_prefill_dp_rank: Any = None
     cache_salt: str | list[str] | None = None
@@ -176,12 +182,14 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-# Python objects that a body may create: so many hold the event loop for some 3 ms. They are 5,000 messages of a chat.
+# Python objects that a body may create: so many hold the event loop for some 3 ms. They are 5,000
+# messages of a chat.
 MAX_STRUCTURE = 1 << 14
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 MAX_COMPLETIONS = 256  # of one body: prompts times n
 
-_NESTED = {"sampling_params": "s", "stream_options": "o"}  # objects with refused fields of their own
+# Objects with refused fields of their own.
+_NESTED = {"sampling_params": "s", "stream_options": "o"}
 
 S = TypeVar("S")
 T = TypeVar("T", bound=Body)
@@ -191,7 +199,8 @@ _NOT_SET = msgspec.Raw(b"null")
 _REFUSED = {body: refused_in(body) for body in BODIES}
 _GIVEN = {
     body: msgspec.defstruct(
-        "_GivenFields", [(name, msgspec.Raw, _NOT_SET) for name in dict.fromkeys((*fields, *_NESTED))]
+        "_GivenFields",
+        [(name, msgspec.Raw, _NOT_SET) for name in dict.fromkeys((*fields, *_NESTED))],
     )
     for body, fields in _REFUSED.items()
 }
@@ -218,7 +227,9 @@ def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
     for name, field in _REFUSED[body].items():
         given = bytes(given_fields[name])
         if len(given) > _MAX_DEFAULT_BYTES or not field.changes_nothing(_read(given, Any)):
-            raise RequestError(f"{where}{name} is not supported by this server; leave it out", param=where + name)
+            raise RequestError(
+                f"{where}{name} is not supported by this server; leave it out", param=where + name
+            )
     for name, inner in _NESTED.items():
         nested = bytes(given_fields[name]).strip()
         if not where and nested.startswith(b"{"):
@@ -226,7 +237,9 @@ def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
         elif not where and nested.startswith(b"["):
             several = _read(nested, list[msgspec.Raw])
             if len(several) > MAX_COMPLETIONS:
-                text = f"{name}: {len(several)} entries, one for each prompt; limit {MAX_COMPLETIONS}"
+                text = (
+                    f"{name}: {len(several)} entries, one for each prompt; limit {MAX_COMPLETIONS}"
+                )
                 raise RequestError(text, param=name)
             for i, one in enumerate(several):
                 _refuse_unsupported(bytes(one), inner, f"{name}[{i}].")
@@ -237,14 +250,17 @@ def _structure(raw: bytes) -> int:
 
 
 def decoded(raw: bytes, kind: type[S]) -> S:
-    """The body of any request as `kind`; fields that `kind` does not name are only checked to be JSON.
+    """The body of any request as `kind`; fields that `kind` does not name are only checked to be
+    JSON.
 
     Raises: RequestError (400) naming the field.
     """
     if len(raw) > MAX_STRUCTURE and _structure(raw) > MAX_STRUCTURE:
         found = _structure(_STRING.sub(b"", raw))  # texts have such characters too
         if found > MAX_STRUCTURE:
-            raise RequestError(f"the body has {found} lists, objects and fields, limit {MAX_STRUCTURE}")
+            raise RequestError(
+                f"the body has {found} lists, objects and fields, limit {MAX_STRUCTURE}"
+            )
     read: S = _read(raw, kind)
     return read
 
@@ -257,7 +273,10 @@ def parse(raw: bytes, kind: type[T]) -> T:
 
 
 def stops_of(stop: str | list[str] | None) -> StopStrings:
-    """Stop strings; empty ones, which some clients send to mean "none", are left out. Raises: RequestError."""
+    """Stop strings; empty ones, which some clients send to mean "none", are left out.
+
+    Raises: RequestError.
+    """
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     try:
         return StopStrings(s for s in stops if s)

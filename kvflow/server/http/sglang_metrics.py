@@ -1,14 +1,17 @@
-"""The metric names that SGLang's dashboards read, with the labels and buckets they have there (SGLang 0.5).
+"""The metric names that SGLang's dashboards read, with the labels and buckets they have there
+(SGLang 0.5).
 
-A worker over several ranks has samples for each, by `tp_rank` and `pp_rank`: of those that are not the first, what they
-tell the first one, which is their pools, rooms and caches. HiCache's names are those that a cache here can fill: of
-tokens on the host and in storage, and of those that went between them. Its durations and bandwidths are not measured.
+A worker over several ranks has samples for each, by `tp_rank` and `pp_rank`: of those that are not
+the first, what they tell the first one, which is their pools, rooms and caches. HiCache's names are
+those that a cache here can fill: of tokens on the host and in storage, and of those that went
+between them. Its durations and bandwidths are not measured.
 
-Where a measure exists under a name of kvflow's own, see there for what it means. `cache_hit_rate` is the share of all
-prompt tokens since the start; SGLang's is that of its last batch. `num_used_tokens` leaves out cached pages that no
-request reads, as there. `num_retracted_reqs` are retracted now; SGLang's were in its last log interval. `mamba_usage`
-is of state rows, which not every model has. Milliseconds, MB and GB are SGLang's units: the latter two are 2**20 and
-2**30 bytes.
+Where a measure exists under a name of kvflow's own, see there for what it means. `cache_hit_rate`
+is the share of all prompt tokens since the start; SGLang's is that of its last batch.
+`num_used_tokens` leaves out cached pages that no request reads, as there. `num_retracted_reqs` are
+retracted now; SGLang's were in its last log interval. `mamba_usage` is of state rows, which not
+every model has. Milliseconds, MB and GB are SGLang's units: the latter two are 2**20 and 2**30
+bytes.
 """
 
 from __future__ import annotations
@@ -38,11 +41,31 @@ _SIZE_MB = (1, 5, 10, 50, 100, 500, 1000, 5000, 10000)
 _FIRST_TOKEN_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 _REQUEST_S = (*_FIRST_TOKEN_S, 600, 1200, 1800, 2400)
 _INTER_TOKEN_S = (
-    *(0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8),
+    *(
+        0.002,
+        0.004,
+        0.006,
+        0.008,
+        0.01,
+        0.015,
+        0.02,
+        0.025,
+        0.03,
+        0.035,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+        0.2,
+        0.4,
+        0.6,
+        0.8,
+    ),
     *(1, 2, 4, 6, 8),
 )
 _FIRST_LENGTH = 100
-_BEFORE = ("bootstrapping", "expected", "announced", "bootstrapped")  # states of rooms that no page has moved in
+# States of rooms that no page has moved in.
+_BEFORE = ("bootstrapping", "expected", "announced", "bootstrapped")
 _NONE = Histogram(())
 
 
@@ -68,12 +91,17 @@ class _Rank(NamedTuple):
 
 def _ranks(report: Report, role: str) -> list[_Rank]:
     """The ranks that are there, the first one by the report itself."""
-    found = [_Rank("0", "0", report.pages_free, report.pages_total, report.rooms_by_state, report.cache)]
+    found = [
+        _Rank("0", "0", report.pages_free, report.pages_total, report.rooms_by_state, report.cache)
+    ]
     for rank in report.ranks:
         if rank.rank and rank.up:
             stage, shard = divmod(rank.rank, report.tp_size)
-            rooms = rank.rooms if role == "prefill" else None  # the shards of a decode work on the first one's
-            found.append(_Rank(str(shard), str(stage), rank.pages_free, rank.pages_total, rooms, rank.cache))
+            # The shards of a decode work on the first one's.
+            rooms = rank.rooms if role == "prefill" else None
+            found.append(
+                _Rank(str(shard), str(stage), rank.pages_free, rank.pages_total, rooms, rank.cache)
+            )
     return found
 
 
@@ -82,7 +110,9 @@ def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
     free = rank.pages_free + (cache.evictable_pages if cache else 0)
     used, most = (rank.pages_total - free) * page_size, rank.pages_total * page_size
     gauges: dict[str, float] = {
-        "cache_hit_rate": cache.hit_tokens / cache.asked_tokens if cache and cache.asked_tokens else 0.0,
+        "cache_hit_rate": cache.hit_tokens / cache.asked_tokens
+        if cache and cache.asked_tokens
+        else 0.0,
         "num_used_tokens": used,
         "token_usage": used / most if most else 0.0,
         "max_total_num_tokens": most,
@@ -103,7 +133,9 @@ def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
 
 
 def _caches(ranks: Iterable[_Rank], page_size: int, pp_size: int) -> Iterator[Metric]:
-    """Counters of tokens that left the device, came back, were stored and were read from storage."""
+    """Counters of tokens that left the device, came back,
+    were stored and were read from storage.
+    """
     tiers = {
         name: CounterMetricFamily(f"sglang:{name}", f"See kvflow_cache_{pages}.", labels=labels)
         for name, pages, labels in (
@@ -127,7 +159,9 @@ def _caches(ranks: Iterable[_Rank], page_size: int, pp_size: int) -> Iterator[Me
     yield from (family for family in tiers.values() if family.samples)
 
 
-def _scheduler(report: Report, completions: CompletionMeasures, role: str, model: str, now: float) -> Iterator[Metric]:
+def _scheduler(
+    report: Report, completions: CompletionMeasures, role: str, model: str, now: float
+) -> Iterator[Metric]:
     values = (model, role, "0", "0", "0")
     retraction = report.retraction or EngineRetractions()
     gauges: dict[str, dict[tuple[str, ...], float]] = {
@@ -160,23 +194,34 @@ def _scheduler(report: Report, completions: CompletionMeasures, role: str, model
         )
         counter.add_metric(values, failed)
         yield counter
-    counter = CounterMetricFamily("sglang:num_retracted_requests", "See kvflow_retracts.", labels=_SCHEDULER_LABELS)
+    counter = CounterMetricFamily(
+        "sglang:num_retracted_requests", "See kvflow_retracts.", labels=_SCHEDULER_LABELS
+    )
     counter.add_metric(values, retraction.retracts)
     yield counter
     queue = {values: report.queue_seconds or Histogram(QUEUE_SECONDS)}
     yield histograms(
-        "sglang:queue_time_seconds", "See kvflow_queue_seconds.", queue, _SCHEDULER_LABELS, bounds=QUEUE_SECONDS
+        "sglang:queue_time_seconds",
+        "See kvflow_queue_seconds.",
+        queue,
+        _SCHEDULER_LABELS,
+        bounds=QUEUE_SECONDS,
     )
 
 
 def _transfers(report: Report, role: str, values: tuple[str, ...]) -> Iterator[Metric]:
-    """As in SGLang the sender measures a transfer: decode has the names, and no samples. A prefill waits for pages to
-    compute in, decode for pages to offer."""
+    """As in SGLang the sender measures a transfer: decode has the names, and no samples.
+
+    A prefill waits for pages to compute in, decode for pages to offer."""
     measures = report.transfers
     if measures is None:
         return
     sent = role == "prefill"
-    alloc = report.queue_seconds if sent and report.queue_seconds is not None else measures.allocation_seconds
+    alloc = (
+        report.queue_seconds
+        if sent and report.queue_seconds is not None
+        else measures.allocation_seconds
+    )
     for name, histogram, unit, bounds, filled in (
         ("latency_ms", measures.transfer_seconds, _MS, _LATENCY_MS, sent),
         ("speed_gb_s", measures.transfer_bytes_per_second, _GB, _SPEED_GB_S, sent),
@@ -187,7 +232,12 @@ def _transfers(report: Report, role: str, values: tuple[str, ...]) -> Iterator[M
         shown = histogram if filled else Histogram(histogram.bounds)
         text = "See kvflow_transfer_* and kvflow_*_seconds."
         yield histograms(
-            f"sglang:kv_transfer_{name}", text, {values: shown}, _SCHEDULER_LABELS, bounds=bounds, unit=unit
+            f"sglang:kv_transfer_{name}",
+            text,
+            {values: shown},
+            _SCHEDULER_LABELS,
+            bounds=bounds,
+            unit=unit,
         )
 
 
@@ -206,7 +256,9 @@ def _requests(found: CompletionMeasures, values: tuple[str, ...]) -> Iterator[Me
         ("prompt_tokens_histogram", found.prompt_tokens, lengths),
         ("generation_tokens_histogram", found.generated_tokens, lengths),
     ):
-        yield histograms(f"sglang:{name}", "As in SGLang.", {values: histogram}, _LABELS, bounds=bounds)
+        yield histograms(
+            f"sglang:{name}", "As in SGLang.", {values: histogram}, _LABELS, bounds=bounds
+        )
     for name, counts in (
         ("prompt_tokens", found.prompt_tokens_total),
         ("generation_tokens", found.tokens_sent),

@@ -1,4 +1,6 @@
-"""Server-sent events: data lines, empty lines during silence, one error event when a started stream fails."""
+"""Server-sent events: data lines, empty lines during silence, one error event when a started stream
+fails.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,22 @@ from kvflow.server.http.growing import encode, write
 
 T = TypeVar("T")
 
-# An empty event, which every client skips. By the standard a comment would be as good, but clients that read by lines
-# (sglang.bench_serving) take every line that is not empty for JSON.
+# An empty event, which every client skips. By the standard a comment would be as good, but clients
+# that read by lines (sglang.bench_serving) take every line that is not empty for JSON.
 KEEPALIVE = b"\n\n"
 DONE = b"data: [DONE]\n\n"
-_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
 
 
 class EventStream:
-    """One response as an event stream. Any write raises ConnectionError once the client has disconnected."""
+    """One response as an event stream.
+
+    Any write raises ConnectionError once the client has disconnected.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -35,7 +44,9 @@ class EventStream:
         return self._response
 
     async def start(self) -> None:
-        """Status and headers leave with the next write: from here on an error can only be an event."""
+        """Status and headers leave with the next write:
+        from here on an error can only be an event.
+        """
         await self._response.prepare(self._request)
 
     async def send(self, *events: Any) -> None:
@@ -60,15 +71,18 @@ class EventStream:
 
 
 class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
-    """Items of all `sources` with the index of their source, in batches: all that have come since the last one.
+    """Items of all `sources` with the index of their source, in batches: all that have come since
+    the last one.
 
-    After `silence_s` without an item the batch is empty. The first error is raised after the items before it. A slow
-    reader gets larger batches. An item costs neither a task nor a timer: each source has one task, and all of them
-    one timer. Use as an async context manager: leaving closes all sources, and returns only then, also when leaving is
-    cancelled, once or repeatedly.
+    After `silence_s` without an item the batch is empty. The first error is raised after the items
+    before it. A slow reader gets larger batches. An item costs neither a task nor a timer: each
+    source has one task, and all of them one timer. Use as an async context manager: leaving closes
+    all sources, and returns only then, also when leaving is cancelled, once or repeatedly.
     """
 
-    def __init__(self, sources: Sequence[AsyncGenerator[T, None]], silence_s: float | None = None) -> None:
+    def __init__(
+        self, sources: Sequence[AsyncGenerator[T, None]], silence_s: float | None = None
+    ) -> None:
         self._sources, self._silence_s = sources, silence_s
         self._tasks: list[asyncio.Task[None]] = []
         self._running = len(sources)
@@ -82,8 +96,11 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)]
-        for task in self._tasks:  # not in the task: one that is cancelled before its first step never runs
+        self._tasks = [
+            asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)
+        ]
+        # Not in the task: one that is cancelled before its first step never runs.
+        for task in self._tasks:
             task.add_done_callback(self._ended)
         if self._silence_s is not None:
             self._asked_at_s = asyncio.get_running_loop().time()
@@ -91,7 +108,10 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -118,11 +138,16 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return batch
 
     def has_begun(self, index: int) -> bool:
-        """False in the turn of the event loop in which this was entered: a source that is closed then never runs."""
+        """False in the turn of the event loop in which this was entered: a source that is closed
+        then never runs.
+        """
         return index in self._begun
 
     def stop(self, index: int, last: T) -> None:
-        """Close one source; `last` is its last item, whatever it still gives or raises. The others go on."""
+        """Close one source; `last` is its last item, whatever it still gives or raises.
+
+        The others go on.
+        """
         if index in self._stopped or self._tasks[index].done():
             return
         self._stopped.add(index)
@@ -155,7 +180,10 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._timer = asyncio.get_running_loop().call_later(after_s, self._look, silence_s)
 
     def _look(self, silence_s: float) -> None:
-        """Has the reader waited in silence? One that is busy, because its client is slow, is left alone."""
+        """Has the reader waited in silence?
+
+        One that is busy, because its client is slow, is left alone.
+        """
         left_s = self._asked_at_s + silence_s - asyncio.get_running_loop().time()
         if left_s <= 0:
             self._silent = True

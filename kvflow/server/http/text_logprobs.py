@@ -20,7 +20,10 @@ class TextLogprobs:
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._end = 0  # of the text so far, in characters
-        self._arrays = {name: GrowingArray() for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        self._arrays = {
+            name: GrowingArray()
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
 
     def add(self, token: TokenOut | ScoredToken) -> None:
         for name, element in self._next(token).items():
@@ -43,7 +46,8 @@ class TextLogprobs:
         spelled, start = self._token_bytes(token.token_id), self._end
         self._end += _characters(spelled)
         top: dict[str, float] = {}
-        for token_id, logprob in token.top_logprobs:  # of two tokens with one label the more likely one is named
+        # Of two tokens with one label the more likely one is named.
+        for token_id, logprob in token.top_logprobs:
             top.setdefault(_label(self._token_bytes(token_id)), logprob)
         return {
             "tokens": _label(spelled),
@@ -54,7 +58,9 @@ class TextLogprobs:
 
 
 def _label(token: bytes) -> str:
-    """A token as a key; a part of a character in OpenAI's way, so that two of them do not become one."""
+    """A token as a key; a part of a character in OpenAI's way, so that two of them do not become
+    one.
+    """
     try:
         return token.decode()
     except UnicodeDecodeError:

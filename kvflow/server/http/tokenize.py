@@ -50,15 +50,21 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
         lists, several = prompt_ids(body.tokens, MAX_LISTS)
         async for ids in in_turns(lists):
             if len(ids) and ids.max() >= card.vocab_size:
-                error = f"tokens: {ids.max()} is outside the model's vocabulary, 0..{card.vocab_size - 1}"
+                error = (
+                    f"tokens: {ids.max()} is outside the model's vocabulary, "
+                    f"0..{card.vocab_size - 1}"
+                )
                 raise RequestError(error, param="tokens")
         special = body.skip_special_tokens is False
-        texts = [await tokenizer.decode(ids.tolist(), skip_special_tokens=not special) for ids in lists]
+        texts = [
+            await tokenizer.decode(ids.tolist(), skip_special_tokens=not special) for ids in lists
+        ]
         found = GrowingArray()
         async for text in in_turns(texts):
             found.add(text)
         named = found if several else found.only()
-        return await long_json_response(http, {"text": named, "prompt": named})  # SGLang's name and vLLM's
+        # SGLang's name and vLLM's.
+        return await long_json_response(http, {"text": named, "prompt": named})
 
     return [
         *(web.post(path, tokenize) for path in PATHS[:2]),
@@ -78,7 +84,14 @@ async def _ids(pipeline: CompletionPipeline, body: TokenizeRequest) -> list[Prom
     if body.messages is not None:
         prompted = body.add_generation_prompt is not False
         variables = template_variables(body)
-        return [await pipeline.tokenizer.encode_chat(body.messages, variables, add_generation_prompt=prompted)]
+        return [
+            await pipeline.tokenizer.encode_chat(
+                body.messages, variables, add_generation_prompt=prompted
+            )
+        ]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     special = body.add_special_tokens is not False
-    return [await pipeline.tokenizer.encode(text, param="prompt", add_special_tokens=special) for text in texts]
+    return [
+        await pipeline.tokenizer.encode(text, param="prompt", add_special_tokens=special)
+        for text in texts
+    ]

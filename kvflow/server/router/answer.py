@@ -25,8 +25,10 @@ from kvflow.telemetry.requests import name_error
 
 
 class ClientAnswer:
-    """Begins at most once. Its headers may leave with the first pair that streams, for later pairs to go on with: until
-    the first token nothing follows them but empty lines and comments."""
+    """Begins at most once.
+
+    Its headers may leave with the first pair that streams, for later pairs to go on with: until the
+    first token nothing follows them but empty lines and comments."""
 
     def __init__(self, http: web.Request, measures: RouterMeasures) -> None:
         self._http, self._measures = http, measures
@@ -35,7 +37,8 @@ class ClientAnswer:
         self.cut_off: LegFailedError | None = None  # what ended a stream that had its first token
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Relay decode's stream, event by event; a decode that is lost after the first token becomes an error event.
+        """Relay decode's stream, event by event; a decode that is lost after the first token
+        becomes an error event.
 
         Raises: PairFailedError before the first token.
         """
@@ -44,7 +47,8 @@ class ClientAnswer:
             await self._stream.prepare(self._http)
         out = self._stream
         piece = await self._until_first_token(out, pair)
-        held: list[bytes] = []  # of an event whose end has not come; a cumulative one may be megabytes long
+        # Of an event whose end has not come; a cumulative one may be megabytes long.
+        held: list[bytes] = []
         while piece:
             end = piece.rfind(b"\n\n") + 1
             if not end and held and held[-1].endswith(b"\n") and piece.startswith(b"\n"):
@@ -59,14 +63,18 @@ class ClientAnswer:
                 piece = await pair.decode.read()
             except LegFailedError as error:
                 self.cut_off = error
-                return await self.fail(Failure(502, str(Code.PEER_LOST), f"the answer was cut off: {error}"))
+                return await self.fail(
+                    Failure(502, str(Code.PEER_LOST), f"the answer was cut off: {error}")
+                )
         if held:
             await write(out, held)
         await out.write_eof()
         return out
 
     async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
-        """Relay empty lines and comments; returns what has come with the first token, and what opens a chat."""
+        """Relay empty lines and comments; returns what has come with the first token, and what
+        opens a chat.
+        """
         opening, rest = b"", b""
         while b"\n\n" not in rest:
             piece = await pair.first()
@@ -86,8 +94,12 @@ class ClientAnswer:
         self._measures.first_token(self._arrived_at_s)
         return opening + rest
 
-    async def fail(self, failure: Failure, answer: web.Response | None = None) -> web.StreamResponse:
-        """The error that ends a request, an event where a stream has begun; `answer` is how a worker has put it."""
+    async def fail(
+        self, failure: Failure, answer: web.Response | None = None
+    ) -> web.StreamResponse:
+        """The error that ends a request, an event where a stream has begun; `answer` is how a
+        worker has put it.
+        """
         name_error(failure.summary)
         self._measures.failed(failure)
         if self._stream is None:

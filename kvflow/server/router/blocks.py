@@ -1,4 +1,6 @@
-"""Which blocks a worker has in its cache, by the events that it publishes, and those that it is about to have."""
+"""Which blocks a worker has in its cache, by the events that it publishes, and those that it is
+about to have.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ BlockHashes = list[int]  # of a prompt's whole blocks, from its beginning on
 
 
 class KnownBlocks:
-    """A worker's blocks by their hashes, on whatever medium. What it is sent counts until its answer is there: by then
-    its events have told."""
+    """A worker's blocks by their hashes, on whatever medium.
+
+    What it is sent counts until its answer is there: by then its events have told."""
 
     def __init__(self) -> None:
         self._media: dict[int, int] = {}

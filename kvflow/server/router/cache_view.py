@@ -1,4 +1,6 @@
-"""What is known of a worker's prefix cache: by its events where it publishes them, else by what it was sent."""
+"""What is known of a worker's prefix cache: by its events where it publishes them, else by what it
+was sent.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from kvflow.server.router.prompts import CHUNK_TOKENS, Chain
 
 
 class Prompts(NamedTuple):
-    """The prompts of one request, by what stands in its body, and by their blocks where their tokens are known."""
+    """The prompts of one request, by what stands in its body, and by their blocks where their
+    tokens are known.
+    """
 
     chains: list[Chain]
     blocks: dict[int, list[BlockHashes]]  # by tokens per block
@@ -53,7 +57,9 @@ class CacheView:
             await self.feed.close()
 
     def matched(self, prompts: Prompts) -> int:
-        """How many tokens these prompts begin with that the worker has, or is about to have, over all of them."""
+        """How many tokens these prompts begin with that the worker has, or is about to have, over
+        all of them.
+        """
         size = self.block_size
         if size is not None and self.feed is not None and size in prompts.blocks:
             return size * sum(map(self.feed.blocks.matched, prompts.blocks[size]))

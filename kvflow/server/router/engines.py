@@ -30,8 +30,13 @@ class Completion(Protocol):
     @property
     def fields(self) -> PromptFields: ...
 
-    def open_pair(self, request: Forwarded, prefill: Worker, decode: Worker) -> AbstractAsyncContextManager[Pair]:
-        """One try: within the block both workers are asked. Leaving it closes what has not answered."""
+    def open_pair(
+        self, request: Forwarded, prefill: Worker, decode: Worker
+    ) -> AbstractAsyncContextManager[Pair]:
+        """One try: within the block both workers are asked.
+
+        Leaving it closes what has not answered.
+        """
 
 
 class Engine(Protocol):

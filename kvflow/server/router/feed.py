@@ -1,4 +1,6 @@
-"""Follows the cache events of one worker: a snapshot first, then batch after batch, and again what was missed."""
+"""Follows the cache events of one worker: a snapshot first, then batch after batch, and again what
+was missed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _OTHER_KEY = ", as where it has another key (--kv-events-key-file)"
 
 
 class Source(NamedTuple):
-    """Where a worker publishes: ZMQ addresses, the tokens of a block, whether a key is needed there, and which."""
+    """Where a worker publishes: ZMQ addresses, the tokens of a block, whether a key is needed
+    there, and which.
+    """
 
     endpoint: str
     replay_endpoint: str | None
@@ -42,8 +46,8 @@ class FeedError(Exception):
 class BlockFeed:
     """Keeps `blocks` as the worker's events say. Made on a running loop; `close` ends it.
 
-    `live`: whether they are what the worker has. Where they are not, it has failed to answer, or sends something else,
-    and is asked again.
+    `live`: whether they are what the worker has. Where they are not, it has failed to answer, or
+    sends something else, and is asked again.
     """
 
     def __init__(self, name: str, source: Source) -> None:
@@ -72,12 +76,18 @@ class BlockFeed:
             try:
                 await self._follow()
             except (TimeoutError, FeedError, zmq.ZMQError) as error:
-                reason = str(error) or "nothing has come for too long" + self.source.needs_key * _OTHER_KEY
+                reason = (
+                    str(error)
+                    or "nothing has come for too long" + self.source.needs_key * _OTHER_KEY
+                )
                 if self.live or reason != logged:
                     _log.warning("cache events of %s are not followed: %s", self._name, reason)
                 logged = reason
-            except Exception:  # noqa: BLE001 - else what is known of its cache would stay, and be wrong
-                _log.exception("following the cache events of %s failed; it is tried again", self._name)
+            except Exception:  # noqa: BLE001
+                # Else what is known of its cache would stay, and be wrong.
+                _log.exception(
+                    "following the cache events of %s failed; it is tried again", self._name
+                )
             self._forget()
             await asyncio.sleep(PAUSE_S)
 
@@ -108,7 +118,9 @@ class BlockFeed:
 
     def _live(self) -> None:
         if not self.live:
-            _log.info("cache events of %s are followed; it has %d blocks", self._name, len(self.blocks))
+            _log.info(
+                "cache events of %s are followed; it has %d blocks", self._name, len(self.blocks)
+            )
         self.live = True
 
     async def _mend(self, seq: int) -> None:
@@ -122,7 +134,10 @@ class BlockFeed:
             await self._catch_up(self._next_seq)
 
     async def _catch_up(self, start: int, *kind: bytes) -> None:
-        """Apply every batch from `start` on, or what stands for them. Raises: TimeoutError, FeedError."""
+        """Apply every batch from `start` on, or what stands for them.
+
+        Raises: TimeoutError, FeedError.
+        """
         assert self.source.replay_endpoint is not None
         with self._connected(zmq.DEALER, self.source.replay_endpoint) as dealer:
             await dealer.send_multipart([b"", start.to_bytes(8, "big"), *kind])
@@ -163,15 +178,23 @@ def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
     return int.from_bytes(frames[1], "big"), frames[2]
 
 
-def source_of(url: str, events: object, block_size: object, key: ControlKey | None = None) -> Source | None:
-    """Where the worker at `url` publishes, by `kv_events` and `page_size` of its /server_info; None if nowhere. `key`:
-    of all workers that need one."""
+def source_of(
+    url: str, events: object, block_size: object, key: ControlKey | None = None
+) -> Source | None:
+    """Where the worker at `url` publishes, by `kv_events` and `page_size` of its /server_info; None
+    if nowhere. `key`: of all workers that need one."""
     if not isinstance(events, dict) or not isinstance(block_size, int) or block_size < 1:
         return None
     host = urlsplit(url).hostname or "127.0.0.1"
-    endpoint, replay = (_reached(events.get(name), host) for name in ("endpoint", "replay_endpoint"))
+    endpoint, replay = (
+        _reached(events.get(name), host) for name in ("endpoint", "replay_endpoint")
+    )
     needs_key = events.get("needs_key") is True
-    return None if endpoint is None else Source(endpoint, replay, block_size, needs_key, key if needs_key else None)
+    return (
+        None
+        if endpoint is None
+        else Source(endpoint, replay, block_size, needs_key, key if needs_key else None)
+    )
 
 
 def _reached(address: object, host: str) -> str | None:

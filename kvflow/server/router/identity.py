@@ -17,7 +17,10 @@ class NotServingError(LostError):
 
 
 class Traits(NamedTuple):
-    """What a prefill and a decode must have in common to serve a request together. Empty: its engine does not say."""
+    """What a prefill and a decode must have in common to serve a request together.
+
+    Empty: its engine does not say.
+    """
 
     fingerprint: str = ""
     wire_version: int | None = None
@@ -25,7 +28,9 @@ class Traits(NamedTuple):
 
     def conflict_with(self, other: Traits) -> str:
         """In what two workers do not fit together; empty where they do."""
-        for name, mine, theirs in zip(("model fingerprint", "wire version", "data plane"), self, other, strict=True):
+        for name, mine, theirs in zip(
+            ("model fingerprint", "wire version", "data plane"), self, other, strict=True
+        ):
             if mine and theirs and mine != theirs:
                 return f"{name} {mine!r} and not {theirs!r}"
         return ""
@@ -53,11 +58,11 @@ class Identity(msgspec.Struct, frozen=True):
 class Identify(Protocol):
     """Asks the worker at `url` what it is.
 
-    `role`: what it is taken for, None where it has to say that itself. `known`: what it was at the last check, None
-    where it was down then.
+    `role`: what it is taken for, None where it has to say that itself. `known`: what it was at the
+    last check, None where it was down then.
 
-    Raises: NotServingError, RequestError where the role is not known, and what a request and the decoding of its answer
-    raise (aiohttp.ClientError, OSError, ValueError, RecursionError).
+    Raises: NotServingError, RequestError where the role is not known, and what a request and the
+    decoding of its answer raise (aiohttp.ClientError, OSError, ValueError, RecursionError).
     """
 
     def __call__(
@@ -65,10 +70,17 @@ class Identify(Protocol):
     ) -> Awaitable[Identity]: ...
 
 
-async def ask(session: aiohttp.ClientSession, url: str, path: str, meanings: Mapping[int, str]) -> Any:
-    """The JSON that the worker at `url` has at `path`; `meanings`: of other statuses. Raises: as `Identify`."""
+async def ask(
+    session: aiohttp.ClientSession, url: str, path: str, meanings: Mapping[int, str]
+) -> Any:
+    """The JSON that the worker at `url` has at `path`; `meanings`: of other statuses.
+
+    Raises: as `Identify`.
+    """
     async with session.get(f"{url}{path}", allow_redirects=False) as answer:
         if answer.status != 200:
             meaning = meanings.get(answer.status, "")
-            raise NotServingError(f"{path} answered {answer.status}" + (f": {meaning}" if meaning else ""))
+            raise NotServingError(
+                f"{path} answered {answer.status}" + (f": {meaning}" if meaning else "")
+            )
         return msgspec.json.decode(await answer.read())

@@ -26,7 +26,9 @@ from kvflow.telemetry.requests import name_rooms
 from kvflow.transports.control.curve import ControlKey
 
 ROOM_HEADER = "X-Kvflow-Room"
-_NOT_KVFLOW = "it is not a worker of kvflow; a router in front of vLLM servers is started with --engine vllm"
+_NOT_KVFLOW = (
+    "it is not a worker of kvflow; a router in front of vLLM servers is started with --engine vllm"
+)
 _OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
 
 
@@ -34,7 +36,10 @@ class KvflowEngine:
     """Implements `engines.Engine`."""
 
     completion_paths = ("/generate", "/v1/chat/completions", "/v1/completions")
-    decode_routes = (*(("GET", path) for path in _OF_A_MODEL), *(("POST", path) for path in tokenize.PATHS))
+    decode_routes = (
+        *(("GET", path) for path in _OF_A_MODEL),
+        *(("POST", path) for path in tokenize.PATHS),
+    )
     has_operations = True
     retried_statuses = frozenset({502, 503})
     keepalive_s = 15.0
@@ -47,7 +52,9 @@ class KvflowEngine:
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
     ) -> Identity:
         """Implements `identity.Identify`."""
-        return read_identity(await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url, self._events_key)
+        return read_identity(
+            await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url, self._events_key
+        )
 
     def read(self, body: bytes) -> KvflowCompletion:
         """Raises: RequestError (400)."""
@@ -66,7 +73,9 @@ class KvflowCompletion:
         self._rooms = _room_count(fields)
 
     @asynccontextmanager
-    async def open_pair(self, request: Forwarded, prefill: Worker, decode: Worker) -> AsyncGenerator[Pair, None]:
+    async def open_pair(
+        self, request: Forwarded, prefill: Worker, decode: Worker
+    ) -> AsyncGenerator[Pair, None]:
         rooms = [secrets.randbits(63) for _ in range(self._rooms)]
         name_rooms(rooms)
         body = with_fields(request.raw, bootstrap_fields(prefill, rooms))
@@ -85,7 +94,9 @@ class _Sampling(msgspec.Struct):
 
 
 class _Fields(PromptFields):
-    """The fields of a body that say how many completions it asks for, and of what; the workers check the others."""
+    """The fields of a body that say how many completions it asks for, and of what; the workers
+    check the others.
+    """
 
     sampling_params: _Sampling | list[_Sampling] | None = None
     n: Any = None
@@ -101,15 +112,27 @@ def _room_count(fields: _Fields) -> int:
     if isinstance(sampling, list):
         sampling = sampling[0] if sampling else None
     choices = (sampling.n if sampling else None) or fields.n or 1
-    if not isinstance(choices, int) or isinstance(choices, bool) or not 1 <= prompts * choices <= MAX_COMPLETIONS:
-        raise RequestError(f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions")
+    if (
+        not isinstance(choices, int)
+        or isinstance(choices, bool)
+        or not 1 <= prompts * choices <= MAX_COMPLETIONS
+    ):
+        raise RequestError(
+            f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions"
+        )
     return prompts * choices
 
 
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
-    """The fields that give both legs the same rooms, and all of them one prefill: at most MAX_ADDED_BYTES of JSON."""
+    """The fields that give both legs the same rooms, and all of them one prefill: at most
+    MAX_ADDED_BYTES of JSON.
+    """
     room = rooms[0] if len(rooms) == 1 else rooms
-    return {"bootstrap_host": prefill.host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
+    return {
+        "bootstrap_host": prefill.host,
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": room,
+    }
 
 
 def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:

@@ -1,14 +1,16 @@
 """One request as two legs, each a POST to one worker: decode's answer goes to the client.
 
-A leg is ended by closing its connection; a worker takes that as an abort. After a failure before the first token of its
-answer a request may be tried again:
+A leg is ended by closing its connection; a worker takes that as an abort. After a failure before
+the first token of its answer a request may be tried again:
 
 - where a connection could not be made, or ended before its answer;
-- after status 502 or 503: a worker drains, its queue is full, a link between the two is lost, they do not fit together;
+- after status 502 or 503: a worker drains, its queue is full, a link between the two is lost, they
+  do not fit together;
 - after status 504 with code "rendezvous": the other leg never came.
 
-Not after an error of the request (4xx) or of the model (500), which another pair would repeat, and not after a deadline
-(504): the request has had its time. Where an engine says otherwise of a status, `Engine.retried_statuses` has it.
+Not after an error of the request (4xx) or of the model (500), which another pair would repeat, and
+not after a deadline (504): the request has had its time. Where an engine says otherwise of a
+status, `Engine.retried_statuses` has it.
 """
 
 from __future__ import annotations
@@ -58,14 +60,22 @@ class Leg:
     """One POST to one worker."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: Mapping[str, str]
+        self,
+        session: aiohttp.ClientSession,
+        worker: Worker,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
     ) -> None:
         self.worker = worker
         self._call = (session, f"{worker.url}{path}", body, headers)
         self._answer: aiohttp.ClientResponse | None = None
 
     async def begin(self) -> aiohttp.ClientResponse | web.Response:
-        """Return a stream as soon as it has begun, any other answer when it is complete. Raises: LegFailedError."""
+        """Return a stream as soon as it has begun, any other answer when it is complete.
+
+        Raises: LegFailedError.
+        """
         session, url, body, headers = self._call
         in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
         try:
@@ -85,7 +95,10 @@ class Leg:
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def complete(self) -> web.Response:
-        """Return the answer when it is complete; of a stream, the error that it begins with. Raises: LegFailedError."""
+        """Return the answer when it is complete; of a stream, the error that it begins with.
+
+        Raises: LegFailedError.
+        """
         answer = await self.begin()
         if isinstance(answer, web.Response):
             return answer
@@ -102,10 +115,13 @@ class Leg:
             self._answer.close()
 
     def dispose(self, task: asyncio.Task[Any]) -> None:
-        """Done callback of a leg that was closed: its task may have ended with an answer or an error all the same."""
+        """Done callback of a leg that was closed: its task may have ended with an answer or an
+        error all the same.
+        """
         self.close()
         if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it: the first failure has been reported
+            # Retrieved, so that asyncio does not log it: the first failure has been reported.
+            task.exception()
 
 
 def _describe(error: Exception) -> str:
@@ -135,7 +151,9 @@ def split_silence(start: bytes) -> tuple[bytes, bytes]:
 
 
 def split_opening(events: bytes) -> tuple[bytes, bytes]:
-    """The complete events that a chat may begin with before there is a token of it, and the rest."""
+    """The complete events that a chat may begin with before there is a token of it,
+    and the rest.
+    """
     cut = 0
     while (end := events.find(b"\n\n", cut)) >= 0 and _is_opening(events[cut:end]):
         cut = end + 2
@@ -143,13 +161,17 @@ def split_opening(events: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_opening(event: bytes) -> bool:
-    """Whether it says who speaks and nothing else: vLLM sends this before it looks whether there is an error."""
+    """Whether it says who speaks and nothing else: vLLM sends this before it looks whether there is
+    an error.
+    """
     try:
         choices = msgspec.json.decode(event.removeprefix(b"data:"), type=_Chunk).choices
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return bool(choices) and all(
-        one.finish_reason is None and one.delta.keys() <= {"role", "content"} and not one.delta.get("content")
+        one.finish_reason is None
+        and one.delta.keys() <= {"role", "content"}
+        and not one.delta.get("content")
         for one in choices
     )
 
@@ -182,7 +204,8 @@ def stream_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 def with_fields(raw: bytes, fields: dict[str, Any]) -> bytes:
-    """The JSON object `raw` with `fields` added at its end, where they win over fields of the same name.
+    """The JSON object `raw` with `fields` added at its end, where they win over fields of the same
+    name.
 
     The bytes before them are forwarded unchanged, without being decoded.
     """

@@ -39,20 +39,31 @@ class RouterMeasures:
             {(): self._first_token_seconds},
         )
         errors = CounterMetricFamily(
-            "kvflow_router_errors", "Requests that ended in an error after all tries, by its code.", labels=["code"]
+            "kvflow_router_errors",
+            "Requests that ended in an error after all tries, by its code.",
+            labels=["code"],
         )
         yield labelled(errors, self._errors)
-        yield GaugeMetricFamily("kvflow_router_running_requests", "Requests being served.", value=running)
+        yield GaugeMetricFamily(
+            "kvflow_router_running_requests", "Requests being served.", value=running
+        )
         waits = "Requests that wait for a worker to come back, or for their next try."
         yield GaugeMetricFamily("kvflow_router_waiting_requests", waits, value=waiting)
-        up = GaugeMetricFamily("kvflow_router_worker_up", "1 for a worker that gets requests.", labels=_WORKER_LABELS)
-        load = GaugeMetricFamily("kvflow_router_worker_requests", "Requests at a worker now.", labels=_WORKER_LABELS)
+        up = GaugeMetricFamily(
+            "kvflow_router_worker_up", "1 for a worker that gets requests.", labels=_WORKER_LABELS
+        )
+        load = GaugeMetricFamily(
+            "kvflow_router_worker_requests", "Requests at a worker now.", labels=_WORKER_LABELS
+        )
         served = CounterMetricFamily(
-            "kvflow_router_worker_tries", "Requests sent to a worker, further tries included.", labels=_WORKER_LABELS
+            "kvflow_router_worker_tries",
+            "Requests sent to a worker, further tries included.",
+            labels=_WORKER_LABELS,
         )
         hits = CounterMetricFamily(
             "kvflow_router_worker_prefix_hits",
-            "Of those, requests whose prompt begins with what the worker has in its cache, as far as is known.",
+            "Of those, requests whose prompt begins with what the worker has in its cache, as far "
+            "as is known.",
             labels=_WORKER_LABELS,
         )
         followed = GaugeMetricFamily(
@@ -61,7 +72,9 @@ class RouterMeasures:
             labels=_WORKER_LABELS,
         )
         blocks = GaugeMetricFamily(
-            "kvflow_router_worker_cached_blocks", "Blocks in its cache, by its events.", labels=_WORKER_LABELS
+            "kvflow_router_worker_cached_blocks",
+            "Blocks in its cache, by its events.",
+            labels=_WORKER_LABELS,
         )
         gaps = CounterMetricFamily(
             "kvflow_router_worker_event_gaps",

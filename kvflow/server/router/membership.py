@@ -1,12 +1,15 @@
 """Workers that join and leave a running router, by the routes that sglang_router has for them.
 
-    POST   /workers        {"url": ..., "worker_type": "prefill" | "decode"}: join; 202 and its id, new or not
+    POST   /workers {"url": ..., "worker_type": "prefill" | "decode"}: join; 202 and its id, new or
+           not
     GET    /workers        all of them; GET /workers/{id} one
-    DELETE /workers/{id}   leave: it gets no more requests, and is forgotten when those it has are answered; 202
+    DELETE /workers/{id}   leave: it gets no more requests, and is forgotten when those it has are
+                           answered; 202
 
-Other than there, a worker that joins is asked who it is before the answer, and `worker_type` may be left out. A worker
-that joins by itself (`--join`) names its incarnation and does so again and again, so that a router that was restarted
-knows it too. An operator's DELETE holds against that: until another incarnation, or an operator's POST.
+Other than there, a worker that joins is asked who it is before the answer, and `worker_type` may be
+left out. A worker that joins by itself (`--join`) names its incarnation and does so again and
+again, so that a router that was restarted knows it too. An operator's DELETE holds against that:
+until another incarnation, or an operator's POST.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ MAX_URL_CHARACTERS = 2048
 
 
 class JoinRequest(msgspec.Struct, frozen=True):
-    """The body of POST /workers. What sglang_router's clients may send besides is not looked at: kvflow asks the
-    worker itself for its bootstrap port and its model, and all workers have one API key."""
+    """The body of POST /workers.
+
+    What sglang_router's clients may send besides is not looked at: kvflow asks the worker itself
+    for its bootstrap port and its model, and all workers have one API key."""
 
     url: str
     worker_type: str | None = None
@@ -41,16 +46,19 @@ class JoinRequest(msgspec.Struct, frozen=True):
 class Membership:
     """Who joins and who leaves."""
 
-    def __init__(self, workers: Workers, session: aiohttp.ClientSession, identify: Identify) -> None:
+    def __init__(
+        self, workers: Workers, session: aiohttp.ClientSession, identify: Identify
+    ) -> None:
         self._workers, self._session, self._identify = workers, session, identify
         self._removed: OrderedDict[str, str] = OrderedDict()  # the incarnation that left, by URL
         self._one_at_a_time = asyncio.Lock()
 
     async def join(self, request: JoinRequest) -> Worker:
-        """The worker at this URL, after a first check of it; the one that is there already where it has joined before.
+        """The worker at this URL, after a first check of it; the one that is there already where it
+        has joined before.
 
-        Raises: RequestError (400), ConflictError (409: another role, another model, or it was told to leave), LostError
-        (502: it does not answer), OverloadError.
+        Raises: RequestError (400), ConflictError (409: another role, another model, or it was told
+        to leave), LostError (502: it does not answer), OverloadError.
         """
         url = _checked_url(request.url)
         if request.worker_type not in (None, *ROLES):
@@ -59,16 +67,22 @@ class Membership:
         if request.incarnation is None:
             self._removed.pop(url, None)
         elif self._removed.get(url) == request.incarnation:
-            raise ConflictError(f"{url} was told to leave; POST {PATH} without an incarnation lets it join again")
+            raise ConflictError(
+                f"{url} was told to leave; POST {PATH} without an incarnation lets it join again"
+            )
         async with self._one_at_a_time:
             known = next((worker for worker in self._workers.all if worker.url == url), None)
             return (
-                await self._join_anew(url, request.worker_type) if known is None else self._join_again(known, request)
+                await self._join_anew(url, request.worker_type)
+                if known is None
+                else self._join_again(known, request)
             )
 
     def leave(self, worker: Worker, incarnation: str | None = None) -> None:
-        """It gets no more requests from here on. Idempotent. `incarnation`: of a worker that leaves by itself, and may
-        have another one by now, with which it joins again."""
+        """It gets no more requests from here on.
+
+        Idempotent. `incarnation`: of a worker that leaves by itself, and may have another one by
+        now, with which it joins again."""
         self._removed[worker.url] = (incarnation or worker.incarnation)[:MAX_URL_CHARACTERS]
         self._removed.move_to_end(worker.url)
         if len(self._removed) > MAX_WORKERS:
@@ -80,7 +94,9 @@ class Membership:
 
     def _join_again(self, worker: Worker, request: JoinRequest) -> Worker:
         if worker.usable and request.worker_type not in (None, worker.role):
-            raise ConflictError(f"{worker.url} is here as a {worker.role} worker, not as {request.worker_type}")
+            raise ConflictError(
+                f"{worker.url} is here as a {worker.role} worker, not as {request.worker_type}"
+            )
         if worker.leaving:
             self._workers.stay(worker)
         elif request.incarnation not in (None, worker.incarnation):
@@ -92,13 +108,20 @@ class Membership:
             raise OverloadError("workers of this router", len(self._workers.all) + 1, MAX_WORKERS)
         identity = await self._identity(url, role)
         if identity.role not in ROLES:
-            raise ConflictError(f"{url} is not a worker of a pair: its disaggregation_mode is {identity.role!r}")
+            raise ConflictError(
+                f"{url} is not a worker of a pair: its disaggregation_mode is {identity.role!r}"
+            )
         if role not in (None, identity.role):
             raise ConflictError(f"{url} is a {identity.role} worker, not a {role} worker")
-        others = {one.fingerprint: one for one in self._workers.all if one.usable and one.fingerprint}
+        others = {
+            one.fingerprint: one for one in self._workers.all if one.usable and one.fingerprint
+        }
         if others and identity.fingerprint and identity.fingerprint not in others:
             fingerprint, other = next(iter(others.items()))
-            text = f"it serves {identity.model!r} ({identity.fingerprint}), {other.url} {other.model!r} ({fingerprint})"
+            text = (
+                f"it serves {identity.model!r} ({identity.fingerprint}), {other.url} "
+                f"{other.model!r} ({fingerprint})"
+            )
             raise ConflictError(f"{url} has another model than the workers here: {text}")
         worker = Worker(identity.role, url, follows=True)
         await self._workers.add(worker)
@@ -110,7 +133,9 @@ class Membership:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await self._identify(self._session, url, role, None)
         except TimeoutError:
-            raise LostError(f"{url}: it has not said what it is within {CHECK_TIMEOUT_S:g} s") from None
+            raise LostError(
+                f"{url}: it has not said what it is within {CHECK_TIMEOUT_S:g} s"
+            ) from None
         except (LostError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise LostError(f"{url}: {str(error) or type(error).__name__}") from None
 
@@ -124,12 +149,17 @@ def _checked_url(given: str) -> str:
     except ValueError:  # a port that is no number, brackets that do not match
         whole = False
     if not (whole and url.startswith(("http://", "https://")) and len(url) <= MAX_URL_CHARACTERS):
-        raise RequestError(f"url: {given[:200]!r} is not the http:// or https:// URL of a worker", param="url")
+        raise RequestError(
+            f"url: {given[:200]!r} is not the http:// or https:// URL of a worker", param="url"
+        )
     return url
 
 
 def described(worker: Worker, trouble: str) -> dict[str, Any]:
-    """An entry of GET /workers: sglang_router's keys first, then kvflow's own. `trouble`: why it gets no requests."""
+    """An entry of GET /workers: sglang_router's keys first, then kvflow's own.
+
+    `trouble`: why it gets no requests.
+    """
     return {
         "id": worker.id,
         "url": worker.url,

@@ -59,7 +59,8 @@ class TogetherPair:
         return answer
 
     async def first(self) -> bytes:
-        """A piece of decode's stream while there is no token in it yet: prefill's refusal ends the wait.
+        """A piece of decode's stream while there is no token in it yet: prefill's refusal ends the
+        wait.
 
         Raises: PairFailedError.
         """
@@ -73,8 +74,8 @@ class TogetherPair:
             reading.cancel()
 
     async def _check_prefill(self, decode: asyncio.Task[Any]) -> None:
-        """Prefill has answered: return when that was no refusal, or one that only follows from a failure of decode,
-        whose own answer has arrived then. Raises: PairFailedError."""
+        """Prefill has answered: return when that was no refusal, or one that only follows from a
+        failure of decode, whose own answer has arrived then. Raises: PairFailedError."""
         answer = self._prefilling.result()
         if answer.status != 499:
             check(answer)
@@ -86,8 +87,10 @@ class TogetherPair:
         raise PairFailedError(Failure(502, str(Code.CLIENT_GONE), text))
 
     def close(self) -> None:
-        """Close both connections. No await here: a failed write to a client that left is followed by the cancellation
-        of its handler, which would end this at its first await and leave the legs open."""
+        """Close both connections.
+
+        No await here: a failed write to a client that left is followed by the cancellation of its
+        handler, which would end this at its first await and leave the legs open."""
         for leg, task in ((self.prefill, self._prefilling), (self.decode, self._decoding)):
             task.cancel()
             task.add_done_callback(leg.dispose)
@@ -95,7 +98,9 @@ class TogetherPair:
 
 
 @asynccontextmanager
-async def together(prefill: Leg, decode: Leg, headers: Mapping[str, str]) -> AsyncGenerator[TogetherPair, None]:
+async def together(
+    prefill: Leg, decode: Leg, headers: Mapping[str, str]
+) -> AsyncGenerator[TogetherPair, None]:
     """Begin both legs; leaving closes both. `headers`: for the client's answer."""
     with prefill.worker.busy(), decode.worker.busy():
         pair = TogetherPair(prefill, decode, headers)
@@ -106,10 +111,14 @@ async def together(prefill: Leg, decode: Leg, headers: Mapping[str, str]) -> Asy
 
 
 class SequentialPair:
-    """Decode is asked once prefill has answered, with what that has answered; a prefill may be left out."""
+    """Decode is asked once prefill has answered, with what that has answered; a prefill may be left
+    out.
+    """
 
     def __init__(self, prefill: Leg | None, ask_decode: Callable[[web.Response], Leg]) -> None:
-        """`ask_decode`: from prefill's complete answer, or an empty one; it may raise PairFailedError."""
+        """`ask_decode`: from prefill's complete answer, or an empty one; it may raise
+        PairFailedError.
+        """
         self.headers: Mapping[str, str] = {}
         self._legs = [] if prefill is None else [prefill]
         self._prefill, self._ask_decode = prefill, ask_decode
@@ -148,7 +157,10 @@ class SequentialPair:
 async def sequential(
     prefill: Leg | None, decode: Worker, ask_decode: Callable[[web.Response], Leg]
 ) -> AsyncGenerator[SequentialPair, None]:
-    """Leaving closes both legs. Prefill is counted as busy to the end: decode reads from it after its answer."""
+    """Leaving closes both legs.
+
+    Prefill is counted as busy to the end: decode reads from it after its answer.
+    """
     with prefill.worker.busy() if prefill is not None else nullcontext(), decode.busy():
         pair = SequentialPair(prefill, ask_decode)
         try:

@@ -21,10 +21,11 @@ class Loaded(Protocol):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """`cache_aware`: the worker that is known to have most of the prompt, unless it has clearly more requests than the
-    least loaded one: more than `balance_abs_threshold` more, and more than `balance_rel_threshold` times as many. Both
-    must hold: with few requests any factor is soon reached, with many any difference. Where no worker has anything of
-    the prompt, and among equals, the least loaded.
+    """`cache_aware`: the worker that is known to have most of the prompt, unless it has clearly
+    more requests than the least loaded one: more than `balance_abs_threshold` more, and more than
+    `balance_rel_threshold` times as many. Both must hold: with few requests any factor is soon
+    reached, with many any difference. Where no worker has anything of the prompt, and among equals,
+    the least loaded.
     """
 
     name: PolicyName = "cache_aware"
@@ -36,11 +37,17 @@ class Policy(msgspec.Struct, frozen=True):
         return self.name == "cache_aware"
 
     def order(self, worker: Loaded, least_running: int, prompts: Prompts) -> tuple[int, ...]:
-        """A key to sort workers by, the best first; `least_running`: the requests of the least loaded one."""
+        """A key to sort workers by, the best first; `least_running`: the requests of the least
+        loaded one.
+        """
         if self.name == "round_robin":
             return (worker.turn,)
         matched = 0
-        if self.reads_prompts and prompts.chains and not self.is_overloaded(worker.running, least_running):
+        if (
+            self.reads_prompts
+            and prompts.chains
+            and not self.is_overloaded(worker.running, least_running)
+        ):
             matched = worker.cache.matched(prompts)
         return (-matched, worker.running, worker.served)
 

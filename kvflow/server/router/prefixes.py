@@ -9,20 +9,23 @@ from collections.abc import Iterable
 from kvflow.server.router.prompts import Chain, chunk_bytes
 
 BYTES_PER_TOKEN = 4  # of token ids; of English text about as many
-MAX_BYTES = 1 << 23  # of the prompts of one worker: two million tokens, for which some 20 MB of hashes are kept
+# Of the prompts of one worker: two million tokens, for which some 20 MB of hashes are kept.
+MAX_BYTES = 1 << 23
 
 
 class KnownPrefixes:
-    """The prompts that one worker was sent, as far as they may still be in its cache, by the hashes of `prompts.py`.
+    """The prompts that one worker was sent, as far as they may still be in its cache, by the hashes
+    of `prompts.py`.
 
-    The least recently used goes first, and of a prompt its end before its beginning: what is known of a prompt is
-    always its beginning.
+    The least recently used goes first, and of a prompt its end before its beginning: what is known
+    of a prompt is always its beginning.
     """
 
     def __init__(self) -> None:
         self.bytes = 0  # of prompts; what several have in common once
         self.limit_bytes = 0
-        self._known: OrderedDict[int, int] = OrderedDict()  # bytes of a chunk, by hash; the last one was used last
+        # bytes of a chunk, by hash; the last one was used last.
+        self._known: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -37,7 +40,9 @@ class KnownPrefixes:
         if not self._known:
             return 0
         known = self._known
-        return sum(bisect.bisect_left(chain, True, key=lambda one: one not in known) for chain in chains)
+        return sum(
+            bisect.bisect_left(chain, True, key=lambda one: one not in known) for chain in chains
+        )
 
     def note(self, chains: Iterable[Chain]) -> None:
         """The worker is sent these prompts."""

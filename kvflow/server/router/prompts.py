@@ -1,11 +1,14 @@
-"""What a router knows a prompt by: hashes of its beginnings, as far as they are seen without a tokenizer.
+"""What a router knows a prompt by: hashes of its beginnings, as far as they are seen without a
+tokenizer.
 
-A prompt is a stream of bytes: its token ids where the body has them, else its text, or the messages of its chat in one
-canonical form, so that a conversation's next turn goes on where this one ends. The stream is cut into chunks, and each
-chunk's hash is that of everything up to its end. What separates prompts in a worker's cache (`cache_salt`, `extra_key`)
-or may change all that a template writes goes into all of them.
+A prompt is a stream of bytes: its token ids where the body has them, else its text, or the messages
+of its chat in one canonical form, so that a conversation's next turn goes on where this one ends.
+The stream is cut into chunks, and each chunk's hash is that of everything up to its end. What
+separates prompts in a worker's cache (`cache_salt`, `extra_key`) or may change all that a template
+writes goes into all of them.
 
-The hashes are Python's own, keyed by a secret of the process: fast, and no client can aim at those of others.
+The hashes are Python's own, keyed by a secret of the process: fast, and no client can aim at those
+of others.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# 16 token ids, or about as many tokens of English text: a page. After the first 64 KiB of a prompt, where a chunk more
-# or less matters little, 1 KiB, which keeps the time and the memory of the longest prompts small.
+# 16 token ids, or about as many tokens of English text: a page. After the first 64 KiB of a prompt,
+# where a chunk more or less matters little, 1 KiB, which keeps the time and the memory of the
+# longest prompts small.
 FINE_BYTES, COARSE_BYTES = 64, 1024
 FINE_CHUNKS = 1024
 CHUNK_TOKENS = FINE_BYTES // 4  # about
@@ -35,7 +39,9 @@ def chunk_bytes(index: int) -> int:
 
 
 class PromptFields(msgspec.Struct):
-    """The fields of a body in which its prompts are, and those that say what they share with others."""
+    """The fields of a body in which its prompts are, and those that say what they share with
+    others.
+    """
 
     text: Any = None
     input_ids: Any = None
@@ -49,22 +55,34 @@ class PromptFields(msgspec.Struct):
     add_special_tokens: Any = None
 
     async def chains(self) -> list[Chain]:
-        """The hashes of each prompt, shortest beginning first. A value that a worker will refuse has none."""
+        """The hashes of each prompt, shortest beginning first.
+
+        A value that a worker will refuse has none.
+        """
         root = _Hashing(0)
-        common = (self.model, self.cache_salt, self.extra_key, self.chat_template_kwargs, self.reasoning_effort)
+        common = (
+            self.model,
+            self.cache_salt,
+            self.extra_key,
+            self.chat_template_kwargs,
+            self.reasoning_effort,
+        )
         await _hash_all(root, _pieces(common))
         found = []
         for prompt in self._streams():
             chain = _Hashing(root.of_all)
             try:
                 await _hash_all(chain, prompt)
-            except (TypeError, ValueError, OverflowError):  # an id of 1e9999, a key that is no string
+            except (TypeError, ValueError, OverflowError):
+                # An id of 1e9999, a key that is no string.
                 continue
             found.append(chain.hashes)
         return found
 
     def prompts(self) -> list[Any]:
-        """Those that are no conversation: each a text or token ids, or what a worker will refuse."""
+        """Those that are no conversation: each a text or token ids,
+        or what a worker will refuse.
+        """
         for value in (self.input_ids, self.text, self.prompt):
             if value is not None:
                 several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
@@ -111,7 +129,10 @@ async def _hash_all(into: _Hashing, pieces: Iterator[bytes]) -> None:
 
 
 def _prompt(value: Any) -> Iterator[bytes]:
-    """One prompt. Token ids are 4 bytes each, whether they came as a short list or as a long array."""
+    """One prompt.
+
+    Token ids are 4 bytes each, whether they came as a short list or as a long array.
+    """
     if isinstance(value, str):
         yield from _text(value)
     elif isinstance(value, list):
@@ -130,7 +151,10 @@ _CLOSED = object()
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """Any JSON value, the fields of an object by name. Two values that differ give streams that differ."""
+    """Any JSON value, the fields of an object by name.
+
+    Two values that differ give streams that differ.
+    """
     left = [value]
     while left:
         item = left.pop()

@@ -1,7 +1,8 @@
-"""The router role: pairs a prefill and a decode for each request, each by the policy, and relays decode's answer.
+"""The router role: pairs a prefill and a decode for each request, each by the policy, and relays
+decode's answer.
 
-A request whose client has got no token is tried on another pair where that may help (`legs.py` says when): a worker may
-be stopped, or die, without the loss of what it has not begun to answer.
+A request whose client has got no token is tried on another pair where that may help (`legs.py` says
+when): a worker may be stopped, or die, without the loss of what it has not begun to answer.
 """
 
 from __future__ import annotations
@@ -47,16 +48,21 @@ ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
 _JSON = {"Content-Type": "application/json"}
 _NO_HEADERS: Mapping[str, str] = {}
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
-_ENDED = Failure(503, "shutdown", "this router is shutting down, and the request did not finish in time")
+_ENDED = Failure(
+    503, "shutdown", "this router is shutting down, and the request did not finish in time"
+)
 
 
 class Router(Drainable):
-    """One router over the workers at these URLs; `keys` are the workers', and its own. `close` closes every leg.
+    """One router over the workers at these URLs; `keys` are the workers', and its own.
 
-    A request whose client has got no token is tried on one pair after another, and waits `retry_timeout_s` in all for
-    one that is back; at most `max_waiting` requests do so at a time. `encoder` is the model's tokenizer: with it the
-    cache events of workers say who has a text, which else only prompts of token ids are matched with. `engine`: what
-    the workers are, kvflow's own where it is left out.
+    `close` closes every leg.
+
+    A request whose client has got no token is tried on one pair after another, and waits
+    `retry_timeout_s` in all for one that is back; at most `max_waiting` requests do so at a time.
+    `encoder` is the model's tokenizer: with it the cache events of workers say who has a text,
+    which else only prompts of token ids are matched with. `engine`: what the workers are, kvflow's
+    own where it is left out.
     """
 
     def __init__(
@@ -82,7 +88,11 @@ class Router(Drainable):
         self._session = aiohttp.ClientSession(
             headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 18
         )
-        self._timeout_s, self._retry_s, self._max_waiting = request_timeout_s, retry_timeout_s, max_waiting
+        self._timeout_s, self._retry_s, self._max_waiting = (
+            request_timeout_s,
+            retry_timeout_s,
+            max_waiting,
+        )
         self._timeouts: set[asyncio.Timeout] = set()
         self._ending = False
         self.waiting = 0
@@ -125,7 +135,9 @@ class Router(Drainable):
             try:
                 async with self._in_time():
                     prompts = NO_PROMPTS if body is None else await self._prompts(body)
-                    request = Forwarded(self._session, http.path, raw, _forwarded_headers(http) | _JSON)
+                    request = Forwarded(
+                        self._session, http.path, raw, _forwarded_headers(http) | _JSON
+                    )
                     return await self._on_some_pair(request, answer, completion, prompts)
             except PairFailedError as error:
                 return await answer.fail(error.failure, error.answer)
@@ -134,7 +146,9 @@ class Router(Drainable):
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncGenerator[None, None]:
-        """Raises: TimeoutError after `request_timeout_s`, or when the router has to end its requests."""
+        """Raises: TimeoutError after `request_timeout_s`, or when the router has to end its
+        requests.
+        """
         async with asyncio.timeout(self._timeout_s) as timeout:
             self._timeouts.add(timeout)
             try:
@@ -157,12 +171,18 @@ class Router(Drainable):
             except PairFailedError as error:
                 if isinstance(error, LegFailedError):
                     error.worker.mark_lost(str(error), loop.time())
-                elif error.passes or error.failure.status == 500:  # which drains, or is gone or broken, a check tells
+                elif error.passes or error.failure.status == 500:
+                    # Which drains, or is gone or broken, a check tells.
                     prefill.check_due.set()
                     decode.check_due.set()
                 tries.note(error, prefill, decode)
                 self.metrics.retried(error.failure.code)
-                _log.info("not served by %s and %s, trying again: %s", prefill.url, decode.url, error.failure.summary)
+                _log.info(
+                    "not served by %s and %s, trying again: %s",
+                    prefill.url,
+                    decode.url,
+                    error.failure.summary,
+                )
             else:
                 for worker in pair.asked:
                     if worker is decode and answer.cut_off is not None:
@@ -172,15 +192,20 @@ class Router(Drainable):
                 return done
 
     async def _prompts(self, body: PromptFields) -> Prompts:
-        return Prompts(await body.chains(), await block_hashes(body, self.workers.block_sizes(), self._encoder))
+        return Prompts(
+            await body.chains(), await block_hashes(body, self.workers.block_sizes(), self._encoder)
+        )
 
     async def _next_pair(self, tries: Tries, prompts: Prompts) -> tuple[Worker, Worker]:
-        """The pair for the next try: at once while there is another one, else after a pause, or when a worker comes
-        up. Raises: PairFailedError, NoWorkerError where there is to be no further try."""
+        """The pair for the next try: at once while there is another one, else after a pause, or
+        when a worker comes up. Raises: PairFailedError, NoWorkerError where there is to be no
+        further try."""
         may_begin = False
         while True:
             try:
-                prefills, decodes = (self.workers.ranked(role, tries.failed, prompts) for role in ROLES)
+                prefills, decodes = (
+                    self.workers.ranked(role, tries.failed, prompts) for role in ROLES
+                )
             except NoWorkerError as error:
                 came_up = await self._pause(self.workers.came_up.wait, tries)
                 if not came_up:
@@ -196,7 +221,9 @@ class Router(Drainable):
                 raise tries.error
 
     async def _pause(self, wait: Callable[[], Awaitable[object]], tries: Tries) -> bool:
-        """Whether a further try may follow: not where it takes too long, or too many requests wait."""
+        """Whether a further try may follow: not where it takes too long,
+        or too many requests wait.
+        """
         if self.waiting >= self._max_waiting:
             return False
         began_s = asyncio.get_running_loop().time()
@@ -219,8 +246,9 @@ class Router(Drainable):
         body: bytes | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Any:
-        """The JSON answer of a worker; None when it cannot be reached, or answers with an error. Raises: RefusedError
-        where it has another key."""
+        """The JSON answer of a worker; None when it cannot be reached, or answers with an error.
+
+        Raises: RefusedError where it has another key."""
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         try:
             async with self._session.request(
@@ -229,26 +257,41 @@ class Router(Drainable):
                 raw = await answer.read()
                 if answer.status in (401, 403):
                     reason = Failure.read(answer.status, raw).message
-                    raise RefusedError(f"{worker.role} {worker.url} has other keys than this router: {reason}")
+                    raise RefusedError(
+                        f"{worker.role} {worker.url} has other keys than this router: {reason}"
+                    )
                 return msgspec.json.decode(raw) if answer.status == 200 else None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
             return None
 
-    async def ask_as_operator(self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None) -> Any:
+    async def ask_as_operator(
+        self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None
+    ) -> Any:
         """As `ask`, on a route for operators."""
         return await self.ask(worker, path, method, body, bearer(self.keys.of_operator))
 
     async def forward(self, worker: Worker, http: web.Request) -> web.Response:
-        """One worker's answer to this request, whatever its status; 502 when it cannot be reached."""
-        url, timeout = f"{worker.url}{http.rel_url.raw_path_qs}", aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        """One worker's answer to this request, whatever its status;
+        502 when it cannot be reached.
+        """
+        url, timeout = (
+            f"{worker.url}{http.rel_url.raw_path_qs}",
+            aiohttp.ClientTimeout(total=ASK_TIMEOUT_S),
+        )
         headers = _forwarded_headers(http)
         try:
             async with self._session.request(
-                http.method, URL(url, encoded=True), data=await http.read(), headers=headers, timeout=timeout
+                http.method,
+                URL(url, encoded=True),
+                data=await http.read(),
+                headers=headers,
+                timeout=timeout,
             ) as answer:
                 return copied(answer, await answer.read())
         except (aiohttp.ClientError, OSError, TimeoutError):
-            return Failure(502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer").response()
+            return Failure(
+                502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer"
+            ).response()
 
 
 async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:

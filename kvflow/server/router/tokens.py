@@ -9,14 +9,22 @@ import asyncio
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from kvflow.protocols.cache.hashes import TOKEN_BYTES, Namespace, chain_root, event_hash, page_hashes, token_bytes
+from kvflow.protocols.cache.hashes import (
+    TOKEN_BYTES,
+    Namespace,
+    chain_root,
+    event_hash,
+    page_hashes,
+    token_bytes,
+)
 from kvflow.server.http.completion_service import PromptIds
 from kvflow.server.http.generation_requests import namespace_of
 from kvflow.server.http.openai import template_variables
 from kvflow.server.router.blocks import BlockHashes
 from kvflow.server.router.prompts import PromptFields
 
-MAX_CHARACTERS = 1 << 20  # of a text that the router encodes: some 250,000 tokens, 200 ms of its thread
+# Of a text that the router encodes: some 250,000 tokens, 200 ms of its thread.
+MAX_CHARACTERS = 1 << 20
 _STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashed between two turns of the loop: some 400 us
 
 
@@ -25,14 +33,16 @@ class Encoder(Protocol):
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool) -> PromptIds: ...
 
-    async def encode_chat(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> PromptIds: ...
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> PromptIds: ...
 
 
 async def block_hashes(
     fields: PromptFields, sizes: Collection[int], encoder: Encoder | None
 ) -> dict[int, list[BlockHashes]]:
-    """Of each prompt its whole blocks, for each of these block sizes; nothing where its tokens are not known, or a
-    worker will refuse it."""
+    """Of each prompt its whole blocks, for each of these block sizes; nothing where its tokens are
+    not known, or a worker will refuse it."""
     if not sizes:
         return {}
     try:
@@ -44,7 +54,9 @@ async def block_hashes(
     if not prompts:
         return {}
     return {
-        size: [await _hashes(tokens, size, root) for tokens, root in zip(prompts, roots, strict=True)]
+        size: [
+            await _hashes(tokens, size, root) for tokens, root in zip(prompts, roots, strict=True)
+        ]
         for size in set(sizes)
     }
 

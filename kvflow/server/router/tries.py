@@ -1,4 +1,6 @@
-"""The tries of one request: how often each worker has failed it, and whether there is to be another one."""
+"""The tries of one request: how often each worker has failed it, and whether there is to be another
+one.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Tries:
-    """At most `MOST_TRIES`, with pauses of `left_s` in all; the tries themselves may take their time. `retried`: after
-    which statuses there may be another one."""
+    """At most `MOST_TRIES`, with pauses of `left_s` in all; the tries themselves may take their
+    time. `retried`: after which statuses there may be another one."""
 
     def __init__(self, left_s: float, retried: Collection[int]) -> None:
         self.left_s, self._retried = left_s, retried
@@ -33,9 +35,11 @@ class Tries:
         if not error.may_retry(self._retried) or self.failed.total() >= 2 * MOST_TRIES:
             raise error
 
-    def untried(self, prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Worker, Worker] | None:
-        """The first pair that has not failed the request; None after as many tries as there are workers, which is
-        enough to meet each of them.
+    def untried(
+        self, prefills: Sequence[Worker], decodes: Sequence[Worker]
+    ) -> tuple[Worker, Worker] | None:
+        """The first pair that has not failed the request; None after as many tries as there are
+        workers, which is enough to meet each of them.
 
         Raises: the last error, where the same pairs would repeat it.
         """
@@ -54,6 +58,8 @@ class Tries:
         return random.uniform(pause_s / 2, pause_s)
 
 
-def fitting(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> Iterator[tuple[Worker, Worker]]:
+def fitting(
+    prefills: Sequence[Worker], decodes: Sequence[Worker]
+) -> Iterator[tuple[Worker, Worker]]:
     """The pairs that can serve a request together, those of the first prefill first."""
     return (pair for pair in itertools.product(prefills, decodes) if pair[0].fits(pair[1]))

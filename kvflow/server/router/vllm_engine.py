@@ -1,11 +1,14 @@
-"""vLLM servers (`vllm serve` with a KV connector), by the contract that vLLM's own proxies speak (checked with 0.32.0).
+"""vLLM servers (`vllm serve` with a KV connector), by the contract that vLLM's own proxies speak
+(checked with 0.32.0).
 
-Sequential, which every connector of that contract serves: prefill gets the request for one token, answers with
-`kv_transfer_params`, and decode gets the request as it came, with those. Together, for kvflow's own connector: both get
-the request at once, with the same room, and pages travel while prefill computes. How decodes find a prefill is known by
-its answer to a sequential request: each prefill begins with one, and goes back to that after a failure.
+Sequential, which every connector of that contract serves: prefill gets the request for one token,
+answers with `kv_transfer_params`, and decode gets the request as it came, with those. Together, for
+kvflow's own connector: both get the request at once, with the same room, and pages travel while
+prefill computes. How decodes find a prefill is known by its answer to a sequential request: each
+prefill begins with one, and goes back to that after a failure.
 
-What one transfer cannot serve decode computes by itself, as any vLLM server can: `_alone` has the reasons.
+What one transfer cannot serve decode computes by itself, as any vLLM server can: `_alone` has the
+reasons.
 """
 
 from __future__ import annotations
@@ -39,8 +42,12 @@ from kvflow.telemetry.requests import name_rooms
 _log = logging.getLogger("kvflow.router")
 LegOrder = Literal["sequential", "together"]
 CHAT = "/v1/chat/completions"
-MAX_ROOM = (1 << 53) - 1  # the largest integer that survives a proxy which takes JSON numbers for doubles
-_NOT_VLLM = "it is not a vLLM server; a router in front of kvflow's own workers is started without --engine vllm"
+# The largest integer that survives a proxy which takes JSON numbers for doubles.
+MAX_ROOM = (1 << 53) - 1
+_NOT_VLLM = (
+    "it is not a vLLM server; a router in front of kvflow's own workers is started without "
+    "--engine vllm"
+)
 _REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -55,9 +62,15 @@ class VllmEngine:
     """Implements `engines.Engine`."""
 
     completion_paths = (CHAT, "/v1/completions")
-    decode_routes = (("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+    decode_routes = (
+        ("GET", "/v1/models"),
+        ("GET", "/version"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+    )
     has_operations = False
-    retried_statuses = frozenset({500, 502, 503, 504})  # vLLM's for a transfer that has failed or taken too long
+    # vLLM's for a transfer that has failed or taken too long.
+    retried_statuses = frozenset({500, 502, 503, 504})
     keepalive_s = 4.0  # vLLM closes after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 
     def __init__(self, legs: LegOrder = "sequential") -> None:
@@ -68,8 +81,10 @@ class VllmEngine:
     async def identify(
         self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
     ) -> Identity:
-        """Implements `identity.Identify`. A server that is up is not asked again: a vLLM takes seconds to start, in
-        which its /health does not answer."""
+        """Implements `identity.Identify`.
+
+        A server that is up is not asked again: a vLLM takes seconds to start, in which its /health
+        does not answer."""
         if role is None:
             text = "give prefill or decode: a vLLM server does not say which of them it is"
             raise RequestError(f"worker_type: {text}", param="worker_type")
@@ -88,7 +103,8 @@ class VllmEngine:
             model=model,
             fingerprint=model,
             bootstrap_port=None,
-            cache_tokens=MAX_BYTES // BYTES_PER_TOKEN,  # it does not say; it caches prefixes unless told not to
+            # It does not say; it caches prefixes unless told not to.
+            cache_tokens=MAX_BYTES // BYTES_PER_TOKEN,
             events=None,  # they name blocks by hashes of vLLM's own
         )
 
@@ -97,14 +113,21 @@ class VllmEngine:
         return VllmCompletion(self, decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:
-        text = "Requests whose prompt decode has computed by itself, by the reason; no_params: prefill gave none."
+        text = (
+            "Requests whose prompt decode has computed by itself, by the reason; no_params: "
+            "prefill gave none."
+        )
         alone = CounterMetricFamily("kvflow_router_decoded_alone", text, labels=["reason"])
         yield labelled(alone, self._decoded_alone)
 
     def address_of(self, prefill: Worker) -> _Address | None:
         """By what decode finds this prefill, if both are to be asked at once."""
         learned = prefill.learned
-        return learned.address if self._together and isinstance(learned, _Learned) and not learned.varies else None
+        return (
+            learned.address
+            if self._together and isinstance(learned, _Learned) and not learned.varies
+            else None
+        )
 
     def note_alone(self, reason: str) -> None:
         self._decoded_alone[reason] += 1
@@ -120,8 +143,9 @@ class VllmEngine:
         if prefill.url not in self._without_params:
             self._without_params.add(prefill.url)
             _log.warning(
-                "prefill %s has answered without kv_transfer_params, so decode computes that prompt again: either it "
-                "is too short for its connector, or there is no --kv-transfer-config",
+                "prefill %s has answered without kv_transfer_params, so decode computes that "
+                "prompt again: either it is too short for its connector, or there is no "
+                "--kv-transfer-config",
                 prefill.url,
             )
 
@@ -133,12 +157,16 @@ class VllmCompletion:
         """Raises: RequestError (400)."""
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
             # There vLLM takes it for the field of that name, as a text, and its engine dies of it.
-            raise RequestError("vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs")
+            raise RequestError(
+                "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
+            )
         self.fields = fields
         self._engine = engine
         self._alone = _alone(fields)
 
-    def open_pair(self, request: Forwarded, prefill: Worker, decode: Worker) -> AbstractAsyncContextManager[Pair]:
+    def open_pair(
+        self, request: Forwarded, prefill: Worker, decode: Worker
+    ) -> AbstractAsyncContextManager[Pair]:
         if self._alone:
             self._engine.note_alone(self._alone)
             return sequential(None, decode, lambda _: _decode_leg(request, decode, None))
@@ -168,23 +196,31 @@ async def _open_together(
     except PairFailedError as error:
         if error.failure.status >= 500:
             if isinstance(prefill.learned, _Learned):
-                prefill.learned.address = None  # it may be found elsewhere by now: the next try is sequential
+                # It may be found elsewhere by now: the next try is sequential.
+                prefill.learned.address = None
             error.passes = True
         raise
 
 
 def _prefill_leg(request: Forwarded, worker: Worker, params: dict[str, Any]) -> Leg:
     """The request for its first token alone."""
-    fields: dict[str, Any] = {"stream": False, "stream_options": None, "max_tokens": 1, "min_tokens": 0}
+    fields: dict[str, Any] = {
+        "stream": False,
+        "stream_options": None,
+        "max_tokens": 1,
+        "min_tokens": 0,
+    }
     if request.path == CHAT:
         fields["max_completion_tokens"] = 1
     body = with_fields(request.raw, {**fields, "kv_transfer_params": params})
     return Leg(request.session, worker, request.path, body, request.headers)
 
 
-def _decode_leg(request: Forwarded, worker: Worker, params: msgspec.Raw | dict[str, Any] | None) -> Leg:
-    """The request as it came, but for the `kv_transfer_params` of its client: those would have decode read from where
-    the client likes."""
+def _decode_leg(
+    request: Forwarded, worker: Worker, params: msgspec.Raw | dict[str, Any] | None
+) -> Leg:
+    """The request as it came, but for the `kv_transfer_params` of its client: those would have
+    decode read from where the client likes."""
     body = with_fields(request.raw, {"kv_transfer_params": params})
     return Leg(request.session, worker, request.path, body, request.headers)
 
@@ -215,7 +251,8 @@ def _alone(fields: _Fields) -> str:
     if fields.use_beam_search:
         return "beam_search"  # vLLM passes no params on
     if fields.truncate_prompt_tokens == -1:
-        return "truncation"  # to a length that follows from max_tokens, in which the two legs differ
+        # To a length that follows from max_tokens, in which the two legs differ.
+        return "truncation"
     return ""
 
 
@@ -237,8 +274,8 @@ def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
 class _Address(msgspec.Struct, frozen=True):
     """By what decodes find a prefill with kvflow's connector.
 
-    These are fields of its answers. Others are of one request each: the room, and how much of the prompt was cached,
-    which vLLM adds.
+    These are fields of its answers. Others are of one request each: the room, and how much of the
+    prompt was cached, which vLLM adds.
     """
 
     remote_host: str
@@ -269,7 +306,8 @@ class _Learned:
 
     def __init__(self) -> None:
         self.address: _Address | None = None  # None after a failure
-        self.varies = False  # several engines behind one URL: which of them gets a request is not known before
+        # Several engines behind one URL: which of them gets a request is not known before.
+        self.varies = False
         self._last: _Address | None = None
 
     def note(self, address: _Address | None) -> None:

@@ -18,18 +18,29 @@ def routes(router: Router) -> list[web.RouteDef]:
 
     async def all_workers(_: web.Request) -> web.StreamResponse:
         counts = {f"{role}_count": len(router.workers.of(role)) for role in ROLES}
-        found = [described(worker, trouble) for worker, trouble in router.workers.troubles().items()]
-        return json_response({"workers": found, "total": len(found), "stats": {**counts, "regular_count": 0}})
+        found = [
+            described(worker, trouble) for worker, trouble in router.workers.troubles().items()
+        ]
+        return json_response(
+            {"workers": found, "total": len(found), "stats": {**counts, "regular_count": 0}}
+        )
 
     async def one(http: web.Request) -> web.StreamResponse:
         worker = membership.find(http.match_info["worker_id"])
-        return _unknown(http) if worker is None else json_response(described(worker, router.workers.trouble(worker)))
+        return (
+            _unknown(http)
+            if worker is None
+            else json_response(described(worker, router.workers.trouble(worker)))
+        )
 
     async def join(http: web.Request) -> web.StreamResponse:
         worker = await membership.join(decoded(await http.read(), JoinRequest))
         location = f"{PATH}/{worker.id}"
         answer = _accepted(
-            worker, router.workers.trouble(worker) or "it gets requests", url=worker.url, location=location
+            worker,
+            router.workers.trouble(worker) or "it gets requests",
+            url=worker.url,
+            location=location,
         )
         answer.headers["Location"] = location
         return answer
@@ -39,7 +50,9 @@ def routes(router: Router) -> list[web.RouteDef]:
         if worker is None:
             return _unknown(http)
         membership.leave(worker, http.query.get("incarnation"))
-        return _accepted(worker, f"it gets no more requests, and has left when {worker.running} are answered")
+        return _accepted(
+            worker, f"it gets no more requests, and has left when {worker.running} are answered"
+        )
 
     return [
         web.get(PATH, all_workers),
@@ -50,8 +63,12 @@ def routes(router: Router) -> list[web.RouteDef]:
 
 
 def _accepted(worker: Worker, message: str, **more: str) -> web.Response:
-    return json_response({"status": "accepted", "worker_id": worker.id, **more, "message": message}, 202)
+    return json_response(
+        {"status": "accepted", "worker_id": worker.id, **more, "message": message}, 202
+    )
 
 
 def _unknown(http: web.Request) -> web.Response:
-    return Failure(404, "unknown_worker", f"no worker has the id {http.match_info['worker_id'][:40]!r}").response()
+    return Failure(
+        404, "unknown_worker", f"no worker has the id {http.match_info['worker_id'][:40]!r}"
+    ).response()

@@ -1,4 +1,6 @@
-"""The router's view of its workers: which are up, where their registries listen, which to use for a request."""
+"""The router's view of its workers: which are up, where their registries listen, which to use for a
+request.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ _log = logging.getLogger("kvflow.router")
 ROLES = ("prefill", "decode")
 _OTHER = {"prefill": "decode", "decode": "prefill"}
 CHECK_TIMEOUT_S = 3.0
-DOWN_CHECK_S = 0.25  # between two checks of a worker that is down: one that is back should not wait for its requests
+# Between two checks of a worker that is down: one that is back should not wait for its requests.
+DOWN_CHECK_S = 0.25
 LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 _NOT_CHECKED = "not checked yet"
@@ -48,13 +51,16 @@ class NoWorkerError(KvflowError):
 class Worker:
     """One prefill or decode behind the router.
 
-    A worker that loses connections although its /health is fine is in backoff: it is used only where there is no other
-    worker, for longer after each further loss, until a request succeeds or another process answers at its address.
+    A worker that loses connections although its /health is fine is in backoff: it is used only
+    where there is no other worker, for longer after each further loss, until a request succeeds or
+    another process answers at its address.
     """
 
     def __init__(self, role: str, url: str, *, follows: bool = False) -> None:
-        """`follows`: it may come back as a worker of the other role. Otherwise it must be, or have been started as, a
-        worker of `role`; it may switch its role while it runs."""
+        """`follows`: it may come back as a worker of the other role.
+
+        Otherwise it must be, or have been started as, a worker of `role`; it may switch its role
+        while it runs."""
         self.id = str(uuid.uuid4())
         self.role = role
         self.url = url.rstrip("/")
@@ -103,17 +109,22 @@ class Worker:
 
     def mark_down(self, reason: str) -> None:
         """Take no more requests until the next successful check."""
-        # Reasons count pages and seconds: one that differs in its numbers alone would fill the log at every check.
+        # Reasons count pages and seconds: one that differs in its numbers alone would fill the log
+        # at every check.
         if self.up or _NUMBERS.sub("", reason) != _NUMBERS.sub("", self.unavailable_reason):
             _log.warning("%s %s is down: %s", self.role, self.url, reason)
         self.up, self.unavailable_reason = False, reason
         self.learned = None
 
     def mark_lost(self, reason: str, now: float) -> None:
-        """A connection to it failed or ended early: it is down until a check succeeds, and in backoff then."""
+        """A connection to it failed or ended early: it is down until a check succeeds, and in
+        backoff then.
+        """
         self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
         self._losses = min(self._losses + 1, 16)
-        if self.up:  # the reason of the last check says more than what each request of a worker that is down has met
+        # The reason of the last check says more than what each request of a worker that is down has
+        # met.
+        if self.up:
             self.mark_down(reason)
         self.check_due.set()
 
@@ -123,9 +134,15 @@ class Worker:
 
     def mark_up(self, identity: Identity) -> None:
         """Take requests. A worker of the wrong role is marked down."""
-        if identity.role not in ROLES or self._declared not in (None, identity.role, identity.started_as):
+        if identity.role not in ROLES or self._declared not in (
+            None,
+            identity.role,
+            identity.started_as,
+        ):
             wanted = self._declared or "prefill or decode"
-            self.mark_down(f"it is not a {wanted} worker: its disaggregation_mode is {identity.role!r}")
+            self.mark_down(
+                f"it is not a {wanted} worker: its disaggregation_mode is {identity.role!r}"
+            )
             return
         if identity.role != self.role:
             _log.info("%s is a %s worker now", self.url, identity.role)
@@ -158,7 +175,10 @@ class Worker:
                 self._on_idle()
 
     def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
-        """It gets these prompts now, and will have them in its cache. The block ends when they are answered."""
+        """It gets these prompts now, and will have them in its cache.
+
+        The block ends when they are answered.
+        """
         self.prefix_hits += self.cache.matched(prompts) > 0
         return self.cache.expecting(prompts)
 
@@ -173,7 +193,12 @@ class Worker:
 
     def summary(self, trouble: str) -> dict[str, Any]:
         """The entry in the router's /server_info. `trouble`: why it gets no requests."""
-        state = {"up": self.up, "leaving": self.leaving, "running": self.running, "trouble": trouble}
+        state = {
+            "up": self.up,
+            "leaving": self.leaving,
+            "running": self.running,
+            "trouble": trouble,
+        }
         return {"url": self.url, "role": self.role, **state}
 
 
@@ -189,11 +214,15 @@ class Workers:
         policy: Policy,
         identify: Identify,
     ) -> None:
-        self.all = [*(Worker("prefill", url) for url in prefill), *(Worker("decode", url) for url in decode)]
+        self.all = [
+            *(Worker("prefill", url) for url in prefill),
+            *(Worker("decode", url) for url in decode),
+        ]
         self._session = session
         self._poll_s, self._policy, self._identify = poll_s, policy, identify
         self._watches: dict[Worker, asyncio.Task[None]] = {}
-        self.came_up = asyncio.Event()  # of the next worker that is new in its role; another one follows then
+        # Of the next worker that is new in its role; another one follows then.
+        self.came_up = asyncio.Event()
 
     async def start(self) -> None:
         """Return after a first check of all workers; further ones follow."""
@@ -240,12 +269,16 @@ class Workers:
     def of(self, role: str) -> list[Worker]:
         return [worker for worker in self.all if worker.role == role]
 
-    def ranked(self, role: str, failed: Mapping[Worker, int], prompts: Prompts = NO_PROMPTS) -> list[Worker]:
-        """The workers for the next try of a request, the best one first: by how often they have failed it, then those
-        that are not in backoff, then by the policy. Raises: NoWorkerError."""
+    def ranked(
+        self, role: str, failed: Mapping[Worker, int], prompts: Prompts = NO_PROMPTS
+    ) -> list[Worker]:
+        """The workers for the next try of a request, the best one first: by how often they have
+        failed it, then those that are not in backoff, then by the policy. Raises: NoWorkerError."""
         choices = self._paired(role)
         if not choices:
-            raise NoWorkerError(role, [why for worker, why in self.troubles().items() if worker.role == role])
+            raise NoWorkerError(
+                role, [why for worker, why in self.troubles().items() if worker.role == role]
+            )
         now = asyncio.get_running_loop().time()
         trouble = {worker: (failed.get(worker, 0), worker.in_backoff(now)) for worker in choices}
         fit = min(trouble.values())
@@ -272,9 +305,15 @@ class Workers:
         return {worker.traits for worker in self._usable(role)}
 
     def _paired(self, role: str) -> list[Worker]:
-        """The workers of a role that get requests: those that fit one of the other role, or all where that has none."""
+        """The workers of a role that get requests: those that fit one of the other role, or all
+        where that has none.
+        """
         others = self._traits(_OTHER[role])
-        alike = {one for one in self._traits(role) if not others or not all(map(one.conflict_with, others))}
+        alike = {
+            one
+            for one in self._traits(role)
+            if not others or not all(map(one.conflict_with, others))
+        }
         return [worker for worker in self._usable(role) if worker.traits in alike]
 
     def cache_prompts(self) -> bool:
@@ -300,7 +339,8 @@ class Workers:
 
     async def _check(self, worker: Worker) -> None:
         found = await self._found(worker)
-        if worker in self._watches:  # else it has left meanwhile, and nothing would end what follows its events
+        # Else it has left meanwhile, and nothing would end what follows its events.
+        if worker in self._watches:
             self._take(worker, found)
 
     async def _found(self, worker: Worker) -> Identity | str:
@@ -312,7 +352,8 @@ class Workers:
             return f"/health took more than {CHECK_TIMEOUT_S:g} s"
         except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             return str(error) or type(error).__name__
-        except Exception as error:  # noqa: BLE001 - else nobody asks it any more, and it stays what it was
+        except Exception as error:  # noqa: BLE001
+            # Else nobody asks it any more, and it stays what it was.
             _log.exception("asking %s failed", worker.url)
             return f"asking it failed: {type(error).__name__}: {error}"
 
@@ -344,18 +385,26 @@ class Workers:
         came_up.set()
 
     def _other_model(self, worker: Worker, identity: Identity) -> str:
-        """What is wrong with a worker of another model than it had, while others serve that, or than a prefill and a
-        decode of this router serve: a request would be answered by the one or the other."""
+        """What is wrong with a worker of another model than it had, while others serve that, or
+        than a prefill and a decode of this router serve: a request would be answered by the one or
+        the other."""
         before, now = worker.fingerprint, identity.fingerprint
         others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]
         if before and before != now and any(one.fingerprint == before for one in others):
             return f"it has another model now: fingerprint {now!r} instead of {before!r}"
-        prefills, decodes = ({one.fingerprint: one for one in others if one.role == role} for role in ROLES)
-        served = {fingerprint: one for fingerprint, one in decodes.items() if fingerprint in prefills}
+        prefills, decodes = (
+            {one.fingerprint: one for one in others if one.role == role} for role in ROLES
+        )
+        served = {
+            fingerprint: one for fingerprint, one in decodes.items() if fingerprint in prefills
+        }
         if not now or not served or now in served:
             return ""
         fingerprint, one = next(iter(served.items()))
-        return f"it serves {identity.model!r} ({now}), and other workers here {one.model!r} ({fingerprint})"
+        return (
+            f"it serves {identity.model!r} ({now}), and other workers here {one.model!r} "
+            f"({fingerprint})"
+        )
 
 
 def _trouble(worker: Worker, others: Collection[Traits]) -> str:
@@ -367,8 +416,8 @@ def _trouble(worker: Worker, others: Collection[Traits]) -> str:
 
 
 def _model_of_most(found: Mapping[Worker, Identity | str]) -> str:
-    """The fingerprint that the router's workers have at the start: one that both roles have, if there is one, and of
-    those the one that most have; the first one of equals."""
+    """The fingerprint that the router's workers have at the start: one that both roles have, if
+    there is one, and of those the one that most have; the first one of equals."""
     roles: dict[str, list[str]] = {}
     for worker, identity in found.items():
         if isinstance(identity, Identity) and identity.fingerprint:

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 Event = tuple[float, int, Any, Callable[..., object], tuple[Any, ...]]
-"""When, a number that breaks ties, the node whose doing it is (None: the world's), what, with which arguments."""
+"""When, a number that breaks ties, the node whose doing it is (None: the world's), what, with which
+arguments.
+"""
 
 
 class Clock:
-    """Moves from one event to the next. What a node was about to do is kept while it is halted, and lost when it is
-    dead."""
+    """Moves from one event to the next.
+
+    What a node was about to do is kept while it is halted, and lost when it is dead."""
 
     def __init__(self) -> None:
         self.now = 0.0

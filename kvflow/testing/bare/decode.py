@@ -37,19 +37,28 @@ class Decode(Node):
         name = f"decode {number}"
         identity = DecodeIdentity(incarnation, world.variety.layout, address_of(incarnation))
         self.endpoint = DecodeEndpoint(
-            identity, observer=Counts(), timing=world.timing, bounds=world.bounds, verify=world.variety.verify
+            identity,
+            observer=Counts(),
+            timing=world.timing,
+            bounds=world.bounds,
+            verify=world.variety.verify,
         )
         super().__init__(world, name, number, self.endpoint)
         self.pages = Pages(name, world.oracle, world.variety.layout)
-        self.rooms: dict[int, Room] = {}  # by grant; until the room and its pages are both done with
+        # By grant; until the room and its pages are both done with.
+        self.rooms: dict[int, Room] = {}
         self.watches: set[PeerKey | int] = set()
         self.turns: Turns[Room] = Turns()
-        self.left_behind: list[UnprovenLoan] | None = None  # what the next decode over its pool takes over
-        self.inherited: dict[int, list[UnprovenLoan]] = {}  # by grant: loans of decodes before this one
+        # What the next decode over its pool takes over.
+        self.left_behind: list[UnprovenLoan] | None = None
+        # By grant: loans of decodes before this one.
+        self.inherited: dict[int, list[UnprovenLoan]] = {}
 
     def inherit(self, earlier: Decode) -> None:
-        """Take over the pool of a decode that has left. All that is not under a loan without proof is free again: the
-        users that kept pages are gone."""
+        """Take over the pool of a decode that has left.
+
+        All that is not under a loan without proof is free again: the users that kept pages are
+        gone."""
         assert earlier.left_behind is not None
         self.pages = earlier.pages
         by_lease: dict[LeaseId, list[UnprovenLoan]] = {}
@@ -58,13 +67,18 @@ class Decode(Node):
         granted = self.endpoint.earlier.inherit(earlier.left_behind)
         self.inherited = {grant: by_lease[lease] for grant, lease in granted.items()}
         self.pages.inherit({owner_of(loans[0]) for loans in self.inherited.values()})
-        self.say(f"has the pool of {earlier.incarnation:x}, with {len(earlier.left_behind)} loans without proof")
+        self.say(
+            f"has the pool of {earlier.incarnation:x}, with {len(earlier.left_behind)} loans "
+            "without proof"
+        )
         self.run()
 
     def inherited_loans(self) -> Iterator[UnprovenLoan]:
         """Those without proof until now."""
         for loans in self.inherited.values():
-            yield from (loan for loan in loans if self.endpoint.earlier.find(loan.incarnation, loan.writer))
+            yield from (
+                loan for loan in loans if self.endpoint.earlier.find(loan.incarnation, loan.writer)
+            )
 
     # --- requests
 
@@ -80,7 +94,11 @@ class Decode(Node):
             grant = endpoint.open_room(
                 job.room,
                 ranks,
-                Prompt(job.tokens, job.digest, job.prefix_pages * PAGE_SIZE if job.tokens_left else job.tokens),
+                Prompt(
+                    job.tokens,
+                    job.digest,
+                    job.prefix_pages * PAGE_SIZE if job.tokens_left else job.tokens,
+                ),
                 now=now,
                 deadline_at_s=deadline_at_s,
                 announce=job.announces or job.waits or job.offers_after_s is not None,
@@ -114,7 +132,9 @@ class Decode(Node):
         self.run()
 
     def take_turn(self, room: Room) -> None:
-        """Whatever comes first: prefill has begun and there is a place, or the room waits no longer."""
+        """Whatever comes first: prefill has begun and there is a place, or the room waits no
+        longer.
+        """
         offers, room.held_back = room.held_back and room.linked, False
         if offers:
             self._offer(room)
@@ -127,7 +147,9 @@ class Decode(Node):
 
     def _offer(self, room: Room) -> None:
         grant = room.record.grant
-        pages = None if self.world.faults.of_take() else self.pages.take(room.record.num_pages, grant)
+        pages = (
+            None if self.world.faults.of_take() else self.pages.take(room.record.num_pages, grant)
+        )
         if pages is None:
             return self.close_room(room, room.job.cause(Code.CAPACITY, "no pages at decode"))
         room.pages = pages
@@ -167,7 +189,9 @@ class Decode(Node):
 
     def declare_dead(self, incarnation: int) -> None:
         endpoint = self.endpoint
-        if endpoint.earlier.of(incarnation) or any(peer.key.incarnation == incarnation for peer in endpoint.peers):
+        if endpoint.earlier.of(incarnation) or any(
+            peer.key.incarnation == incarnation for peer in endpoint.peers
+        ):
             self.say(f"an operator declares {incarnation:x} dead")
             endpoint.declare_dead(Incarnation(incarnation), "it was seen to die", self.clock.now)
             self.run()
@@ -189,7 +213,9 @@ class Decode(Node):
         return self.world.kill(self, "has left")
 
     def _without_proof(self) -> list[UnprovenLoan]:
-        """From here on these pages have names that no grant of the next decode over the pool has."""
+        """From here on these pages have names that no grant
+        of the next decode over the pool has.
+        """
         found = list(self.inherited_loans())
         for grant, room in self.rooms.items():
             pages, lease = np.array(room.pages, np.int32), (self.incarnation, grant)
@@ -269,7 +295,9 @@ class Decode(Node):
             pages = room.pages[command.first : command.first + command.count]
             cells = self.pages.cells
             checksum = checksum_of([cells[page].get(command.rank) for page in pages])
-        self.endpoint.chunk_summed(command.grant, command.rank, command.seq, checksum, self.clock.now)
+        self.endpoint.chunk_summed(
+            command.grant, command.rank, command.seq, checksum, self.clock.now
+        )
         self.run()
 
     def _stop_verifying(self, command: c.StopVerifying) -> None:
@@ -295,7 +323,9 @@ class Decode(Node):
         room = self.rooms[command.grant]
         self.oracle.ended_at_decode(room)
         if command.grant in self.endpoint.rooms:
-            self.oracle.broken("I5", f"room {room.record.room} has ended at decode, and is in its table")
+            self.oracle.broken(
+                "I5", f"room {room.record.room} has ended at decode, and is in its table"
+            )
         room.over = True
         self._forget(room)
 
@@ -308,7 +338,9 @@ class Decode(Node):
             return self.pages.give_back(loans[0].pages.tolist(), owner_of(loans[0]))
         room = self.rooms.get(command.grant)
         if room is None or room.freed:
-            return self.oracle.broken("I1", f"{self.name}: pages of grant {command.grant} are given back twice")
+            return self.oracle.broken(
+                "I1", f"{self.name}: pages of grant {command.grant} are given back twice"
+            )
         self.pages.give_back(room.pages, command.grant)
         room.freed = True
         return self._forget(room)

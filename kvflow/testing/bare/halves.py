@@ -16,10 +16,15 @@ class WatchedHalves(BothSides, Halves):
     """Looks only where something has failed."""
 
     def __init__(
-        self, oracle: Oracle, nodes: Mapping[int, Who], trouble: Mapping[tuple[str, int], float], forgetful: bool
+        self,
+        oracle: Oracle,
+        nodes: Mapping[int, Who],
+        trouble: Mapping[tuple[str, int], float],
+        forgetful: bool,
     ) -> None:
-        """`nodes` by incarnation; `trouble`: when something last happened to a link (control, decode's incarnation);
-        `forgetful`: prefills remember so few ended grants that some may begin below the low-water mark."""
+        """`nodes` by incarnation; `trouble`: when something last happened to a link (control,
+        decode's incarnation); `forgetful`: prefills remember so few ended grants that some may
+        begin below the low-water mark."""
         BothSides.__init__(self, nodes, oracle.over_at_s, oracle.acked, forgetful)
         self.oracle, self._nodes, self._trouble = oracle, nodes, trouble
 

@@ -1,4 +1,6 @@
-"""What users and the data plane hold of rooms: decode's room, the engine's leg at prefill, a write."""
+"""What users and the data plane hold of rooms: decode's room,
+the engine's leg at prefill, a write.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,20 @@ class Room:
     """What decode's user holds."""
 
     __slots__ = (
-        *("begun", "cause", "freed", "held_back", "home", "job", "keys", "linked", "node", "over", "pages", "record"),
+        *(
+            "begun",
+            "cause",
+            "freed",
+            "held_back",
+            "home",
+            "job",
+            "keys",
+            "linked",
+            "node",
+            "over",
+            "pages",
+            "record",
+        ),
         "told",
     )
 
@@ -42,7 +57,19 @@ class Leg:
     """What the engine holds of one room."""
 
     __slots__ = (
-        *("cause", "chunks", "computing", "job", "matched", "number", "pages", "queues", "record", "released", "sent"),
+        *(
+            "cause",
+            "chunks",
+            "computing",
+            "job",
+            "matched",
+            "number",
+            "pages",
+            "queues",
+            "record",
+            "released",
+            "sent",
+        ),
         "told",
     )
 
@@ -64,7 +91,13 @@ class Write:
     __slots__ = ("home", "key", "leg", "next", "number", "outcome", "sources", "targets")
 
     def __init__(
-        self, number: int, key: Promise, leg: Leg, sources: list[int], home: Pages, targets: list[int]
+        self,
+        number: int,
+        key: Promise,
+        leg: Leg,
+        sources: list[int],
+        home: Pages,
+        targets: list[int],
     ) -> None:
         self.number, self.key, self.leg = number, key, leg
         self.sources, self.home, self.targets = sources, home, targets

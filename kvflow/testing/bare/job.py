@@ -1,4 +1,7 @@
-"""One request as one node gets it. Both legs of a request have the same room, and normally the same prompt."""
+"""One request as one node gets it.
+
+Both legs of a request have the same room, and normally the same prompt.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ Issue = Callable[[int, Cause], Cause]
 
 class _Job:
     def __init__(
-        self, room: int, tokens: int, digest: bytes, rows: int, deadline_s: float | None, refused: bool, issue: Issue
+        self,
+        room: int,
+        tokens: int,
+        digest: bytes,
+        rows: int,
+        deadline_s: float | None,
+        refused: bool,
+        issue: Issue,
     ) -> None:
         """`rows` that every request has: one, or none."""
         self.room, self.tokens, self.digest, self.rows = room, tokens, digest, rows
@@ -61,7 +71,8 @@ class DecodeJob(_Job):
         self.group = group
         self.prefix_pages = min(prefix_pages, self.num_pages)  # that decode has already
         self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
-        self.waits = waits  # its pages are held back until prefill has begun, or until `offers_after_s`
+        # Its pages are held back until prefill has begun, or until `offers_after_s`.
+        self.waits = waits
 
     @property
     def tokens_left(self) -> int:
@@ -86,10 +97,13 @@ class PrefillJob(_Job):
     ) -> None:
         super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.chunks, self.fails_at, self.rendezvous_s = chunks, fails_at, rendezvous_s
-        self.begins_after_s = begins_after_s  # when it asks for its turn; None: it takes none, and never says so
+        # When it asks for its turn; None: it takes none, and never says so.
+        self.begins_after_s = begins_after_s
 
     def chunks_after(self, prefix_pages: int) -> list[int]:
-        """What is left to send, the row with the last pages; a chunk without pages when decode has everything."""
+        """What is left to send, the row with the last pages; a chunk without pages when decode has
+        everything.
+        """
         left = []
         for count in self.chunks:
             skipped = min(count, prefix_pages)

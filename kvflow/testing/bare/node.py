@@ -1,4 +1,6 @@
-"""A node, which is a shipped endpoint, its timer and its fate, and the scene on which nodes meet."""
+"""A node, which is a shipped endpoint, its timer and its fate,
+and the scene on which nodes meet.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ class Scene:
         tell: Tell | None,
     ) -> None:
         self.clock, self.rng, self.oracle, self.faults, self.tell = clock, rng, oracle, faults, tell
-        self.variety, self.timing, self.bounds, self.twists = variety, variety.timing, variety.bounds, twists
+        self.variety, self.timing, self.bounds, self.twists = (
+            variety,
+            variety.timing,
+            variety.bounds,
+            twists,
+        )
         self.wire = Wire(clock, rng, faults, traced=tell is not None)
         self.nodes: dict[int, Node] = {}  # by incarnation; the dead stay
         self.by_peer_id: dict[bytes, Node] = {}
@@ -49,7 +56,9 @@ class Scene:
         self.frozen = 0  # writes that never end by themselves
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """What a registry says about a prefill group now; a dead rank's last entry stands until it is back."""
+        """What a registry says about a prefill group now; a dead rank's last entry stands until it
+        is back.
+        """
         found = self.registry[group]
         return [found[rank] for rank in sorted(found)]
 
@@ -122,7 +131,9 @@ class Node:
 
     RUN: ClassVar[dict[type, Callable[[Any, Any], None]]]
 
-    def __init__(self, world: Scene, name: str, group: int, endpoint: DecodeEndpoint | PrefillEndpoint) -> None:
+    def __init__(
+        self, world: Scene, name: str, group: int, endpoint: DecodeEndpoint | PrefillEndpoint
+    ) -> None:
         self.world, self.name, self.group, self._ticking = world, name, group, endpoint
         self.clock, self.oracle, self._traced = world.clock, world.oracle, world.tell is not None
         self.incarnation = endpoint.core.identity.incarnation
@@ -130,7 +141,8 @@ class Node:
         self.alive = True
         self.leaving = False
         self.displaced = False
-        self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None  # what waits while it is halted
+        # What waits while it is halted.
+        self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
         self.unread: Burst = []  # what has come since
         self.watchers: list[tuple[Node, Any]] = []  # who waits for proof of its death, and what for
         self.malformed = 0  # frames that were handed to it and are no message
@@ -172,7 +184,9 @@ class Node:
             return
         now = self.clock.now
         self._due_at_s = at_s
-        self._fires_at_s = fires_at_s = now if at_s == float("-inf") else max(at_s, now + TICK_GRAIN_S)
+        self._fires_at_s = fires_at_s = (
+            now if at_s == float("-inf") else max(at_s, now + TICK_GRAIN_S)
+        )
         self.clock.later(fires_at_s - now, self, self._tick, fires_at_s)
 
     def _tick(self, fires_at_s: float) -> None:
@@ -190,7 +204,9 @@ class Node:
         self._ticking.tick(now)
 
     def read(self, burst: Burst) -> None:
-        """What its sockets have at once: what a message asks for runs when the last of them has been heard."""
+        """What its sockets have at once: what a message asks for runs when the last of them has
+        been heard.
+        """
         raise NotImplementedError
 
     def known_dead(self, watched: Any) -> None:
@@ -198,7 +214,9 @@ class Node:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Close as an operator would: end every room, wait a while for what is still to come, and be gone."""
+        """Close as an operator would: end every room, wait a while for what is still to come, and
+        be gone.
+        """
         self.leaving = True
         self._ticking.leave(self.clock.now)
         self.run()

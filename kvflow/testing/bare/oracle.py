@@ -1,6 +1,8 @@
-"""What really happened to pages, bytes and messages (I1-I3, I6, I8, I9, I12), and what users were told about it (I4).
+"""What really happened to pages, bytes and messages (I1-I3, I6, I8, I9, I12), and what users were
+told about it (I4).
 
-Seen at the data planes, the pages and the wire; the endpoints' own books are never asked whether they are right.
+Seen at the data planes, the pages and the wire; the endpoints' own books are never asked whether
+they are right.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ class Oracle:
         self.rooms: dict[Promise, Room] = {}
         self.writes: dict[Promise, list[Write]] = {}
         self.acked: set[Promise] = set()
-        self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}  # source and target, and what it is said not to prove
+        # Source and target, and what it is said not to prove.
+        self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}
         self.left: set[tuple[int, int]] = set()  # those that were acknowledged
         self.stopped: set[int] = set()  # rooms, a write of which has stopped short
         self.damaged = False  # bytes, on purpose
@@ -104,15 +107,23 @@ class Oracle:
         message = parse_at_decode(frame)
         kind = type(message)
         if message.source != node.incarnation:
-            self.broken("I6", f"{node.name} ({node.incarnation:x}) speaks for {message.source:x}: {message}")
+            self.broken(
+                "I6", f"{node.name} ({node.incarnation:x}) speaks for {message.source:x}: {message}"
+            )
         if kind is ChunkDone:
             key = message.source, message.target, message.grant  # type: ignore[union-attr]
             assert isinstance(message, ChunkDone)
-            writes = [write for write in self.writes.get(key, ()) if write.outcome is WriteOutcome.LANDED]
+            writes = [
+                write for write in self.writes.get(key, ()) if write.outcome is WriteOutcome.LANDED
+            ]
             numbered = self.writes.get(key, [])[: message.seq + (message.pages > 0)]
-            if any(write.outcome is not WriteOutcome.LANDED for write in numbered) or len(writes) < len(numbered):
+            if any(write.outcome is not WriteOutcome.LANDED for write in numbered) or len(
+                writes
+            ) < len(numbered):
                 self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
-            if message.pages and (len(numbered) != message.seq + 1 or len(numbered[-1].sources) != message.pages):
+            if message.pages and (
+                len(numbered) != message.seq + 1 or len(numbered[-1].sources) != message.pages
+            ):
                 self.broken("I3", f"{key}: chunk {message.seq} has no {message.pages} pages")
         elif kind is AbortAck:
             assert isinstance(message, AbortAck)
@@ -172,7 +183,9 @@ class Oracle:
             when = "after its end" if room.told else "twice"
             self.broken("I4", f"room {room.record.room} is told {when} that prefill has begun")
         if not self.has_begun(room):
-            self.broken("I4", f"room {room.record.room} is said to have begun, and not every rank has")
+            self.broken(
+                "I4", f"room {room.record.room} is said to have begun, and not every rank has"
+            )
         room.begun = True
 
     def has_begun(self, room: Room) -> bool:
@@ -186,23 +199,38 @@ class Oracle:
     def ended_at_decode(self, room: Room) -> None:
         record = room.record
         if not room.told or room.over:
-            self.broken("I4", f"room {record.room} ends at decode {'twice' if room.over else 'and none is told'}")
+            self.broken(
+                "I4",
+                f"room {record.room} ends at decode {'twice' if room.over else 'and none is told'}",
+            )
         if record.state.cause != room.cause and room.cause is not None:
-            self.broken("I4", f"room {record.room} at decode: first {room.cause}, then {record.state.cause}")
+            self.broken(
+                "I4", f"room {record.room} at decode: first {room.cause}, then {record.state.cause}"
+            )
 
     def landed(self, room: Room, handoff: bytes) -> None:
-        """Decode's user is told that a room has landed: every page from every rank, the right bytes and hand-over."""
+        """Decode's user is told that a room has landed: every page from every rank, the right bytes
+        and hand-over.
+        """
         record, pages = room.record, room.pages
         digest, cells = record.prompt.digest, room.home.cells
         first = room.job.num_places - len(pages)
         for key, peer in zip(room.keys, record.peers, strict=True):
-            landed = [page for write in self.writes.get(key, ()) for page in write.targets[: write.next]]
+            landed = [
+                page for write in self.writes.get(key, ()) for page in write.targets[: write.next]
+            ]
             rank = peer.info.rank
             if len(landed) < len(pages) and not set(pages) <= set(landed):
-                self.broken("I8", f"room {record.room} succeeds, rank {rank} has written pages {landed} of {pages}")
+                self.broken(
+                    "I8",
+                    f"room {record.room} succeeds, rank {rank} has written pages {landed} of "
+                    f"{pages}",
+                )
             for index, page in enumerate(pages, first):
                 if cells[page].get(rank) != (digest, index):
-                    self.broken("I8", f"room {record.room} succeeds, page {page} has somebody else's bytes")
+                    self.broken(
+                        "I8", f"room {record.room} succeeds, page {page} has somebody else's bytes"
+                    )
         if handoff != handoff_of(digest):
             self.broken("I9", f"room {record.room} got another room's hand-over")
 
@@ -228,7 +256,9 @@ class Oracle:
         record = leg.record
         room = self.rooms[key_of(node, record)]
         if leg.matched or leg.told:
-            self.broken("I4", f"room {record.room} is matched {'after its end' if leg.told else 'twice'}")
+            self.broken(
+                "I4", f"room {record.room} is matched {'after its end' if leg.told else 'twice'}"
+            )
         if room.job.digest != leg.job.digest:
             self.broken("I8", f"room {record.room} is matched, and its halves mean other prompts")
 
@@ -238,11 +268,19 @@ class Oracle:
         self._count("prefill", cause)
         if cause is None:
             writes = self.writes.get(key_of(node, record), ())
-            there = sum(len(write.sources) for write in writes if write.outcome is WriteOutcome.LANDED)
-            if there != len(record.target_pages) or any(write.outcome is not WriteOutcome.LANDED for write in writes):
-                self.broken("I3", f"room {record.room} succeeds at prefill over a write that has not landed")
+            there = sum(
+                len(write.sources) for write in writes if write.outcome is WriteOutcome.LANDED
+            )
+            if there != len(record.target_pages) or any(
+                write.outcome is not WriteOutcome.LANDED for write in writes
+            ):
+                self.broken(
+                    "I3", f"room {record.room} succeeds at prefill over a write that has not landed"
+                )
 
-    def released(self, node: Who, record: PrefillRoomRecord, leg: Leg | None, running: Iterable[Write]) -> None:
+    def released(
+        self, node: Who, record: PrefillRoomRecord, leg: Leg | None, running: Iterable[Write]
+    ) -> None:
         """A room has ended at prefill; `leg` is None where the engine's half has never come."""
         if leg is None:
             self.over_at_s[record] = self.clock.now
@@ -251,7 +289,9 @@ class Oracle:
         if not leg.told:
             self.broken("I4", f"room {record.room} ended at prefill, its engine was not told")
         if leg.cause is not None and record.state.cause != leg.cause:
-            self.broken("I4", f"room {record.room} at prefill: first {leg.cause}, then {record.state.cause}")
+            self.broken(
+                "I4", f"room {record.room} at prefill: first {leg.cause}, then {record.state.cause}"
+            )
         if any(write.leg is leg for write in running):
             self.broken("I12", f"room {record.room} is released while a write of it runs")
 
@@ -260,7 +300,9 @@ class Oracle:
     def _count(self, role: str, cause: Cause | None) -> None:
         self.endings[f"{role} success" if cause is None else f"{role} {cause.code}"] += 1
 
-    def _told(self, user: Room | Leg, record: Record, node: Who, cause: Cause | None, deadline_at_s: float) -> None:
+    def _told(
+        self, user: Room | Leg, record: Record, node: Who, cause: Cause | None, deadline_at_s: float
+    ) -> None:
         now, room = self.clock.now, record.room
         if user.told:
             self.broken("I4", f"{node.name}: the user of room {room} is told two endings")
@@ -276,7 +318,9 @@ class Oracle:
         """What users hear is what happened."""
         code, right = cause.code, True
         if "#" in cause.text:
-            right = cause.text.rpartition("#")[2] == str(room) and cause in self._causes.get(room, ())
+            right = cause.text.rpartition("#")[2] == str(room) and cause in self._causes.get(
+                room, ()
+            )
         elif code is Code.DEADLINE:
             right = self.clock.now >= self._deadlines.get(room, float("inf"))
         elif code is Code.PROMPT_MISMATCH:

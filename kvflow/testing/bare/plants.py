@@ -1,4 +1,6 @@
-"""Planted bugs of the simulator and of the walk, as far as they are in endpoints and tables: seeds must find each."""
+"""Planted bugs of the simulator and of the walk, as far as they are in endpoints and tables: seeds
+must find each.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,23 @@ UNSEEN = {
     "garbage ends the loop": "there is no task that reads",
     "earlier loans forgotten": "stores are a shell's",
     "close taken for proof": "it is in the shell's watches",
-    "earlier loans of a decode forgotten by prefill": "it is in prefill's shell, and no node changes its role",
+    "earlier loans of a decode forgotten by prefill": (
+        "it is in prefill's shell, and no node changes its role"
+    ),
 }
 UNSEEN |= {plant.name: "no request leaves a device" for plant in plants_residency.PLANTS}
 UNSEEN |= {name: "no decode has staging" for name, *_ in plants_staging.PLANTS}
 UNSEEN |= {name: "no endpoint knows of groups" for name, *_ in plants_dp_groups.PLANTS}
 UNSEEN |= {name: "no engine stands before an endpoint" for name, *_ in plants_threads.PLANTS}
-"""Of the whole-node simulator, in what is not here; each of those before "source let go" has a likeness in a table."""
+"""Of the whole-node simulator, in what is not here; each of those before "source let go" has a
+likeness in a table.
+"""
 
 
 def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> AbstractContextManager[object]:
-    """Decode tells its user of every Begun for which `when` holds, of a room and the ranks that have sent one."""
+    """Decode tells its user of every Begun for which `when` holds, of a room and the ranks that
+    have sent one.
+    """
 
     def on_begun(core: DecodeCore, peer: PrefillPeer, message: Begun, now: float) -> None:
         if (record := core.rooms.get(message.grant)) is not None:
@@ -75,7 +83,10 @@ def _taken_too_soon() -> Iterator[None]:
         if (room := node.rooms[command.grant]).held_back and room.job.waits:
             node.turns.ask(room, node.take_turn)
 
-    with swapped_item(Decode.RUN, Linked, linked), swapped_item(Decode.RUN, RoomBegun, lambda *_: None):
+    with (
+        swapped_item(Decode.RUN, Linked, linked),
+        swapped_item(Decode.RUN, RoomBegun, lambda *_: None),
+    ):
         yield
 
 
@@ -94,7 +105,8 @@ OWN = (
     ),
     Plant(
         "begun said once",
-        "a repeated announcement is not told that its room has begun: a Begun that is lost is lost for good",
+        "a repeated announcement is not told that its room has begun: a Begun that is lost is lost "
+        "for good",
         lambda: swapped_cells(GRANTS, {(GrantPhase.OPEN, GrantKind.ANNOUNCE): IGNORE}),
         "I5",
     ),
@@ -135,7 +147,9 @@ OWN = (
         "I5",
     ),
 )
-"""Too rare for whole nodes, too large for a walk, or of what neither does: no node of theirs says that it has begun."""
+"""Too rare for whole nodes, too large for a walk, or of what neither does: no node of theirs says
+that it has begun.
+"""
 
 
 def all_plants() -> tuple[Plant, ...]:
@@ -153,12 +167,18 @@ def planted(name: str) -> AbstractContextManager[object]:
         return nullcontext()
     known = {plant.name: plant for plant in all_plants()}
     if name not in known:
-        why = f", where it cannot be seen: {UNSEEN[name]}" if name in UNSEEN else f"; there are: {', '.join(known)}"
+        why = (
+            f", where it cannot be seen: {UNSEEN[name]}"
+            if name in UNSEEN
+            else f"; there are: {', '.join(known)}"
+        )
         raise MisuseError(f"no plant {name!r}{why}")
     return known[name].install()
 
 
-def hunt(name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def hunt(
+    name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """The first seed that finds a plant, and what it broke; no seed when none does."""
     with planted(name):
         return hunted(name, seeds, simulate, say)

@@ -1,4 +1,6 @@
-"""One prefill rank: a shipped `PrefillEndpoint`, its engine, its routes, and the writes of its data plane."""
+"""One prefill rank: a shipped `PrefillEndpoint`, its engine, its routes, and the writes of its data
+plane.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,22 @@ from kvflow.testing.sim.variety import PAGE_SIZE
 class Prefill(Writer):
     endpoint: PrefillEndpoint
 
-    def __init__(self, world: Scene, group: int, rank: int, world_size: int, incarnation: Incarnation) -> None:
+    def __init__(
+        self, world: Scene, group: int, rank: int, world_size: int, incarnation: Incarnation
+    ) -> None:
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
         layout = shard_layout(world.variety.layout, rank, world_size)
         identity = PrefillIdentity(incarnation, Rank(rank), layout.served, address_of(incarnation))
-        self.endpoint = PrefillEndpoint(identity, observer=Counts(), timing=world.timing, bounds=world.bounds)
+        self.endpoint = PrefillEndpoint(
+            identity, observer=Counts(), timing=world.timing, bounds=world.bounds
+        )
         super().__init__(world, name, group, self.endpoint)
         self.control = f"tcp://10.0.{group}.{rank}:8998"
         self.info = RankInfo(rank, world_size, incarnation, self.control, "fake", "model")
         self.rank = rank
         self.legs: dict[int, Leg] = {}  # by serial, until released
-        self.records: dict[int, PrefillRoomRecord] = {}  # by serial: every room that a grant was bound to
+        # By serial: every room that a grant was bound to.
+        self.records: dict[int, PrefillRoomRecord] = {}
         self.free = FreePlaces(layout)
         self.cells = [None] * layout.num_places
         self.watches: set[int] = set()
@@ -146,7 +153,9 @@ class Prefill(Writer):
         leg.number, leg.sent = leg.number + 1, end
         last = end == len(leg.pages)
         handoff = handoff_of(leg.job.digest) if last else b""
-        self.endpoint.queue_chunk(leg.record, np.array(chunk, np.int32), last=last, handoff=handoff, now=self.clock.now)
+        self.endpoint.queue_chunk(
+            leg.record, np.array(chunk, np.int32), last=last, handoff=handoff, now=self.clock.now
+        )
         if leg.record.ended:
             self.oracle.broken("I4", f"room {leg.record.room} ends inside of its engine's own call")
         if not last:
@@ -200,7 +209,8 @@ class Prefill(Writer):
             self.endpoint.route_refused(peer, "on purpose", self.clock.now)
         else:
             self.routes.add(peer)
-            self.world.wire.disturbed(self.control, self.world.nodes[peer])  # only now the link is up
+            # Only now the link is up.
+            self.world.wire.disturbed(self.control, self.world.nodes[peer])
             if not self.endpoint.route_opened(peer, self.clock.now):
                 self.routes.discard(peer)
         self.run()
@@ -214,7 +224,11 @@ class Prefill(Writer):
 
     def has_parted(self) -> None:
         self.oracle.parted(self, self.endpoint.core.former.parted)
-        linked = [node for node in self.world.living(Decode) if is_linked(node.endpoint.peers, self.incarnation)]
+        linked = [
+            node
+            for node in self.world.living(Decode)
+            if is_linked(node.endpoint.peers, self.incarnation)
+        ]
         self.oracle.halves.has_left(self, self.control, linked)
         return self.world.kill(self, "has left")
 
@@ -237,7 +251,8 @@ class Prefill(Writer):
 
     def _close_route(self, command: c.CloseRoute) -> None:
         self.routes.discard(command.peer)
-        self.world.wire.disturbed(self.control, self.world.nodes[command.peer])  # if it lives, it has lost its place
+        # If it lives, it has lost its place.
+        self.world.wire.disturbed(self.control, self.world.nodes[command.peer])
         self.watches.discard(command.peer)
         if any(write.key[1] == command.peer for write in self.writes.values()):
             self.oracle.broken("I2", f"{self.name}: a route is closed while a write runs on it")
@@ -248,7 +263,9 @@ class Prefill(Writer):
 
     def _start_write(self, command: c.StartWrite) -> None:
         if command.peer not in self.routes:
-            self.oracle.broken("I2", f"{self.name}: a write to {command.peer:x}, and no route is open")
+            self.oracle.broken(
+                "I2", f"{self.name}: a write to {command.peer:x}, and no route is open"
+            )
         target = self.world.nodes[command.peer]
         assert isinstance(target, Decode)
         write = PacedWrite(self, target, self.legs[command.serial], command)
@@ -263,7 +280,9 @@ class Prefill(Writer):
         del self.writes[write.number]
         assert write.outcome is not None
         error = "" if not write.fault else f"scripted {write.fault}"
-        self.endpoint.write_ended(write.number, write.outcome, self.clock.now, error=error, checksum=checksum)
+        self.endpoint.write_ended(
+            write.number, write.outcome, self.clock.now, error=error, checksum=checksum
+        )
         self.run()
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
@@ -298,7 +317,9 @@ class Prefill(Writer):
         if record is not None:
             self.oracle.released(self, record, leg, self.writes.values())
             if self.endpoint.rooms.get(record.room) is record:
-                self.oracle.broken("I5", f"room {record.room} has ended at prefill, and is in its table")
+                self.oracle.broken(
+                    "I5", f"room {record.room} has ended at prefill, and is in its table"
+                )
         if leg is not None:
             leg.released = True
             if not leg.computing:

@@ -1,4 +1,6 @@
-"""What is not at rest, in words (I1, I5): rooms, grants, loans, writes and pages that are still somewhere."""
+"""What is not at rest, in words (I1, I5): rooms, grants, loans, writes and pages that are still
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from kvflow.testing.sim.times import FENCE_SLACK_S
 
 
 def left(world: World, *, doubts: bool) -> Iterator[str]:
-    """What is not at rest, in words. With `doubts`, loans may be out whose proof is truly missing."""
+    """What is not at rest, in words.
+
+    With `doubts`, loans may be out whose proof is truly missing.
+    """
     for node in world.nodes.values():
         if node.alive:
             if isinstance(node, Prefill):
@@ -31,7 +36,11 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
 def _left_at_prefill(node: Prefill) -> Iterator[str]:
     core = node.endpoint.core
     frozen = {write.leg.record for write in node.writes.values() if write.fault == "frozen"}
-    open_ = [room for room in core.rooms.values() if room not in frozen or room.phase is not PrefillPhase.DRAINING]
+    open_ = [
+        room
+        for room in core.rooms.values()
+        if room not in frozen or room.phase is not PrefillPhase.DRAINING
+    ]
     if open_:
         yield f"{node.name}: rooms {[(room.room, room.phase.name) for room in open_]}"
     yield from _counted_at_prefill(node, core, frozen)
@@ -39,15 +48,20 @@ def _left_at_prefill(node: Prefill) -> Iterator[str]:
         yield f"{node.name}: {lasting} deadlines of nothing"
 
 
-def _counted_at_prefill(node: Prefill, core: PrefillCore, frozen: set[PrefillRoomRecord]) -> Iterator[str]:
+def _counted_at_prefill(
+    node: Prefill, core: PrefillCore, frozen: set[PrefillRoomRecord]
+) -> Iterator[str]:
     counts = {
         "legs": len(node.legs) - len(frozen),
         "grants": sum(len(peer.grants.rooms) for peer in core.peers.values()) - len(frozen),
         "ended halves": len(core.rendezvous),
         "announced rooms": len(core.rendezvous.announced),
-        "writes": len(core.writes) - sum(write.leg.record in frozen for write in node.writes.values()),
+        "writes": len(core.writes)
+        - sum(write.leg.record in frozen for write in node.writes.values()),
         "tasks": len(core.tasks),
-        "pages": core.identity.layout.num_places - len(node.free) - sum(len(leg.pages) for leg in node.legs.values()),
+        "pages": core.identity.layout.num_places
+        - len(node.free)
+        - sum(len(leg.pages) for leg in node.legs.values()),
     }
     for what, count in counts.items():
         if count:
@@ -67,7 +81,9 @@ def _left_at_decode(node: Decode, world: World, doubts: bool) -> Iterator[str]:
             assert lease is not None
             loans += 1
             phase, key = lease.loans[peer], (peer.key.incarnation, node.incarnation, grant)
-            if doubts and (frozen(key, world) or (phase is LoanPhase.DOUBTFUL and _doubtful(key, world))):
+            if doubts and (
+                frozen(key, world) or (phase is LoanPhase.DOUBTFUL and _doubtful(key, world))
+            ):
                 in_doubt.add(grant)
             else:
                 yield f"{node.name}: a loan of grant {grant} is {phase.name} without reason"
@@ -90,8 +106,13 @@ def _left_at_decode(node: Decode, world: World, doubts: bool) -> Iterator[str]:
         yield f"{node.name}: pages of {sorted(owned)}"
     lent = sum(owner is not None for owner in node.pages.owners)
     if not core.rooms and core.ledger.quarantined_pages != lent:
-        yield f"{node.name}: {core.ledger.quarantined_pages} pages in quarantine of {lent} that are out"
-    if not core.rooms and (lasting := sum(timer.kind not in ("link", "repeat") for timer in core.deadlines)):
+        yield (
+            f"{node.name}: {core.ledger.quarantined_pages} pages in quarantine of {lent} that are "
+            "out"
+        )
+    if not core.rooms and (
+        lasting := sum(timer.kind not in ("link", "repeat") for timer in core.deadlines)
+    ):
         yield f"{node.name}: {lasting} deadlines of nothing"
 
 
@@ -99,15 +120,21 @@ def frozen(key: Promise, world: World) -> bool:
     """A write of it never ends, and the one who writes lives."""
     node = world.nodes[key[0]]
     assert isinstance(node, Prefill)
-    return node.alive and any(write.fault == "frozen" and write.key == key for write in node.writes.values())
+    return node.alive and any(
+        write.fault == "frozen" and write.key == key for write in node.writes.values()
+    )
 
 
 def _doubtful(key: Promise, world: World) -> bool:
-    """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can be known."""
+    """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can
+    be known.
+    """
     source = world.nodes[key[0]]
     if world.oracle.settled(key):
         return False
     if not source.alive:
         return world.clock.now < source.proven_at_s + FENCE_SLACK_S
-    doubt = any(write.outcome is WriteOutcome.UNPROVEN for write in world.oracle.writes.get(key, ()))
+    doubt = any(
+        write.outcome is WriteOutcome.UNPROVEN for write in world.oracle.writes.get(key, ())
+    )
     return doubt or source.displaced

@@ -1,4 +1,6 @@
-"""One seed, played to its end: faults, calm, rest, good rooms for every pair, and every writer's death."""
+"""One seed, played to its end: faults, calm, rest, good rooms for every pair, and every writer's
+death.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from kvflow.testing.sim.swap import swapped
 from kvflow.testing.sim.times import FAULTS_END_S, FENCED_S, RECOVER_S, REST_S, SETTLE_S
 from kvflow.testing.sim.variety import LATE, LATE_FENCE_S, NEVER, PAGE_SIZE
 
-PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks: they fit beside any quarantine
+# Good rooms for every pair, pages of their chunks: they fit beside any quarantine.
+PROBES, PROBE_CHUNKS = 6, (1, 1)
 PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 
 
@@ -49,7 +52,9 @@ class Run:
     def play(self) -> None:
         world, scenario = self.world, self.scenario
         for group, world_size in enumerate(scenario.groups):
-            self.places += [world.start_prefill(group, rank, world_size) for rank in range(world_size)]
+            self.places += [
+                world.start_prefill(group, rank, world_size) for rank in range(world_size)
+            ]
         self.places += [world.start_decode(n) for n in range(scenario.decodes)]
         for request, twist in zip(scenario.requests, self.twists.requests, strict=True):
             self._schedule(request, twist)
@@ -84,12 +89,18 @@ class Run:
         if request.prefill is not None:
             self.schedule_prefill(request, twist, request.prefill, digest)
         if (leg := request.decode) is not None:
-            places = [request.decode_at] if twist.second_decode is None else [request.decode_at, twist.second_decode]
+            places = (
+                [request.decode_at]
+                if twist.second_decode is None
+                else [request.decode_at, twist.second_decode]
+            )
             for place in places:
                 theirs = DecodeJob(
                     request.room,
                     len(request.decode_prompt),
-                    digest if request.decode_prompt is request.prompt else prompt_digest(request.decode_prompt),
+                    digest
+                    if request.decode_prompt is request.prompt
+                    else prompt_digest(request.decode_prompt),
                     request.group,
                     issue,
                     rows=self.rows,
@@ -101,7 +112,9 @@ class Run:
                     waits=twist.waits,
                     kept_s=request.kept_s,
                 )
-                self.clock.later(leg.at_s, None, self.begin, sum(self.scenario.groups) + place, theirs, leg)
+                self.clock.later(
+                    leg.at_s, None, self.begin, sum(self.scenario.groups) + place, theirs, leg
+                )
 
     def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
         """The engines of a group have it all at the same moment."""
@@ -179,7 +192,9 @@ class Run:
         for group in range(len(self.scenario.groups)):
             self._probe_room += 1
             digest = self._probe_room.to_bytes(32, "little")
-            job = DecodeJob(self._probe_room, PAGE_SIZE, digest, group, world.oracle.issue, rows=self.rows)
+            job = DecodeJob(
+                self._probe_room, PAGE_SIZE, digest, group, world.oracle.issue, rows=self.rows
+            )
             self.clock.later(visit.comes_after_s, guest, guest.begin, job)
 
     def _depart(self, guest: Decode) -> None:
@@ -201,7 +216,9 @@ class Run:
             self.clock.later(0.1, None, self._start_again, place)
 
     def _two_kinds_at_least(self) -> None:
-        """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for a moment."""
+        """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for
+        a moment.
+        """
         for kind in ("freeze", "partition"):
             if len(self.faults.struck) >= 2:
                 return
@@ -211,7 +228,9 @@ class Run:
             self.clock.play(0.25)
 
     def _calm(self) -> None:
-        """No more faults: what was dropped stays lost, what is late stays late, but nothing new goes wrong."""
+        """No more faults: what was dropped stays lost, what is late stays late, but nothing new
+        goes wrong.
+        """
         world = self.world
         if world.tell is not None:
             world.tell(self.clock.now, "", "calm")
@@ -223,7 +242,9 @@ class Run:
                 world.unjam(node)
                 if isinstance(node, Prefill):
                     node.stall(0.0)
-        for node in [node for node in world.nodes.values() if isinstance(node, Prefill) and node.alive]:
+        for node in [
+            node for node in world.nodes.values() if isinstance(node, Prefill) and node.alive
+        ]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
                 if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
                     write.thaw()  # else the dead keep their place at prefill
@@ -231,7 +252,9 @@ class Run:
         self.clock.later(MAX_REPEAT_AFTER_S + RECOVER_S, None, self._give_up_waiting)
 
     def _give_up_waiting(self) -> None:
-        """Whatever was lost has been asked for again: a room that prefill has not begun by now never will be."""
+        """Whatever was lost has been asked for again: a room that prefill has not begun by now
+        never will be.
+        """
         for node in self.world.nodes.values():
             if node.alive and isinstance(node, Decode):
                 node.give_up_waiting()
@@ -243,7 +266,9 @@ class Run:
         while next(self.left(self.world, doubts=doubts), None) is not None:
             if self.clock.now >= deadline_s:
                 still = self.left(self.world, doubts=doubts)
-                self.world.oracle.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
+                self.world.oracle.broken(
+                    "I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}"
+                )
             self.clock.play(0.1)
 
     def _probe(self) -> None:
@@ -264,14 +289,25 @@ class Run:
         while any(not job.succeeded for _, job in jobs):
             if self.clock.now >= waits_until_s:
                 names = {node.name for node, job in jobs if not job.succeeded}
-                world.oracle.broken("I7", f"{sorted(names)}: a good room after the faults has not succeeded")
+                world.oracle.broken(
+                    "I7", f"{sorted(names)}: a good room after the faults has not succeeded"
+                )
             self.clock.play(0.1)
 
-    def _good_room(self, group: int, prefills: list[Prefill], decode: Decode) -> list[tuple[Node, Any]]:
+    def _good_room(
+        self, group: int, prefills: list[Prefill], decode: Decode
+    ) -> list[tuple[Node, Any]]:
         self._probe_room = room = self._probe_room + 1
         digest = room.to_bytes(32, "little")
         jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
-        jobs.append((decode, DecodeJob(room, PROBE_TOKENS, digest, group, self.world.oracle.issue, rows=self.rows)))
+        jobs.append(
+            (
+                decode,
+                DecodeJob(
+                    room, PROBE_TOKENS, digest, group, self.world.oracle.issue, rows=self.rows
+                ),
+            )
+        )
         decode.begin(jobs[-1][1])
         return jobs
 
@@ -281,7 +317,9 @@ class Run:
         """Who has it, and what each must say has succeeded."""
         jobs: list[tuple[Node, Any]] = []
         for node in prefills:
-            job = PrefillJob(room, tokens, digest, PROBE_CHUNKS, self.world.oracle.issue, rows=self.rows)
+            job = PrefillJob(
+                room, tokens, digest, PROBE_CHUNKS, self.world.oracle.issue, rows=self.rows
+            )
             jobs.append((node, job))
             node.begin(job)
         return jobs
@@ -294,7 +332,9 @@ class Run:
         for node in self.world.nodes.values():
             if node.alive and node.counts.malformed != node.malformed:
                 counted = node.counts.malformed
-                self.world.oracle.broken("I7", f"{node.name} counts {counted} malformed frames of {node.malformed}")
+                self.world.oracle.broken(
+                    "I7", f"{node.name} counts {counted} malformed frames of {node.malformed}"
+                )
 
 
 def _forgetful(scenario: Scenario) -> bool:
@@ -311,7 +351,9 @@ class Cast(NamedTuple):
     halves: type[WatchedHalves] = WatchedHalves
 
 
-def simulate(seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None) -> Outcome:
+def simulate(
+    seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None
+) -> Outcome:
     """Play one seed. `tell(virtual time, who, what)` hears the story."""
     return played(seed, Cast(), visits=visits, tell=tell)
 
@@ -323,7 +365,9 @@ def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | 
     scenario, twists = cast.draw(rng, faults)
     oracle = Oracle(clock, None if tell is None else lambda line: tell(clock.now, "", line))
     world = cast.world(clock, rng, oracle, faults, scenario.variety, twists, tell)
-    halves = oracle.halves = cast.halves(oracle, world.nodes, world.wire.trouble, _forgetful(scenario))
+    halves = oracle.halves = cast.halves(
+        oracle, world.nodes, world.wire.trouble, _forgetful(scenario)
+    )
     bind = PrefillCore.bind
 
     def bound(core: PrefillCore, record: PrefillRoomRecord, *arguments: Any) -> None:

@@ -1,4 +1,6 @@
-"""What one seed plays: a scenario of the whole-node simulator, and what only endpoints are asked for here."""
+"""What one seed plays: a scenario of the whole-node simulator, and what only endpoints are asked
+for here.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,15 @@ class Twist(NamedTuple):
     announces: bool = True  # else the offer is the announcement where all are linked
     rendezvous_s: float | None = None
     second_decode: int | None = None  # another decode asks for the same room
-    begins_after_s: float | None = None  # when prefill asks for a place for the whole prompt; None: never
+    # When prefill asks for a place for the whole prompt; None: never.
+    begins_after_s: float | None = None
     waits: bool = False  # decode holds its pages back until prefill has begun
 
 
 class Visit(NamedTuple):
-    """Of a decode for which there is no place, unless one that is silent makes it (`bounds.targets`)."""
+    """Of a decode for which there is no place, unless one that is silent makes it
+    (`bounds.targets`).
+    """
 
     at_s: float
     decode: int  # stands still from then on
@@ -47,7 +52,9 @@ class Twists(NamedTuple):
     visit: Visit | None
 
 
-def draw_all(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> tuple[Scenario, Twists]:
+def draw_all(
+    rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES
+) -> tuple[Scenario, Twists]:
     scenario = draw(rng, faults, shapes)
     twists = _twists(rng, scenario)
     if twists.visit is not None:
@@ -67,7 +74,9 @@ def draw_waiting(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
 
 def _waiting(rng: random.Random, twist: Twist) -> Twist:
     after_s = rng.choice((0.0, rng.uniform(0.0, 0.4)))
-    return twist._replace(begins_after_s=after_s if rng.random() < 0.9 else None, waits=rng.random() < 0.7)
+    return twist._replace(
+        begins_after_s=after_s if rng.random() < 0.9 else None, waits=rng.random() < 0.7
+    )
 
 
 def _twists(rng: random.Random, scenario: Scenario) -> Twists:
@@ -79,14 +88,21 @@ def _twists(rng: random.Random, scenario: Scenario) -> Twists:
         damages=0.3 if variety.verify and rng.random() < 0.4 else 0.0,
         fails_sums=0.1 if variety.verify and rng.random() < 0.3 else 0.0,
         freezes=0.5 if rng.random() < 0.3 else 0.0,
-        visit=_visit(rng, scenario.decodes) if rng.random() < 0.12 and variety.fences != NEVER else None,
-        declares_after_s=rng.uniform(0.0, 1.5) if rng.random() < _DECLARED[variety.fences] else None,
+        visit=_visit(rng, scenario.decodes)
+        if rng.random() < 0.12 and variety.fences != NEVER
+        else None,
+        declares_after_s=rng.uniform(0.0, 1.5)
+        if rng.random() < _DECLARED[variety.fences]
+        else None,
     )
 
 
 def _visit(rng: random.Random, decodes: int) -> Visit:
     at_s, comes_after_s = rng.uniform(0.05, 0.6), rng.uniform(1.5, 2.1)
-    silent_s, stays_s = comes_after_s + rng.uniform(0.0, 0.6), comes_after_s + rng.uniform(0.02, 0.3)
+    silent_s, stays_s = (
+        comes_after_s + rng.uniform(0.0, 0.6),
+        comes_after_s + rng.uniform(0.02, 0.3),
+    )
     return Visit(at_s, rng.randrange(decodes), silent_s, comes_after_s, stays_s)
 
 

@@ -1,4 +1,6 @@
-"""A pool so tight that rooms which must not wait for each other take turns: first come, first served."""
+"""A pool so tight that rooms which must not wait for each other take turns: first come, first
+served.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ User = TypeVar("User", Room, Leg)
 
 
 class Turns(Generic[User]):
-    """A turn lasts until the user is told the end of its room. The longest prompt has all places to itself."""
+    """A turn lasts until the user is told the end of its room.
+
+    The longest prompt has all places to itself.
+    """
 
     def __init__(self) -> None:
         self._left = PROMPT_PAGES_MAX

@@ -15,12 +15,22 @@ from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.times import DELAY_S, FRAME_S, TICK_S
 
 _FRAME_LOW, _FRAME_SPAN = FRAME_S[0], FRAME_S[1] - FRAME_S[0]
-_DULL = {"source", "target", "layout", "address", "wire_version", "prompt_digest", "handoff", "checksum", "asked"}
+_DULL = {
+    "source",
+    "target",
+    "layout",
+    "address",
+    "wire_version",
+    "prompt_digest",
+    "handoff",
+    "checksum",
+    "asked",
+}
 
 
 Burst = list[tuple[Any, bytes, bool]]
-"""Frames, each with where it comes from (a routing id at prefill, the key that was dialled at decode), and whether it
-is no message."""
+"""Frames, each with where it comes from (a routing id at prefill, the key that was dialled at
+decode), and whether it is no message."""
 
 
 class End(Who, Protocol):
@@ -44,10 +54,12 @@ class Wire:
     def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
         self.routers: dict[str, End] = {}  # who answers at an address now
-        self.lines: dict[tuple[str, int], list[PeerKey]] = {}  # what a decode has dialled there, the latest last
+        # What a decode has dialled there, the latest last.
+        self.lines: dict[tuple[str, int], list[PeerKey]] = {}
         self.cut: set[str | int] = set()  # controls and decodes that nobody reaches
         self.jammed: dict[str | int, Jammed] = {}  # what waits, to arrive in a burst
-        self.trouble: dict[tuple[str, int], float] = {}  # per link: when something last happened to it
+        # Per link: when something last happened to it.
+        self.trouble: dict[tuple[str, int], float] = {}
         self._last_at: dict[tuple[str, int, bool], float] = {}
 
     def carry(self, sender: End, control: str, decode: End, frame: bytes) -> None:
@@ -73,7 +85,9 @@ class Wire:
                 return self.disturbed(control, decode)
             if fault == "reorder":
                 at_s += _FRAME_SPAN * 3 * random_()
-                return clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, frame)
+                return clock.later(
+                    at_s - now, None, self._deliver, control, decode, to_prefill, frame
+                )
             if fault == "delay":
                 self.disturbed(control, decode)
                 at_s += rng.uniform(*DELAY_S)
@@ -95,7 +109,9 @@ class Wire:
     def unjam(self, end: str | int) -> None:
         """What has waited arrives in one burst, in the order in which it was sent."""
         frames, now = self.jammed.pop(end, []), self.clock.now
-        links = {(control, decode.incarnation, to_prefill) for control, decode, to_prefill, _ in frames}
+        links = {
+            (control, decode.incarnation, to_prefill) for control, decode, to_prefill, _ in frames
+        }
         at_s = max([now, *(self._last_at.get(link, now) for link in links)]) + TICK_S
         self._last_at |= dict.fromkeys(links, at_s)
         for control, decode, _, _ in frames:
@@ -135,7 +151,9 @@ class Wire:
         for node, burst in bursts.items():
             self._hand_over(node, burst)
 
-    def _deliver(self, control: str, decode: End, to_prefill: bool, frame: bytes, spoilt: bool = False) -> None:
+    def _deliver(
+        self, control: str, decode: End, to_prefill: bool, frame: bytes, spoilt: bool = False
+    ) -> None:
         if (found := self._hearer(control, decode, to_prefill)) is not None:
             node, origin = found
             self._hand_over(node, [(origin, frame, spoilt)])
@@ -166,9 +184,15 @@ def parsed(frame: bytes, to_prefill: bool) -> Message | None:
 
 
 def garbage(rng: random.Random, frame: bytes, to_prefill: bool) -> bytes:
-    """A frame cut short, with a byte changed or with more behind it, or nothing of the kind; never a message."""
+    """A frame cut short, with a byte changed or with more behind it, or nothing of the kind; never
+    a message.
+    """
     at = rng.randrange(len(frame))
-    spoilt = (frame[:at], frame[:at] + bytes([frame[at] ^ rng.randint(1, 255)]) + frame[at + 1 :], rng.randbytes(at))
+    spoilt = (
+        frame[:at],
+        frame[:at] + bytes([frame[at] ^ rng.randint(1, 255)]) + frame[at + 1 :],
+        rng.randbytes(at),
+    )
     found = rng.choice(spoilt)
     return found if parsed(found, to_prefill) is None else b"\xc1" + found
 
@@ -178,7 +202,11 @@ def worded(frame: bytes, to_prefill: bool) -> str:
     message = parsed(frame, to_prefill)
     if message is None:
         return "what is no message"
-    shown = {name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL}
+    shown = {
+        name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL
+    }
     if type(message) is Bootstrap:
         shown["pages"] = memoryview(message.pages).cast("i").tolist()
-    return f"{type(message).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+    return (
+        f"{type(message).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+    )

@@ -1,4 +1,6 @@
-"""One write of a data plane in virtual time: page after page lands, and some stall, fail, land late or never end."""
+"""One write of a data plane in virtual time: page after page lands, and some stall, fail, land late
+or never end.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ class PacedWrite(Write):
         target.writers[page] -= 1
         owner, (_, lender, grant) = target.owners[page], self.key
         if owner != grant and owner != name_of(lender, grant) and not target.lost:
-            source.oracle.broken("I2", f"{self.key}: a byte lands on page {page}, which belongs to {owner}")
+            source.oracle.broken(
+                "I2", f"{self.key}: a byte lands on page {page}, which belongs to {owner}"
+            )
         if source.world.tell is not None:
             source.say(f"page {page} of grant {self.key[2]} lands")
         if content is not None:
@@ -102,7 +106,9 @@ class PacedWrite(Write):
     def _end(self, outcome: WriteOutcome) -> None:
         self.outcome = outcome
         if self.source.world.tell is not None:
-            self.source.say(f"write of grant {self.key[2]} ends: {outcome.value}, {self.next} pages landed")
+            self.source.say(
+                f"write of grant {self.key[2]} ends: {outcome.value}, {self.next} pages landed"
+            )
         if outcome is not WriteOutcome.LANDED:
             self.source.oracle.stopped.add(self.leg.record.room)
         if outcome is not WriteOutcome.UNPROVEN:

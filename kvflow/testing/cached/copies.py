@@ -1,4 +1,6 @@
-"""Copies between a pool and host memory in virtual time: in two halves, with what goes wrong in between."""
+"""Copies between a pool and host memory in virtual time: in two halves, with what goes wrong in
+between.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class _Copy(NamedTuple):
 
 
 class CopyThread:
-    """In the place of the executor of one direction, with one thread: what is submitted waits for what runs."""
+    """In the place of the executor of one direction, with one thread: what is submitted waits for
+    what runs.
+    """
 
     def __init__(self, source: Books, target: Books, oracle: Oracle, faults: Faults) -> None:
         self._source, self._target, self._oracle, self._faults = source, target, oracle, faults
@@ -42,7 +46,9 @@ class CopyThread:
         fault = self._faults.of_copy()
         if fault == "slow copy" and self._oracle.loop.rng.random() < 0.3:
             fault = "hung copy"
-        self._waiting.append(_Copy(done, lambda s, t: work(pairing, s, t, *rest), halves, used, fault))
+        self._waiting.append(
+            _Copy(done, lambda s, t: work(pairing, s, t, *rest), halves, used, fault)
+        )
         self._next()
         return done
 
@@ -87,4 +93,7 @@ class CopyThread:
 def _halves(source: Places, target: Places) -> list[tuple[Places, Places]]:
     half = len(source.pages) // 2
     parts = (slice(half), slice(half, None))
-    return [(Places(source.pages[part], source.rows), Places(target.pages[part], target.rows)) for part in parts]
+    return [
+        (Places(source.pages[part], source.rows), Places(target.pages[part], target.rows))
+        for part in parts
+    ]

@@ -1,7 +1,9 @@
-"""A disk that fails, hangs, tears and loses what it was given, below a shipped `file` store in virtual time.
+"""A disk that fails, hangs, tears and loses what it was given, below a shipped `file` store in
+virtual time.
 
-A store's work runs in a real thread, and only while the loop waits for it: it pauses where the disk takes time, and
-goes on by a timer of the process it belongs to. When that is killed, it stays where it is, in the middle of a file.
+A store's work runs in a real thread, and only while the loop waits for it: it pauses where the disk
+takes time, and goes on by a timer of the process it belongs to. When that is killed, it stays where
+it is, in the middle of a file.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class KilledError(BaseException):
 class Worker:
     """One call of a store under way."""
 
-    def __init__(self, loop: VirtualLoop, done: asyncio.Future[Any], work: Callable[[], Any]) -> None:
+    def __init__(
+        self, loop: VirtualLoop, done: asyncio.Future[Any], work: Callable[[], Any]
+    ) -> None:
         self._loop, self._done, self._work = loop, done, work
         self._goes, self._waits = threading.Semaphore(0), threading.Semaphore(0)
         self._pause_s: float | None = None
@@ -132,7 +136,8 @@ class FaultyDisk(Disk):
     def __init__(self, faults: DiskFaults) -> None:
         self._faults = faults
         self.dead = False
-        self.whole: set[bytes] = set()  # keys of pages that were stored: the medium may have lost them since
+        # Keys of pages that were stored: the medium may have lost them since.
+        self.whole: set[bytes] = set()
 
     def _takes_time(self) -> None:
         worker: Worker | None = getattr(_running, "worker", None)
@@ -187,7 +192,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def empty_folder() -> Path:
-    """One for each process, without a file in it: thousands of folders take longer to make than a run."""
+    """One for each process, without a file in it: thousands of folders take longer to make than a
+    run.
+    """
     root = Path(_folder().name)
     for path in (*root.glob("*/*/??/*"), *root.glob("*/*/writing/*")):
         path.unlink()
@@ -195,14 +202,17 @@ def empty_folder() -> Path:
 
 
 def spoil(folder: Path, faults: DiskFaults, *, most: bool = False) -> None:
-    """What a medium, or with `most` a crash of the machine, makes of files: some are gone, some hold other bytes."""
+    """What a medium, or with `most` a crash of the machine, makes of files: some are gone, some
+    hold other bytes.
+    """
     for path in files_in(folder):
         if faults.strikes("page lost"):
             path.unlink()
         elif faults.strikes("page torn", most=most):
             data = bytearray(path.read_bytes())
             cut = faults.rng.randrange(HEADER_BYTES, len(data))
-            data[cut:] = bytes(byte ^ 0x5A for byte in data[cut:])  # as long as before: length tells nothing
+            # As long as before: length tells nothing.
+            data[cut:] = bytes(byte ^ 0x5A for byte in data[cut:])
             stat = path.stat()
             path.write_bytes(data)
             os.utime(path, ns=(stat.st_mtime_ns, stat.st_mtime_ns))

@@ -1,4 +1,6 @@
-"""The prefix cache of one life of one node: the shipped one, over watched memory, and one who listens to its events."""
+"""The prefix cache of one life of one node: the shipped one, over watched memory, and one who
+listens to its events.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,18 @@ class NodeCache:
     """`cache` is what a scheduler uses."""
 
     def __init__(
-        self, who: str, pool: PagedPool, books: Books, plan: CachePlan, folder: Path, texts: Texts, oracle: Oracle,
-        faults: Faults, disk_faults: DiskFaults, workers: list[Worker],
-    ) -> None:  # fmt: skip
+        self,
+        who: str,
+        pool: PagedPool,
+        books: Books,
+        plan: CachePlan,
+        folder: Path,
+        texts: Texts,
+        oracle: Oracle,
+        faults: Faults,
+        disk_faults: DiskFaults,
+        workers: list[Worker],
+    ) -> None:
         self._who, self._books, self._texts, self._oracle = who, books, texts, oracle
         self._host_books: Books | None = None
         self._disk = FaultyDisk(disk_faults)
@@ -68,15 +79,29 @@ class NodeCache:
             self._host_books = watch(host.memory, f"host memory of {who}", oracle, lambda: False)
             host.pages = host.memory.pages
             copies = {Tier.HOST: (books, self._host_books), Tier.DEVICE: (self._host_books, books)}
-            host._threads = {to: CopyThread(*both, oracle, faults) for to, both in copies.items()}  # type: ignore[misc]
+            host._threads = {
+                to: CopyThread(  # type: ignore[misc]
+                    *both,
+                    oracle,
+                    faults,
+                )
+                for to, both in copies.items()
+            }
             if plan.stores:
                 storage = StorageTier(self._store(host, workers), host)
         self.cache = PrefixCache(
-            pool.pages, PAGE_SIZE, plan.policy, now=oracle.loop.time, host=self.host,
-            write_policy=plan.write_policy, events=True, storage=storage,
-        )  # fmt: skip
+            pool.pages,
+            PAGE_SIZE,
+            plan.policy,
+            now=oracle.loop.time,
+            host=self.host,
+            write_policy=plan.write_policy,
+            events=True,
+            storage=storage,
+        )
         self.subscriber = Subscriber()
-        self.cache.publisher = self  # type: ignore[assignment]  # it only says that there is something to publish
+        # It only says that there is something to publish.
+        self.cache.publisher = self  # type: ignore[assignment]
 
     def _store(self, host: HostTier, workers: list[Worker]) -> GuardedStorage:
         layout = host.memory.layout
@@ -84,7 +109,9 @@ class NodeCache:
             str(self.folder), identity_of(layout), layout.page_bytes, _STORE_BYTES, disk=self._disk
         )
         backend.open()
-        self._disk.whole.update(bytes.fromhex(file.name.partition(".")[0]) for file in files_in(self.folder))
+        self._disk.whole.update(
+            bytes.fromhex(file.name.partition(".")[0]) for file in files_in(self.folder)
+        )
         store = GuardedStorage(backend, LIMITS)
         for part in (store._puts, store._gets, store._lookups, store._reads, store._writes):
             part.threads = StoreThreads(self._oracle.loop, workers)  # type: ignore[assignment]
@@ -126,21 +153,36 @@ class NodeCache:
         for tier, there in zip(Tier, self._truth(), strict=True):
             if over := self.subscriber.blocks[tier].keys() - there:
                 return self._oracle.broken(
-                    "I10", f"{self._who}: {len(over)} pages are told of that {tier.name.lower()} has not got"
+                    "I10",
+                    f"{self._who}: {len(over)} pages are told of that {tier.name.lower()} has not "
+                    "got",
                 )
         return None
 
     def _truth(self) -> list[set[int]]:
-        """By the bytes of the pages that the cache owns, and the files that were finished: what could be told."""
+        """By the bytes of the pages that the cache owns, and the files that were finished: what
+        could be told.
+        """
         found: list[set[int]] = []
         for books in (self._books, self._host_books):
             names: set[int] = set()
             if books is not None:
-                held = {books.bytes.read(page) for page, owner in enumerate(books.owners) if owner == OWNER}
+                held = {
+                    books.bytes.read(page)
+                    for page, owner in enumerate(books.owners)
+                    if owner == OWNER
+                }
                 size = books.bytes.page_bytes
-                names = {name for digest, name in self._texts.names.items() if page_bytes(digest, size) in held}
+                names = {
+                    name
+                    for digest, name in self._texts.names.items()
+                    if page_bytes(digest, size) in held
+                }
             found.append(names)
-        return [*found, {name for digest, name in self._texts.names.items() if digest in self._disk.whole}]
+        return [
+            *found,
+            {name for digest, name in self._texts.names.items() if digest in self._disk.whole},
+        ]
 
     # --- what is found
 
@@ -149,11 +191,21 @@ class NodeCache:
         digests, size = self._texts.add(prompt), self._books.bytes.page_bytes
         for index, page in enumerate(prefix.pages.tolist()):
             if self._books.bytes.read(page) != page_bytes(digests[index], size):
-                self._oracle.broken("I14", f"{self._who}: cached page {page} {when} is not page {index} of its prompt")
+                self._oracle.broken(
+                    "I14",
+                    f"{self._who}: cached page {page} {when} is not page {index} of its prompt",
+                )
 
     def counted(self) -> dict[str, int]:
         stats = self.cache.stats()
-        what = ("evicted_pages", "saved_pages", "loaded_pages", "stored_pages", "fetched_pages", "failed_copies")
+        what = (
+            "evicted_pages",
+            "saved_pages",
+            "loaded_pages",
+            "stored_pages",
+            "fetched_pages",
+            "failed_copies",
+        )
         return {name.replace("_", " "): getattr(stats, name) for name in what}
 
     def left(self) -> list[str]:
@@ -164,25 +216,40 @@ class NodeCache:
         if self.cache.busy:
             found.append("copies are under way")
         if stats.evictable_pages != stats.pages:
-            found.append(f"{stats.pages - stats.evictable_pages} of {stats.pages} cached pages are pinned")
+            found.append(
+                f"{stats.pages - stats.evictable_pages} of {stats.pages} cached pages are pinned"
+            )
         if self._books.owners.count(OWNER) != stats.pages:
-            found.append(f"{self._books.owners.count(OWNER)} pages are the cache's, and it knows of {stats.pages}")
+            found.append(
+                f"{self._books.owners.count(OWNER)} pages are the cache's, and it knows of "
+                f"{stats.pages}"
+            )
         if self.host is not None and sum(self.host.pages.owned().values()) != stats.host_pages:
-            found.append(f"{self.host.pages.owned()} of host memory are out, and {stats.host_pages} cached")
+            found.append(
+                f"{self.host.pages.owned()} of host memory are out, and {stats.host_pages} cached"
+            )
         return [f"{self._who}: {what}" for what in found]
 
     def check_told(self) -> None:
-        """At rest a subscriber knows what can be read in each tier, but for what hangs on nothing there."""
+        """At rest a subscriber knows what can be read in each tier, but for what hangs on nothing
+        there.
+        """
         if self.lost:
             return
         self._hear()
         there: list[set[int]] = [set(), set(), set()]
-        waiting: list[tuple[Node, int]] = [(root, 7) for root in self.cache._index._residents.roots.values()]
+        waiting: list[tuple[Node, int]] = [
+            (root, 7) for root in self.cache._index._residents.roots.values()
+        ]
         while waiting:
             node, above = waiting.pop()
             bits = above
             if node.parent is not None:
-                bits = sum(1 << tier for tier in Tier if above & 1 << tier and node.phase[tier] is RunPhase.PRESENT)
+                bits = sum(
+                    1 << tier
+                    for tier in Tier
+                    if above & 1 << tier and node.phase[tier] is RunPhase.PRESENT
+                )
                 assert bits == 0 or node.digests is not None
                 for tier in Tier:
                     if bits & 1 << tier and node.digests is not None:
@@ -192,7 +259,9 @@ class NodeCache:
         for tier in Tier:
             if told[tier] != there[tier]:
                 self._oracle.broken(
-                    "I10", f"{self._who}: {tier.name.lower()} has {len(there[tier])} pages, {len(told[tier])} are told"
+                    "I10",
+                    f"{self._who}: {tier.name.lower()} has {len(there[tier])} pages, "
+                    f"{len(told[tier])} are told",
                 )
 
     def empty(self) -> list[str]:
@@ -208,5 +277,7 @@ class NodeCache:
         else:
             after = self.cache.stats()
         if after.pages or after.host_pages:
-            return [f"{self._who}: {after.pages} and {after.host_pages} pages cannot be evicted at rest"]
+            return [
+                f"{self._who}: {after.pages} and {after.host_pages} pages cannot be evicted at rest"
+            ]
         return []

@@ -1,4 +1,6 @@
-"""Bugs of caches that somebody has had, or could have: put in from outside; seeds must find each."""
+"""Bugs of caches that somebody has had, or could have: put in from outside;
+seeds must find each.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _torn_file_accepted() -> Installed:
 
 
 def _doubtful_page_cached() -> Installed:
-    """A room that failed had its pages, most of them written: the cache keeps them, whoever owns them by now."""
+    """A room that failed had its pages, most of them written: the cache keeps them, whoever owns
+    them by now.
+    """
 
     def room_failed(self: Any, node: DecodeNode, job: Any, room: DecodeRoom, prefix: Any) -> None:
         owners = {books_of(node.pages).owners[page] for page in room.pages.tolist()}
@@ -38,7 +42,9 @@ def _doubtful_page_cached() -> Installed:
         owner, cached = object(), int(prefix.pages.size)
         node.pool.pages.move(room.pages, owners.pop(), owner)
         pages = np.concatenate([prefix.pages, room.pages])
-        kept = self._caches[id(node)].cache.keep(np.array(job.prompt), pages, owner, prefix) - cached
+        kept = (
+            self._caches[id(node)].cache.keep(np.array(job.prompt), pages, owner, prefix) - cached
+        )
         node.pool.pages.give_back(room.pages[max(kept, 0) :], owner)
 
     return swapped(CachingScheduler, "room_failed", room_failed)
@@ -49,7 +55,13 @@ def _failed_prompt_cached() -> Installed:
     original = CachingScheduler.engine_failed
 
     def engine_failed(
-        self: Any, node: PrefillNode, job: Any, room: PrefillRoom, pages: Any, owner: object, prefix: Any
+        self: Any,
+        node: PrefillNode,
+        job: Any,
+        room: PrefillRoom,
+        pages: Any,
+        owner: object,
+        prefix: Any,
     ) -> int:
         original(self, node, job, room, pages, owner, prefix)
         kept: int = self._caches[id(node)].cache.keep(np.array(job.prompt), pages, owner, prefix)
@@ -86,9 +98,21 @@ _BREAKS = {
 PLANTS = (
     *(Plant(p.name, p.text, p.install, _BREAKS[p.name]) for p in OF_THE_INDEX if p.name in _BREAKS),
     Plant("torn file accepted", "a file of the right length is a page", _torn_file_accepted, "I10"),
-    Plant("doubtful page cached", "pages of a room that failed are kept", _doubtful_page_cached, "I2"),
-    Plant("loaded pages not held", "what is loaded for a prompt is not locked", _loaded_not_held, "I14"),
-    Plant("failed prompt cached", "pages that were not computed are kept", _failed_prompt_cached, "I10"),
+    Plant(
+        "doubtful page cached", "pages of a room that failed are kept", _doubtful_page_cached, "I2"
+    ),
+    Plant(
+        "loaded pages not held",
+        "what is loaded for a prompt is not locked",
+        _loaded_not_held,
+        "I14",
+    ),
+    Plant(
+        "failed prompt cached",
+        "pages that were not computed are kept",
+        _failed_prompt_cached,
+        "I10",
+    ),
     *(
         Plant(p.name, p.text, p.install, p.invariant)
         for p in OF_THE_WALK
@@ -106,7 +130,9 @@ def planted(name: str) -> Installed:
     return installed(name, PLANTS, "a cache")
 
 
-def hunt(name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def hunt(
+    name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
     """The first seed that finds a plant, and what it broke; no seed when none does."""
     with planted(name):
         return hunted(name, seeds, simulate, say)

@@ -1,4 +1,6 @@
-"""One seed of whole nodes with prefix caches: prompts begin alike, tiers fail, processes come back to their stores."""
+"""One seed of whole nodes with prefix caches: prompts begin alike, tiers fail, processes come back
+to their stores.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from kvflow.testing.sim.faults import Faults
 from kvflow.testing.sim.loop import VirtualLoop
 from kvflow.testing.sim.oracle import Oracle
 from kvflow.testing.sim.outcome import Outcome
-from kvflow.testing.sim.scenario import PROMPT_PAGES_MAX, Accident, Request, Scenario, draw, draw_chunks
+from kvflow.testing.sim.scenario import (
+    PROMPT_PAGES_MAX,
+    Accident,
+    Request,
+    Scenario,
+    draw,
+    draw_chunks,
+)
 from kvflow.testing.sim.swap import swapped
 from kvflow.testing.sim.times import FAULTS_END_S
 from kvflow.testing.sim.variety import NUM_PAGES, PAGE_SIZE, Variety
@@ -48,7 +57,14 @@ class CachedOracle(Oracle):
 class CachingCluster(Cluster):
     """Nodes with caches. A place keeps its plan, and its folder, from life to life."""
 
-    def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety, rng: random.Random) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        oracle: Oracle,
+        faults: Faults,
+        variety: Variety,
+        rng: random.Random,
+    ) -> None:
         super().__init__(loop, oracle, faults, variety)
         self.texts, self.counts, self.workers = Texts(), Counter[str](), list[Worker]()
         self.caches: dict[int, NodeCache] = {}
@@ -61,12 +77,21 @@ class CachingCluster(Cluster):
         plan = self._plans.setdefault(name, draw_plan(self.rng))
         folder = Path(self._folder, name.replace(" ", "-"))
         if any(cache.folder == folder and not cache.lost for cache in self.caches.values()):
-            folder = Path(f"{folder}-{len(self.caches)}")  # another process of that name lives, or has it still
+            # Another process of that name lives, or has it still.
+            folder = Path(f"{folder}-{len(self.caches)}")
         spoil(folder, self.disk_faults, most=True)
         member.cache = self.caches[id(member.node)] = NodeCache(
-            name, member.node.pool, member.seen.books, plan, folder, self.texts, self.oracle, self.faults,
-            self.disk_faults, self.workers,
-        )  # fmt: skip
+            name,
+            member.node.pool,
+            member.seen.books,
+            plan,
+            folder,
+            self.texts,
+            self.oracle,
+            self.faults,
+            self.disk_faults,
+            self.workers,
+        )
         return member
 
     def crash(self, member: Member) -> None:
@@ -94,7 +119,14 @@ class CachedRun(plain.Run):
 
     cluster: CachingCluster
 
-    def __init__(self, loop: VirtualLoop, faults: Faults, scenario: Scenario, oracle: CachedOracle, rng: random.Random):
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        faults: Faults,
+        scenario: Scenario,
+        oracle: CachedOracle,
+        rng: random.Random,
+    ):
         cluster = CachingCluster(loop, oracle, faults, scenario.variety, rng)
         scheduler = CachingScheduler(cluster.texts, cluster.caches, cluster.counts, rng)
         super().__init__(loop, faults, scenario, scheduler, oracle, cluster)
@@ -132,7 +164,9 @@ class CachedRun(plain.Run):
 
     def still_left(self, *, doubts: bool) -> list[str]:
         caches = [member.cache for member in self.cluster.members if member.alive]
-        found = super().still_left(doubts=doubts) + [what for cache in caches for what in cache.left()]
+        found = super().still_left(doubts=doubts) + [
+            what for cache in caches for what in cache.left()
+        ]
         if not found:
             for cache in caches:
                 cache.check_told()
@@ -154,14 +188,18 @@ def with_caches(rng: random.Random, scenario: Scenario) -> Scenario:
     """The scenario with prompts that begin alike, of requests that do not leave the device."""
     library = Library(rng, PROMPT_PAGES_MAX)
     requests = [_with_prompt(rng, request, library.draw()) for request in scenario.requests]
-    for request in rng.sample(requests, min(len(requests), rng.randint(6, 12))):  # the next turn, or the same again
+    # The next turn, or the same again.
+    for request in rng.sample(requests, min(len(requests), rng.randint(6, 12))):
         at_s = rng.uniform(0.3, 2.0)
         legs = [
-            None if leg is None else leg._replace(at_s=leg.at_s + at_s) for leg in (request.prefill, request.decode)
+            None if leg is None else leg._replace(at_s=leg.at_s + at_s)
+            for leg in (request.prefill, request.decode)
         ]
         again = request._replace(room=request.room + 1_000, prefill=legs[0], decode=legs[1])
         requests.append(
-            _with_prompt(rng, again, request.prompt if rng.random() < 0.6 else library.after(request.prompt))
+            _with_prompt(
+                rng, again, request.prompt if rng.random() < 0.6 else library.after(request.prompt)
+            )
         )
     return scenario._replace(requests=requests, variety=scenario.variety._replace(layout=_LAYOUT))
 
@@ -177,7 +215,10 @@ def _with_prompt(rng: random.Random, request: Request, prompt: list[int]) -> Req
 
 
 def simulate(
-    seed: int, *, visits: Counter[Cell] | None = None, tell: Callable[[float, str, str], None] | None = None
+    seed: int,
+    *,
+    visits: Counter[Cell] | None = None,
+    tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
     """Play one seed. `tell(virtual time, who, what)` hears the story."""
     rng = random.Random(seed)
@@ -190,7 +231,9 @@ def simulate(
         return CachedRun(loop, faults, scenario, oracle, mine)
 
     with swapped(call, "time", _Clock(loop)), _logged():
-        return plain.played(seed, loop, faults, scenario, CachedOracle, make_run, visits=visits, tell=tell)
+        return plain.played(
+            seed, loop, faults, scenario, CachedOracle, make_run, visits=visits, tell=tell
+        )
 
 
 @contextmanager

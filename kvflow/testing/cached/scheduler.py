@@ -1,4 +1,6 @@
-"""What an engine with prefix caches does with rooms: it finds, locks, loads, computes what is missing, and keeps it."""
+"""What an engine with prefix caches does with rooms: it finds, locks, loads, computes what is
+missing, and keeps it.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,23 @@ from kvflow.testing.sim.variety import PAGE_SIZE
 PRESSED = 0.15  # the share of requests after which everything is evicted that can be
 MAKE_ROOM_S, MAKE_ROOM_TURNS = 0.5, 50
 LOAD_S = 0.15  # a request waits so long for what is loaded
-MOST_TURN_S = 0.05  # and at most so long after that for its turn, while others evict what nobody holds
+# And at most so long after that for its turn, while others evict what nobody holds.
+MOST_TURN_S = 0.05
 
 
 class CachingScheduler:
-    """Every job at once, with the cache of its node. Only what a room that has succeeded has is kept."""
+    """Every job at once, with the cache of its node.
 
-    def __init__(self, texts: Texts, caches: dict[int, NodeCache], counts: Counter[str], rng: random.Random) -> None:
+    Only what a room that has succeeded has is kept.
+    """
+
+    def __init__(
+        self, texts: Texts, caches: dict[int, NodeCache], counts: Counter[str], rng: random.Random
+    ) -> None:
         """`caches` by the identity of their node."""
         self._texts, self._caches, self._counts, self._rng = texts, caches, counts, rng
-        self._promised: Counter[int] = Counter()  # pages of rooms that have not got theirs yet, by node
+        # Pages of rooms that have not got theirs yet, by node.
+        self._promised: Counter[int] = Counter()
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
         if job.refused:
@@ -61,10 +70,14 @@ class CachingScheduler:
                             kept = self.engine_failed(node, job, room, pages, owner, prefix)
                             return None
                         at += count
-                        await in_thread(self._model_step(node, job, pages, max(at - count, cached), at))
+                        await in_thread(
+                            self._model_step(node, job, pages, max(at - count, cached), at)
+                        )
                         if at == total or at > sent:
                             last = at == total
-                            room.send(pages[sent:at], last=last, handoff=job.handoff if last else b"")
+                            room.send(
+                                pages[sent:at], last=last, handoff=job.handoff if last else b""
+                            )
                             sent = max(at, sent)
                     await room.done()
                     mine.check(prefix, job.prompt, "after use")
@@ -77,7 +90,9 @@ class CachingScheduler:
 
     async def decode(self, node: DecodeNode, job: Job) -> None:
         if job.refused:
-            return node.refuse(job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it"))
+            return node.refuse(
+                job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it")
+            )
         mine, prompt = self._caches[id(node)], np.array(job.prompt)
         async with AsyncExitStack() as stack:
             prefix = await stack.enter_async_context(self._found(mine, job.prompt, len(job.prompt)))
@@ -93,13 +108,17 @@ class CachingScheduler:
                 raise
         return None
 
-    async def _generate(self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix, prompt: np.ndarray) -> None:
+    async def _generate(
+        self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix, prompt: np.ndarray
+    ) -> None:
         mine, owner, kept = self._caches[id(node)], object(), 0
         own, cached = room.keep(owner), int(prefix.pages.size)
         try:
             await asyncio.sleep(job.kept_s)
             mine.check(prefix, job.prompt, "after use")
-            kept = mine.cache.keep(prompt, np.concatenate([prefix.pages, own]), owner, prefix) - cached
+            kept = (
+                mine.cache.keep(prompt, np.concatenate([prefix.pages, own]), owner, prefix) - cached
+            )
             self._press(node)
             job.succeeded = True
         finally:
@@ -112,7 +131,13 @@ class CachingScheduler:
         self._counts["rooms that failed"] += 1
 
     def engine_failed(
-        self, node: PrefillNode, job: Job, room: PrefillRoom, pages: PageIndices, owner: object, prefix: Prefix
+        self,
+        node: PrefillNode,
+        job: Job,
+        room: PrefillRoom,
+        pages: PageIndices,
+        owner: object,
+        prefix: Prefix,
     ) -> int:
         """Some of its pages may not be computed. Returns how many of them are the cache's now."""
         room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
@@ -142,7 +167,9 @@ class CachingScheduler:
         return mine.cache.match(tokens, most_tokens)
 
     @asynccontextmanager
-    async def _found(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> AsyncIterator[Prefix]:
+    async def _found(
+        self, mine: NodeCache, prompt: list[int], most_tokens: int
+    ) -> AsyncIterator[Prefix]:
         """What was loaded, or is on the device, held from then on."""
         self._texts.add(prompt)
         prefix = await self._load(mine, prompt, most_tokens)
@@ -179,11 +206,18 @@ class CachingScheduler:
     def _chunks(job: Job, total: int) -> list[int]:
         counts = list(job.chunks)
         if sum(counts) != total:
-            raise AssertionError(f"room {job.room}: chunks of {counts} pages for a prompt of {total}")
+            raise AssertionError(
+                f"room {job.room}: chunks of {counts} pages for a prompt of {total}"
+            )
         return counts
 
-    def _model_step(self, node: PrefillNode, job: Job, pages: PageIndices, first: int, end: int) -> Callable[[], None]:
-        """Computes the prompt's pages from number `first` to `end`; call it in a thread. It reads those before."""
+    def _model_step(
+        self, node: PrefillNode, job: Job, pages: PageIndices, first: int, end: int
+    ) -> Callable[[], None]:
+        """Computes the prompt's pages from number `first` to `end`; call it in a thread.
+
+        It reads those before.
+        """
         books, digests = books_of(node.pages), self._texts.add(job.prompt)
         for page in pages[:end].tolist():
             books.readers[page] += 1

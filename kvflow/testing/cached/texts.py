@@ -1,4 +1,7 @@
-"""Prompts that begin alike. What a page holds depends on all tokens up to its end, and on nothing else."""
+"""Prompts that begin alike.
+
+What a page holds depends on all tokens up to its end, and on nothing else.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class Texts:
             self.names.update((digest, block_hash(digest)) for digest in found)
             if rest := prompt[len(found) * PAGE_SIZE :]:
                 above = found[-1] if found else b""
-                found = [*found, hashlib.sha256(b"rest" + above + struct.pack(f"<{len(rest)}I", *rest)).digest()]
+                found = [
+                    *found,
+                    hashlib.sha256(b"rest" + above + struct.pack(f"<{len(rest)}I", *rest)).digest(),
+                ]
             self._pages[key] = found
         return found
 
@@ -52,7 +58,9 @@ class Library:
 
     def draw(self) -> list[int]:
         begins = self._rng.choice(self._drawn)
-        return self.after(begins[: self._rng.choice((len(begins), self._rng.randint(0, len(begins))))])
+        return self.after(
+            begins[: self._rng.choice((len(begins), self._rng.randint(0, len(begins))))]
+        )
 
     def after(self, begins: list[int]) -> list[int]:
         """A prompt that goes on from there."""

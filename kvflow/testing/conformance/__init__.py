@@ -1,4 +1,5 @@
-"""Prove a data plane: what `protocols.ports.DataPlane` promises, shown by experiment, on planes that ship and on yours.
+"""Prove a data plane: what `protocols.ports.DataPlane` promises, shown by experiment, on planes
+that ship and on yours.
 
     python -m kvflow.testing.conformance --plane local
     python -m kvflow.testing.conformance --plane my_package.planes:MyAdapter --rooms 10000
@@ -9,7 +10,8 @@ An adapter says how to open a plane and what it can do:
         def open(self, pool, rate_bytes_per_s):
             return MyPlane(pool.segment, rate_bytes_per_s)
 
-Peers are processes of this machine, which are killed and frozen. As tests, with pytest and an asyncio plugin:
+Peers are processes of this machine, which are killed and frozen. As tests, with pytest and an
+asyncio plugin:
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
     async def test_it_conforms(check):
@@ -18,8 +20,9 @@ Peers are processes of this machine, which are killed and frozen. As tests, with
         except NotRunError as error:
             pytest.skip(str(error))
 
-A check that fails raises `NotConformingError`, an AssertionError. What cannot be run is said, with the reason. What a
-suite cannot show stays the author's to find out: what the engine's own documents leave open, and other hardware.
+A check that fails raises `NotConformingError`, an AssertionError. What cannot be run is said, with
+the reason. What a suite cannot show stays the author's to find out: what the engine's own documents
+leave open, and other hardware.
 """
 
 from kvflow.testing.conformance import closings, losses, rooms, writes
@@ -28,4 +31,13 @@ from kvflow.testing.conformance.bench import Bench, Check, NotConformingError
 
 CHECKS: tuple[Check, ...] = (*writes.CHECKS, *losses.CHECKS, *closings.CHECKS, *rooms.CHECKS)
 
-__all__ = ["CHECKS", "QUESTIONS", "Adapter", "Bench", "Check", "NotConformingError", "NotRunError", "load_adapter"]
+__all__ = [
+    "CHECKS",
+    "QUESTIONS",
+    "Adapter",
+    "Bench",
+    "Check",
+    "NotConformingError",
+    "NotRunError",
+    "load_adapter",
+]

@@ -18,13 +18,25 @@ OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 when no check has failed, 1 when one has, 2 for a plane that does not exist."""
+    """Returns the exit status: 0 when no check has failed, 1 when one has, 2 for a plane that does
+    not exist.
+    """
     names = ", ".join(check.name for check in CHECKS)
-    parser = argparse.ArgumentParser(prog="python -m kvflow.testing.conformance", description="Prove a data plane.")
-    parser.add_argument("--plane", action="append", required=True, help="a name, or module:factory; may be repeated")
-    parser.add_argument("--rooms", type=_rooms, default=1000, help="rooms over all endings (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=None, help="of pages and rooms (default: a random one)")
-    parser.add_argument("--only", action="append", metavar="CHECK", help=f"one of: {names}; may be repeated")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvflow.testing.conformance", description="Prove a data plane."
+    )
+    parser.add_argument(
+        "--plane", action="append", required=True, help="a name, or module:factory; may be repeated"
+    )
+    parser.add_argument(
+        "--rooms", type=_rooms, default=1000, help="rooms over all endings (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of pages and rooms (default: a random one)"
+    )
+    parser.add_argument(
+        "--only", action="append", metavar="CHECK", help=f"one of: {names}; may be repeated"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     given = parser.parse_args(arguments)
     seed = given.seed if given.seed is not None else random.SystemRandom().randrange(1 << 32)
@@ -42,10 +54,14 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
     if given.json:
         _say(msgspec.json.encode({"seed": seed, "planes": reports}).decode())
-    return int(any(found["status"] == FAILED for report in reports.values() for found in report.values()))
+    return int(
+        any(found["status"] == FAILED for report in reports.values() for found in report.values())
+    )
 
 
-async def prove(plane: str, checks: list[Check], seed: int, rooms: int, *, quiet: bool) -> dict[str, dict[str, Any]]:
+async def prove(
+    plane: str, checks: list[Check], seed: int, rooms: int, *, quiet: bool
+) -> dict[str, dict[str, Any]]:
     """Run the checks one after the other; returns {check: {"status", "detail", "seconds"}}.
 
     Raises: MisuseError (no such plane).
@@ -54,8 +70,14 @@ async def prove(plane: str, checks: list[Check], seed: int, rooms: int, *, quiet
     report: dict[str, dict[str, Any]] = {}
     for check in checks:
         began = time.monotonic()
-        status, detail = (NOT_RUN, unavailable) if unavailable else await _run(check, Bench(plane, seed, rooms))
-        report[check.name] = {"status": status, "detail": detail, "seconds": round(time.monotonic() - began, 2)}
+        status, detail = (
+            (NOT_RUN, unavailable) if unavailable else await _run(check, Bench(plane, seed, rooms))
+        )
+        report[check.name] = {
+            "status": status,
+            "detail": detail,
+            "seconds": round(time.monotonic() - began, 2),
+        }
         if not quiet:
             _say(f"  {status:<8} {check.name}: {detail}".replace("\n", "\n           "))
     return report
@@ -66,7 +88,8 @@ async def _run(check: Check, bench: Bench) -> tuple[str, str]:
         return OK, await check.run(bench)
     except NotRunError as error:
         return NOT_RUN, str(error)
-    except Exception as error:  # noqa: BLE001 - a plane may raise anything; the other checks are still to run
+    except Exception as error:  # noqa: BLE001
+        # A plane may raise anything; the other checks are still to run.
         return FAILED, f"{type(error).__name__}: {error}"
 
 

@@ -27,10 +27,14 @@ class Adapter:
     name = ""
     host = "127.0.0.1"  # the address others reach its planes at
     between_processes = True
-    """Its planes reach other processes of this machine: peers are processes, which are killed and frozen."""
+    """Its planes reach other processes of this machine: peers are processes, which are killed and
+    frozen.
+    """
     death_is_proof = True
-    """`fence` returns some time after the death of a writer of this machine. Where False it must refuse at once: then
-    what such a writer has left in doubt stays in quarantine."""
+    """`fence` returns some time after the death of a writer of this machine.
+
+    Where False it must refuse at once: then what such a writer has left in doubt stays in
+    quarantine."""
     limits_rate = True
     """Its planes send no faster than they are told to."""
 
@@ -39,12 +43,16 @@ class Adapter:
         return ""
 
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        """A plane for `pool`, which lies in shared memory (`pool.segment`), and whose layout the suite exports. With a
-        rate it sends so many bytes a second at most. Called in each process, also before its event loop runs."""
+        """A plane for `pool`, which lies in shared memory (`pool.segment`), and whose layout the
+        suite exports. With a rate it sends so many bytes a second at most. Called in each process,
+        also before its event loop runs."""
         raise NotImplementedError
 
     def under_way(self, plane: DataPlane) -> Mapping[str, int]:
-        """What the plane and its engine keep for writes: handles, descriptors, notifications. All 0 at rest."""
+        """What the plane and its engine keep for writes: handles, descriptors, notifications.
+
+        All 0 at rest.
+        """
         return dict(getattr(plane, "under_way", {}))
 
     def kill(self, plane: DataPlane) -> None:
@@ -52,10 +60,12 @@ class Adapter:
         raise NotRunError("its planes live within one process, which would die too")
 
     def answers(self, plane: DataPlane) -> dict[str, str]:
-        """The plane's answers to the three `QUESTIONS`, from the docstring of its module, where they make one
-        paragraph; empty where one is missing."""
+        """The plane's answers to the three `QUESTIONS`, from the docstring of its module, where
+        they make one paragraph; empty where one is missing."""
         written = inspect.getdoc(inspect.getmodule(type(plane))) or ""
-        text = next((" ".join(part.split()) for part in written.split("\n\n") if QUESTIONS[0] in part), "")
+        text = next(
+            (" ".join(part.split()) for part in written.split("\n\n") if QUESTIONS[0] in part), ""
+        )
         return {question: _answer(question, text) for question in QUESTIONS}
 
 
@@ -93,7 +103,11 @@ class FakeAdapter(Adapter):
         self._network = FakeNetwork()
 
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        return FakePlane(self._network) if rate_bytes_per_s is None else _SlowFake(self._network, rate_bytes_per_s)
+        return (
+            FakePlane(self._network)
+            if rate_bytes_per_s is None
+            else _SlowFake(self._network, rate_bytes_per_s)
+        )
 
     def under_way(self, plane: DataPlane) -> Mapping[str, int]:
         assert isinstance(plane, FakePlane)
@@ -117,12 +131,15 @@ class _SlowFake(FakePlane):
     def _move_on(self, write: FakeWrite) -> None:
         if not write.done.done():
             write.move(write.page_bytes)
-            asyncio.get_running_loop().call_later(write.page_bytes / self._rate, self._move_on, write)
+            asyncio.get_running_loop().call_later(
+                write.page_bytes / self._rate, self._move_on, write
+            )
 
 
 def load_adapter(text: str) -> Adapter:
-    """Of a plane that ships, by name (`local`, `fake`, ...), or of "module:factory": what the factory, an `Adapter`
-    class for one, returns when it is called without arguments. Raises: MisuseError."""
+    """Of a plane that ships, by name (`local`, `fake`, ...), or of "module:factory": what the
+    factory, an `Adapter` class for one, returns when it is called without arguments. Raises:
+    MisuseError."""
     if text == FakeAdapter.name:
         return FakeAdapter()
     if text in PLANES:
@@ -130,12 +147,17 @@ def load_adapter(text: str) -> Adapter:
     module, colon, factory = text.partition(":")
     if not colon:
         names = ", ".join((*PLANES, FakeAdapter.name))
-        raise MisuseError(f"no plane {text!r}; there are {names}; one of your own is module:factory")
+        raise MisuseError(
+            f"no plane {text!r}; there are {names}; one of your own is module:factory"
+        )
     try:
         made = getattr(importlib.import_module(module), factory)()
     except (ImportError, AttributeError) as error:
         raise MisuseError(f"plane {text!r}: {error}") from error
     if not isinstance(made, Adapter):
-        raise MisuseError(f"plane {text!r} makes a {type(made).__name__}, not a kvflow.testing.conformance.Adapter")
+        raise MisuseError(
+            f"plane {text!r} makes a {type(made).__name__}, not a "
+            "kvflow.testing.conformance.Adapter"
+        )
     made.name = made.name or text
     return made

@@ -1,4 +1,6 @@
-"""What a check works with: sides and peers of the plane under test, and the words for what does not hold."""
+"""What a check works with: sides and peers of the plane under test, and the words for what does not
+hold.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Bench:
         self.plane, self.adapter, self.seed, self.rooms = plane, load_adapter(plane), seed, rooms
 
     @asynccontextmanager
-    async def side(self, order: Order = "page_first", rate: float | None = None) -> AsyncIterator[Side]:
+    async def side(
+        self, order: Order = "page_first", rate: float | None = None
+    ) -> AsyncIterator[Side]:
         """A pool and a plane in this process, closed at the end."""
         side = Side(self.adapter.open, order, rate)
         try:
@@ -49,7 +53,9 @@ class Bench:
             await asyncio.wait_for(side.close(), WITHIN_S)
 
     @asynccontextmanager
-    async def peer(self, order: Order = "page_first", rate: float | None = None) -> AsyncIterator[Peer]:
+    async def peer(
+        self, order: Order = "page_first", rate: float | None = None
+    ) -> AsyncIterator[Peer]:
         """The other side: a process, for planes that reach one."""
         if not self.adapter.between_processes:
             async with self.side(order, rate) as side:
@@ -97,7 +103,8 @@ class Resources(NamedTuple):
         return cls(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident)
 
     async def returned(self) -> Resources:
-        """Wait until this process has no more descriptors and no more threads than these; what it has then.
+        """Wait until this process has no more descriptors and no more threads than these; what it
+        has then.
 
         Raises: NotConformingError.
         """
@@ -106,12 +113,17 @@ class Resources(NamedTuple):
             now = Resources.now()
             return now.descriptors <= self.descriptors and now.threads <= self.threads
 
-        await until(are_there, f"the return to {self.descriptors} descriptors and {self.threads} threads")
+        await until(
+            are_there, f"the return to {self.descriptors} descriptors and {self.threads} threads"
+        )
         return Resources.now()
 
 
 class Check(NamedTuple):
-    """One thing to show. `run` returns what it saw, in words; it raises NotConformingError, or NotRunError."""
+    """One thing to show.
+
+    `run` returns what it saw, in words; it raises NotConformingError, or NotRunError.
+    """
 
     name: str
     run: Callable[[Bench], Awaitable[str]]

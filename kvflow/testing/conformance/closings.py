@@ -1,4 +1,6 @@
-"""What a plane has to show at its end, and at rest: closing in every state, and nothing left behind."""
+"""What a plane has to show at its end, and at rest: closing in every state, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _GROWTH_BYTES = 8 << 20
 
 
 async def closed_while_writing(bench: Bench) -> str:
-    """Closing ends every write; what it had not submitted never arrives, and nothing can be written any more."""
+    """Closing ends every write; what it had not submitted never arrives, and nothing can be written
+    any more.
+    """
     async with bench.peer() as peer:
         side = Side(bench.adapter.open, rate=RATE)
         side.fill(1)
@@ -36,7 +40,10 @@ async def closed_while_writing(bench: Bench) -> str:
         writes = [route.write(EVERYTHING, EVERYTHING) for _ in range(3)]
         await until(lambda: writes[0].landed_bytes > 0, "the first byte's landing")
         await asyncio.wait_for(side.plane.close(), WITHIN_S)
-        require(all(write.done.done() for write in writes), "a write is under way after the plane was closed")
+        require(
+            all(write.done.done() for write in writes),
+            "a write is under way after the plane was closed",
+        )
         ended = {write.done.result() for write in writes}
         require(ended == {WriteOutcome.CANCELLED}, f"writes to a peer that lives ended {ended}")
         _check_closed(route)
@@ -49,15 +56,25 @@ async def closed_while_writing(bench: Bench) -> str:
 
 
 async def closed_in_every_state(bench: Bench) -> str:
-    """Closing is idempotent: a plane that was never exported or connected, one that is closed already, or twice at
-    once; a route twice, and after its plane."""
+    """Closing is idempotent: a plane that was never exported or connected, one that is closed
+    already, or twice at once; a route twice, and after its plane."""
     async with bench.peer() as peer:
         for state in _STATES:
             side = Side(bench.adapter.open)
-            planes = [side.plane] if state != "new" else [bench.adapter.open(side.pool, None), side.plane]
-            route = await side.plane.connect(peer.address, peer.layout) if state in ("connected", "used") else None
+            planes = (
+                [side.plane]
+                if state != "new"
+                else [bench.adapter.open(side.pool, None), side.plane]
+            )
+            route = (
+                await side.plane.connect(peer.address, peer.layout)
+                if state in ("connected", "used")
+                else None
+            )
             if route is not None and state == "used":
-                await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), WITHIN_S)
+                await asyncio.wait_for(
+                    asyncio.shield(route.write(pages(0), pages(0)).done), WITHIN_S
+                )
                 route.close()
                 route.close()
                 _check_closed(route)
@@ -81,7 +98,9 @@ def _check_closed(route: Route) -> None:
 
 
 async def at_rest(bench: Bench) -> str:
-    """Routes and writes, landed and cancelled, leave nothing behind, here and there; an open route goes on."""
+    """Routes and writes, landed and cancelled, leave nothing behind, here and there; an open route
+    goes on.
+    """
     async with bench.side("layer_first") as side, bench.peer() as peer:
         some = EVERYTHING[:18:2].copy()
         kept = await side.plane.connect(peer.address, peer.layout)
@@ -91,7 +110,10 @@ async def at_rest(bench: Bench) -> str:
                 before, theirs = Resources.now(), await peer.ask("descriptors")
             await _two_routes(side, peer, some)
         last = await asyncio.wait_for(asyncio.shield(kept.write(some, some).done), WITHIN_S)
-        require(last is WriteOutcome.LANDED, f"a write on a route that stayed open, while others were closed: {last}")
+        require(
+            last is WriteOutcome.LANDED,
+            f"a write on a route that stayed open, while others were closed: {last}",
+        )
         kept.close()
         left = {what: count for what, count in bench.adapter.under_way(side.plane).items() if count}
         require(not left, f"left of {2 * _ROUNDS} writes: {left}")
@@ -102,8 +124,8 @@ async def at_rest(bench: Bench) -> str:
         require(more <= 0, f"{more} descriptors more at the peer after {_ROUNDS} rounds")
         counted = ", ".join(f"0 {what}" for what in bench.adapter.under_way(side.plane))
         return (
-            f"{2 * _ROUNDS} routes, as many writes: {counted}; {now.descriptors} descriptors and {now.threads} threads "
-            f"as before, {grown / 1024:.0f} KiB more"
+            f"{2 * _ROUNDS} routes, as many writes: {counted}; {now.descriptors} descriptors and "
+            f"{now.threads} threads as before, {grown / 1024:.0f} KiB more"
         )
 
 
@@ -114,7 +136,9 @@ async def _two_routes(side: Side, peer: Peer, some: PageIndices) -> None:
     writes[1].cancel()
     for write in writes:
         outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
-        require(outcome is not WriteOutcome.UNPROVEN, f"a write to a peer that lives: {write.error}")
+        require(
+            outcome is not WriteOutcome.UNPROVEN, f"a write to a peer that lives: {write.error}"
+        )
     for route in routes:
         route.close()
 
@@ -130,7 +154,9 @@ async def planes_come_and_go(bench: Bench) -> str:
             pass
     gc.collect()
     await before.returned()
-    return f"{before.descriptors} descriptors and {before.threads} threads, before and after 3 planes"
+    return (
+        f"{before.descriptors} descriptors and {before.threads} threads, before and after 3 planes"
+    )
 
 
 CHECKS = (

@@ -1,5 +1,5 @@
-"""What a plane has to show when a peer is killed or frozen: it claims no byte that is not there, and proves nothing
-that is not so."""
+"""What a plane has to show when a peer is killed or frozen: it claims no byte that is not there,
+and proves nothing that is not so."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _SHOWN_S = 0.3  # a fence that has not returned by then is taken to wait
 
 
 async def killed_receiver(bench: Bench) -> str:
-    """A write to a peer that is killed ends, and so does one that comes after it; neither raises."""
+    """A write to a peer that is killed ends, and so does one that comes after it;
+    neither raises.
+    """
     async with bench.side(rate=4 * RATE) as side, bench.peer() as peer:
         side.fill(1)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -40,8 +42,14 @@ async def killed_receiver(bench: Bench) -> str:
         await until(lambda: write.landed_bytes > 0, "the first byte's landing")
         await peer.kill()
         outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
-        require(outcome is not WriteOutcome.LANDED or write.landed_bytes == write.total_bytes, "landed, but not all")
-        require(outcome is not WriteOutcome.UNPROVEN or write.error, "a write ended UNPROVEN without saying why")
+        require(
+            outcome is not WriteOutcome.LANDED or write.landed_bytes == write.total_bytes,
+            "landed, but not all",
+        )
+        require(
+            outcome is not WriteOutcome.UNPROVEN or write.error,
+            "a write ended UNPROVEN without saying why",
+        )
         told = f"the write ended {outcome.value} ({write.error or 'no error'})"
         try:
             again = route.write(pages(0), pages(0))
@@ -52,8 +60,9 @@ async def killed_receiver(bench: Bench) -> str:
 
 
 async def frozen_receiver(bench: Bench) -> str:
-    """Of a peer that stands still nothing is claimed that is not in its memory, and what was claimed stays true when
-    it goes on, whatever the source holds by then. Writes to another peer go on meanwhile."""
+    """Of a peer that stands still nothing is claimed that is not in its memory, and what was
+    claimed stays true when it goes on, whatever the source holds by then. Writes to another peer go
+    on meanwhile."""
     bench.only_between_processes()
     async with bench.side() as side, bench.peer() as peer, bench.peer() as other:
         side.fill(1)
@@ -63,7 +72,10 @@ async def frozen_receiver(bench: Bench) -> str:
         second = await side.plane.connect(other.address, other.layout)
         beside = second.write(EVERYTHING, EVERYTHING)
         outcome = await asyncio.wait_for(asyncio.shield(beside.done), WITHIN_S)
-        require(outcome is WriteOutcome.LANDED, f"a frozen peer held up another's write: {outcome}, {beside.error}")
+        require(
+            outcome is WriteOutcome.LANDED,
+            f"a frozen peer held up another's write: {outcome}, {beside.error}",
+        )
         write.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(write.done), _SHOWN_S)
@@ -76,17 +88,25 @@ async def frozen_receiver(bench: Bench) -> str:
         await asyncio.sleep(SETTLE_S)
         there = np.frombuffer(await bytes_of(peer, EVERYTHING), np.uint8)
         found = int(np.count_nonzero(there))
-        require(found >= told, f"{told} bytes were said to have landed while the peer was frozen, {found} have")
+        require(
+            found >= told,
+            f"{told} bytes were said to have landed while the peer was frozen, {found} have",
+        )
         if outcome is not WriteOutcome.UNPROVEN:
             require(
-                found == write.landed_bytes, f"{outcome.value}: {write.landed_bytes} bytes are claimed, {found} there"
+                found == write.landed_bytes,
+                f"{outcome.value}: {write.landed_bytes} bytes are claimed, {found} there",
             )
         when = "while it was frozen" if ended else "after the thaw"
-        return f"{told} bytes claimed while it was frozen; {outcome.value} {when}, {found} bytes there"
+        return (
+            f"{told} bytes claimed while it was frozen; {outcome.value} {when}, {found} bytes there"
+        )
 
 
 async def fence_of_the_dead(bench: Bench) -> str:
-    """A writer that lives is not fenced; of one that is dead no byte arrives once the fence has returned."""
+    """A writer that lives is not fenced; of one that is dead no byte arrives once the fence has
+    returned.
+    """
     async with bench.side() as side, bench.peer(rate=RATE) as peer:
         await _begin(peer, side)
         fence = asyncio.ensure_future(side.plane.fence(peer.address))
@@ -99,7 +119,9 @@ async def fence_of_the_dead(bench: Bench) -> str:
             try:
                 await asyncio.wait_for(asyncio.shield(fence), WITHIN_S)
             except TransferError as error:
-                raise NotConformingError(f"the death of a writer of this machine is no proof: {error}") from error
+                raise NotConformingError(
+                    f"the death of a writer of this machine is no proof: {error}"
+                ) from error
         finally:
             fence.cancel()
         landed = side.landed_bytes()
@@ -109,13 +131,17 @@ async def fence_of_the_dead(bench: Bench) -> str:
         require(not foreign, f"{foreign} bytes of a writer arrived after the fence had returned")
         await asyncio.wait_for(side.plane.fence(peer.address), WITHIN_S)  # dead stays dead
         require(not side.plane.sees_alive(peer.address), "a dead writer is said to be alive")
-        return f"{landed} of {side.pool.layout.size_bytes} bytes before the fence returned, 0 after it"
+        return (
+            f"{landed} of {side.pool.layout.size_bytes} bytes before the fence returned, 0 after it"
+        )
 
 
 def _refused(fence: asyncio.Future[None]) -> str:
     require(fence.done(), "a fence that can never be proven waits instead of refusing")
     error = fence.exception()
-    require(isinstance(error, TransferError), f"a fence that can never be proven ended with {error!r}")
+    require(
+        isinstance(error, TransferError), f"a fence that can never be proven ended with {error!r}"
+    )
     return f"no proof here, and it says so: {error}"
 
 
@@ -139,7 +165,9 @@ async def fence_of_the_frozen(bench: Bench) -> str:
 
 
 async def fence_elsewhere(bench: Bench) -> str:
-    """A writer of another host cannot be observed: the fence refuses at once, and it is not said to be alive."""
+    """A writer of another host cannot be observed: the fence refuses at once, and it is not said to
+    be alive.
+    """
     bench.only_between_processes()
     async with bench.side() as side:
         there = msgspec.structs.replace(side.address.process, boot_id="another boot")

@@ -1,4 +1,6 @@
-"""The other side of a check: a process that can be killed and frozen, or, for planes within one process, an object."""
+"""The other side of a check: a process that can be killed and frozen, or, for planes within one
+process, an object.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ class ProcessPeer:
 
     async def start(self) -> None:
         """Wait until it has exported its pool. Raises: LostError when it has ended instead."""
-        self.address, self.layout = msgspec.json.decode(await self._line(), type=tuple[PlaneAddress, PoolLayout])
+        self.address, self.layout = msgspec.json.decode(
+            await self._line(), type=tuple[PlaneAddress, PoolLayout]
+        )
 
     async def ask(self, *command: object) -> Any:
         """Raises: LostError when it has ended instead of answering; its standard error says why."""
@@ -102,9 +106,12 @@ async def spawned(
     prefix: Sequence[str] = (),
     host: str = "127.0.0.1",
 ) -> AsyncIterator[ProcessPeer]:
-    """A station in a process. `plane` is as `load_adapter` takes it; `prefix` a command that runs the process; `host`
-    the address others reach it at."""
-    gc.collect()  # an engine that is garbage cannot be freed by a forked child, which has none of its threads
+    """A station in a process.
+
+    `plane` is as `load_adapter` takes it; `prefix` a command that runs the process; `host` the
+    address others reach it at."""
+    # An engine that is garbage cannot be freed by a forked child, which has none of its threads.
+    gc.collect()
     process = await asyncio.create_subprocess_exec(
         *(
             *prefix,
@@ -132,4 +139,5 @@ async def spawned(
         if process.returncode is None:
             process.kill()
         await process.wait()
-        process._transport.close()  # type: ignore[attr-defined]  # or uvloop warns, when a child still holds a pipe
+        # Or uvloop warns, when a child still holds a pipe.
+        process._transport.close()  # type: ignore[attr-defined]

@@ -33,4 +33,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_serve(sys.argv[1], msgspec.convert(sys.argv[2], Order), float(sys.argv[3]), sys.argv[4]))
+    asyncio.run(
+        _serve(sys.argv[1], msgspec.convert(sys.argv[2], Order), float(sys.argv[3]), sys.argv[4])
+    )

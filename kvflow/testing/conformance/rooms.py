@@ -1,7 +1,8 @@
-"""Thousands of rooms of every ending over a plane, success included: afterwards nothing is left of them on either side.
+"""Thousands of rooms of every ending over a plane, success included: afterwards nothing is left of
+them on either side.
 
-Both nodes live in this process, on a control link in memory: endings are many and quick, and what is left is counted
-exactly.
+Both nodes live in this process, on a control link in memory: endings are many and quick, and what
+is left is counted exactly.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ from kvflow.memory.staging import Staging
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.testing.conformance.adapter import NotRunError
-from kvflow.testing.conformance.bench import WITHIN_S, Bench, Check, NotConformingError, Resources, require, until
+from kvflow.testing.conformance.bench import (
+    WITHIN_S,
+    Bench,
+    Check,
+    NotConformingError,
+    Resources,
+    require,
+    until,
+)
 from kvflow.testing.pair import Pair, pair
 from kvflow.transports.data.route import PlannedRoute
 from kvflow.transports.data.staged import StagedPlane
 
-_LANES, _MOST_PAGES, _PAGE_SIZE = 24, 24, 4  # up to 96 KiB: some are copied at once, some by the plane's thread
+# Up to 96 KiB: some are copied at once, some by the plane's thread.
+_LANES, _MOST_PAGES, _PAGE_SIZE = 24, 24, 4
 _SOON_S = 0.02
 _GROWTH_KIB = 64 << 10
-_LAYOUT = build_layout([("0.k", "uint8", (512,)), ("0.v", "uint8", (512,))], page_size=_PAGE_SIZE, num_pages=1024)
+_LAYOUT = build_layout(
+    [("0.k", "uint8", (512,)), ("0.v", "uint8", (512,))], page_size=_PAGE_SIZE, num_pages=1024
+)
 _GIVEN_UP = Cause(Code.ENGINE_ERROR, "given up on purpose")
 _FULL = Cause(Code.CAPACITY, "full on purpose")
 
@@ -165,7 +177,11 @@ async def staged_rooms(bench: Bench) -> str:
 
 async def _run(bench: Bench, count: int, staging_bytes: int | None = None) -> str:
     chance = random.Random(bench.seed)
-    plan = [(name, chance.randint(2, _MOST_PAGES)) for name in ENDINGS for _ in range(-(-count // len(ENDINGS)))]
+    plan = [
+        (name, chance.randint(2, _MOST_PAGES))
+        for name in ENDINGS
+        for _ in range(-(-count // len(ENDINGS)))
+    ]
     chance.shuffle(plan)
     told: dict[str, Counter[str]] = {name: Counter() for name in ENDINGS}
     stagings: list[Staging] = []
@@ -196,14 +212,22 @@ async def _run(bench: Bench, count: int, staging_bytes: int | None = None) -> st
             staging.close()
     left = {what: n for what, n in counted.items() if n}
     require(not left, f"left of {lanes.run_rooms} rooms: {left}")
-    wrong = {name: dict(how) for name, how in told.items() if name.startswith("succeeds") and set(how) != {"success"}}
+    wrong = {
+        name: dict(how)
+        for name, how in told.items()
+        if name.startswith("succeeds") and set(how) != {"success"}
+    }
     require(not wrong, f"rooms that were to succeed: {wrong}")
-    endings = "".join(f"\n  {name}: {', '.join(f'{n} {how}' for how, n in told[name].items())}" for name in ENDINGS)
+    endings = "".join(
+        f"\n  {name}: {', '.join(f'{n} {how}' for how, n in told[name].items())}"
+        for name in ENDINGS
+    )
     grown = (now.resident_bytes - before.resident_bytes) / 1024
     require(grown < _GROWTH_KIB, f"{grown:.0f} KiB of memory more after {lanes.run_rooms} rooms")
     return (
-        f"{lanes.run_rooms} rooms; afterwards 0 each of {', '.join(counted)}; {now.descriptors} descriptors and "
-        f"{now.threads} threads, {before.descriptors} and {before.threads} before, {grown:.0f} KiB more{endings}"
+        f"{lanes.run_rooms} rooms; afterwards 0 each of {', '.join(counted)}; {now.descriptors} "
+        f"descriptors and {now.threads} threads, {before.descriptors} and {before.threads} "
+        f"before, {grown:.0f} KiB more{endings}"
     )
 
 
@@ -222,7 +246,9 @@ async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int
             for what, n in bench.adapter.under_way(plane).items():
                 found[f"{node.role} {what}"] = n
             found[f"{node.role} rooms"] = len(node.shell.endpoint.rooms)
-            found[f"{node.role} pages away"] = node.pool.layout.num_pages - node.pool.pages.free_pages
+            found[f"{node.role} pages away"] = (
+                node.pool.layout.num_pages - node.pool.pages.free_pages
+            )
         return found
 
     await until(lambda: not any(counted().values()), "the planes' rest")
@@ -250,7 +276,9 @@ class Lanes:
                 async with asyncio.timeout(WITHIN_S):
                     self._told[name][await _ended(name, room)] += 1
             except TimeoutError:
-                raise NotConformingError(f"a room has not ended within {WITHIN_S:g} s: {name}") from None
+                raise NotConformingError(
+                    f"a room has not ended within {WITHIN_S:g} s: {name}"
+                ) from None
 
 
 async def _ended(name: str, room: _Room) -> str:

@@ -1,4 +1,6 @@
-"""A pool and a plane that are told what to do: in this process, or line by line in another one (`process`)."""
+"""A pool and a plane that are told what to do: in this process, or line by line in another one
+(`process`).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def pages(*indices: int) -> PageIndices:
 class Side:
     """A pool and a plane, exported."""
 
-    def __init__(self, open_plane: Open, order: Order = "page_first", rate: float | None = None) -> None:
+    def __init__(
+        self, open_plane: Open, order: Order = "page_first", rate: float | None = None
+    ) -> None:
         layout = build_layout(STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, order=order)
         self.pool = PagedPool.allocate(layout)
         self.plane = open_plane(self.pool, rate)
@@ -110,7 +114,9 @@ class Station:
         return len(os.listdir("/proc/self/fd"))
 
     async def do_fork(self) -> int:
-        """A child that outlives us, until our input ends: what we mapped must not be mapped there."""
+        """A child that outlives us, until our input ends:
+        what we mapped must not be mapped there.
+        """
         if child := os.fork():
             self.children.append(child)
             return child

@@ -1,4 +1,6 @@
-"""What a write has to show: landed means every byte, a cancel is drained, and nothing else is touched."""
+"""What a write has to show: landed means every byte, a cancel is drained, and nothing else is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,16 @@ async def questions(bench: Bench) -> str:
     async with bench.side() as side:
         answers = bench.adapter.answers(side.plane)
     missing = [question for question, answer in answers.items() if not answer]
-    require(not missing, f"the docstring of the plane's module does not answer: {' '.join(missing)}")
+    require(
+        not missing, f"the docstring of the plane's module does not answer: {' '.join(missing)}"
+    )
     return "\n".join(f"{question} {answer}" for question, answer in answers.items())
 
 
 async def landed(bench: Bench) -> str:
-    """LANDED means every byte, whatever the order of either pool; pages that were not written keep theirs."""
+    """LANDED means every byte, whatever the order of either pool; pages that were not written keep
+    theirs.
+    """
     moved = 0
     for theirs in ORDERS:
         async with bench.peer(theirs) as peer:
@@ -60,15 +66,22 @@ async def _land_scattered(bench: Bench, side: Side, peer: Peer, which: str) -> i
         before = await peer.ask("digest", others)
         write = route.write(source, target)
         outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
-        require(outcome is WriteOutcome.LANDED, f"a write of {count} pages ended {outcome}: {write.error}")
+        require(
+            outcome is WriteOutcome.LANDED,
+            f"a write of {count} pages ended {outcome}: {write.error}",
+        )
         size = count * side.pool.layout.page_bytes
         require(
             write.landed_bytes == write.total_bytes == size and not write.error,
             f"{write.landed_bytes} of {write.total_bytes} bytes landed, of {size}: {write.error}",
         )
         sent = side.pool.pages_bytes(source).tobytes()
-        require(await bytes_of(peer, target) == sent, f"{count} pages {which}: other bytes are there")
-        require(await peer.ask("digest", others) == before, "pages that were not written have changed")
+        require(
+            await bytes_of(peer, target) == sent, f"{count} pages {which}: other bytes are there"
+        )
+        require(
+            await peer.ask("digest", others) == before, "pages that were not written have changed"
+        )
         moved += size
     route.close()
     return moved
@@ -83,13 +96,16 @@ async def many_at_once(bench: Bench) -> str:
         ended = {await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S) for write in writes}
         require(ended == {WriteOutcome.LANDED}, f"they ended {ended}")
         there = await bytes_of(peer, EVERYTHING[::-1].copy())
-        require(there == side.pool.pages_bytes(EVERYTHING).tobytes(), "pages are not where they were written to")
+        require(
+            there == side.pool.pages_bytes(EVERYTHING).tobytes(),
+            "pages are not where they were written to",
+        )
         return f"{len(writes)} writes of a page"
 
 
 async def cancelled(bench: Bench) -> str:
-    """A cancel takes effect in the middle, and what it says of the bytes is exact: no more come, whatever becomes of
-    the source."""
+    """A cancel takes effect in the middle, and what it says of the bytes is exact: no more come,
+    whatever becomes of the source."""
     async with bench.side(rate=RATE) as side, bench.peer() as peer:
         side.fill(4)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -100,17 +116,30 @@ async def cancelled(bench: Bench) -> str:
         outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
         if outcome is WriteOutcome.LANDED:
             raise NotRunError("the write had landed before it could be cancelled")
-        require(outcome is WriteOutcome.CANCELLED, f"a cancelled write to a peer that lives ended {outcome}")
-        require(0 < write.landed_bytes < write.total_bytes, f"{write.landed_bytes} of {write.total_bytes} bytes landed")
+        require(
+            outcome is WriteOutcome.CANCELLED,
+            f"a cancelled write to a peer that lives ended {outcome}",
+        )
+        require(
+            0 < write.landed_bytes < write.total_bytes,
+            f"{write.landed_bytes} of {write.total_bytes} bytes landed",
+        )
         after = await bytes_of(peer, EVERYTHING)
         found = int(np.count_nonzero(np.frombuffer(after, np.uint8)))
-        require(found == write.landed_bytes, f"{write.landed_bytes} bytes are said to have landed, {found} have")
-        side.fill(5)  # the source is ours again: whatever is written from now on would show other bytes
+        require(
+            found == write.landed_bytes,
+            f"{write.landed_bytes} bytes are said to have landed, {found} have",
+        )
+        # The source is ours again: whatever is written from now on would show other bytes.
+        side.fill(5)
         await asyncio.sleep(SETTLE_S)
         there = await peer.ask("digest", EVERYTHING.tolist())
         require(there == sha256(after).hexdigest(), "bytes came after the write had ended")
         again = route.write(pages(0), pages(NUM_PAGES - 1))
-        require(await asyncio.wait_for(asyncio.shield(again.done), WITHIN_S) is WriteOutcome.LANDED, again.error)
+        require(
+            await asyncio.wait_for(asyncio.shield(again.done), WITHIN_S) is WriteOutcome.LANDED,
+            again.error,
+        )
         return f"{found} of {write.total_bytes} bytes had landed, and no more came"
 
 
@@ -126,13 +155,22 @@ async def rate_limit(bench: Bench) -> str:
         for write in writes:
             await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
         sent, took_s = sum(write.landed_bytes for write in writes), loop.time() - began
-        require(sent <= RATE * (took_s + 0.005) + 8192, f"{sent} bytes in {took_s:.3f} s, at {RATE} bytes/s")
+        require(
+            sent <= RATE * (took_s + 0.005) + 8192,
+            f"{sent} bytes in {took_s:.3f} s, at {RATE} bytes/s",
+        )
         return f"{sent} bytes took {took_s:.3f} s at {RATE} bytes/s"
 
 
 async def bad_lists(bench: Bench) -> str:
     """Page lists that are wrong start nothing, and pools that do not fit are refused."""
-    wrong = [((0,), (NUM_PAGES,)), ((-1,), (0,)), ((0, 1), (0,)), ((), ()), ((0, 1), (0, NUM_PAGES))]
+    wrong = [
+        ((0,), (NUM_PAGES,)),
+        ((-1,), (0,)),
+        ((0, 1), (0,)),
+        ((), ()),
+        ((0, 1), (0, NUM_PAGES)),
+    ]
     async with bench.side() as side, bench.peer() as peer:
         side.fill(1)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -141,7 +179,9 @@ async def bad_lists(bench: Bench) -> str:
                 route.write(pages(*source), pages(*target))
             except LayoutError:
                 continue
-            raise NotConformingError(f"a write of pages {source} onto {target} of {NUM_PAGES} was accepted")
+            raise NotConformingError(
+                f"a write of pages {source} onto {target} of {NUM_PAGES} was accepted"
+            )
         require(await peer.ask("landed") == 0, "one of them wrote")
         other = build_layout([("0.k", "float16", (4, 64))], page_size=PAGE_SIZE, num_pages=4)
         try:

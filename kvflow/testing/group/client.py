@@ -12,7 +12,10 @@ from kvflow.testing.bare.job import Issue, PrefillJob
 
 
 class Fate(NamedTuple):
-    """Of one request. Ranks are named where one of them does something that the others do not; None is none."""
+    """Of one request.
+
+    Ranks are named where one of them does something that the others do not; None is none.
+    """
 
     deadline_s: float | None = None
     rendezvous_s: float | None = None
@@ -45,7 +48,13 @@ class Client:
         rows: int = 0,
         fate: Fate = NO_FATE,
     ) -> None:
-        self.number, self.room, self.tokens, self.digest, self.chunks = number, room, tokens, digest, chunks
+        self.number, self.room, self.tokens, self.digest, self.chunks = (
+            number,
+            room,
+            tokens,
+            digest,
+            chunks,
+        )
         self.group, self.rows, self.fate = group, rows, fate
         self.ticket: Ticket | None = None
         self.asked = self.told = self.succeeded = False
@@ -59,7 +68,9 @@ class Client:
     def tell(self, cause: Cause | None) -> None:
         """What became of it: once."""
         if self.told:
-            self._broken("once", f"the client of room {self.room} is told two endings, the second: {cause}")
+            self._broken(
+                "once", f"the client of room {self.room} is told two endings, the second: {cause}"
+            )
         self.told, self.succeeded = True, cause is None
 
     def cause(self, code: Code, text: str) -> Cause:

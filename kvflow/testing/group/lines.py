@@ -1,4 +1,6 @@
-"""The connections between the leader of a group and its members, with the faults of any other link."""
+"""The connections between the leader of a group and its members,
+with the faults of any other link.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Process(Protocol):
     @property
     def member(self) -> GroupMember: ...
 
-    def wait(self, span: tuple[float, float], do: Callable[..., object], *arguments: Any) -> None: ...
+    def wait(
+        self, span: tuple[float, float], do: Callable[..., object], *arguments: Any
+    ) -> None: ...
 
     def receive_from_member(self, peer_id: bytes, frame: bytes) -> None:
         """The leader's part of it has a frame."""
@@ -52,7 +56,9 @@ class Process(Protocol):
 
 
 class Lines:
-    """A line is a member's connection to the address of the leader; another process may answer there later."""
+    """A line is a member's connection to the address of the leader; another process may answer
+    there later.
+    """
 
     def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
@@ -77,7 +83,9 @@ class Lines:
         if member is not None and self.leaders.get(leader.group) is leader:
             self._carry(member, leader, frame, to_leader=False)
 
-    def _carry(self, member: Process, leader: Process | None, frame: bytes, *, to_leader: bool) -> None:
+    def _carry(
+        self, member: Process, leader: Process | None, frame: bytes, *, to_leader: bool
+    ) -> None:
         if self._traced:
             (member if to_leader else leader or member).say(
                 f"to {_receiver(member, leader, to_leader)}: {_worded(frame)}"
@@ -102,7 +110,14 @@ class Lines:
         if fault == "drop":
             return self.disturbed(member)
         if fault == "reorder":
-            return clock.later(at_s + 3 * rng.uniform(*FRAME_S) - now, None, self._deliver, member, to_leader, frame)
+            return clock.later(
+                at_s + 3 * rng.uniform(*FRAME_S) - now,
+                None,
+                self._deliver,
+                member,
+                to_leader,
+                frame,
+            )
         if fault == "delay":
             self.disturbed(member)
             at_s += rng.uniform(*DELAY_S)
@@ -111,7 +126,9 @@ class Lines:
         self._last_at[line] = at_s = max(at_s, self._last_at.get(line, 0.0) + TICK_S)
         clock.later(at_s - now, None, self._deliver, member, to_leader, frame)
         if fault == "duplicate":
-            clock.later(at_s - now + rng.uniform(*FRAME_S), None, self._deliver, member, to_leader, frame)
+            clock.later(
+                at_s - now + rng.uniform(*FRAME_S), None, self._deliver, member, to_leader, frame
+            )
         elif fault == "garbage":
             clock.later(at_s - now, None, self._deliver, member, to_leader, _garbage(rng, frame))
         return None
@@ -143,7 +160,11 @@ class Lines:
 
 
 def _receiver(member: Process, leader: Process | None, to_leader: bool) -> str:
-    return ("no leader" if leader is None else f"the leader in {leader.name}") if to_leader else member.name
+    return (
+        ("no leader" if leader is None else f"the leader in {leader.name}")
+        if to_leader
+        else member.name
+    )
 
 
 def _worded(frame: bytes) -> str:
@@ -153,7 +174,9 @@ def _worded(frame: bytes) -> str:
         except WireError:
             continue
         dull = {"leader", "member", "wire_version", "request"}
-        shown = {name: getattr(message, name) for name in message.__struct_fields__ if name not in dull}
+        shown = {
+            name: getattr(message, name) for name in message.__struct_fields__ if name not in dull
+        }
         fields = ", ".join(f"{name}={value}" for name, value in shown.items())
         return f"{type(message).__name__}({fields})"
     return "what is no message"

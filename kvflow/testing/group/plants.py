@@ -1,4 +1,6 @@
-"""Bugs of a group that somebody has had, or could have: put in from outside; seeds must find each."""
+"""Bugs of a group that somebody has had, or could have: put in from outside;
+seeds must find each.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ from kvflow.protocols.errors import Cause, WireError
 from kvflow.protocols.group_leader import GroupLeader, Membership, RequestDecided
 from kvflow.protocols.group_member import GroupMember, Session
 from kvflow.protocols.machines import group as tables
-from kvflow.protocols.machines.group import LeaderKind, LeaderPhase, MemberCommand, MemberKind, MemberPhase
+from kvflow.protocols.machines.group import (
+    LeaderKind,
+    LeaderPhase,
+    MemberCommand,
+    MemberKind,
+    MemberPhase,
+)
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.wire import group as wire
 from kvflow.protocols.wire.codec import parse_at_leader, routing_id
@@ -27,7 +35,9 @@ _FAILING: Move[MemberPhase, MemberCommand] = Move(MemberPhase.FAILING)
 
 def _skips_local_failures() -> Installed:
     running = (MemberPhase.OPEN, MemberPhase.READY, MemberPhase.STARTED)
-    return swapped_cells(tables.MEMBER, dict.fromkeys(((phase, MemberKind.FAILED) for phase in running), _FAILING))
+    return swapped_cells(
+        tables.MEMBER, dict.fromkeys(((phase, MemberKind.FAILED) for phase in running), _FAILING)
+    )
 
 
 def _waits_for_the_decision() -> Installed:
@@ -60,7 +70,9 @@ def _reports_twice() -> Installed:
 def _keeps_the_last_cause() -> Installed:
     feed = GroupLeader._feed
 
-    def other(self: GroupLeader, ticket: Ticket, kind: LeaderKind, cause: Cause | None = None) -> None:
+    def other(
+        self: GroupLeader, ticket: Ticket, kind: LeaderKind, cause: Cause | None = None
+    ) -> None:
         if cause is not None and kind is LeaderKind.RANK_FAILED:
             cause = Cause(cause.code, "a rank of the group failed")
         feed(self, ticket, kind, cause)
@@ -116,20 +128,55 @@ def _starts_alone() -> Installed:
     move = Move(MemberPhase.STARTED, (MemberCommand.VOTE_READY, MemberCommand.START))
     return swapped_cells(
         tables.MEMBER,
-        {(MemberPhase.OPEN, MemberKind.MATCHED): move, (MemberPhase.STARTED, MemberKind.STARTED): None},
+        {
+            (MemberPhase.OPEN, MemberKind.MATCHED): move,
+            (MemberPhase.STARTED, MemberKind.STARTED): None,
+        },
     )
 
 
 PLANTS = (
-    Plant("local failure skipped", "a rank drains, and does not tell the leader", _skips_local_failures, "spread"),
-    Plant("decision not carried out", "a rank that waits keeps its room", _waits_for_the_decision, "spread"),
-    Plant("decisions out of order", "a rank applies what comes, and waits for nothing", _applies_as_they_come, "order"),
-    Plant("failure reported twice", "each rank's failure is told to the client", _reports_twice, "once"),
-    Plant("cause lost", "the leader tells a failure in its own words", _keeps_the_last_cause, "first cause"),
+    Plant(
+        "local failure skipped",
+        "a rank drains, and does not tell the leader",
+        _skips_local_failures,
+        "spread",
+    ),
+    Plant(
+        "decision not carried out",
+        "a rank that waits keeps its room",
+        _waits_for_the_decision,
+        "spread",
+    ),
+    Plant(
+        "decisions out of order",
+        "a rank applies what comes, and waits for nothing",
+        _applies_as_they_come,
+        "order",
+    ),
+    Plant(
+        "failure reported twice",
+        "each rank's failure is told to the client",
+        _reports_twice,
+        "once",
+    ),
+    Plant(
+        "cause lost",
+        "the leader tells a failure in its own words",
+        _keeps_the_last_cause,
+        "first cause",
+    ),
     Plant("leader lost unseen", "a rank goes on without its leader", _leader_lost_unseen, "I5"),
     Plant("rank lost unseen", "requests of a rank that is lost stay open", _rank_lost_unseen, "I5"),
-    Plant("any name believed", "the leader does not look who speaks", _any_name_is_believed, "start"),
-    Plant("one vote for two", "a rank's vote counts for the next one, too", _one_vote_for_two, "success"),
+    Plant(
+        "any name believed", "the leader does not look who speaks", _any_name_is_believed, "start"
+    ),
+    Plant(
+        "one vote for two",
+        "a rank's vote counts for the next one, too",
+        _one_vote_for_two,
+        "success",
+    ),
     Plant("starts alone", "a rank starts when it is ready", _starts_alone, "start"),
 )
 
@@ -144,7 +191,11 @@ def planted(name: str) -> Installed:
 
 
 def hunt(
-    name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None, *, ranks: int = RANKS
+    name: str,
+    seeds: Sequence[int],
+    say: Callable[[str], None] = lambda _: None,
+    *,
+    ranks: int = RANKS,
 ) -> dict[str, Any]:
     """The first seed that finds a plant, and what it broke; no seed when none does."""
     with planted(name):

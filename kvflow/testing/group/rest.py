@@ -1,4 +1,6 @@
-"""What is not at rest in a group, in words (I5), beside what may be left at each of its prefills."""
+"""What is not at rest in a group, in words (I5),
+beside what may be left at each of its prefills.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def _left_at(stage: Stage, leaders: list[Stage]) -> Iterator[str]:
     for leading in leaders:
         assert leading.leader is not None
         held = leading.leader.members.get(member.rank)
-        if session is None or session.leader != leading.incarnation or held is None or held.session != session.number:
+        if (
+            session is None
+            or session.leader != leading.incarnation
+            or held is None
+            or held.session != session.number
+        ):
             yield f"{stage.name} is not in the group"
         elif session.link.unconfirmed or held.link.unconfirmed:
             votes, decisions = len(session.link.unconfirmed), len(held.link.unconfirmed)

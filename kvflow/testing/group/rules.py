@@ -1,11 +1,14 @@
 """What must hold in a group, seen from its rooms, its frames and what each part of it asks for.
 
-- order: every member applies the decisions of one leader's log as they stand there, in their order, none left out;
+- order: every member applies the decisions of one leader's log as they stand there, in their order,
+  none left out;
 - start: a request starts only when every rank is ready;
-- success: the group succeeds only when every rank has landed, and no rank takes a request for a success alone;
+- success: the group succeeds only when every rank has landed, and no rank takes a request for a
+  success alone;
 - once: a request is decided once, a client has one answer, a rank is told once;
 - first cause: it is the first failure that reached the leader;
-- spread: while the lines are up, a failure of one rank has ended the room at every rank within a second;
+- spread: while the lines are up, a failure of one rank has ended the room at every rank within a
+  second;
 - patience: no rank and no leader is given up for nothing.
 
 What rests, and what must not be left, is the business of `rest`.
@@ -49,7 +52,8 @@ class Rules:
     def __init__(self, oracle: Oracle, lines: Lines) -> None:
         self.oracle, self.clock, self.lines, self.ranks = oracle, oracle.clock, lines, range(0)
         self.counts: Counter[str] = Counter()
-        self.group_causes: set[Cause] = set()  # that ended rooms of ranks to which nothing had happened
+        # That ended rooms of ranks to which nothing had happened.
+        self.group_causes: set[Cause] = set()
         self._log: dict[tuple[Incarnation, int], Entry] = {}
         self._numbers: dict[tuple[TicketKey, Ruling], int] = {}
         self._next: dict[Membered, int] = {}  # the decision that it applies next
@@ -62,7 +66,8 @@ class Rules:
         self._sessions: dict[Incarnation, Session | None] = {}
         self._members: dict[Incarnation, dict[Any, Membership]] = {}
         self._first: Cause | None = None  # the failure that the leader reads now
-        self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()  # who, whom: who may do the same
+        # Who, whom: who may do the same.
+        self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
 
     def broken(self, rule: str, text: str) -> None:
         self.oracle.broken(rule, text)
@@ -74,12 +79,18 @@ class Rules:
         message = parse_at_member(frame)
         if not isinstance(message, wire.Decision):
             return
-        entry, at = Entry(message.ticket, message.ruling, message.cause), (message.leader, message.number)
+        entry, at = (
+            Entry(message.ticket, message.ruling, message.cause),
+            (message.leader, message.number),
+        )
         if at not in self._log:
             self._log[at] = entry
             self.counts["started"] += message.ruling is Ruling.START
         if self._log[at] != entry:
-            self.broken("order", f"decision {message.number} is {entry}, and was {self._log[at]} for another rank")
+            self.broken(
+                "order",
+                f"decision {message.number} is {entry}, and was {self._log[at]} for another rank",
+            )
         self._numbers[TicketKey(message.leader, message.ticket), message.ruling] = message.number
 
     def member_receives(self, stage: Process, frame: bytes) -> None:
@@ -97,7 +108,10 @@ class Rules:
         where = (member.incarnation, session.leader, session.number)
         expected = self._next[where]
         if applied != 1 or message.number != expected:
-            self.broken("order", f"{stage.name} applies decision {message.number} where {expected} comes next")
+            self.broken(
+                "order",
+                f"{stage.name} applies decision {message.number} where {expected} comes next",
+            )
         self._next[where] = expected + 1
 
     def _shows(self, stage: Process, key: TicketKey, ruling: Ruling) -> None:
@@ -107,9 +121,14 @@ class Rules:
             return
         where = (stage.incarnation, session.leader, session.number)
         if number is None:
-            return self.broken("order", f"{stage.name}: {ruling.name} of request {key.ticket} was not decided")
+            return self.broken(
+                "order", f"{stage.name}: {ruling.name} of request {key.ticket} was not decided"
+            )
         if number <= self._shown.get(where, -1):
-            self.broken("order", f"{stage.name}: {ruling.name} of request {key.ticket} comes after later decisions")
+            self.broken(
+                "order",
+                f"{stage.name}: {ruling.name} of request {key.ticket} comes after later decisions",
+            )
         self._shown[where] = number
 
     # --- what a rank does
@@ -125,7 +144,11 @@ class Rules:
 
     def starts(self, stage: Process, key: TicketKey) -> None:
         if missing := set(self.ranks) - self._ready[key]:
-            self.broken("start", f"{stage.name} starts request {key.ticket}, and ranks {sorted(missing)} are not ready")
+            self.broken(
+                "start",
+                f"{stage.name} starts request {key.ticket}, and ranks {sorted(missing)} are not "
+                "ready",
+            )
         self._shows(stage, key, Ruling.START)
 
     def landed(self, stage: Process, key: TicketKey) -> None:
@@ -146,7 +169,11 @@ class Rules:
         if stage.member.session is self._opened[at]:
             self._shows(stage, key, Ruling.FAIL if cause else Ruling.SUCCEED)
             if key in self._decided and self._decided[key] != cause:
-                self.broken("order", f"{stage.name}: request {key.ticket} ends with {cause}, not {self._decided[key]}")
+                self.broken(
+                    "order",
+                    f"{stage.name}: request {key.ticket} ends with {cause}, not "
+                    f"{self._decided[key]}",
+                )
 
     def given(self, cause: Cause) -> Cause:
         """The group ends a room of one rank with this."""
@@ -172,18 +199,28 @@ class Rules:
             assert vote is not None
             self._first = vote.cause
             if ticket in leader.requests:
-                self.broken("first cause", f"request {ticket} goes on, and rank {member and member.rank} has failed")
+                self.broken(
+                    "first cause",
+                    f"request {ticket} goes on, and rank {member and member.rank} has failed",
+                )
 
     def decided(self, stage: Process, ticket: Ticket, cause: Cause | None) -> None:
         key, first = TicketKey(stage.incarnation, ticket), self._first
         self._first = None
         if key in self._decided:
-            self.broken("once", f"request {ticket} is decided twice: {self._decided[key]}, then {cause}")
+            self.broken(
+                "once", f"request {ticket} is decided twice: {self._decided[key]}, then {cause}"
+            )
         self._decided[key] = cause
         if first is not None and cause != first:
-            self.broken("first cause", f"request {ticket} fails with {cause}, the first was {first}")
+            self.broken(
+                "first cause", f"request {ticket} fails with {cause}, the first was {first}"
+            )
         if cause is None and (missing := set(self.ranks) - self._landed[key]):
-            self.broken("success", f"request {ticket} succeeds, and has not landed at ranks {sorted(missing)}")
+            self.broken(
+                "success",
+                f"request {ticket} succeeds, and has not landed at ranks {sorted(missing)}",
+            )
         self.counts["succeeded" if cause is None else f"failed {cause.code}"] += 1
         if cause is not None:
             self.clock.later(SPREAD_S, None, self._has_spread, key, self.clock.now)
@@ -191,7 +228,9 @@ class Rules:
     # --- spread
 
     def _has_spread(self, key: TicketKey, since_s: float) -> None:
-        leader = next((rank for rank in self.lines.leaders.values() if rank.incarnation == key.leader), None)
+        leader = next(
+            (rank for rank in self.lines.leaders.values() if rank.incarnation == key.leader), None
+        )
         stages = [rank for rank in self.lines.members.values() if _in_session(rank, key)]
         if leader is None:
             return
@@ -200,14 +239,20 @@ class Rules:
             troubled_at_s = self.clock.now  # its silence is awaited, or it comes back
         if troubled_at_s >= since_s:
             wait_s = troubled_at_s + SPREAD_S - self.clock.now
-            self.clock.later(max(wait_s, _A_MOMENT_S), None, self._has_spread, key, troubled_at_s + _A_MOMENT_S)
+            self.clock.later(
+                max(wait_s, _A_MOMENT_S), None, self._has_spread, key, troubled_at_s + _A_MOMENT_S
+            )
             return
         for stage in stages:
             leg = stage.by_key.get(key)
             if leg is not None and not leg.told:
-                self.broken("spread", f"request {key.ticket} has failed, and {stage.name} has its room open")
+                self.broken(
+                    "spread", f"request {key.ticket} has failed, and {stage.name} has its room open"
+                )
         if key not in self._decided:
-            self.broken("spread", f"request {key.ticket} has failed at a rank, and its client was not told")
+            self.broken(
+                "spread", f"request {key.ticket} has failed at a rank, and its client was not told"
+            )
 
     def _troubled_at_s(self, rank: Process) -> float:
         now = self.clock.now
@@ -234,11 +279,15 @@ class Rules:
                     self.counts["ranks lost"] += 1
                     self._given_up(stage, member.incarnation, f"the leader gives up rank {rank}")
             for member in leader.members.values():  # what is decided from now on is theirs
-                self._next.setdefault((member.incarnation, leader.incarnation, member.session), leader.decisions)
+                self._next.setdefault(
+                    (member.incarnation, leader.incarnation, member.session), leader.decisions
+                )
             self._members[stage.incarnation] = dict(leader.members)
 
     def _given_up(self, stage: Process, other: Incarnation, text: str) -> None:
-        """Something has happened to either of the two, or one of them has given up the other already."""
+        """Something has happened to either of the two, or one of them has given up the other
+        already.
+        """
         found = [rank for rank in self.lines.members.values() if rank.incarnation == other]
         excused = (other, stage.incarnation) in self._given_up_by
         self._given_up_by.discard((other, stage.incarnation))
@@ -261,7 +310,11 @@ def _failure(frame: bytes) -> wire.RankVote | None:
 def _membership(leader: GroupLeader, vote: wire.RankVote) -> Membership | None:
     """Under which the leader takes this vote."""
     for member in leader.members.values():
-        if (vote.leader, vote.member, vote.session) == (leader.incarnation, member.incarnation, member.session):
+        if (vote.leader, vote.member, vote.session) == (
+            leader.incarnation,
+            member.incarnation,
+            member.session,
+        ):
             return member
     return None
 

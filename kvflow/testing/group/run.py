@@ -1,4 +1,6 @@
-"""One seed of a group, or two, under a storm: decodes abort, clients go, ranks and leaders fail, freeze and crash."""
+"""One seed of a group, or two, under a storm: decodes abort, clients go, ranks and leaders fail,
+freeze and crash.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,21 @@ from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.scenario import Accident, Leg, Request, Scenario, Shape
 
 RANKS = 4
-REUSES = 0.1  # the share of requests after which the same room id is used again, often while the first one drains
-ABORTS = 0.35  # the share of requests that decode, or the leader's client, ends at some moment, beside the others'
+# The share of requests after which the same room id is used again, often while the first one
+# drains.
+REUSES = 0.1
+# The share of requests that decode, or the leader's client, ends at some moment, beside the
+# others'.
+ABORTS = 0.35
 
 
 def storm(rng: random.Random, faults: Faults, shapes: Sequence[Shape]) -> tuple[Scenario, Twists]:
     """The scenario of bare endpoints, with more that end early."""
     scenario, twists = draw_all(rng, faults, shapes)
     requests = [_stormy(rng, request) for request in scenario.requests]
-    again = [_used_again(rng, request, scenario.decodes) for request in requests if rng.random() < REUSES]
+    again = [
+        _used_again(rng, request, scenario.decodes) for request in requests if rng.random() < REUSES
+    ]
     return scenario._replace(requests=requests + again), twists._replace(
         requests=[*twists.requests, *(Twist() for _ in again)]
     )
@@ -40,13 +48,26 @@ def _stormy(rng: random.Random, request: Request) -> Request:
         return request
     ends = (rng.choice((rng.uniform(0, 0.02), rng.uniform(0, 0.3))), "storm")
     if rng.random() < 0.7:
-        return request if request.decode is None else request._replace(decode=request.decode._replace(ends=ends))
-    return request if request.prefill is None else request._replace(prefill=request.prefill._replace(ends=ends))
+        return (
+            request
+            if request.decode is None
+            else request._replace(decode=request.decode._replace(ends=ends))
+        )
+    return (
+        request
+        if request.prefill is None
+        else request._replace(prefill=request.prefill._replace(ends=ends))
+    )
 
 
 def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
-    """The first may have ended, drain, or run. As after a decode that was lost: by another one, if there is one."""
-    at_s = max(leg.at_s for leg in (request.prefill, request.decode) if leg is not None) + rng.uniform(0.0, 0.4)
+    """The first may have ended, drain, or run.
+
+    As after a decode that was lost: by another one, if there is one.
+    """
+    at_s = max(
+        leg.at_s for leg in (request.prefill, request.decode) if leg is not None
+    ) + rng.uniform(0.0, 0.4)
     prompt = [*request.prompt[:-1], request.prompt[-1] ^ 4]
     legs = [Leg(at_s + rng.choice((0.0, rng.uniform(0, 0.1)))) for _ in range(2)]
     return request._replace(
@@ -74,7 +95,8 @@ class GroupRun(Run):
         halves.causes = world.rules.group_causes
 
     def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
-        rank = self.world.rng.randrange(self.scenario.groups[request.group])  # what befalls an engine befalls one
+        # What befalls an engine befalls one.
+        rank = self.world.rng.randrange(self.scenario.groups[request.group])
         fate = Fate(
             leg.deadline_s,
             twist.rendezvous_s,
@@ -83,15 +105,34 @@ class GroupRun(Run):
             request.fails_at,
         )
         chunks = tuple(request.chunks)
-        client = self._client(request.group, request.room, len(request.prompt), digest, chunks, fate)
+        client = self._client(
+            request.group, request.room, len(request.prompt), digest, chunks, fate
+        )
         self.clock.later(leg.at_s, None, self._ask, client, leg)
 
     def _client(
-        self, group: int, room: int, tokens: int, digest: bytes, chunks: tuple[int, ...], fate: Fate = NO_FATE
+        self,
+        group: int,
+        room: int,
+        tokens: int,
+        digest: bytes,
+        chunks: tuple[int, ...],
+        fate: Fate = NO_FATE,
     ) -> Client:
         world = self.world
         number, issue, broken = len(world.clients), world.oracle.issue, world.oracle.broken
-        client = Client(number, room, tokens, digest, chunks, issue, broken, group=group, rows=self.rows, fate=fate)
+        client = Client(
+            number,
+            room,
+            tokens,
+            digest,
+            chunks,
+            issue,
+            broken,
+            group=group,
+            rows=self.rows,
+            fate=fate,
+        )
         world.clients.append(client)
         return client
 
@@ -123,7 +164,8 @@ class GroupRun(Run):
     def happen(self, accident: Accident) -> None:
         node, kind = self.places[accident.node], accident.kind
         if isinstance(node, Stage) and node.up and not node.leaving:
-            if kind == "takeover" and node.rank:  # the rank is taken, until the one that has lost its address dies
+            # The rank is taken, until the one that has lost its address dies.
+            if kind == "takeover" and node.rank:
                 self.clock.later(accident.for_s, node, self.world.kill, node)
             elif kind == "crash" and self._enough_without(node):
                 self.world.lost.add(node.group)

@@ -1,4 +1,6 @@
-"""One rank of a group: a prefill whose rooms begin, start and end as the group decides; rank 0 is the leader, too."""
+"""One rank of a group: a prefill whose rooms begin, start and end as the group decides; rank 0 is
+the leader, too.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,13 @@ class Group(NamedTuple):
 
 class Stage(Prefill):
     def __init__(
-        self, world: Scene, group: Group, number: int, rank: int, world_size: int, incarnation: Incarnation
+        self,
+        world: Scene,
+        group: Group,
+        number: int,
+        rank: int,
+        world_size: int,
+        incarnation: Incarnation,
     ) -> None:
         super().__init__(world, number, rank, world_size, incarnation)
         now, timing = self.clock.now, world.timing
@@ -52,7 +60,12 @@ class Stage(Prefill):
         self.lines.members[routing_id(incarnation)] = self
         if rank == 0:
             self.leader = GroupLeader(
-                incarnation, world_size, now=now, timing=timing, bounds=world.bounds, first=incarnation
+                incarnation,
+                world_size,
+                now=now,
+                timing=timing,
+                bounds=world.bounds,
+                first=incarnation,
             )
             self.lines.leaders[number] = self
             self._alarms.append(Alarm(self, self.leader))
@@ -137,7 +150,10 @@ class Stage(Prefill):
         self.lines.to_leader(self, command.frame)
         if self._forges:
             others = [rank for rank in self.lines.members.values() if rank is not self]
-            if others and (lie := forged(command.frame, self.world.rng.choice(others).member)) is not None:
+            if (
+                others
+                and (lie := forged(command.frame, self.world.rng.choice(others).member)) is not None
+            ):
                 self.lines.to_leader(self, lie)
 
     def _open(self, command: group_member.OpenRoom) -> None:
@@ -172,7 +188,10 @@ class Stage(Prefill):
 
     def _ended(self, command: group_member.TicketEnded) -> None:
         if command.key in self.by_key:
-            self.oracle.broken("drain", f"{self.name}: request {command.key.ticket} has ended, and its room has not")
+            self.oracle.broken(
+                "drain",
+                f"{self.name}: request {command.key.ticket} has ended, and its room has not",
+            )
 
     def _to_member(self, command: group_leader.SendToMember) -> None:
         self.rules.decides(command.frame)

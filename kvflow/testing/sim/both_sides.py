@@ -1,7 +1,8 @@
-"""Both sides of a room know of a failure in time, and no peer is given up for nothing (I4): what every simulator asks.
+"""Both sides of a room know of a failure in time, and no peer is given up for nothing (I4): what
+every simulator asks.
 
-It looks at rooms of both sides by the promise they were opened under; each simulator tells it what its rooms do, and
-when something has happened to a node or a link.
+It looks at rooms of both sides by the promise they were opened under; each simulator tells it what
+its rooms do, and when something has happened to a node or a link.
 """
 
 from __future__ import annotations
@@ -69,16 +70,20 @@ class BothSides:
         acked: AbstractSet[Promise],
         forgetful: bool,
     ) -> None:
-        """`sides` by incarnation; `over_at_s`: when a record's user was told its ending, and `acked`: what prefill has
-        closed, both kept by the simulator; `forgetful`: prefills remember so few ended grants that some may begin below
-        the low-water mark."""
+        """`sides` by incarnation; `over_at_s`: when a record's user was told its ending, and
+        `acked`: what prefill has closed, both kept by the simulator; `forgetful`: prefills remember
+        so few ended grants that some may begin below the low-water mark."""
         self.sides, self.over_at_s, self.acked, self.forgetful = sides, over_at_s, acked, forgetful
         self.decodes: dict[Promise, DecodeRoomRecord] = {}
         self.prefills: dict[Promise, PrefillRoomRecord] = {}
-        self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}  # (incarnation, room): the engine's latest
-        self._legs: dict[tuple[int, int], list[PrefillRoomRecord]] = defaultdict(list)  # and all of them
-        self._refusals: dict[int, set[Cause]] = defaultdict(set)  # by room: of requests that decode made no room of
-        self._turned_away: dict[tuple[int, int], set[Cause]] = defaultdict(set)  # (incarnation, room): and prefill
+        # (incarnation, room): the engine's latest.
+        self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}
+        # And all of them.
+        self._legs: dict[tuple[int, int], list[PrefillRoomRecord]] = defaultdict(list)
+        # By room: of requests that decode made no room of.
+        self._refusals: dict[int, set[Cause]] = defaultdict(set)
+        # (incarnation, room): and prefill.
+        self._turned_away: dict[tuple[int, int], set[Cause]] = defaultdict(set)
 
     def now_s(self) -> float:
         raise NotImplementedError
@@ -126,7 +131,9 @@ class BothSides:
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
         halves = [self.engine_half(peer.key.incarnation, record.room) for peer in record.peers]
-        self._not_for_nothing(record, [half for half in halves if half is not None], record.peers, target)
+        self._not_for_nothing(
+            record, [half for half in halves if half is not None], record.peers, target
+        )
         for key in promises_of(target, record):
             self.look(key)
 
@@ -140,9 +147,15 @@ class BothSides:
     def _not_for_nothing(
         self, record: Record, others: Sequence[Record], peers: Sequence[PrefillPeer], target: int
     ) -> None:
-        """A peer is given up when something has happened between the two, or when one of `others` gave up its own."""
+        """A peer is given up when something has happened between the two, or when one of `others`
+        gave up its own.
+        """
         cause, side = record.state.cause, self.sides[target]
-        if cause is None or cause.code is not Code.PEER_LOST or any(other.state.cause == cause for other in others):
+        if (
+            cause is None
+            or cause.code is not Code.PEER_LOST
+            or any(other.state.cause == cause for other in others)
+        ):
             return
         for peer in peers:
             source = self.sides[peer.key.incarnation]
@@ -155,8 +168,9 @@ class BothSides:
     # --- partings
 
     def has_left(self, source: Side, control: str, linked: Iterable[Side]) -> None:
-        """A prefill has closed in order, and decodes take it for one that serves them: none of these could be reached,
-        or it has not said goodbye and what they have lent it stays on loan for nothing (I5)."""
+        """A prefill has closed in order, and decodes take it for one that serves them: none of
+        these could be reached, or it has not said goodbye and what they have lent it stays on loan
+        for nothing (I5)."""
         for target in linked:
             quiet_s = self.now_s() - self._last_trouble_s(source, target, control)
             if target.up and quiet_s > PATIENCE_S and not self.unplaced(source, target):
@@ -169,7 +183,9 @@ class BothSides:
         self.later(HEAR_S + _A_MOMENT_S, self._both_know, key, self.now_s())
 
     def _both_know(self, key: Promise, since_s: float) -> None:
-        """A room that has failed on one side has ended on the other, or the link between them was not up."""
+        """A room that has failed on one side has ended on the other, or the link between them was
+        not up.
+        """
         source, target = self.sides[key[0]], self.sides[key[1]]
         decode, prefill = self.decodes.get(key), self.prefills.get(key)
         if decode is None or not _both_live(source, target):
@@ -183,14 +199,18 @@ class BothSides:
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
             if not linked or peer.fresh_from > key[2] or (self.forgetful and key in self.acked):
-                return  # nothing from before the link was lost is told on: the engine's half waits for its rendezvous
+                # Nothing from before the link was lost is told on: the engine's half waits for its
+                # rendezvous.
+                return
             over_at_s = self.over_at_s.get(prefill, decode.opened_at_s)
             if self.forgetful and over_at_s < decode.opened_at_s + self.announced_within_s:
                 return  # its end was forgotten before decode's half came
             if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < self._troubled_at_s(
                 source, target, peer.key.control
             ):
-                return  # its end is kept for a while only: the announcement that was lost may have come too late
+                # Its end is kept for a while only: the announcement that was lost may have come too
+                # late.
+                return
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
             return
@@ -212,11 +232,14 @@ class BothSides:
         if prefill.peer is None and self._mixed_up(key, decode, prefill):
             return
         where, other = ("decode", prefill.phase) if failed_here else ("prefill", decode.phase)
-        self.broken("I4", f"room {decode.room} has failed at {where}, the other side is still {other.name}")
+        self.broken(
+            "I4", f"room {decode.room} has failed at {where}, the other side is still {other.name}"
+        )
 
     def _mixed_up(self, key: Promise, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
-        """A room id was used again at once: the engine's half has met the end of another room of that id, another half
-        has met one that may have been meant for it, or the id was another room's at prefill when it ended here."""
+        """A room id was used again at once: the engine's half has met the end of another room of
+        that id, another half has met one that may have been meant for it, or the id was another
+        room's at prefill when it ended here."""
         cause, over_at_s = decode.state.cause, self.over_at_s
         rooms = [room for room in self.decodes.values() if room.room == decode.room]
         others = [room for room in rooms if room is not decode]
@@ -231,11 +254,14 @@ class BothSides:
         if any(leg.state.cause in causes for leg in earlier):
             return True
         if any(
-            leg.peer is None and leg in over_at_s and over_at_s[leg] <= over_at_s.get(decode, 0.0) for leg in earlier
+            leg.peer is None and leg in over_at_s and over_at_s[leg] <= over_at_s.get(decode, 0.0)
+            for leg in earlier
         ):
             return True  # that one's end was kept for a decode, which this one has been
         if half in over_at_s and any(
-            at in self.acked for at, room in self.decodes.items() if at[0] == key[0] and room in others
+            at in self.acked
+            for at, room in self.decodes.items()
+            if at[0] == key[0] and room in others
         ):
             return True  # this one's end was, and that decode has had it
         ends = [over_at_s[room] for room in others if room in over_at_s]
@@ -244,7 +270,11 @@ class BothSides:
         if decode not in over_at_s:
             return False
         ended_at_s = over_at_s[decode]
-        bound = [room for at, room in self.prefills.items() if at[0] == key[0] and room.room == decode.room]
+        bound = [
+            room
+            for at, room in self.prefills.items()
+            if at[0] == key[0] and room.room == decode.room
+        ]
         return any(over_at_s.get(room, ended_at_s) >= ended_at_s for room in bound)
 
     def _troubled_at_s(self, source: Side, target: Side, control: str) -> float:
@@ -278,7 +308,9 @@ def promise_of(source: int, record: PrefillRoomRecord) -> Promise | None:
 
 
 def _recovers_s(decode: DecodeRoomRecord, troubled_at_s: float) -> float:
-    """How long after the last trouble both sides know: who asks has asked less and less often meanwhile."""
+    """How long after the last trouble both sides know: who asks has asked less and less often
+    meanwhile.
+    """
     return RECOVER_S + min(max(0.0, troubled_at_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
 
 

@@ -1,4 +1,6 @@
-"""The nodes of one run: real ones, each a process on the virtual loop, with everything they touch watched."""
+"""The nodes of one run: real ones, each a process on the virtual loop, with everything they touch
+watched.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,22 @@ class Member:
     """One life of one node: dead ones stay on the list."""
 
     def __init__(
-        self, name: str, process: Process, node: PrefillNode | DecodeNode, plane: PacedPlane, seen: Seen, group: int
+        self,
+        name: str,
+        process: Process,
+        node: PrefillNode | DecodeNode,
+        plane: PacedPlane,
+        seen: Seen,
+        group: int,
     ) -> None:
-        self.name, self.process, self.node, self.plane, self.seen, self.group = name, process, node, plane, seen, group
+        self.name, self.process, self.node, self.plane, self.seen, self.group = (
+            name,
+            process,
+            node,
+            plane,
+            seen,
+            group,
+        )
         self.tasks: list[asyncio.Task[None]] = []
         self.snapshots: Snapshots | None = None  # of a decode
         self.cache: Any = None  # a `cached.NodeCache`, where there are some
@@ -90,11 +105,15 @@ class Cluster:
 
     def living(self, kind: type) -> list[Member]:
         return [
-            m for m in self.members if m.alive and not m.leaving and not m.seen.displaced and isinstance(m.node, kind)
+            m
+            for m in self.members
+            if m.alive and not m.leaving and not m.seen.displaced and isinstance(m.node, kind)
         ]
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """What a registry says about a prefill group now; a dead rank's last word stands until it is back."""
+        """What a registry says about a prefill group now; a dead rank's last word stands until it
+        is back.
+        """
         latest: dict[int, RankInfo] = {}
         for member in self.members:
             if member.group == group and isinstance(member.node, PrefillNode):
@@ -114,7 +133,9 @@ class Cluster:
     async def _resolve(self, _: str) -> Sequence[RankInfo]:
         """A registry that takes its time."""
         rng = self.loop.rng
-        await asyncio.sleep(rng.uniform(*(DELAY_S if self.faults.on and rng.random() < 0.2 else THREAD_S)))
+        await asyncio.sleep(
+            rng.uniform(*(DELAY_S if self.faults.on and rng.random() < 0.2 else THREAD_S))
+        )
         return self.every_rank()
 
     def start_prefill(
@@ -135,20 +156,30 @@ class Cluster:
             **self._options(incarnation),
         }
         if group in self.threaded_groups:
-            engine = PrefillThreadEngine(name, process, pool, plane, books, self.oracle, self.faults.of_take, **options)
+            engine = PrefillThreadEngine(
+                name, process, pool, plane, books, self.oracle, self.faults.of_take, **options
+            )
             return self._join(name, process, engine.node, plane, books, group, None, engine)
-        node = PrefillNode(pool, plane, pages=self._store_after(after, pool, incarnation), **options)
+        node = PrefillNode(
+            pool, plane, pages=self._store_after(after, pool, incarnation), **options
+        )
         return self._join(name, process, node, plane, books, group)
 
     def start_decode(self, number: int, after: Member | None = None) -> Member:
-        """`after`: over the pool of a node that was closed, of either role; what it could not prove is inherited.
-        Every other one has another store of pages."""
+        """`after`: over the pool of a node that was closed, of either role; what it could not prove
+        is inherited. Every other one has another store of pages."""
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
         incarnation = self._incarnation()
-        options = {"resolve": self._resolve, "connect": self.wire.connect, **self._options(incarnation)}
+        options = {
+            "resolve": self._resolve,
+            "connect": self.wire.connect,
+            **self._options(incarnation),
+        }
         if number in self.threaded:
-            engine = DecodeThreadEngine(name, process, pool, plane, books, self.oracle, self.faults.of_take, **options)
+            engine = DecodeThreadEngine(
+                name, process, pool, plane, books, self.oracle, self.faults.of_take, **options
+            )
             return self._join(name, process, engine.node, plane, books, number, None, engine)
         staged = self._staged(name, pool, books)
         staging = None if staged is None else staged.staging
@@ -180,7 +211,9 @@ class Cluster:
     # --- what can happen to a node
 
     def crash(self, member: Member) -> None:
-        """Gone without a word: nothing of it runs, arrives or lands any more, and that can be observed."""
+        """Gone without a word: nothing of it runs, arrives or lands any more, and that can be
+        observed.
+        """
         self.oracle.trace(lambda: f"{member.name} dies")
         self.loop.kill(member.process)
         self.wire.unplug(member.process)
@@ -188,7 +221,9 @@ class Cluster:
         member.seen.books.lost = member.seen.lent.lost = True
 
     def leave(self, member: Member) -> None:
-        """Close the node as an operator would; it is gone when that and its engine's requests have ended."""
+        """Close the node as an operator would; it is gone when that and its engine's requests have
+        ended.
+        """
         self.oracle.trace(lambda: f"{member.name} leaves")
         member.leaving = True
 
@@ -213,7 +248,9 @@ class Cluster:
         if member.alive:
             self.oracle.trace(lambda: f"{member.name} has left")
             if isinstance(member.node, PrefillNode):
-                self.oracle.parted(member.node.incarnation, member.node.shell.endpoint.core.former.parted)
+                self.oracle.parted(
+                    member.node.incarnation, member.node.shell.endpoint.core.former.parted
+                )
                 linked = [
                     decode.seen
                     for decode in self.living(DecodeNode)
@@ -227,9 +264,12 @@ class Cluster:
     def declare_dead(self) -> None:
         """Where no fence ever proves a death, an operator gives his word for every dead prefill."""
         dead = {m.node.incarnation for m in self.members if not m.alive}
-        for member in [member for member in (*self.living(DecodeNode), *self.living(PrefillNode)) if member.up]:
+        for member in [
+            member for member in (*self.living(DecodeNode), *self.living(PrefillNode)) if member.up
+        ]:
             lines = member.node.peers()
-            if isinstance(member.node, PrefillNode):  # those it is linked to are decodes, which write nothing
+            # Those it is linked to are decodes, which write nothing.
+            if isinstance(member.node, PrefillNode):
                 lines = [line for line in lines if line["phase"] == "earlier"]
             known = {int(line["incarnation"], 16) for line in lines}
             for incarnation in sorted(known & dead):
@@ -253,7 +293,9 @@ class Cluster:
                     self.wire.deliver([Frame(*where, True, data) for data in said])
 
     def start_again(self, member: Member) -> Member:
-        """The next life of a node, at the same address; a decode that was closed leaves its pool to it."""
+        """The next life of a node, at the same address; a decode that was closed leaves its pool to
+        it.
+        """
         self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
         if isinstance(node, DecodeNode):
@@ -270,7 +312,9 @@ class Cluster:
         return self.start_again(member)
 
     def switch_role(self, member: Member, number: int) -> Member:
-        """A node of the other role over the pool of one that was closed; `number` is its group's, or its own."""
+        """A node of the other role over the pool of one that was closed; `number` is its group's,
+        or its own.
+        """
         self.oracle.trace(lambda: f"{member.name} goes on in the other role")
         if isinstance(member.node, PrefillNode):
             return self.start_decode(number, member)
@@ -343,7 +387,9 @@ class Cluster:
         whole = self.variety.layout
         pool = PagedPool.allocate(shard_layout(whole, *share), shared=False)
         self._pools.append(pool)
-        books = watch(pool, name, self.oracle, self.faults.of_take, None if share[1] == 1 else whole)
+        books = watch(
+            pool, name, self.oracle, self.faults.of_take, None if share[1] == 1 else whole
+        )
         return Process(name), pool, plane, books
 
     def _join(
@@ -358,7 +404,9 @@ class Cluster:
         engine: Engine | None = None,
     ) -> Member:
         """`engine` has started the node, where there is one."""
-        seen = Seen(process, node.incarnation, books, node.pool, None if staged is None else staged.books)
+        seen = Seen(
+            process, node.incarnation, books, node.pool, None if staged is None else staged.books
+        )
         member = Member(name, process, node, plane, seen, group)
         if isinstance(node, DecodeNode):
             host = self.variety.host

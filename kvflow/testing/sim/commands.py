@@ -1,4 +1,6 @@
-"""`kvflow sim`: seeds of whole nodes or of bare endpoints, one run as a story, planted bugs, the exhaustive walk."""
+"""`kvflow sim`: seeds of whole nodes or of bare endpoints, one run as a story, planted bugs, the
+exhaustive walk.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from kvflow.usage import App
 FIND_WITHIN_SEEDS, FIND_BARE_WITHIN_SEEDS = 2_000, 20_000
 
 app = App(
-    help="Play the real handlers in virtual time, with faults, and check what must hold at every step.",
+    help=(
+        "Play the real handlers in virtual time, with faults, and check what must hold at every "
+        "step."
+    ),
     no_args_is_help=False,
 )
 
@@ -28,17 +33,31 @@ app = App(
 def sim(
     seeds: Annotated[str, typer.Option(help="Play these seeds.", metavar="FIRST:END")] = "",
     seed: Annotated[int | None, typer.Option(help="Play one seed.")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="Tell the story of that seed, line by line.")] = False,
-    plant: Annotated[str, typer.Option(help="With this planted bug, or 'all': hunt it and print the first seed.")] = "",
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Tell the story of that seed, line by line.")
+    ] = False,
+    plant: Annotated[
+        str, typer.Option(help="With this planted bug, or 'all': hunt it and print the first seed.")
+    ] = "",
     plants: Annotated[bool, typer.Option("--plants", help="List the planted bugs.")] = False,
     exhaust: Annotated[
         bool,
-        typer.Option("--exhaust", help="Walk everything two rooms and their link, a few ranks, or a cache can do."),
+        typer.Option(
+            "--exhaust",
+            help="Walk everything two rooms and their link, a few ranks, or a cache can do.",
+        ),
     ] = False,
     bounds: Annotated[
-        str, typer.Option(help="With --exhaust: small, wide, group, cache, full, or one world; 'list' prints them.")
+        str,
+        typer.Option(
+            help=(
+                "With --exhaust: small, wide, group, cache, full, or one world; 'list' prints them."
+            )
+        ),
     ] = "",
-    bare: Annotated[bool, typer.Option("--bare", help="Endpoints alone: no event loop, more seeds a second.")] = False,
+    bare: Annotated[
+        bool, typer.Option("--bare", help="Endpoints alone: no event loop, more seeds a second.")
+    ] = False,
     group: Annotated[
         int,
         typer.Option(
@@ -48,7 +67,9 @@ def sim(
             metavar="RANKS",
         ),
     ] = 0,
-    cache: Annotated[bool, typer.Option("--cache", help="Whole nodes with prefix caches, whose tiers fail.")] = False,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Whole nodes with prefix caches, whose tiers fail.")
+    ] = False,
     jobs: Annotated[int, typer.Option(help="Processes that share the seeds.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -65,11 +86,15 @@ def sim(
         return _hunt(plant, seeds, bare, group, cache, as_json)
     from kvflow.testing.sim.report import simulate_many
 
-    found = simulate_many(_range(seeds or "0:1000"), jobs, say=_say, bare=bare, group=group, cache=cache)
+    found = simulate_many(
+        _range(seeds or "0:1000"), jobs, say=_say, bare=bare, group=group, cache=cache
+    )
     return _report(found, as_json)
 
 
-def _check_choices(kinds: dict[str, bool], seeds: dict[str, bool], exhaust: bool, bounds: str) -> None:
+def _check_choices(
+    kinds: dict[str, bool], seeds: dict[str, bool], exhaust: bool, bounds: str
+) -> None:
     """Raises: MisuseError for options that exclude each other, by whether each was given."""
     if (chosen := sum(kinds.values())) > 1:
         raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
@@ -87,7 +112,9 @@ def _exhaust(bounds: str, plant: str, as_json: bool) -> None:
     return _report(run.run(bounds, plant, _say), as_json)
 
 
-def _one(seed: int, plant: str, trace: bool, bare: bool, group: int, cache: bool, as_json: bool) -> None:
+def _one(
+    seed: int, plant: str, trace: bool, bare: bool, group: int, cache: bool, as_json: bool
+) -> None:
     from kvflow.testing.sim.report import described
 
     simulate: Callable[..., Outcome]
@@ -111,9 +138,17 @@ def _one(seed: int, plant: str, trace: bool, bare: bool, group: int, cache: bool
 
     with planted(plant):
         outcome = simulate(seed, tell=tell if trace else None)
-    report: dict[str, Any] = {"seed": seed, "violations": 0, "faults": dict(outcome.faults), "steps": outcome.steps}
+    report: dict[str, Any] = {
+        "seed": seed,
+        "violations": 0,
+        "faults": dict(outcome.faults),
+        "steps": outcome.steps,
+    }
     if outcome.violation is not None:
-        report |= {"violations": 1, **described(outcome, plant, bare=bare, group=group, cache=cache)}
+        report |= {
+            "violations": 1,
+            **described(outcome, plant, bare=bare, group=group, cache=cache),
+        }
     _report(report, as_json)
 
 
@@ -144,12 +179,23 @@ def _hunt(plant: str, seeds: str, bare: bool, group: int, cache: bool, as_json: 
     within = _range(seeds or f"0:{FIND_BARE_WITHIN_SEEDS if bare or group else FIND_WITHIN_SEEDS}")
     found = [hunt(name, within, _say) for name in names]
     if as_json:
-        typer.echo(json.dumps({"plants": len(found), "not_found": sum("seed" not in f for f in found), "found": found}))
+        typer.echo(
+            json.dumps(
+                {
+                    "plants": len(found),
+                    "not_found": sum("seed" not in f for f in found),
+                    "found": found,
+                }
+            )
+        )
     else:
         table = Table("plant", "found by", "invariant", "what the run says", box=None)
         for one in found:
             table.add_row(
-                one["plant"], str(one.get("seed", "NOT FOUND")), one.get("invariant", ""), one.get("text", "")
+                one["plant"],
+                str(one.get("seed", "NOT FOUND")),
+                one.get("invariant", ""),
+                one.get("text", ""),
             )
         Console().print(table)
     if any("seed" not in one for one in found):
@@ -167,7 +213,11 @@ def _list_plants(bare: bool, group: int, cache: bool, as_json: bool) -> None:
         from kvflow.testing.sim.plants import all_plants
 
     if as_json:
-        typer.echo(json.dumps([{"name": p.name, "text": p.text, "invariant": p.invariant} for p in all_plants()]))
+        typer.echo(
+            json.dumps(
+                [{"name": p.name, "text": p.text, "invariant": p.invariant} for p in all_plants()]
+            )
+        )
         return
     table = Table("plant", "breaks", "what it is", box=None)
     for p in all_plants():
@@ -175,13 +225,17 @@ def _list_plants(bare: bool, group: int, cache: bool, as_json: bool) -> None:
     Console().print(table)
 
 
-def _list_worlds(sets: Mapping[str, Sequence[str]], texts: Mapping[str, str], as_json: bool) -> None:
+def _list_worlds(
+    sets: Mapping[str, Sequence[str]], texts: Mapping[str, str], as_json: bool
+) -> None:
     if as_json:
         typer.echo(json.dumps({"sets": sets, "worlds": texts}))
         return
     table = Table("world", "in", "what it asks", box=None)
     for name, text in texts.items():
-        table.add_row(name, ", ".join(found for found, names in sets.items() if name in names), text)
+        table.add_row(
+            name, ", ".join(found for found, names in sets.items() if name in names), text
+        )
     Console().print(table)
 
 

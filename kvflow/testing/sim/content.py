@@ -15,7 +15,9 @@ from kvflow.testing.shards import placed_at_zero
 
 
 def content(digest: bytes, index: int, size_bytes: int, version: int = 0) -> bytes:
-    """The request, the place's number among those of the request, and how often it was rewritten decide every byte."""
+    """The request, the place's number among those of the request, and how often it was rewritten
+    decide every byte.
+    """
     salt = index.to_bytes(4, "little") + version.to_bytes(4, "little")
     block = hashlib.blake2b(digest, digest_size=32, salt=salt).digest()
     return (block * (size_bytes // len(block) + 1))[:size_bytes]
@@ -32,7 +34,11 @@ class PlaceBytes:
         """`whole`: what the pool is one rank's share of."""
         (self._pages,) = (b for b in layout.buffers if not b.in_rows)
         self._rows = next((b for b in layout.buffers if b.in_rows), None)
-        self.num_pages, self.page_bytes, self.row_bytes = layout.num_pages, layout.page_bytes, layout.row_bytes
+        self.num_pages, self.page_bytes, self.row_bytes = (
+            layout.num_pages,
+            layout.page_bytes,
+            layout.row_bytes,
+        )
         self._whole = whole or layout
         self._shares = None if self._whole is layout else _shares(self._whole, layout)
 
@@ -64,9 +70,14 @@ class PlaceBytes:
 def _shares(whole: PoolLayout, part: PoolLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For each byte of a page, and of a row, of `part`: which byte of one of `whole` it is."""
     first, none = np.zeros(1, dtype=np.int32), NO_PLACES
-    pairing = Pairing(placed_at_zero(whole), placed_at_zero(part), only=spans_served(served_of(part)))
+    pairing = Pairing(
+        placed_at_zero(whole), placed_at_zero(part), only=spans_served(served_of(part))
+    )
     found = []
-    for size_bytes, lists in ((part.page_bytes, (first, first)), (part.row_bytes, (none, none, first, first))):
+    for size_bytes, lists in (
+        (part.page_bytes, (first, first)),
+        (part.row_bytes, (none, none, first, first)),
+    ):
         share = np.zeros(size_bytes, dtype=np.int64)
         if size_bytes:
             blocks = pairing.blocks(*lists, max_block_bytes=size_bytes)

@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from kvflow.protocols.machines import cached_run, decode_room, grants, group, link, loan, peer, prefill_room, residency
+from kvflow.protocols.machines import (
+    cached_run,
+    decode_room,
+    grants,
+    group,
+    link,
+    loan,
+    peer,
+    prefill_room,
+    residency,
+)
 from kvflow.protocols.machines.tables import ERROR, Moves, Table
 from kvflow.testing.sim.swap import swapped
 
@@ -21,7 +31,9 @@ TABLES: dict[str, AnyTable] = {
     "grant": grants.TABLE,
 }
 TABLES_OF_NODES = TABLES | {"residency": residency.TABLE}
-"""Endpoints are all of the protocol; whole nodes also have requests that leave the device and come back."""
+"""Endpoints are all of the protocol; whole nodes also have requests that leave the device and come
+back.
+"""
 TABLES_OF_GROUPS = TABLES | {"group member": group.MEMBER, "group leader": group.LEADER}
 TABLES_OF_CACHES = TABLES | {"cached run": cached_run.TABLE}
 
@@ -42,7 +54,9 @@ def covered(visits: Counter[Cell]) -> Iterator[None]:
         finally:
             for name, rows in counts.items():
                 for phase, row in enumerate(rows):
-                    visits.update({(name, phase, kind): count for kind, count in enumerate(row) if count})
+                    visits.update(
+                        {(name, phase, kind): count for kind, count in enumerate(row) if count}
+                    )
 
 
 class _Counting(Moves[Any, Any, Any]):
@@ -55,8 +69,12 @@ class _Counting(Moves[Any, Any, Any]):
         return super().__getitem__(key)
 
 
-def report(visits: Counter[Cell], tables: Mapping[str, AnyTable] = TABLES_OF_NODES) -> dict[str, Any]:
-    """How many cells of `tables` were visited; legal ones that were not, and impossible ones that were."""
+def report(
+    visits: Counter[Cell], tables: Mapping[str, AnyTable] = TABLES_OF_NODES
+) -> dict[str, Any]:
+    """How many cells of `tables` were visited; legal ones that were not, and impossible ones that
+    were.
+    """
     visited, missing, error = 0, [], []
     for name, table in tables.items():
         for phase in table.phases:

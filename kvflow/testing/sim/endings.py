@@ -1,4 +1,6 @@
-"""How rooms end (I4, I5, I6, I7, I12): endpoints and shells are watched from outside while a simulation runs."""
+"""How rooms end (I4, I5, I6, I7, I12): endpoints and shells are watched from outside while a
+simulation runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Endings(BothSides):
     """Looks at every room, whether something has failed or not."""
 
     def __init__(self, oracle: Oracle, forgetful: bool) -> None:
-        """`forgetful`: prefills remember so few ended grants that some may begin below the low-water mark."""
+        """`forgetful`: prefills remember so few ended grants that some may begin below the
+        low-water mark.
+        """
         self._over_at_s: dict[Record, float] = {}
         super().__init__(oracle.by_incarnation, self._over_at_s, oracle.acked, forgetful)
         self.oracle, self.loop = oracle, oracle.loop
@@ -71,7 +75,9 @@ class Endings(BothSides):
             self.decodes[key] = record
             self.look(key)
 
-    def at_decode(self, target: Incarnation, record: DecodeRoomRecord, before: DecodeRoomState) -> None:
+    def at_decode(
+        self, target: Incarnation, record: DecodeRoomRecord, before: DecodeRoomState
+    ) -> None:
         now = record.state
         if before is now:
             return
@@ -96,7 +102,9 @@ class Endings(BothSides):
         self._handles[record] = room
         self.half_at_prefill(current_incarnation(self.oracle), record)
 
-    def at_prefill(self, source: Incarnation, record: PrefillRoomRecord, before: PrefillRoomState) -> None:
+    def at_prefill(
+        self, source: Incarnation, record: PrefillRoomRecord, before: PrefillRoomState
+    ) -> None:
         now = record.state
         self.known_at_prefill(source, record)
         if before is now:
@@ -109,12 +117,22 @@ class Endings(BothSides):
             if record.prompt is not None:
                 self.loop.soon(self._engine_told, record)
             self.over_at_prefill(source, record)
-        if key is not None and now.phase in prefill_room.TERMINAL and before.phase not in prefill_room.TERMINAL:
+        if (
+            key is not None
+            and now.phase in prefill_room.TERMINAL
+            and before.phase not in prefill_room.TERMINAL
+        ):
             writes = self.oracle.writes.get(Key(*key), ())
             if any(write.outcome is None for write in writes):
-                self.broken("I12", f"room {record.room} has ended at prefill while a write of it runs")
-            if now.phase is PrefillPhase.SUCCESS and any(write.outcome is not WriteOutcome.LANDED for write in writes):
-                self.broken("I3", f"room {record.room} succeeds at prefill over a write that has not landed")
+                self.broken(
+                    "I12", f"room {record.room} has ended at prefill while a write of it runs"
+                )
+            if now.phase is PrefillPhase.SUCCESS and any(
+                write.outcome is not WriteOutcome.LANDED for write in writes
+            ):
+                self.broken(
+                    "I3", f"room {record.room} succeeds at prefill over a write that has not landed"
+                )
 
     def _engine_told(self, record: PrefillRoomRecord) -> None:
         handle = self._handles.get(record)
@@ -164,7 +182,11 @@ Swap = tuple[type, str, object]
 
 
 def _at_decode(endings: Endings) -> Iterator[Swap]:
-    open_room, refuse_room, feed_room = DecodeEndpoint.open_room, DecodeEndpoint.refuse_room, DecodeCore.feed_room
+    open_room, refuse_room, feed_room = (
+        DecodeEndpoint.open_room,
+        DecodeEndpoint.refuse_room,
+        DecodeCore.feed_room,
+    )
     tell_landed, tell_failed = DecodeRoom.tell_landed, DecodeRoom.tell_failed
 
     def opened(self: DecodeEndpoint, room: int, *arguments: Any, **named: Any) -> GrantId:
@@ -220,7 +242,9 @@ def _at_prefill(endings: Endings) -> Iterator[Swap]:
         feed_room(self, record, event, now)
         endings.at_prefill(self.identity.incarnation, record, before)
 
-    def bound(self: PrefillCore, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId) -> None:
+    def bound(
+        self: PrefillCore, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId
+    ) -> None:
         bind(self, record, peer, grant)
         endings.bound(self.identity.incarnation, record)
 

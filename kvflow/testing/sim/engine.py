@@ -1,4 +1,6 @@
-"""What an engine does with rooms, as little as will do; put your own scheduler in its place (`Scheduler`)."""
+"""What an engine does with rooms, as little as will do; put your own scheduler in its place
+(`Scheduler`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class Named(NamedTuple):
 
 
 class Job:
-    """One request as one node gets it. Both legs of a request have the same `room`, and normally the same `prompt`."""
+    """One request as one node gets it.
+
+    Both legs of a request have the same `room`, and normally the same `prompt`.
+    """
 
     def __init__(
         self,
@@ -46,11 +51,14 @@ class Job:
         stay: Stay | None = None,
     ) -> None:
         self.room, self.prompt, self.chunks, self.deadline_s = room, prompt, chunks, deadline_s
-        self.ranks = ranks  # of the group of prefill ranks it is for, as a registry would tell decode now
+        # Of the group of prefill ranks it is for, as a registry would tell decode now.
+        self.ranks = ranks
         self._names = names
-        self.fails_at, self.refused = fails_at, refused  # the engine breaks down at that chunk, or will not have it
+        # The engine breaks down at that chunk, or will not have it.
+        self.fails_at, self.refused = fails_at, refused
         self.kept_s = kept_s  # how long decode goes on generating
-        self.offers_after_s = offers_after_s  # decode has pages for it only so long after it has announced the room
+        # decode has pages for it only so long after it has announced the room.
+        self.offers_after_s = offers_after_s
         self.topples = topples  # to be called when the room ends
         self.stay = stay  # what decode goes on to do with it
         self.residence: Residence | None = None  # as which it does so
@@ -63,12 +71,15 @@ class Job:
         return handoff_of(prompt_digest(self.prompt))
 
     def named(self) -> Named:
-        """How its client names the prefill it is for, now; a prefill that has one group by its ranks."""
+        """How its client names the prefill it is for, now; a prefill that has one group by its
+        ranks.
+        """
         return Named(self.ranks()) if self._names is None else self._names()
 
     def model_step(self, node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
-        """Computes `pages`, the prompt's pages from number `first` on; call it in a thread. They are the step's until
-        it has returned (I13)."""
+        """Computes `pages`, the prompt's pages from number `first` on; call it in a thread.
+
+        They are the step's until it has returned (I13)."""
         digest, books = prompt_digest(self.prompt), books_of(node.pages)
         for page in pages.tolist():
             books.readers[page] += 1
@@ -82,7 +93,9 @@ class Job:
 
 
 class Scheduler(Protocol):
-    """What the simulator calls, in a task of the node's own, once per job; a `KvflowError` may leave it."""
+    """What the simulator calls, in a task of the node's own, once per job; a `KvflowError` may
+    leave it.
+    """
 
     async def prefill(self, node: PrefillNode, job: Job) -> None: ...
 
@@ -110,7 +123,8 @@ class PlainScheduler:
                     if number == job.fails_at:
                         return room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
                     last = number == len(job.chunks) - 1
-                    chunk = pages[start:] if last else pages[start : start + count]  # a row goes with the last pages
+                    # A row goes with the last pages.
+                    chunk = pages[start:] if last else pages[start : start + count]
                     await in_thread(job.model_step(node, chunk, start))
                     room.send(chunk, last=last, handoff=job.handoff if last else b"")
                     start += count

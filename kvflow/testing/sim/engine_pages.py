@@ -14,14 +14,28 @@ from kvflow.testing.sim.pages import Books, Borrower, Judge
 
 
 class EnginePages:
-    """An engine's own allocator. It hands out what nobody of its own has and `store` does not call busy."""
+    """An engine's own allocator.
 
-    def __init__(self, books: Books, store: ExternalPages, who: str, judge: Judge, fails: Callable[[], bool]) -> None:
-        self._books, self._store, self._who, self._judge, self._fails = books, store, who, judge, fails
+    It hands out what nobody of its own has and `store` does not call busy.
+    """
+
+    def __init__(
+        self, books: Books, store: ExternalPages, who: str, judge: Judge, fails: Callable[[], bool]
+    ) -> None:
+        self._books, self._store, self._who, self._judge, self._fails = (
+            books,
+            store,
+            who,
+            judge,
+            fails,
+        )
         self._taken: set[int] = set()
 
     def take(self, count: int, owner: Borrower) -> PageIndices:
-        """`count` places of a room: pages, and where the pool has rows, a row as the last. Raises: CapacityError."""
+        """`count` places of a room: pages, and where the pool has rows, a row as the last.
+
+        Raises: CapacityError.
+        """
         if self._fails():
             raise CapacityError("pages (on purpose)", count, 0)
         books, rows = self._books, len(self._books.owners) - self._books.num_pages
@@ -31,7 +45,11 @@ class EnginePages:
             (0, books.num_pages, count - bool(rows)),
             (books.num_pages, books.num_pages + rows, int(bool(rows))),
         ):
-            free = [place for place in range(first, end) if place not in busy and place not in self._taken]
+            free = [
+                place
+                for place in range(first, end)
+                if place not in busy and place not in self._taken
+            ]
             if len(free) < wanted:
                 raise CapacityError("pages" if not first else "rows", wanted, len(free))
             found += free[:wanted]
@@ -48,8 +66,13 @@ class EnginePages:
         books = self._books
         for place in pages.tolist():
             if books.writers[place]:
-                self._judge.broken("I2", f"{self._who}: {books.name(place)} is free while a write may still reach it")
+                self._judge.broken(
+                    "I2",
+                    f"{self._who}: {books.name(place)} is free while a write may still reach it",
+                )
             if books.readers[place]:
-                self._judge.broken("I13", f"{self._who}: {books.name(place)} is free while it is read or computed")
+                self._judge.broken(
+                    "I13", f"{self._who}: {books.name(place)} is free while it is read or computed"
+                )
             books.owners[place] = None
         self._taken.difference_update(pages.tolist())

@@ -13,7 +13,9 @@ KINDS = (*ON_FRAMES, *ON_LINKS, *ON_WRITES, "capacity", *ON_NODES)
 ON_COPIES = ("slow copy", "failed copy", "no host memory")
 """Of snapshots, which only whole nodes make; drawn beside the others."""
 SWITCH = "switch"
-"""A node parts in order, and one of the other role goes on over its pool; drawn beside the others, too."""
+"""A node parts in order, and one of the other role goes on over its pool; drawn beside the others,
+too.
+"""
 
 _EVERY_FRAMES = (3, 25)  # a kind strikes once in so many frames, drawn per run
 _EVERY_WRITES = (2, 6)
@@ -41,7 +43,8 @@ class Faults:
             for kind in kinds:
                 if kind in self.kinds:
                     self._every[kind] = rng.randint(*every)
-                    self._next[kind] = rng.randint(1, 4)  # the first comes early: each kind of a run strikes in it
+                    # The first comes early: each kind of a run strikes in it.
+                    self._next[kind] = rng.randint(1, 4)
         self._frames = [kind for kind in ON_FRAMES if kind in self.kinds]
         self._writes = [kind for kind in ON_WRITES if kind in self.kinds]
         self._copies = [kind for kind in ON_COPIES[:2] if kind in self.kinds]

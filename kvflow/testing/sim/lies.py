@@ -1,4 +1,6 @@
-"""Words that no honest node says, or that nobody waits for any more: they must harm only who says them."""
+"""Words that no honest node says, or that nobody waits for any more: they must harm only who says
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,21 @@ _NOBODYS = RoomId(1 << 40)
 
 
 def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
-    """A decode announces every grant that prefill has forgotten once more, and claims that it needs nothing of any it
-    has used, though some are still in doubt."""
+    """A decode announces every grant that prefill has forgotten once more, and claims that it needs
+    nothing of any it has used, though some are still in doubt."""
     own, grants = peer.incarnation, peer.grants
     said: list[Message] = [
-        Announce(room=_NOBODYS, grant=GrantId(grant), source=source, target=own) for grant in range(1, grants.low_water)
+        Announce(room=_NOBODYS, grant=GrantId(grant), source=source, target=own)
+        for grant in range(1, grants.low_water)
     ]
     said.append(Heartbeat(source=source, target=own, settled_below=grants.seen_below))
     return [encode(message) for message in said]
 
 
 def another_life(target: Incarnation, peer: PrefillPeer) -> list[bytes]:
-    """The next life of a prefill says goodbye, then answers, and right behind it comes what its last life has said."""
+    """The next life of a prefill says goodbye, then answers, and right behind it comes what its
+    last life has said.
+    """
     own = peer.key.incarnation
 
     def answers(source: Incarnation, refusal: str) -> Message:

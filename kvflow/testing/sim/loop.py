@@ -1,11 +1,13 @@
-"""An asyncio event loop without time: a virtual clock that jumps from one timer to the next, and nothing else moves it.
+"""An asyncio event loop without time: a virtual clock that jumps from one timer to the next, and
+nothing else moves it.
 
     loop = VirtualLoop(random.Random(7))
     loop.run_until_complete(main())
 
-Everything random comes from one generator, so the same seed gives the same run. Threads are virtual too: what is given
-to an executor happens at a later moment, whole, on this thread. Tasks and timers belong to the process (`Process.run`)
-that started them; a process can be halted for a while, as by SIGSTOP, or for good.
+Everything random comes from one generator, so the same seed gives the same run. Threads are virtual
+too: what is given to an executor happens at a later moment, whole, on this thread. Tasks and timers
+belong to the process (`Process.run`) that started them; a process can be halted for a while, as by
+SIGSTOP, or for good.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Process:
 
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
-_NOBODY = contextvars.Context()  # of timers that belong to no process: the network, the plan of faults
+# Of timers that belong to no process: the network, the plan of faults.
+_NOBODY = contextvars.Context()
 
 
 def current_process() -> Process | None:
@@ -52,12 +55,16 @@ class VirtualThread(Executor):
     """An executor that says by itself when its work happens, and in how many parts. No thread."""
 
     def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
-        """Do `work` some time, by timers of the running loop, and answer `done` after it, if somebody still waits."""
+        """Do `work` some time, by timers of the running loop, and answer `done` after it, if
+        somebody still waits.
+        """
         raise NotImplementedError
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """One step is one timer, and then every callback it makes ready, in the order asyncio would call them."""
+    """One step is one timer, and then every callback it makes ready, in the order asyncio would
+    call them.
+    """
 
     _ready: deque[asyncio.Handle]  # asyncio's own, as are the next two
     _scheduled: list[asyncio.TimerHandle]
@@ -76,7 +83,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now
 
-    def later(self, delay_s: float, callback: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+    def later(
+        self, delay_s: float, callback: Callable[..., object], *arguments: Any
+    ) -> asyncio.TimerHandle:
         """As `call_later`, for what goes on whoever is halted."""
         return self.call_later(delay_s, callback, *arguments, context=_NOBODY)
 
@@ -113,7 +122,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 raise
 
     def wind_up(self) -> None:
-        """Cancel whatever is left, of the dead too, and let it end; what begins meanwhile, as well."""
+        """Cancel whatever is left, of the dead too, and let it end;
+        what begins meanwhile, as well.
+        """
         for process in list(self._halted):
             process.dead = False
             self.resume(process)
@@ -129,7 +140,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, function: Callable[..., T], *arguments: Any
     ) -> asyncio.Future[T]:
-        """The work happens in one go at a later moment; as with a thread, cancelling the future does not stop it."""
+        """The work happens in one go at a later moment; as with a thread, cancelling the future
+        does not stop it.
+        """
         future: asyncio.Future[T] = self.create_future()
         if isinstance(executor, VirtualThread):
             executor.begin(future, function, *arguments)
@@ -138,7 +151,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         def work() -> None:
             try:
                 result = function(*arguments)
-            except Exception as error:  # noqa: BLE001  # whoever awaits it gets it, as from a thread
+            except Exception as error:  # noqa: BLE001
+                # Whoever awaits it gets it, as from a thread.
                 if not future.done():
                     future.set_exception(error)
             else:
@@ -149,7 +163,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def call_soon_threadsafe(  # type: ignore[override]
-        self, callback: Callable[..., object], *arguments: Any, context: contextvars.Context | None = None
+        self,
+        callback: Callable[..., object],
+        *arguments: Any,
+        context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
         return self.call_soon(callback, *arguments, context=context)
 
@@ -160,7 +177,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if handle._cancelled:
                 continue
             if self._halted:
-                process: Process | None = handle._context.get(_process)  # type: ignore[attr-defined]
+                process: Process | None = handle._context.get(  # type: ignore[attr-defined]
+                    _process,
+                )
                 if process is not None and process.parked is not None:
                     process.parked.append(handle)
                     continue

@@ -1,5 +1,5 @@
-"""What really happened to pages, bytes and words, seen at the data planes, the allocators and the wire (I1-I3, I6-I9,
-I12, I13). The handlers' own books are never asked whether they are right.
+"""What really happened to pages, bytes and words, seen at the data planes, the allocators and the
+wire (I1-I3, I6-I9, I12, I13). The handlers' own books are never asked whether they are right.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ if TYPE_CHECKING:
     from kvflow.transports.data.fake import FakeWrite
 
 
-_DULL = {"source", "target", "layout", "address", "wire_version", "prompt_digest", "handoff", "checksum", "asked"}
+_DULL = {
+    "source",
+    "target",
+    "layout",
+    "address",
+    "wire_version",
+    "prompt_digest",
+    "handoff",
+    "checksum",
+    "asked",
+}
 
 
 class Key(NamedTuple):
@@ -38,7 +48,12 @@ class Seen:
     """One life of one node, as the world knows it."""
 
     def __init__(
-        self, process: Process, incarnation: int, books: Books, pool: PagedPool, staging: Books | None = None
+        self,
+        process: Process,
+        incarnation: int,
+        books: Books,
+        pool: PagedPool,
+        staging: Books | None = None,
     ) -> None:
         self.process, self.incarnation, self.books, self.pool = process, incarnation, books, pool
         self.lent = books if staging is None else staging  # of what peers write
@@ -60,8 +75,8 @@ class Seen:
 
 
 class Write:
-    """One write as the oracle sees it: `sources` and `targets` page by page, `next` of them in the target's memory, and
-    some bytes of the one after."""
+    """One write as the oracle sees it: `sources` and `targets` page by page, `next` of them in the
+    target's memory, and some bytes of the one after."""
 
     __slots__ = ("begun_bytes", "key", "next", "outcome", "source", "sources", "target", "targets")
 
@@ -85,16 +100,20 @@ class Oracle:
         self.by_address: dict[str, Seen] = {}  # of a data plane
         self.writes: dict[Key, list[Write]] = {}
         self.acked: set[Key] = set()
-        self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}  # source and target, and what it is said not to prove
+        # Source and target, and what it is said not to prove.
+        self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}
         self.left: set[tuple[int, int]] = set()  # those that were acknowledged
-        self.link_disturbed_at_s: dict[tuple[str, bytes], float] = {}  # per link: when something last happened to it
+        # Per link: when something last happened to it.
+        self.link_disturbed_at_s: dict[tuple[str, bytes], float] = {}
         self.garbage: set[bytes] = set()  # frames that are no message
         self.writing: PrefillRoomRecord | None = None  # whose write is being started
         self.dp_groups = DpGroups(loop, self.by_incarnation, self.broken)
         self._tell = tell
 
     def join(self, seen: Seen, address: str) -> None:
-        self.by_process[seen.process] = self.by_incarnation[seen.incarnation] = self.by_address[address] = seen
+        self.by_process[seen.process] = self.by_incarnation[seen.incarnation] = self.by_address[
+            address
+        ] = seen
 
     def broken(self, invariant: str, text: str) -> None:
         if self.violation is None and not self.over:
@@ -110,12 +129,19 @@ class Oracle:
     # --- writes
 
     def write_began(self, address: str, running: FakeWrite) -> None:
-        source, target, record = self.by_address[address], self.by_address[running.peer.address], self.writing
+        source, target, record = (
+            self.by_address[address],
+            self.by_address[running.peer.address],
+            self.writing,
+        )
         key = Key(source.incarnation, target.incarnation, record.grant if record is not None else 0)
         write = running.seen = Write(running, key, source, target)  # type: ignore[attr-defined]
         earlier = self.writes.setdefault(key, [])
         self.trace(
-            lambda: f"write {write.sources} -> {write.targets} of grant {key.grant}, {running.fault or 'no fault'}"
+            lambda: (
+                f"write {write.sources} -> {write.targets} of grant {key.grant}, "
+                f"{running.fault or 'no fault'}"
+            )
         )
         if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
@@ -128,7 +154,9 @@ class Oracle:
             target.lent.writers[page] += 1
 
     def bytes_landed(self, running: FakeWrite, size_bytes: int) -> None:
-        """In the order of the write's pages: one has landed with the last of what is written of it."""
+        """In the order of the write's pages: one has landed with the last of what
+        is written of it.
+        """
         write: Write = running.seen  # type: ignore[attr-defined]
         write.begun_bytes += size_bytes
         while write.next < len(write.targets):
@@ -145,13 +173,19 @@ class Oracle:
         books = write.target.lent
         books.writers[page] -= 1
         if grant_of(owner := books.owners[page]) != write.key.grant and not books.lost:
-            self.broken("I2", f"{write.key}: a byte lands on {books.name(page)}, which belongs to {owner!r}")
+            self.broken(
+                "I2", f"{write.key}: a byte lands on {books.name(page)}, which belongs to {owner!r}"
+            )
         self.trace(lambda: f"{books.name(page)} of grant {write.key.grant} lands")
 
     def write_ended(self, running: FakeWrite, outcome: WriteOutcome) -> None:
         write: Write = running.seen  # type: ignore[attr-defined]
         write.outcome = outcome
-        self.trace(lambda: f"write of grant {write.key.grant} ends: {outcome.value}, {write.next} pages landed")
+        self.trace(
+            lambda: (
+                f"write of grant {write.key.grant} ends: {outcome.value}, {write.next} pages landed"
+            )
+        )
         for page in write.sources:
             write.source.books.readers[page] -= 1
         if outcome is not WriteOutcome.UNPROVEN:
@@ -181,7 +215,10 @@ class Oracle:
         self.trace(lambda: self._worded(frame, message))
         mine = message.target if frame.to_prefill else message.source
         if mine != sender.incarnation:
-            self.broken("I6", f"{sender.process.name} ({sender.incarnation:x}) speaks for {mine:x}: {message}")
+            self.broken(
+                "I6",
+                f"{sender.process.name} ({sender.incarnation:x}) speaks for {mine:x}: {message}",
+            )
         if frame.to_prefill:
             self.dp_groups.said(message)
         if type(message) is ChunkDone:
@@ -193,25 +230,38 @@ class Oracle:
         elif type(message) is Bootstrap:
             for page in memoryview(message.pages).cast("i"):
                 if grant_of(owner := sender.lent.owners[page]) != message.grant:
-                    return self.broken("I6", f"grant {message.grant} lends {sender.lent.name(page)} of {owner!r}")
+                    return self.broken(
+                        "I6", f"grant {message.grant} lends {sender.lent.name(page)} of {owner!r}"
+                    )
         return None
 
     def _worded(self, frame: Frame, message: Message) -> str:
-        """A message as people want to read it: to whom, and without what is the same in all of them."""
+        """A message as people want to read it: to whom, and without what is the same in all of
+        them.
+        """
         hearer = self.by_incarnation.get(message.source if frame.to_prefill else message.target)
-        said = {name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL}
+        said = {
+            name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL
+        }
         if type(message) is Bootstrap:
             said["pages"] = memoryview(message.pages).cast("i").tolist()
         words = ", ".join(f"{name}={value}" for name, value in said.items())
-        return f"to {hearer.process.name if hearer else 'nobody'}: {type(message).__name__}({words})"
+        return (
+            f"to {hearer.process.name if hearer else 'nobody'}: {type(message).__name__}({words})"
+        )
 
     def _chunk_said(self, key: Key, message: ChunkDone) -> None:
         writes = self.writes.get(key, [])[: message.seq + 1]
-        begun = message.seq + bool(message.pages)  # the last chunk may be empty, where decode has the rest
+        # The last chunk may be empty, where decode has the rest.
+        begun = message.seq + bool(message.pages)
         if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
         elif message.pages and len(writes[-1].sources) != message.pages:
-            self.broken("I3", f"{key}: chunk {message.seq} has {len(writes[-1].sources)} pages, not {message.pages}")
+            self.broken(
+                "I3",
+                f"{key}: chunk {message.seq} has {len(writes[-1].sources)} pages, not "
+                f"{message.pages}",
+            )
 
     def _ack_said(self, key: Key, message: AbortAck) -> None:
         self.acked.add(key)
@@ -251,7 +301,9 @@ class Oracle:
     # --- bytes
 
     def landed(self, room: DecodeRoom, handoff: bytes) -> None:
-        """Decode's user is told that a room has landed: every page from every rank, the right bytes and hand-over."""
+        """Decode's user is told that a room has landed: every page from every rank, the right bytes
+        and hand-over.
+        """
         node, record = self.by_process[current_process()], room.record
         books, lent = node.books, room.lent.tolist()
         assert record is not None
@@ -260,15 +312,27 @@ class Oracle:
             writes = self.writes.get(Key(peer.key.incarnation, node.incarnation, record.grant), [])
             there = {page for write in writes for page in write.targets[: write.next]}
             if missing := [page for page in lent if page not in there]:
-                self.broken("I8", f"room {room.room} succeeds, rank {rank} has not written pages {missing}")
+                self.broken(
+                    "I8", f"room {room.room} succeeds, rank {rank} has not written pages {missing}"
+                )
         for index, (page, place) in enumerate(zip(pages, lent, strict=True)):
             if node.lent.writers[place]:
-                self.broken("I2", f"room {room.room} succeeds while a write may still reach {node.lent.name(place)}")
-            if books.bytes.read(page) != self.expected(digest, index, len(pages), books.bytes.size(page)):
-                self.broken("I8", f"room {room.room} succeeds, {books.name(page)} has somebody else's bytes")
+                self.broken(
+                    "I2",
+                    f"room {room.room} succeeds while a write may still reach "
+                    f"{node.lent.name(place)}",
+                )
+            if books.bytes.read(page) != self.expected(
+                digest, index, len(pages), books.bytes.size(page)
+            ):
+                self.broken(
+                    "I8", f"room {room.room} succeeds, {books.name(page)} has somebody else's bytes"
+                )
         if handoff != handoff_of(digest):
             self.broken("I9", f"room {room.room} got another room's hand-over")
 
     def expected(self, digest: bytes, index: int, count: int, size_bytes: int) -> bytes:
-        """What page `index` of the `count` pages holds that a room has brought for a prompt of that digest."""
+        """What page `index` of the `count` pages holds that a room has brought for a prompt of that
+        digest.
+        """
         return content(digest, index, size_bytes)

@@ -1,4 +1,6 @@
-"""Allocators that are looked at: a second set of books, and what of the world outside could touch a page or a row."""
+"""Allocators that are looked at: a second set of books, and what of the world outside could touch a
+page or a row.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,20 @@ class Judge(Protocol):
 
 
 class Books:
-    """What is known of every place of one pool: of its pages, and of its rows, numbered on from them."""
+    """What is known of every place of one pool: of its pages, and of its rows, numbered on from
+    them.
+    """
 
     def __init__(self, pool: PagedPool, whole: PoolLayout | None) -> None:
         layout = pool.layout
         self.bytes, self.num_pages = PlaceBytes(layout, whole), layout.num_pages
         self.owners: list[Hashable | None] = [None] * layout.num_places
         self.writers = [0] * layout.num_places  # writes that may still land there, proven or not
-        self.readers = [0] * layout.num_places  # model steps, copies, and writes that have it as their source
+        # Model steps, copies, and writes that have it as their source.
+        self.readers = [0] * layout.num_places
         self.withheld: set[int] = set()  # their last owner stands here until they are free
-        self.stores: dict[int, WatchedPages] = {}  # that nodes use now: of pages, and of rows, by their first place
+        # That nodes use now: of pages, and of rows, by their first place.
+        self.stores: dict[int, WatchedPages] = {}
         self.lost = False  # with the process: what still lands there hurts no one
 
     @property
@@ -44,19 +50,30 @@ class Books:
         return f"page {place}" if place < self.num_pages else f"row {place - self.num_pages}"
 
 
-def watch(pool: PagedPool, who: str, judge: Judge, fails: Callable[[], bool], whole: PoolLayout | None = None) -> Books:
-    """Replace the allocators of a pool, of which nothing has been taken. `whole`: what it is one rank's share of."""
+def watch(
+    pool: PagedPool,
+    who: str,
+    judge: Judge,
+    fails: Callable[[], bool],
+    whole: PoolLayout | None = None,
+) -> Books:
+    """Replace the allocators of a pool, of which nothing has been taken.
+
+    `whole`: what it is one rank's share of.
+    """
     books, layout = Books(pool, whole), pool.layout
     pool._places = None  # made of these when it is asked for
     pool._pages = WatchedPages("page", layout.num_pages, 0, who, judge, books, fails)
     if layout.num_rows:
-        pool._rows = WatchedPages("row", layout.num_rows, layout.num_pages, who, judge, books, fails)
+        pool._rows = WatchedPages(
+            "row", layout.num_rows, layout.num_pages, who, judge, books, fails
+        )
     return books
 
 
 def another_store(pool: PagedPool) -> PageStore:
-    """A store for the next node over a pool that is watched, which knows nothing of the last one's but what the node
-    tells it. The engine of the next node uses it, too."""
+    """A store for the next node over a pool that is watched, which knows nothing of the last one's
+    but what the node tells it. The engine of the next node uses it, too."""
     assert isinstance(pool._pages, WatchedPages)
     pages = pool._pages = pool._pages.again()
     if not isinstance(pool._rows, WatchedPages):
@@ -75,19 +92,36 @@ def books_of(store: PageStore) -> Books:
 
 
 class WatchedPages(PageAllocator):
-    """Implements `protocols.ports.PageStore`, for the pages of a pool or its rows; some takes fail on purpose."""
+    """Implements `protocols.ports.PageStore`, for the pages of a pool or its rows; some takes fail
+    on purpose.
+    """
 
     def __init__(
-        self, unit: str, count: int, first: int, who: str, judge: Judge, books: Books, fails: Callable[[], bool]
+        self,
+        unit: str,
+        count: int,
+        first: int,
+        who: str,
+        judge: Judge,
+        books: Books,
+        fails: Callable[[], bool],
     ) -> None:
         """`first`: the place of number 0."""
         super().__init__(count, unit=unit)
         books.stores[first] = self
-        self.books, self._first, self._who, self._judge, self._fails = books, first, who, judge, fails
+        self.books, self._first, self._who, self._judge, self._fails = (
+            books,
+            first,
+            who,
+            judge,
+            fails,
+        )
 
     def again(self) -> WatchedPages:
         """Another one in its place, with the same books."""
-        return WatchedPages(self._unit, self.num_pages, self._first, self._who, self._judge, self.books, self._fails)
+        return WatchedPages(
+            self._unit, self.num_pages, self._first, self._who, self._judge, self.books, self._fails
+        )
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
         if self._fails():
@@ -95,7 +129,9 @@ class WatchedPages(PageAllocator):
         pages, owners = super().take(count, owner), self.books.owners
         for place in self._places(pages):
             if owners[place] is not None:
-                self._broken("I1", f"{self.books.name(place)} of {owners[place]!r} is handed out again")
+                self._broken(
+                    "I1", f"{self.books.name(place)} of {owners[place]!r} is handed out again"
+                )
             owners[place] = owner
         self._count()
         return pages
@@ -106,7 +142,9 @@ class WatchedPages(PageAllocator):
         for place in self._places(pages):
             books.owners[place] = new_owner
             if books.writers[place] and grant_of(new_owner) is None:
-                self._broken("I2", f"{books.name(place)} goes to {new_owner!r} while a write may reach it")
+                self._broken(
+                    "I2", f"{books.name(place)} goes to {new_owner!r} while a write may reach it"
+                )
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
         self._guard(super().give_back, pages, owner)
@@ -158,7 +196,9 @@ class WatchedPages(PageAllocator):
 
 
 class Borrower:
-    """A request of an engine that hands out its pages by itself: who owns them, whatever the node does with them."""
+    """A request of an engine that hands out its pages by itself: who owns them, whatever the node
+    does with them.
+    """
 
     __slots__ = ("engine_gone", "grant", "room")
 
@@ -191,7 +231,9 @@ class WatchedExternalPages(ExternalPages):
     def _idle(self, place: int) -> None:
         books = self.books
         if books.writers[place]:
-            self._judge.broken("I2", f"{self._who}: {books.name(place)} is idle while a write may still reach it")
+            self._judge.broken(
+                "I2", f"{self._who}: {books.name(place)} is idle while a write may still reach it"
+            )
         if books.readers[place]:
             self._judge.broken("I13", f"{self._who}: {books.name(place)} is idle while it is read")
         owner = books.owners[place]

@@ -1,4 +1,6 @@
-"""A data plane in virtual time: page after page lands, some writes stall, fail, or land when nobody expects them."""
+"""A data plane in virtual time: page after page lands, some writes stall, fail, or land when nobody
+expects them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeWrite, Fault
 
 
 class PacedPlane(FakePlane):
-    """Everything a write does is a timer of the process that writes: a halted process writes nothing."""
+    """Everything a write does is a timer of the process that writes: a halted process writes
+    nothing.
+    """
 
     drains_at_once = False
 
@@ -56,7 +60,9 @@ class PacedPlane(FakePlane):
         if write.fault is Fault.STUCK:
             self._after(STUCK_S, self._unstick, write)
         else:
-            self._after(SLOW_PAGE_S if fault == "slow" else PAGE_S, self._slice, write, fault == "slow")
+            self._after(
+                SLOW_PAGE_S if fault == "slow" else PAGE_S, self._slice, write, fault == "slow"
+            )
 
     def copied(self, write: FakeWrite, size_bytes: int) -> None:
         self._oracle.bytes_landed(write, size_bytes)
@@ -90,6 +96,8 @@ class PacedPlane(FakePlane):
             self._late.remove(write)
             write.copy(1 << 62)
 
-    def _after(self, between_s: tuple[float, float], work: Callable[..., None], *arguments: object) -> None:
+    def _after(
+        self, between_s: tuple[float, float], work: Callable[..., None], *arguments: object
+    ) -> None:
         loop = self._oracle.loop
         loop.call_later(loop.rng.uniform(*between_s), work, *arguments)

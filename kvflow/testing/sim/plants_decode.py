@@ -1,4 +1,6 @@
-"""Planted bugs of decode's side: pages given back too early, messages believed that prove nothing, rooms mixed up."""
+"""Planted bugs of decode's side: pages given back too early, messages believed that prove nothing,
+rooms mixed up.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from kvflow.protocols.decode_rooms import DecodeRoomRecord
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines import decode_room
-from kvflow.protocols.machines.decode_room import DecodeEvent, DecodeKind, DecodePhase, DecodeRoomState
+from kvflow.protocols.machines.decode_room import (
+    DecodeEvent,
+    DecodeKind,
+    DecodePhase,
+    DecodeRoomState,
+)
 from kvflow.protocols.machines.link import TABLE as LINK_TABLE
 from kvflow.protocols.machines.link import LinkCommand, LinkKind, LinkPhase
 from kvflow.protocols.machines.loan import LoanKind
@@ -56,8 +63,12 @@ def abort_never_retried() -> Installed:
 
 
 def no_grant_check() -> Installed:
-    def room_of(core: DecodeCore, peer: PrefillPeer, message: ChunkDone | RoomFailed) -> DecodeRoomRecord | None:
-        return next((r for r in core.rooms.values() if r.room == message.room and peer in r.peers), None)
+    def room_of(
+        core: DecodeCore, peer: PrefillPeer, message: ChunkDone | RoomFailed
+    ) -> DecodeRoomRecord | None:
+        return next(
+            (r for r in core.rooms.values() if r.room == message.room and peer in r.peers), None
+        )
 
     return swapped(decode_inbox, "_room_of", room_of)
 
@@ -65,9 +76,15 @@ def no_grant_check() -> Installed:
 def success_before_all_ranks() -> Installed:
     original = decode_room._count_chunk
 
-    def count_chunk(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
+    def count_chunk(
+        room: DecodeRoomState, event: DecodeEvent
+    ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
         room, kind, event = original(room, event)
-        return room, DecodeKind.ALL_LANDED if event.last and kind is DecodeKind.CHUNK_LANDED else kind, event
+        return (
+            room,
+            DecodeKind.ALL_LANDED if event.last and kind is DecodeKind.CHUNK_LANDED else kind,
+            event,
+        )
 
     return swapped(decode_room, "_count_chunk", count_chunk)
 
@@ -83,11 +100,15 @@ def double_close() -> Installed:
 
 def restart_taken_for_death() -> Installed:
     dead = LINK_TABLE.cell(LinkPhase.UP, LinkKind.DIED)
-    return swapped_cells(LINK_TABLE, {(phase, LinkKind.REPLACED): dead for phase in (LinkPhase.UP, LinkPhase.SILENT)})
+    return swapped_cells(
+        LINK_TABLE, {(phase, LinkKind.REPLACED): dead for phase in (LinkPhase.UP, LinkPhase.SILENT)}
+    )
 
 
 def silence_taken_for_proof() -> Installed:
-    silent = Move(LinkPhase.SILENT, (LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS, LinkCommand.SEND_REGISTER))
+    silent = Move(
+        LinkPhase.SILENT, (LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS, LinkCommand.SEND_REGISTER)
+    )
     return swapped_cells(LINK_TABLE, {(LinkPhase.UP, LinkKind.SILENCE_DUE): silent})
 
 

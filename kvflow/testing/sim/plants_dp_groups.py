@@ -1,4 +1,6 @@
-"""Planted bugs of data-parallel prefills: rooms of the wrong group, ends told to it, or to some groups only."""
+"""Planted bugs of data-parallel prefills: rooms of the wrong group, ends told to it, or to some
+groups only.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def only_the_first_group_told() -> Installed:
 def linked_groups_mixed_up() -> Installed:
     original = DecodeNode._known
 
-    def known(self: DecodeNode, prefill: str, room: int, dp_rank: int | None) -> Sequence[RankInfo] | None:
+    def known(
+        self: DecodeNode, prefill: str, room: int, dp_rank: int | None
+    ) -> Sequence[RankInfo] | None:
         return original(self, prefill, room, None)
 
     return swapped(DecodeNode, "_known", known)
@@ -45,7 +49,10 @@ def closed_while_asked_not_told() -> Installed:
     original = DecodeShell._resolve_and_open
 
     async def resolve_and_open(
-        self: DecodeShell, room: DecodeRoom, resolve: Callable[[], Awaitable[Sequence[RankInfo]]], *rest: Any
+        self: DecodeShell,
+        room: DecodeRoom,
+        resolve: Callable[[], Awaitable[Sequence[RankInfo]]],
+        *rest: Any,
     ) -> None:
         async def asked() -> Sequence[RankInfo]:
             ranks = await resolve()
@@ -61,7 +68,10 @@ def closed_while_asked_not_told() -> Installed:
 PLANTS = (
     (
         "end told by another rule",
-        "the group of a room is what it names when it is opened, and what its number says when it is refused",
+        (
+            "the group of a room is what it names when it is opened, and what its number says when "
+            "it is refused"
+        ),
         told_by_another_rule,
         "I4",
     ),

@@ -1,4 +1,6 @@
-"""Planted bugs of goodbyes: not said, or too early, believed of another incarnation, taken for more than they prove."""
+"""Planted bugs of goodbyes: not said, or too early, believed of another incarnation, taken for more
+than they prove.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Planted bugs of prefill's side: messages sent too early or never again, tombstones forgotten, pages let go in use."""
+"""Planted bugs of prefill's side: messages sent too early or never again, tombstones forgotten,
+pages let go in use.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ from kvflow.protocols.prefill_core import PrefillCore
 from kvflow.protocols.prefill_peers import DecodePeer
 from kvflow.protocols.prefill_rooms import PrefillRoomRecord
 from kvflow.protocols.wire.codec import encode, parse_at_prefill, routing_id
-from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap, GrantId, Message, Resync, ToPrefill
+from kvflow.protocols.wire.messages import (
+    Abort,
+    AbortAck,
+    Bootstrap,
+    GrantId,
+    Message,
+    Resync,
+    ToPrefill,
+)
 from kvflow.testing.sim.plane import PacedPlane
 from kvflow.testing.sim.swap import swapped, swapped_item
 from kvflow.transports.data.fake import FakeRoute
@@ -37,7 +47,9 @@ _ENDED = (GrantPhase.CLOSED, GrantPhase.DOUBTFUL)
 def earlier_loans_forgotten_by_prefill() -> Installed:
     """Their pages stay withheld, and nothing watches who may still write into them."""
 
-    def take_over_nothing(shell: Shell, loans: EarlierLoans, plane: DataPlane, _: object) -> EarlierShell:
+    def take_over_nothing(
+        shell: Shell, loans: EarlierLoans, plane: DataPlane, _: object
+    ) -> EarlierShell:
         return EarlierShell(shell, loans, plane, ())
 
     return swapped(prefill_shell, "EarlierShell", take_over_nothing)
@@ -57,7 +69,8 @@ def ack_popped_before_send() -> Installed:
     original = prefill_inbox.HANDLERS[Abort]
 
     def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
-        if peer.grants.phase(message.grant) not in _ENDED:  # else its answer is on its way: why send it again?
+        # Else its answer is on its way: why send it again?
+        if peer.grants.phase(message.grant) not in _ENDED:
             original(core, peer, message, now)
 
     return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
@@ -69,7 +82,9 @@ def abort_by_room() -> Installed:
     def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
         record = core.rooms.get(message.room)
         if record is not None and record.peer is peer:
-            core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now)
+            core.feed_room(
+                record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now
+            )
         else:
             original(core, peer, message, now)
 
@@ -127,7 +142,11 @@ def ack_for_another_life() -> Installed:
     original = PrefillEndpoint.receive
 
     def receive(
-        self: PrefillEndpoint, peer_id: bytes, frame: bytes, now: float, sender_address: Callable[[], str] = str
+        self: PrefillEndpoint,
+        peer_id: bytes,
+        frame: bytes,
+        now: float,
+        sender_address: Callable[[], str] = str,
     ) -> None:
         try:
             message = parse_at_prefill(frame)
@@ -188,7 +207,8 @@ def second_cancel_skips_the_drain() -> Installed:
 
 def garbage_ends_the_loop() -> Installed:
     """The task that reads ends, as by an exception that is caught nowhere."""
-    # A CancelledError alone would be an error as any other: only a task that is cancelled ends by it.
+    # A CancelledError alone would be an error as any other: only a task that is cancelled ends by
+    # it.
 
     def parse(frame: bytes) -> ToPrefill:
         try:

@@ -1,4 +1,6 @@
-"""Planted bugs of requests that leave the device and come back: snapshots that are none, state left out or let go."""
+"""Planted bugs of requests that leave the device and come back: snapshots that are none, state left
+out or let go.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from kvflow.memory import residency as residents
 from kvflow.memory import snapshot as snapshots
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import Snapshot, SnapshotStore
-from kvflow.protocols.machines.residency import TABLE, ResidencyCommand, ResidencyKind, ResidencyPhase
+from kvflow.protocols.machines.residency import (
+    TABLE,
+    ResidencyCommand,
+    ResidencyKind,
+    ResidencyPhase,
+)
 from kvflow.protocols.machines.tables import Cell, Move
 from kvflow.protocols.pages import plan
 from kvflow.protocols.pages.layout import NO_PLACES, Places, PoolLayout
@@ -40,7 +47,9 @@ def _view_instead_of_copy() -> Installed:
     def key(store: SnapshotStore, places: Places) -> tuple[Any, ...]:
         return (store, *places.pages.tolist(), -1, *places.rows.tolist())
 
-    async def copy(self: SnapshotStore, pairing: Pairing, source: Places, target: Places, other: SnapshotStore) -> None:
+    async def copy(
+        self: SnapshotStore, pairing: Pairing, source: Places, target: Places, other: SnapshotStore
+    ) -> None:
         if pairing is self._out:
             views[key(self, target)] = source
             return
@@ -95,14 +104,18 @@ def _host_memory_freed_twice() -> Installed:
     swaps = ExitStack()
     swaps.enter_context(swapped(Snapshot, "close", close))
     swaps.enter_context(swapped_item(residents._RUN, C.FREE_SNAPSHOT, free))
-    swaps.enter_context(swapped_cells(TABLE, {(P.ENDED, kind): again for kind in (K.COPY_ENDED, K.CLOSE)}))
+    swaps.enter_context(
+        swapped_cells(TABLE, {(P.ENDED, kind): again for kind in (K.COPY_ENDED, K.CLOSE)})
+    )
     return swaps
 
 
 def _resumed_before_the_copy_has_ended() -> Installed:
     original = SnapshotStore._copy
 
-    async def copy(self: SnapshotStore, pairing: Pairing, source: Places, target: Places, other: SnapshotStore) -> None:
+    async def copy(
+        self: SnapshotStore, pairing: Pairing, source: Places, target: Places, other: SnapshotStore
+    ) -> None:
         copying = asyncio.ensure_future(original(self, pairing, source, target, other))
         if pairing is self._out:
             await copying
@@ -122,7 +135,11 @@ def _row_given_away_in_a_step() -> Installed:
             self.pages, self.rows = pages, NO_PLACES
 
     async def run(self: ModelThread, sequences: SequenceOf[Any], work: Callable[[], Any]) -> Any:
-        return await original(self, [PagesOnly(s.pages) for s in sequences], work)  # type: ignore[misc]
+        return await original(
+            self,
+            [PagesOnly(s.pages) for s in sequences],  # type: ignore[misc]
+            work,
+        )
 
     return swapped(ModelThread, "run", run)
 
@@ -151,13 +168,35 @@ def _cells(
 
 
 PLANTS = (
-    ResidencyPlant("view instead of copy", "a snapshot refers to the pool's pages", _view_instead_of_copy, "I14"),
-    ResidencyPlant("hand-over is a view", "a hand-over lies in a slot that is used again", _handoff_is_a_view, "I9"),
-    ResidencyPlant("index keys left out", "snapshots lack a stream beside K and V", _left_out("0.index_k"), "I14"),
-    ResidencyPlant("scales left out", "snapshots lack what there is one of a page", _left_out("0.scale"), "I14"),
-    ResidencyPlant("row left out", "snapshots lack the state row", _left_out("1.conv", "1.ssm"), "I14"),
     ResidencyPlant(
-        "host memory freed twice", "each close of a request frees its snapshot", _host_memory_freed_twice, "I1"
+        "view instead of copy",
+        "a snapshot refers to the pool's pages",
+        _view_instead_of_copy,
+        "I14",
+    ),
+    ResidencyPlant(
+        "hand-over is a view",
+        "a hand-over lies in a slot that is used again",
+        _handoff_is_a_view,
+        "I9",
+    ),
+    ResidencyPlant(
+        "index keys left out",
+        "snapshots lack a stream beside K and V",
+        _left_out("0.index_k"),
+        "I14",
+    ),
+    ResidencyPlant(
+        "scales left out", "snapshots lack what there is one of a page", _left_out("0.scale"), "I14"
+    ),
+    ResidencyPlant(
+        "row left out", "snapshots lack the state row", _left_out("1.conv", "1.ssm"), "I14"
+    ),
+    ResidencyPlant(
+        "host memory freed twice",
+        "each close of a request frees its snapshot",
+        _host_memory_freed_twice,
+        "I1",
     ),
     ResidencyPlant(
         "resumed before the copy has ended",
@@ -166,7 +205,10 @@ PLANTS = (
         "I13",
     ),
     ResidencyPlant(
-        "row given away in a step", "a model step holds pages, and no row", _row_given_away_in_a_step, "I13"
+        "row given away in a step",
+        "a model step holds pages, and no row",
+        _row_given_away_in_a_step,
+        "I13",
     ),
     ResidencyPlant(
         "places let go in a copy",

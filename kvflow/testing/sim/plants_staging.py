@@ -1,4 +1,6 @@
-"""Planted bugs of decodes with staging: places that go back too early, rooms whose turn never comes."""
+"""Planted bugs of decodes with staging: places that go back too early, rooms whose turn never
+comes.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,10 @@ PLANTS = (
     ),
     (
         "a large room is passed for ever",
-        "rooms that fit into what is free of the staging go before one that does not, however long that one has waited",
+        (
+            "rooms that fit into what is free of the staging go before one that does not, however "
+            "long that one has waited"
+        ),
         large_rooms_always_passed,
         "I7",
     ),

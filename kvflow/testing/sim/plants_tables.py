@@ -1,4 +1,6 @@
-"""Planted bugs of the tables and of the functions that look into them, as far as whole nodes can run into them."""
+"""Planted bugs of the tables and of the functions that look into them, as far as whole nodes can
+run into them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from kvflow.handlers.rooms import DecodeRoom
 from kvflow.protocols.errors import Cause
 from kvflow.protocols.machines import decode_room, prefill_room
 from kvflow.protocols.machines import loan as loans
-from kvflow.protocols.machines.decode_room import DecodeCommand, DecodeEvent, DecodeKind, DecodePhase
+from kvflow.protocols.machines.decode_room import (
+    DecodeCommand,
+    DecodeEvent,
+    DecodeKind,
+    DecodePhase,
+)
 from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.tables import IGNORE, Move, Table
@@ -37,7 +44,12 @@ _end_of_write = prefill_room._end_of_write
 _RETURN = Move(LoanPhase.RETURNED, (LoanCommand.RETURN,))
 _HURRY = Move(
     PrefillPhase.ABORTED,
-    (PrefillCommand.CANCEL_WRITES, PrefillCommand.SEND_DRAINED, PrefillCommand.TELL_ENDED, PrefillCommand.END),
+    (
+        PrefillCommand.CANCEL_WRITES,
+        PrefillCommand.SEND_DRAINED,
+        PrefillCommand.TELL_ENDED,
+        PrefillCommand.END,
+    ),
 )
 _IN_DOUBT = (LoanPhase.RECALLED, LoanPhase.DOUBTFUL)
 
@@ -69,7 +81,9 @@ def _drains_again() -> AbstractContextManager[object]:
     again = Move(DecodePhase.DRAINING, (DecodeCommand.RECALL_LOANS,))
     swaps = ExitStack()
     swaps.enter_context(swapped(DecodeShell, "close_room", close_room))
-    swaps.enter_context(swapped_cells(decode_room.TABLE, {(DecodePhase.FAILED, DecodeKind.ENDED_LOCALLY): again}))
+    swaps.enter_context(
+        swapped_cells(decode_room.TABLE, {(DecodePhase.FAILED, DecodeKind.ENDED_LOCALLY): again})
+    )
     return swaps
 
 
@@ -78,8 +92,14 @@ def _success_without_the_last_chunk() -> AbstractContextManager[object]:
     success = Move(DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END))
     in_doubt: Move[LoanPhase, LoanCommand] = Move(LoanPhase.DOUBTFUL)
     swaps = ExitStack()
-    swaps.enter_context(swapped_cells(decode_room.TABLE, {(DecodePhase.TRANSFERRING, DecodeKind.SOURCE_LOST): success}))
-    swaps.enter_context(swapped_cells(loans.TABLE, {(LoanPhase.LENT, LoanKind.SOURCE_LOST): in_doubt}))
+    swaps.enter_context(
+        swapped_cells(
+            decode_room.TABLE, {(DecodePhase.TRANSFERRING, DecodeKind.SOURCE_LOST): success}
+        )
+    )
+    swaps.enter_context(
+        swapped_cells(loans.TABLE, {(LoanPhase.LENT, LoanKind.SOURCE_LOST): in_doubt})
+    )
     return swaps
 
 
@@ -93,7 +113,9 @@ PLANTS = (
     TablePlant(
         "ack before drain (table)",
         "Abort is answered while writes still run",
-        _cells(prefill_room.TABLE, {(PrefillPhase.TRANSFERRING, PrefillKind.ABORT_RECEIVED): _HURRY}),
+        _cells(
+            prefill_room.TABLE, {(PrefillPhase.TRANSFERRING, PrefillKind.ABORT_RECEIVED): _HURRY}
+        ),
         "I12",
     ),
     TablePlant(
@@ -133,9 +155,17 @@ PLANTS = (
         "I2",
     ),
     TablePlant(
-        "success before all ranks (table)", "the last chunk of one rank is success", success_before_all_ranks, "I8"
+        "success before all ranks (table)",
+        "the last chunk of one rank is success",
+        success_before_all_ranks,
+        "I8",
     ),
-    TablePlant("resurrect after terminal", "a failed room that is closed again drains again", _drains_again, "I4"),
+    TablePlant(
+        "resurrect after terminal",
+        "a failed room that is closed again drains again",
+        _drains_again,
+        "I4",
+    ),
     TablePlant(
         "success without the last word",
         "a room that lost its source is told to its client as a success",

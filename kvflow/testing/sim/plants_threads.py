@@ -1,4 +1,6 @@
-"""Planted bugs of the front for engines without an event loop: pages idle too early or never, calls that are lost."""
+"""Planted bugs of the front for engines without an event loop: pages idle too early or never, calls
+that are lost.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def idle_before_the_drain() -> Installed:
 def released_as_it_fails() -> Installed:
     original = NodeThread._followed
 
-    def followed(self: NodeThread[Any, Any, Any], room: Any, handle: Any, error: BaseException | None) -> None:
+    def followed(
+        self: NodeThread[Any, Any, Any], room: Any, handle: Any, error: BaseException | None
+    ) -> None:
         if error is None:
             return original(self, room, handle, error)
         handle.close(self._explained(error, room).cause())
@@ -73,7 +77,9 @@ def last_posted_first() -> Installed:
 def opened_after_the_close_forgotten() -> Installed:
     original = NodeThread._open
 
-    def open_room(self: NodeThread[Any, Any, Any], room: Any, opened: Any, pages: PageIndices) -> None:
+    def open_room(
+        self: NodeThread[Any, Any, Any], room: Any, opened: Any, pages: PageIndices
+    ) -> None:
         if self._closed:
             return self.pages.unhold(pages)
         return original(self, room, opened, pages)
@@ -84,7 +90,9 @@ def opened_after_the_close_forgotten() -> Installed:
 def offered_too_late_and_kept() -> Installed:
     original = DecodeThread._offer
 
-    def offer(self: DecodeThread, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None) -> None:
+    def offer(
+        self: DecodeThread, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None
+    ) -> None:
         handle = self._rooms.get(room)
         if handle is not None and not handle.ended:
             original(self, room, pages, prefix_tokens)
@@ -122,7 +130,12 @@ PLANTS = (
         idle_before_the_drain,
         "I2",
     ),
-    ("released as it fails", "a room is called released as soon as it has failed", released_as_it_fails, "I2"),
+    (
+        "released as it fails",
+        "a room is called released as soon as it has failed",
+        released_as_it_fails,
+        "I2",
+    ),
     (
         "closed before it was opened",
         "the end of a room is forgotten while the loop has not opened it yet",

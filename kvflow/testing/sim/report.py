@@ -1,4 +1,6 @@
-"""Many seeds, one report: what struck, how rooms ended, which cells were visited, and how fast it went."""
+"""Many seeds, one report: what struck, how rooms ended, which cells were visited, and how fast it
+went.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvflow.testing.sim.coverage import TABLES, TABLES_OF_CACHES, TABLES_OF_GROUPS, TABLES_OF_NODES, Cell, report
+from kvflow.testing.sim.coverage import (
+    TABLES,
+    TABLES_OF_CACHES,
+    TABLES_OF_GROUPS,
+    TABLES_OF_NODES,
+    Cell,
+    report,
+)
 from kvflow.testing.sim.faults import KINDS, ON_COPIES, SWITCH
 from kvflow.testing.sim.outcome import Outcome
 from kvflow.testing.sim.plants import planted
@@ -29,8 +38,8 @@ def simulate_many(
     group: int = 0,
     cache: bool = False,
 ) -> dict[str, Any]:
-    """Play `seeds`, of whole nodes, with prefix caches or without, or of bare endpoints, or of one group of so many
-    ranks; the report counts, and tells how to replay each violation."""
+    """Play `seeds`, of whole nodes, with prefix caches or without, or of bare endpoints, or of one
+    group of so many ranks; the report counts, and tells how to replay each violation."""
     bare = bare or bool(group)
     visits: Counter[Cell] = Counter()
     faults: Counter[str] = Counter(dict.fromkeys(_fault_kinds(bare, cache), 0))
@@ -92,7 +101,9 @@ def described(
 ) -> dict[str, Any]:
     assert outcome.violation is not None
     how = f" --group {group}" if group else " --bare" * bare + " --cache" * cache
-    replay = f"kvflow sim{how} --seed {outcome.seed} --trace" + (f" --plant {plant!r}" if plant else "")
+    replay = f"kvflow sim{how} --seed {outcome.seed} --trace" + (
+        f" --plant {plant!r}" if plant else ""
+    )
     return {"seed": outcome.seed, **outcome.violation._asdict(), "replay": replay}
 
 
@@ -134,7 +145,9 @@ def _play_cached(seeds: Sequence[int], plant: str) -> tuple[list[Outcome], Count
         return [simulate_cached(seed, visits=visits) for seed in seeds], visits
 
 
-def _play_group(seeds: Sequence[int], plant: str, ranks: int) -> tuple[list[Outcome], Counter[Cell]]:
+def _play_group(
+    seeds: Sequence[int], plant: str, ranks: int
+) -> tuple[list[Outcome], Counter[Cell]]:
     from kvflow.testing.group.plants import planted as planted_group
     from kvflow.testing.group.run import simulate as simulate_group
 

@@ -1,7 +1,8 @@
-"""A request whose room has succeeded: a shipped `Resident` and model steps, driven as an engine drives them.
+"""A request whose room has succeeded: a shipped `Resident` and model steps, driven as an engine
+drives them.
 
-Every byte of its places says whose it is, so what another request, a copy or a step has done to them shows: in each
-model step, after each way back, and in the places that it has left.
+Every byte of its places says whose it is, so what another request, a copy or a step has done to
+them shows: in each model step, after each way back, and in the places that it has left.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class _Running:
 class Residence:
     """One request at one decode."""
 
-    def __init__(self, node: DecodeNode, snapshots: Snapshots, oracle: Oracle, digest: bytes, plan: Stay) -> None:
+    def __init__(
+        self, node: DecodeNode, snapshots: Snapshots, oracle: Oracle, digest: bytes, plan: Stay
+    ) -> None:
         self._snapshots, self._oracle, self._digest, self._plan = snapshots, oracle, digest, plan
         self._pool, self._layout, self._books = node.pool, node.pool.layout, books_of(node.pages)
         self._thread = ModelThread(Executor(), node.pages, self._layout)
@@ -61,10 +64,15 @@ class Residence:
         """Take the room over. Returns whether everything that was planned was done."""
         owner = ("sequence", room.room, room.grant)
         places = room.keep(owner)
-        self._handoff, self._state = handoff, State(self._books, self._digest, places.tolist(), self._broken)
+        self._handoff, self._state = (
+            handoff,
+            State(self._books, self._digest, places.tolist(), self._broken),
+        )
         pool, store = self._pool, self._snapshots.store
         rows = pool.rows if self._layout.num_rows else None
-        self._here = here = Resident(owner, self._layout.split(places), pages=pool.pages, rows=rows, store=store)
+        self._here = here = Resident(
+            owner, self._layout.split(places), pages=pool.pages, rows=rows, store=store
+        )
         try:
             for act in self._plan.acts:
                 await asyncio.sleep(act.pause_s)
@@ -171,7 +179,9 @@ class Residence:
 
     async def _back(self, here: Resident, whole: bool | None) -> None:
         if self._handoff != handoff_of(self._digest):
-            self._oracle.broken("I9", f"{here.owner}: its hand-over is another one after its return")
+            self._oracle.broken(
+                "I9", f"{here.owner}: its hand-over is another one after its return"
+            )
         if bool(whole) is self._state.lost:
             self._broken("it comes back with state that was dropped, or without state that was not")
         if whole:
@@ -179,16 +189,22 @@ class Residence:
         else:
             await self._step(here, None)
 
-    async def _move(self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None) -> T | None:
+    async def _move(
+        self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None
+    ) -> T | None:
         try:
             return await self._carry_out(here, work, disturbed)
         finally:
             if here.owner in self._snapshots.copies.owners:
-                self._oracle.broken("I12", f"{here!r}: it is said to have moved, or not to, while it is copied")
+                self._oracle.broken(
+                    "I12", f"{here!r}: it is said to have moved, or not to, while it is copied"
+                )
 
     # --- what happens beside it
 
-    async def _carry_out(self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None) -> T | None:
+    async def _carry_out(
+        self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None
+    ) -> T | None:
         """`work`, disturbed; None when it was cancelled by that."""
         if disturbed is None:
             return await work

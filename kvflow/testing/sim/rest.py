@@ -1,4 +1,6 @@
-"""What is not at rest, in words (I1, I5): rooms, grants, loans, handles and pages that are still somewhere."""
+"""What is not at rest, in words (I1, I5): rooms, grants, loans, handles and pages that are still
+somewhere.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from kvflow.testing.sim.times import FENCE_SLACK_S
 
 
 def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str]:
-    """What is not at rest, in words. With `doubts`, loans may be out whose proof is truly missing."""
+    """What is not at rest, in words.
+
+    With `doubts`, loans may be out whose proof is truly missing.
+    """
     found: list[str] = []
     for member in members:
         if member.alive:
@@ -33,7 +38,9 @@ def _left_at_prefill(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
     assert isinstance(node, PrefillNode)
     lent, found = _lent_by_earlier(member, oracle, doubts)
     if node.quarantined_pages != lent:
-        found.append(f"{name}: {node.quarantined_pages} pages in quarantine, earlier nodes have lent {lent}")
+        found.append(
+            f"{name}: {node.quarantined_pages} pages in quarantine, earlier nodes have lent {lent}"
+        )
     shell = node.shell
     core = shell.endpoint.core
     if core.rooms:
@@ -92,18 +99,25 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
     out = books.out - books.owners.count(OWNER)  # what is cached is at rest
     if member.seen.lent is not member.seen.books:
         if out > lent - lent_before:
-            found.append(f"{name}: {out} pages out, {lent - lent_before} places of staging are lent for them")
+            found.append(
+                f"{name}: {out} pages out, {lent - lent_before} places of staging are lent for them"
+            )
         books = member.seen.lent
         out = books.out
         if not lent and not node.staging_at_rest:
             found.append(f"{name}: its staging is not at rest")
     if out > lent or node.quarantined_pages != out:
-        found.append(f"{name}: {node.quarantined_pages} pages in quarantine, pages of {set(books.owners) - {None}}")
+        found.append(
+            f"{name}: {node.quarantined_pages} pages in quarantine, pages of "
+            f"{set(books.owners) - {None}}"
+        )
     return found
 
 
 def _lent_by_earlier(member: Member, oracle: Oracle, doubts: bool) -> tuple[int, list[str]]:
-    """The pages that nodes before this one have lent and may not have back yet, and the loans that must have ended."""
+    """The pages that nodes before this one have lent and may not have back yet, and the loans that
+    must have ended.
+    """
     lent, found = 0, []
     loans = (loan for pool in _pools_of(member.node) for loan in pool.unproven)
     for lease, loan in {loan.lease: loan for loan in loans}.items():
@@ -120,7 +134,9 @@ def _pools_of(node: PrefillNode | DecodeNode) -> tuple[PagedPool, ...]:
 
 
 def _doubtful(key: Key, oracle: Oracle) -> bool:
-    """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can be known."""
+    """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can
+    be known.
+    """
     source = oracle.by_incarnation[key.source]
     if oracle.settled(key):
         return False

@@ -1,4 +1,6 @@
-"""One seed, played to its end: faults, calm, rest, one more room that must succeed, and every writer's death."""
+"""One seed, played to its end: faults, calm, rest, one more room that must succeed, and every
+writer's death.
+"""
 
 from __future__ import annotations
 
@@ -57,16 +59,31 @@ class Run:
     """One scenario on one cluster."""
 
     def __init__(
-        self, loop: VirtualLoop, faults: Faults, scenario: Scenario, scheduler: Scheduler, oracle: Oracle,
+        self,
+        loop: VirtualLoop,
+        faults: Faults,
+        scenario: Scenario,
+        scheduler: Scheduler,
+        oracle: Oracle,
         cluster: Cluster | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`cluster`: a plain one, unless it is given."""
-        self.loop, self.faults, self.scenario, self.scheduler, self.oracle = loop, faults, scenario, scheduler, oracle
+        self.loop, self.faults, self.scenario, self.scheduler, self.oracle = (
+            loop,
+            faults,
+            scenario,
+            scheduler,
+            oracle,
+        )
         self.cluster = cluster or Cluster(loop, oracle, faults, scenario.variety)
-        self.cluster.threaded, self.cluster.threaded_groups = scenario.threaded, scenario.threaded_groups
+        self.cluster.threaded, self.cluster.threaded_groups = (
+            scenario.threaded,
+            scenario.threaded_groups,
+        )
         oracle.dp_groups.groups = self.cluster.data_parallel = dp_groups_of(scenario.data_parallel)
         self.endings = self.cluster.endings = Endings(oracle, forgetful=_forgetful(scenario))
-        if scenario.variety.staging_bytes:  # a room that finds none is announced with the first repetition
+        # A room that finds none is announced with the first repetition.
+        if scenario.variety.staging_bytes:
             self.endings.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
         self._places: list[Member] = []  # who is in each place now
         self._switching: Member | None = None  # who leaves to go on in the other role
@@ -76,12 +93,15 @@ class Run:
             first = self._prefills[-1].stop if self._prefills else 0
             self._prefills.append(range(first, first + ranks))
         groups = [group for group, places in enumerate(self._prefills) for _ in places]
-        self._numbers = [*groups, *range(scenario.decodes)]  # by place: of the group, or the decode, that belongs there
+        # By place: of the group, or the decode, that belongs there.
+        self._numbers = [*groups, *range(scenario.decodes)]
         self._begun: dict[Process | None, list[Job]] = defaultdict(list)
 
     async def play(self) -> None:
         for group, world_size in enumerate(self.scenario.groups):
-            self._places += [self.cluster.start_prefill(group, rank, world_size) for rank in range(world_size)]
+            self._places += [
+                self.cluster.start_prefill(group, rank, world_size) for rank in range(world_size)
+            ]
         self._places += [self.cluster.start_decode(n) for n in range(self.scenario.decodes)]
         for request in self.scenario.requests:
             decode = sum(self.scenario.groups) + request.decode_at
@@ -126,7 +146,9 @@ class Run:
                     fails_at=request.fails_at,
                     refused=request.refused,
                 )
-                self.loop.later(request.prefill.at_s, self._begin, place, PrefillNode, job, request.prefill)
+                self.loop.later(
+                    request.prefill.at_s, self._begin, place, PrefillNode, job, request.prefill
+                )
         if request.decode is not None:
             job = Job(
                 request.room,
@@ -141,10 +163,14 @@ class Run:
             )
             if request.topples:
                 job.topples = partial(self._topple, job)
-            self.loop.later(request.decode.at_s, self._begin, decode, DecodeNode, job, request.decode)
+            self.loop.later(
+                request.decode.at_s, self._begin, decode, DecodeNode, job, request.decode
+            )
 
     def _begin(self, place: int, role: type, job: Job, leg: Leg) -> None:
-        """Unless there is none of that role at the place: its client is refused, and the other leg finds that out."""
+        """Unless there is none of that role at the place: its client is refused, and the other leg
+        finds that out.
+        """
         member = self._places[place]
         if not member.alive or member.leaving or not isinstance(member.node, role):
             return
@@ -163,14 +189,18 @@ class Run:
             else:
                 if job.stay is not None and member.snapshots is not None:
                     digest = prompt_digest(job.prompt)
-                    job.residence = Residence(member.node, member.snapshots, self.oracle, digest, job.stay)
+                    job.residence = Residence(
+                        member.node, member.snapshots, self.oracle, digest, job.stay
+                    )
                 await self.scheduler.decode(member.node, job)
         except KvflowError as error:
             said = f"{member.name}: room {job.room}: {type(error).__name__}: {error}"
             self.oracle.trace(lambda: said)
 
     def _topple(self, job: Job) -> None:
-        """The end of a room ends those beside it; called from within `on_end`, by the node whose rooms they are."""
+        """The end of a room ends those beside it; called from within `on_end`, by the node whose
+        rooms they are.
+        """
         for other in self._begun[current_process()]:
             if other is not job and other.close is not None:
                 other.close(Cause(Code.CLIENT_GONE, "toppled"))
@@ -210,7 +240,9 @@ class Run:
             self.loop.later(accident.for_s, self._start_again, accident.node)
         elif kind == "stall":
             cluster.stall(member, accident.for_s)
-            self.loop.later(self.scenario.variety.timing.lost_after_s + 0.1, self._check_stalled, member)
+            self.loop.later(
+                self.scenario.variety.timing.lost_after_s + 0.1, self._check_stalled, member
+            )
         elif kind == "jam":
             cluster.jam(member)
             self.loop.later(accident.for_s, cluster.unjam, member)
@@ -224,10 +256,14 @@ class Run:
             self.loop.later(accident.for_s, cluster.mend, member)
 
     def _check_stalled(self, member: Member) -> None:
-        """A node whose data plane has moved nothing for too long says so; that is what health and heartbeats go by."""
+        """A node whose data plane has moved nothing for too long says so; that is what health and
+        heartbeats go by.
+        """
         long = member.plane.stalled_s > self.scenario.variety.timing.lost_after_s
         if member.up and not member.leaving and long and not member.node.unavailable_reason:
-            self.oracle.broken("I7", f"{member.name}: its data plane stands still, and it calls itself available")
+            self.oracle.broken(
+                "I7", f"{member.name}: its data plane stands still, and it calls itself available"
+            )
 
     def _enough_without(self, gone: Member) -> bool:
         """A whole prefill group and a decode would be left."""
@@ -236,7 +272,9 @@ class Run:
             for m in self._places
             if m.alive and m is not gone and m is not self._switching
         )
-        return left["decode"] > 0 and any(left[g] == ranks for g, ranks in enumerate(self.scenario.groups))
+        return left["decode"] > 0 and any(
+            left[g] == ranks for g, ranks in enumerate(self.scenario.groups)
+        )
 
     def _start_again(self, place: int) -> None:
         member = self._places[place]
@@ -249,7 +287,12 @@ class Run:
 
     def _switch(self, switch: Switch) -> None:
         member = self._places[switch.node]
-        if not self.faults.on or not member.up or member.leaving or not self._enough_without(member):
+        if (
+            not self.faults.on
+            or not member.up
+            or member.leaving
+            or not self._enough_without(member)
+        ):
             return
         self.faults.strike(SWITCH)
         self._switching = member
@@ -273,9 +316,13 @@ class Run:
                 self.loop.later(switch.back_after_s, self._switch, switch)
 
     def _schedule_elsewhere(self, request: Request, place: int, group: int) -> None:
-        """A request for the node at `place`, which is not of the role that belongs there, and for another node."""
+        """A request for the node at `place`, which is not of the role that belongs there, and for
+        another node.
+        """
         if isinstance(self._places[place].node, PrefillNode):
-            decodes = [n for n, member in enumerate(self._places) if isinstance(member.node, DecodeNode)]
+            decodes = [
+                n for n, member in enumerate(self._places) if isinstance(member.node, DecodeNode)
+            ]
             self._schedule(request, (place,), group, decodes[request.room % len(decodes)])
         else:
             others = [n for n, places in enumerate(self._prefills) if place not in places]
@@ -283,17 +330,29 @@ class Run:
             self._schedule(request, self._prefills[other], other, place)
 
     async def _two_kinds_at_least(self) -> None:
-        """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for a moment."""
+        """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for
+        a moment.
+        """
         for kind in ("freeze", "partition"):
             if len(self.faults.struck) >= 2:
                 return
-            while not (up := [n for n, member in enumerate(self._places) if member.up]):  # noqa: ASYNC110
+            while not (  # noqa: ASYNC110
+                up := [
+                    n
+                    for n, member in enumerate(
+                        self._places,
+                    )
+                    if member.up
+                ]
+            ):
                 await asyncio.sleep(0.1)  # all of them are about to start again
             self._happen(Accident(0.0, kind, up[-1], 0.2))
             await asyncio.sleep(0.25)
 
     def calm(self) -> None:
-        """No more faults: what was dropped stays lost, what is late stays late, but nothing new goes wrong."""
+        """No more faults: what was dropped stays lost, what is late stays late, but nothing new
+        goes wrong.
+        """
         self.oracle.trace(lambda: "calm")
         self.faults.calm()
         for member in self.cluster.members:
@@ -309,7 +368,9 @@ class Run:
         deadline_s = self.loop.time() + patience_s
         while still := self.still_left(doubts=doubts):
             if self.loop.time() >= deadline_s:
-                return self.oracle.broken("I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}")
+                return self.oracle.broken(
+                    "I5", f"{when}, after {patience_s:g} s: {'; '.join(still)}"
+                )
             await asyncio.sleep(0.1)
         return None
 
@@ -325,7 +386,9 @@ class Run:
             counts["copies from staging"] = sum(one.copies.ended for one in staged)
         if self.cluster.data_parallel:
             counts["ends told to every group"] = self.oracle.dp_groups.told_to_every_group
-        if engines := [member.engine for member in self.cluster.members if member.engine is not None]:
+        if engines := [
+            member.engine for member in self.cluster.members if member.engine is not None
+        ]:
             counts["rooms of engines without a loop"] = sum(engine.handled for engine in engines)
         return counts
 
@@ -335,13 +398,18 @@ class Run:
     async def _probe(self) -> None:
         """The next good room works, for every pair that lives (I7)."""
         legs: list[tuple[Member, Job]] = []
-        groups, decodes = {m.group for m in self.cluster.living(PrefillNode)}, self.cluster.living(DecodeNode)
+        groups, decodes = (
+            {m.group for m in self.cluster.living(PrefillNode)},
+            self.cluster.living(DecodeNode),
+        )
         count = min(PROBES, PROBES_OF_NODE // max(1, len(groups), len(decodes)))
         for group in sorted(groups):
             ranks = [m for m in self.cluster.living(PrefillNode) if m.group == group]
             if group < len(self._prefills) and len(ranks) < len(self._prefills[group]):
                 continue
-            if any(member.node.quarantined_pages > member.node.quarantine_limit for member in ranks):
+            if any(
+                member.node.quarantined_pages > member.node.quarantine_limit for member in ranks
+            ):
                 continue  # pages of earlier nodes: it may have too few
             for decode in decodes:
                 assert isinstance(decode.node, DecodeNode)
@@ -352,13 +420,19 @@ class Run:
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
                     legs += [(member, Job(room, prompt, PROBE_CHUNKS)) for member in ranks]
                     named = partial(self.cluster.named, group, *self._names_for_probe(group, room))
-                    legs.append((decode, Job(room, prompt, names=named, stay=None if number else GOOD)))
+                    legs.append(
+                        (decode, Job(room, prompt, names=named, stay=None if number else GOOD))
+                    )
         await asyncio.sleep(self.scenario.variety.timing.repeat_after_s)
         if legs:
-            await asyncio.wait([member.spawn(self._leg(member, job)) for member, job in legs], timeout=REST_S)
+            await asyncio.wait(
+                [member.spawn(self._leg(member, job)) for member, job in legs], timeout=REST_S
+            )
         for member, job in legs:
             if not job.succeeded:
-                self.oracle.broken("I7", f"{member.name}: a good room after the faults has not succeeded")
+                self.oracle.broken(
+                    "I7", f"{member.name}: a good room after the faults has not succeeded"
+                )
 
     def _names_for_probe(self, group: int, room: int) -> tuple[str, int | None]:
         if (found := self.cluster.data_parallel.get(group)) is None:
@@ -465,8 +539,9 @@ def _plenty() -> AbstractContextManager[object]:
 
 @contextmanager
 def _logged(oracle: Oracle) -> Iterator[None]:
-    """Handlers log what they survive: nothing of the kind may happen, whatever comes over the wire. Copies from staging
-    that fail on purpose are logged as well, and that is nobody's concern."""
+    """Handlers log what they survive: nothing of the kind may happen, whatever comes over the wire.
+
+    Copies from staging that fail on purpose are logged as well, and that is nobody's concern."""
     logger, memory = logging.getLogger("kvflow.handlers"), logging.getLogger("kvflow.memory")
     with (
         swapped(logger, "propagate", False),

@@ -1,4 +1,6 @@
-"""What one seed plays: how many nodes, which requests with which fates, and what happens to nodes and when."""
+"""What one seed plays: how many nodes, which requests with which fates, and what happens to nodes
+and when.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ THREADS_IN = 0.25
 SWITCH_ROOM = 500_000  # the first room of those that are for the other role
 
 OWN_GROUP, EVERY_GROUP, WORD = "own group", "every group", "word"
-"""How decode names the prefill of a room: by the ranks of the room's group, by those of all groups, or by a word that a
-registry knows."""
+"""How decode names the prefill of a room: by the ranks of the room's group, by those of all groups,
+or by a word that a registry knows."""
 
 Moment = tuple[float, str]
 """When (s after the leg has begun) and what: cancel, cancel twice, close."""
@@ -51,7 +53,8 @@ class Request(NamedTuple):
     refused: bool
     kept_s: float
     decode_refused: bool = False
-    offers_after_s: float | None = None  # decode announces the room, and has pages only so much later
+    # decode announces the room, and has pages only so much later.
+    offers_after_s: float | None = None
     topples: bool = False  # its end ends another room of the same node, from within `on_end`
     stay: Stay | None = None  # what it does at decode, once it has landed
     named: str = OWN_GROUP  # how decode names its prefill
@@ -68,8 +71,10 @@ class Accident(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """A node parts in order, and one of the other role goes on over its pool. `node` counts as in `Accident`;
-    `requests` are for the other role and are timed from its start, as is the way back, where there is one."""
+    """A node parts in order, and one of the other role goes on over its pool.
+
+    `node` counts as in `Accident`; `requests` are for the other role and are timed from its start,
+    as is the way back, where there is one."""
 
     at_s: float
     node: int
@@ -78,8 +83,10 @@ class Switch(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """`groups`: the ranks of each group. A group is a prefill by itself, unless `data_parallel` has it: the groups of
-    one prefill, in their order."""
+    """`groups`: the ranks of each group.
+
+    A group is a prefill by itself, unless `data_parallel` has it: the groups of one prefill, in
+    their order."""
 
     groups: tuple[int, ...]
     decodes: int
@@ -108,13 +115,16 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
             for _ in range(rng.randint(1, 2)):
                 first = nodes if kind not in ("takeover", "stall") else sum(groups)
                 for_s = _duration_s(rng) * (2 if kind == "stall" else 1)
-                accidents.append(Accident(rng.uniform(0.05, 2.2), kind, rng.randrange(first), for_s))
+                accidents.append(
+                    Accident(rng.uniform(0.05, 2.2), kind, rng.randrange(first), for_s)
+                )
     return Scenario(groups, decodes, draw_variety(rng, decodes), requests, accidents)
 
 
 def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario, in some of all seeds with one prefill that has two or three data-parallel groups. `rng` is another
-    generator than that of the scenario, which stays as it is otherwise. Requests of one number are one group's."""
+    """The scenario, in some of all seeds with one prefill that has two or three data-parallel
+    groups. `rng` is another generator than that of the scenario, which stays as it is otherwise.
+    Requests of one number are one group's."""
     if rng.random() >= DP_GROUPS_IN:
         return scenario
     groups, dp_size = scenario.groups, rng.choice((2, 2, 3))
@@ -132,7 +142,9 @@ def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
         return request._replace(named=named, dp_rank=dp_rank, group=group)
 
     def elsewhere(accident: Accident) -> Accident:
-        """Decodes stand behind the ranks of the other groups; what strikes one group may as well strike another."""
+        """Decodes stand behind the ranks of the other groups; what strikes one group may as well
+        strike another.
+        """
         start, node = sum(groups[:first]), accident.node
         if node >= prefill_ranks:
             return accident._replace(node=node + more * ranks)
@@ -148,9 +160,11 @@ def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
     )
 
 
-def _draw_group(rng: random.Random, room: int, groups: tuple[int, ...]) -> tuple[str, int | None, int]:
-    """How decode names the prefill, which of its groups it asks for, and the group at which the other leg waits: any
-    of them, where decode asks for one that there is not."""
+def _draw_group(
+    rng: random.Random, room: int, groups: tuple[int, ...]
+) -> tuple[str, int | None, int]:
+    """How decode names the prefill, which of its groups it asks for, and the group at which the
+    other leg waits: any of them, where decode asks for one that there is not."""
     size, chance = len(groups), rng.random()
     named = rng.choice((OWN_GROUP, EVERY_GROUP, WORD, WORD))
     if chance < 0.4:
@@ -162,16 +176,23 @@ def _draw_group(rng: random.Random, room: int, groups: tuple[int, ...]) -> tuple
 
 
 def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario, in some of all seeds with a node that changes its role. `rng` is another generator than that of the
-    scenario, which stays as it is without a switch. A rank of several has a share of a pool only, and keeps its role.
+    """The scenario, in some of all seeds with a node that changes its role.
+
+    `rng` is another generator than that of the scenario, which stays as it is without a switch. A
+    rank of several has a share of a pool only, and keeps its role.
     """
     if rng.random() >= SWITCHES_IN:
         return scenario
-    ranks_of_group = [ranks for ranks in scenario.groups for _ in range(ranks)] + [1] * scenario.decodes
+    ranks_of_group = [ranks for ranks in scenario.groups for _ in range(ranks)] + [
+        1
+    ] * scenario.decodes
     places = [place for place, ranks in enumerate(ranks_of_group) if ranks == 1]
-    requests = tuple(_request(rng, SWITCH_ROOM + n, 1, 1, within_s=0.4) for n in range(rng.randint(4, 8)))
+    requests = tuple(
+        _request(rng, SWITCH_ROOM + n, 1, 1, within_s=0.4) for n in range(rng.randint(4, 8))
+    )
     bounds, variety = scenario.variety.bounds, scenario.variety
-    bounds = msgspec.structs.replace(bounds, targets=bounds.targets + 1)  # there may be one decode more
+    # There may be one decode more.
+    bounds = msgspec.structs.replace(bounds, targets=bounds.targets + 1)
     return scenario._replace(
         variety=variety._replace(bounds=bounds),
         switch=Switch(
@@ -184,8 +205,9 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario, in some of all seeds with decodes that lend staging, of which there is too little for all of their
-    rooms at once. `rng` as in `with_switch`. Rooms have deadlines then: what is in quarantine may never come back."""
+    """The scenario, in some of all seeds with decodes that lend staging, of which there is too
+    little for all of their rooms at once. `rng` as in `with_switch`. Rooms have deadlines then:
+    what is in quarantine may never come back."""
     if rng.random() >= STAGED_IN:
         return scenario
     layout, switch = scenario.variety.layout, scenario.switch
@@ -199,36 +221,55 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
     return scenario._replace(
         variety=scenario.variety._replace(staging_bytes=size_bytes),
         requests=[in_time(request) for request in scenario.requests],
-        switch=switch and switch._replace(requests=tuple(in_time(request) for request in switch.requests)),
+        switch=switch
+        and switch._replace(requests=tuple(in_time(request) for request in switch.requests)),
     )
 
 
 def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario, in some of all seeds without staging with nodes whose engines have no event loop. `rng` as in
-    `with_switch`. A node that changes its role is not one of them. Most of these decodes part once, often just as a
-    request has come, and another node goes on over the pool."""
+    """The scenario, in some of all seeds without staging with nodes whose engines have no event
+    loop. `rng` as in `with_switch`. A node that changes its role is not one of them. Most of these
+    decodes part once, often just as a request has come, and another node goes on over the pool."""
     if rng.random() >= THREADS_IN or scenario.variety.staging_bytes:
         return scenario
     first = sum(scenario.groups)
     of_place = [group for group, ranks in enumerate(scenario.groups) for _ in range(ranks)]
     switching = None if scenario.switch is None else scenario.switch.node
-    threaded = [number for number in range(scenario.decodes) if rng.random() < 0.75 and first + number != switching]
+    threaded = [
+        number
+        for number in range(scenario.decodes)
+        if rng.random() < 0.75 and first + number != switching
+    ]
     switching_group = of_place[switching] if switching is not None and switching < first else None
-    groups = [group for group in range(len(scenario.groups)) if rng.random() < 0.4 and group != switching_group]
-    requests = [_offered(rng, request) if request.decode_at in threaded else request for request in scenario.requests]
+    groups = [
+        group
+        for group in range(len(scenario.groups))
+        if rng.random() < 0.4 and group != switching_group
+    ]
+    requests = [
+        _offered(rng, request) if request.decode_at in threaded else request
+        for request in scenario.requests
+    ]
     accidents = list(scenario.accidents)
     for number in threaded:
-        begins_s = [r.decode.at_s for r in requests if r.decode is not None and r.decode_at == number]
+        begins_s = [
+            r.decode.at_s for r in requests if r.decode is not None and r.decode_at == number
+        ]
         if begins_s and rng.random() < 0.7:
             at_s = rng.choice(begins_s) + rng.uniform(0.0, 0.03)
             accidents.append(Accident(at_s, "leave", first + number, rng.uniform(0.05, 0.6)))
     return scenario._replace(
-        threaded=frozenset(threaded), threaded_groups=frozenset(groups), requests=requests, accidents=accidents
+        threaded=frozenset(threaded),
+        threaded_groups=frozenset(groups),
+        requests=requests,
+        accidents=accidents,
     )
 
 
 def _offered(rng: random.Random, request: Request) -> Request:
-    """Some requests more are announced before there are pages, and some of them end just as these come."""
+    """Some requests more are announced before there are pages, and some of them end just as these
+    come.
+    """
     if request.decode is None or rng.random() > 0.3:
         return request
     offers_after_s, leg = rng.uniform(0.0, 0.3), request.decode
@@ -242,7 +283,9 @@ def _duration_s(rng: random.Random) -> float:
     return rng.choice((rng.uniform(0.05, 0.6), rng.uniform(0.6, 2.5)))
 
 
-def _request(rng: random.Random, room: int, groups: int, decodes: int, within_s: float = 1.6) -> Request:
+def _request(
+    rng: random.Random, room: int, groups: int, decodes: int, within_s: float = 1.6
+) -> Request:
     prompt = [rng.randrange(1 << 31) for _ in range(rng.randint(1, PROMPT_PAGES_MAX * PAGE_SIZE))]
     pages = -(-len(prompt) // PAGE_SIZE)
     at_s = rng.uniform(0.0, within_s)
@@ -283,11 +326,15 @@ def _leg(rng: random.Random, at_s: float) -> Leg:
 
 
 def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
-    """Decode wants the room's pages back in the middle of it, and the same room is tried again a moment later."""
+    """Decode wants the room's pages back in the middle of it, and the same room is tried again a
+    moment later.
+    """
     after_s = rng.uniform(0.0, 0.1)
     again_s = leg.at_s + after_s + rng.uniform(0.001, 0.2)
     prompt = [*request.prompt[:-1], request.prompt[-1] ^ 2]
-    again = request._replace(prompt=prompt, decode_prompt=prompt, prefill=Leg(again_s), decode=Leg(again_s))
+    again = request._replace(
+        prompt=prompt, decode_prompt=prompt, prefill=Leg(again_s), decode=Leg(again_s)
+    )
     return [request._replace(decode=leg._replace(ends=(after_s, "close"))), again]
 
 

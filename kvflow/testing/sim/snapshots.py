@@ -1,4 +1,6 @@
-"""One decode's host memory: a shipped store of snapshots over watched allocators, whose copies take virtual time."""
+"""One decode's host memory: a shipped store of snapshots over watched allocators, whose copies take
+virtual time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class CopyFailedError(Exception):
         super().__init__("a copy fails half-way (on purpose)")
 
 
-def after_half_a_copy(loop: VirtualLoop, fault: str, do: Callable[..., object], *arguments: object) -> None:
+def after_half_a_copy(
+    loop: VirtualLoop, fault: str, do: Callable[..., object], *arguments: object
+) -> None:
     """Call `do` when half of a copy with this fault would have been made."""
     span = SLOW_COPY_S if fault == "slow copy" else COPY_S
     loop.call_later(loop.rng.uniform(*span), do, *arguments)
@@ -32,7 +36,15 @@ def after_half_a_copy(loop: VirtualLoop, fault: str, do: Callable[..., object], 
 class Snapshots:
     """Made when the first request leaves: most decodes of a run have none."""
 
-    def __init__(self, who: str, pool: PagedPool, books: Books, host: tuple[int, int], oracle: Oracle, faults: Faults):
+    def __init__(
+        self,
+        who: str,
+        pool: PagedPool,
+        books: Books,
+        host: tuple[int, int],
+        oracle: Oracle,
+        faults: Faults,
+    ):
         self._who, self._pool, self._books, self._host = who, pool, books, host
         self._oracle, self._faults = oracle, faults
         self._store: SnapshotStore | None = None
@@ -55,7 +67,11 @@ class Snapshots:
         """What is not at rest, in words."""
         if (store := self._store) is None:
             return []
-        counts = {"snapshots": store.count, "bytes of host memory": store.used_bytes, "copies": len(self.copies.owners)}
+        counts = {
+            "snapshots": store.count,
+            "bytes of host memory": store.used_bytes,
+            "copies": len(self.copies.owners),
+        }
         return [f"{self._who}: {count} {what}" for what, count in counts.items() if count]
 
     async def close(self) -> None:
@@ -70,7 +86,9 @@ class Snapshots:
 
 
 class CopyThread(VirtualThread):
-    """Copies in two halves, with time before each; what a copy touches is in use from its begin to its end."""
+    """Copies in two halves, with time before each; what a copy touches is in use from its begin to
+    its end.
+    """
 
     def __init__(self, pool: PagedPool, books: Books, oracle: Oracle, faults: Faults) -> None:
         self._pool, self._books, self._oracle, self._faults = pool, books, oracle, faults
@@ -86,14 +104,30 @@ class CopyThread(VirtualThread):
         pairing, source, target, *rest = arguments
         out = pairing.source is self._pool.layout
         assert self.host is not None
-        used = [*_used(self._books, source if out else target), *_used(self.host, target if out else source)]
+        used = [
+            *_used(self._books, source if out else target),
+            *_used(self.host, target if out else source),
+        ]
         for books, place in used:
             books.readers[place] += 1
         owner = self._books.owners[used[0][1]]
         self.owners.append(owner)
         fault = self._faults.of_copy()
-        self._oracle.trace(lambda: f"copies {len(source.pages)} pages {'out' if out else 'in'}, {fault or 'no fault'}")
-        self._next(_Copy(done, lambda half: work(pairing, *half, *rest), _halves(source, target), used, owner, fault))
+        self._oracle.trace(
+            lambda: (
+                f"copies {len(source.pages)} pages {'out' if out else 'in'}, {fault or 'no fault'}"
+            )
+        )
+        self._next(
+            _Copy(
+                done,
+                lambda half: work(pairing, *half, *rest),
+                _halves(source, target),
+                used,
+                owner,
+                fault,
+            )
+        )
 
     def _next(self, copy: _Copy) -> None:
         after_half_a_copy(self._oracle.loop, copy.fault, self._half, copy)

@@ -1,5 +1,5 @@
-"""The staging of a simulated decode: shipped memory over watched allocators, copies that take virtual time, and the
-rooms that wait for places of it, whose turn is judged from outside."""
+"""The staging of a simulated decode: shipped memory over watched allocators, copies that take
+virtual time, and the rooms that wait for places of it, whose turn is judged from outside."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ class Staged:
     """The staging of one pool, for every decode that has the pool, one after the other."""
 
     def __init__(
-        self, who: str, pool: PagedPool, books: Books, size_bytes: int, oracle: Oracle, faults: Faults
+        self,
+        who: str,
+        pool: PagedPool,
+        books: Books,
+        size_bytes: int,
+        oracle: Oracle,
+        faults: Faults,
     ) -> None:
         self.staging = Staging(pool, size_bytes, shared=False)
         self.books = watch(self.staging.host, f"staging of {who}", oracle, lambda: False)
@@ -80,7 +86,10 @@ class Staged:
             if other is room:
                 break
             if (waited_s := self._oracle.loop.time() - wait.since_s) >= PASSED_FOR_S:
-                text = f"room {room.room} gets staging before room {other.room}, which has waited for {waited_s:.2f} s"
+                text = (
+                    f"room {room.room} gets staging before room {other.room}, which has waited for "
+                    f"{waited_s:.2f} s"
+                )
                 self._oracle.broken("I7", f"{self._who}: {text}")
         self._waiting.pop(room, None)
 
@@ -93,12 +102,18 @@ class Staged:
             return
         for room, wait in self._still_waiting():
             if wait.process.parked is None and self._fits(wait.wanted, lambda owner: owner is None):
-                self._oracle.broken("I7", f"{self._who}: room {room.room} waits for {wait.wanted} places that are free")
+                self._oracle.broken(
+                    "I7",
+                    f"{self._who}: room {room.room} waits for {wait.wanted} places that are free",
+                )
             break
         self._oracle.loop.later(LOOK_S, self._look)
 
     def _still_waiting(self) -> Iterator[tuple[DecodeRoom, _Wait]]:
-        """The oldest comes first. Those that need what a quarantine keeps are left out: it may never come back."""
+        """The oldest comes first.
+
+        Those that need what a quarantine keeps are left out: it may never come back.
+        """
         for room, wait in self._waiting.items():
             if not room.ended and self._fits(wait.wanted, lambda owner: not self._is_kept(owner)):
                 yield room, wait
@@ -111,14 +126,20 @@ class Staged:
     def _fits(self, wanted: int, counts: Callable[[Hashable | None], bool]) -> bool:
         """There are as many places whose owners count, and which no earlier node has lent."""
         books = self.books
-        places = [place for place, owner in enumerate(books.owners) if counts(owner) and place not in books.withheld]
+        places = [
+            place
+            for place, owner in enumerate(books.owners)
+            if counts(owner) and place not in books.withheld
+        ]
         pages = sum(place < books.num_pages for place in places)
         rows = int(len(books.owners) > books.num_pages)  # a room has one, where there are some
         return wanted - rows <= pages and rows <= len(places) - pages
 
 
 class _HalfCopier:
-    """Implements `memory.copies.Copier`: it copies one half of what it is given, and keeps the other for later."""
+    """Implements `memory.copies.Copier`: it copies one half of what it is given, and keeps the
+    other for later.
+    """
 
     def __init__(self) -> None:
         self._rest: list[Blocks] = []
@@ -140,10 +161,13 @@ class _HalfCopier:
 
 
 class _Copies(VirtualThread):
-    """Shipped page tasks that copy in two halves, with time before each. What one copies is in use from its first half
-    to its end."""
+    """Shipped page tasks that copy in two halves, with time before each.
 
-    def __init__(self, copier: _HalfCopier, books: tuple[Books, Books], oracle: Oracle, faults: Faults) -> None:
+    What one copies is in use from its first half to its end."""
+
+    def __init__(
+        self, copier: _HalfCopier, books: tuple[Books, Books], oracle: Oracle, faults: Faults
+    ) -> None:
         """`books`: those of the staging, and those of the pool."""
         self._copier, self._books, self._oracle, self._faults = copier, books, oracle, faults
         self.ended = 0
@@ -154,13 +178,22 @@ class _Copies(VirtualThread):
         assert isinstance(task._work, partial)
         lent, pages, _ = task._work.args
         fault = self._faults.of_copy()
-        self._oracle.trace(lambda: f"brings {lent.tolist()} of staging to {pages.tolist()}, {fault or 'no fault'}")
+        self._oracle.trace(
+            lambda: f"brings {lent.tolist()} of staging to {pages.tolist()}, {fault or 'no fault'}"
+        )
         staged, own = self._books
-        used = [*((staged, place) for place in lent.tolist()), *((own, place) for place in pages.tolist())]
+        used = [
+            *((staged, place) for place in lent.tolist()),
+            *((own, place) for place in pages.tolist()),
+        ]
         after_half_a_copy(self._oracle.loop, fault, self._first_half, done, work, used, fault)
 
     def _first_half(
-        self, done: asyncio.Future[Any], work: Callable[[], bytes | None], used: list[tuple[Books, int]], fault: str
+        self,
+        done: asyncio.Future[Any],
+        work: Callable[[], bytes | None],
+        used: list[tuple[Books, int]],
+        fault: str,
     ) -> None:
         answer = work()
         if answer is None:  # it was cancelled before it has begun
@@ -168,10 +201,17 @@ class _Copies(VirtualThread):
         for books, place in used:
             books.readers[place] += 1
         rest = self._copier.take_rest()
-        return after_half_a_copy(self._oracle.loop, fault, self._second_half, done, answer, rest, used, fault)
+        return after_half_a_copy(
+            self._oracle.loop, fault, self._second_half, done, answer, rest, used, fault
+        )
 
     def _second_half(
-        self, done: asyncio.Future[Any], answer: bytes, rest: list[Blocks], used: list[tuple[Books, int]], fault: str
+        self,
+        done: asyncio.Future[Any],
+        answer: bytes,
+        rest: list[Blocks],
+        used: list[tuple[Books, int]],
+        fault: str,
     ) -> None:
         for books, place in used:
             books.readers[place] -= 1

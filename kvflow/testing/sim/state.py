@@ -43,7 +43,9 @@ class State:
                 self._broken(f"{when}, {self._books.name(place)} has other bytes than its own")
 
     def compute(self, places: list[int]) -> None:
-        """A step writes into the last page, and all of the row; where everything was lost, everything."""
+        """A step writes into the last page, and all of the row; where everything was lost,
+        everything.
+        """
         self._version += 1
         count = len(self._pages)
         for index in range(0 if self.lost else count - 1, len(places)):
@@ -60,16 +62,24 @@ class State:
 
 
 class Squatter:
-    """Another request in the places that one has left: it writes to them, and finds what it has written."""
+    """Another request in the places that one has left: it writes to them, and finds what it has
+    written.
+    """
 
-    def __init__(self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken) -> None:
-        """Takes as many pages and rows as `sizes`, or all of a kind, as far as there are so many."""
+    def __init__(
+        self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken
+    ) -> None:
+        """Takes as many pages and rows as `sizes`, or all of a kind,
+        as far as there are so many.
+        """
         self._books, self._broken = books, broken
         self._taken: list[tuple[PageAllocator, PageIndices, list[int]]] = []
         if what:
             self._take(pool.pages, pool.pages.free_pages if what == ALL_PAGES else sizes[0], 0)
         if what and sizes[1]:
-            self._take(pool.rows, pool.rows.free_pages if what == ALL_ROWS else sizes[1], books.num_pages)
+            self._take(
+                pool.rows, pool.rows.free_pages if what == ALL_ROWS else sizes[1], books.num_pages
+            )
 
     def leave(self) -> None:
         for store, taken, places in self._taken:

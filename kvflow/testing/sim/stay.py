@@ -1,4 +1,6 @@
-"""What a request does at decode after its room has succeeded: drawn from the seed beforehand, played by `residence`."""
+"""What a request does at decode after its room has succeeded: drawn from the seed beforehand,
+played by `residence`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ TURNS = 6  # of the event loop between the end of a copy and the moment in which
 
 
 class Disturbance(NamedTuple):
-    """In the middle of an act: what is awaited is cancelled, or the request is aborted from beside it."""
+    """In the middle of an act: what is awaited is cancelled, or the request is aborted from beside
+    it.
+    """
 
     how: str
     after_s: float
@@ -72,4 +76,6 @@ def _disturbance(rng: random.Random, *, turns: bool) -> Disturbance | None:
     if rng.random() > 0.2:
         return None
     after_turns = rng.randint(0, TURNS) if turns and rng.random() < 0.4 else None
-    return Disturbance(rng.choice((CANCEL, CANCEL_TWICE, ABORT, ABORT)), rng.uniform(*DISTURBED_S), after_turns)
+    return Disturbance(
+        rng.choice((CANCEL, CANCEL_TWICE, ABORT, ABORT)), rng.uniform(*DISTURBED_S), after_turns
+    )

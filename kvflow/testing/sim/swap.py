@@ -1,4 +1,6 @@
-"""Something else in the place of a part, from outside, for a while: how a simulation looks on, how plants get in."""
+"""Something else in the place of a part, from outside, for a while: how a simulation looks on, how
+plants get in.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ def swapped_item(table: dict[Any, Any], key: object, replacement: object) -> Ite
 
 
 @contextmanager
-def swapped_cells(table: Table[Any, Any, Any], cells: Mapping[tuple[Any, Any], Any]) -> Iterator[None]:
-    """The cells (phase, kind) of a machine's table are others in the meantime; every holder of the table sees them."""
+def swapped_cells(
+    table: Table[Any, Any, Any], cells: Mapping[tuple[Any, Any], Any]
+) -> Iterator[None]:
+    """The cells (phase, kind) of a machine's table are others in the meantime; every holder of the
+    table sees them.
+    """
     originals = {key: table.cell(*key) for key in cells}
     for (phase, kind), cell in cells.items():
         table.put(phase, kind, cell)

@@ -1,7 +1,9 @@
-"""Engines without an event loop: each drives its node through the shipped thread front, and polls events.
+"""Engines without an event loop: each drives its node through the shipped thread front, and polls
+events.
 
-What they call is posted, and runs a moment later. Here is checked what the front promises: each room has its events in
-order, one of them says how it ended, and pages are idle only when nothing can touch them.
+What they call is posted, and runs a moment later. Here is checked what the front promises: each
+room has its events in order, one of them says how it ended, and pages are idle only when nothing
+can touch them.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class ThreadEngine(Generic[F, N, R]):
     """One life of one node's engine."""
 
     make_front: Callable[..., F]
-    before_the_end: Sequence[str]  # the events that may come before how a room has ended, in their order
+    # The events that may come before how a room has ended, in their order.
+    before_the_end: Sequence[str]
     success: str
 
     def __init__(
@@ -88,7 +91,9 @@ class ThreadEngine(Generic[F, N, R]):
         self._polling: asyncio.Task[None] | None = None
         self._steps: list[LockStep[Any]] = []
         self.handled = 0
-        self._front: F = self.make_front(pool, plane, pages=self._store, make_thread=self._thread, **options)
+        self._front: F = self.make_front(
+            pool, plane, pages=self._store, make_thread=self._thread, **options
+        )
         self._process.run(self._front.start)
         self.node: N = self._front.ask(lambda node: node)  # type: ignore[assignment]
 
@@ -204,8 +209,13 @@ class ThreadEngine(Generic[F, N, R]):
     # --- the end
 
     async def close(self) -> None:
-        """As an operator would, from another thread than that of the events. Then the engine's requests end."""
-        closing: LockStep[Sequence[UnprovenLoan]] = LockStep(self._oracle.loop, self._process, self._front.close)
+        """As an operator would, from another thread than that of the events.
+
+        Then the engine's requests end.
+        """
+        closing: LockStep[Sequence[UnprovenLoan]] = LockStep(
+            self._oracle.loop, self._process, self._front.close
+        )
         self._steps.append(closing)
         unproven = await closing.answer
         for step in self._steps:
@@ -214,16 +224,28 @@ class ThreadEngine(Generic[F, N, R]):
         lost: dict[int, set[int]] = {}  # a room's number may have come twice
         for loan in unproven:
             if self._store.busy(loan.pages).size < loan.pages.size:
-                self._broken("I2", f"the thread is closed, and pages of room {loan.room}, which is in doubt, are idle")
+                self._broken(
+                    "I2",
+                    f"the thread is closed, and pages of room {loan.room}, which is in doubt, are "
+                    "idle",
+                )
             lost.setdefault(loan.room, set()).update(loan.pages.tolist())
         for request in self._requests:
             if not request.ended.given:
-                self._broken("I4", f"the thread is closed, and the client of {request!r} was not told")
-            in_doubt = request.job.room in lost and lost[request.job.room].issuperset(request.pages.tolist())
+                self._broken(
+                    "I4", f"the thread is closed, and the client of {request!r} was not told"
+                )
+            in_doubt = request.job.room in lost and lost[request.job.room].issuperset(
+                request.pages.tolist()
+            )
             if "released" not in request.kinds and not in_doubt:
-                self._broken("I5", f"the thread is closed, {request!r} is neither released nor without proof")
+                self._broken(
+                    "I5", f"the thread is closed, {request!r} is neither released nor without proof"
+                )
             if not in_doubt and self._store.busy(request.pages).size:
-                self._broken("I5", f"the thread is closed, {request!r} is over, and its pages are busy")
+                self._broken(
+                    "I5", f"the thread is closed, {request!r} is over, and its pages are busy"
+                )
 
     def part(self) -> None:
         """Its requests have ended, and the process does. What is still on loan is nobody's."""
@@ -251,7 +273,9 @@ class ThreadEngine(Generic[F, N, R]):
             if request.owner.grant not in in_doubt
         ]
         if (out := self._books.out) != self._store.busy_pages:
-            found.append(f"{self._name}: {self._store.busy_pages} places are busy, and {out} are not free")
+            found.append(
+                f"{self._name}: {self._store.busy_pages} places are busy, and {out} are not free"
+            )
         if self._front._thread is not None and self._front._thread.errors:
             found.append(f"{self._name}: {self._front._thread.errors} posted calls failed")
         return found
@@ -259,14 +283,18 @@ class ThreadEngine(Generic[F, N, R]):
     def _check_ended(self, request: _Request[R], since_s: float) -> None:
         seen = self._oracle.by_process[self._process]
         if seen.up and seen.troubled_at_s < since_s and not request.ended.given:
-            self._broken("I4", f"{request!r} was closed {HEAR_S:g} s ago, and its client was not told")
+            self._broken(
+                "I4", f"{request!r} was closed {HEAR_S:g} s ago, and its client was not told"
+            )
 
     def _broken(self, invariant: str, text: str) -> None:
         self._oracle.broken(invariant, f"{self._name}: {text}")
 
 
 class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom]):
-    """At decode: it lends pages of its own, which a request reads for a while when they have landed."""
+    """At decode: it lends pages of its own, which a request reads for a while when they have
+    landed.
+    """
 
     make_front = DecodeThread
     before_the_end, success = ("begun", "opened"), "landed"
@@ -315,12 +343,16 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
         if job.offers_after_s is not None:
             return await self._opened(request, lambda: self._front.announce(job.room, **of_room))
         try:
-            pages = self._allocator.take(pages_wanted(self._layout, len(job.prompt), 0), request.owner)
+            pages = self._allocator.take(
+                pages_wanted(self._layout, len(job.prompt), 0), request.owner
+            )
         except KvflowError as error:
             self._refuse(job, error.cause())
             raise
         request.pages = pages
-        return await self._opened(request, lambda: self._front.open(job.room, pages=pages, **of_room))
+        return await self._opened(
+            request, lambda: self._front.open(job.room, pages=pages, **of_room)
+        )
 
     def _offer(self, request: _Request[DecodeThreadRoom]) -> None:
         assert request.handle is not None
@@ -334,7 +366,10 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
         digest, books = prompt_digest(request.job.prompt), self._books
         for index, place in enumerate(request.pages.tolist()):
             if books.bytes.read(place) != content(digest, index, books.bytes.size(place)):
-                self._broken("I14", f"{request!r} has landed, and {books.name(place)} has other bytes than its own")
+                self._broken(
+                    "I14",
+                    f"{request!r} has landed, and {books.name(place)} has other bytes than its own",
+                )
 
 
 class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThreadRoom]):
@@ -355,7 +390,10 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
             await request.ended.get()
             job.succeeded = True
         except BaseException as error:
-            self._close_room(request, error.cause() if isinstance(error, KvflowError) else Cause(Code.CLIENT_GONE))
+            self._close_room(
+                request,
+                error.cause() if isinstance(error, KvflowError) else Cause(Code.CLIENT_GONE),
+            )
             raise
         finally:
             self._over(request)
@@ -365,12 +403,16 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
         job = request.job
 
         def open_room() -> PrefillThreadRoom:
-            return self._front.open(job.room, prompt=job.prompt, deadline_s=job.deadline_s, context=request)
+            return self._front.open(
+                job.room, prompt=job.prompt, deadline_s=job.deadline_s, context=request
+            )
 
         await self._opened(request, open_room)
         if request.handle is not None and self._oracle.loop.rng.getrandbits(1):
             request.handle.begin()
-        request.pages = self._allocator.take(sum(job.chunks) + bool(self._layout.num_rows), request.owner)
+        request.pages = self._allocator.take(
+            sum(job.chunks) + bool(self._layout.num_rows), request.owner
+        )
 
     async def _compute(self, request: _Request[PrefillThreadRoom]) -> None:
         job, handle, start = request.job, request.handle, 0
@@ -388,7 +430,9 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
 
 @contextmanager
 def loans_observed(oracle: Oracle) -> Iterator[None]:
-    """Every decode in this process reports under which grant it lends the pages of an engine's request."""
+    """Every decode in this process reports under which grant it lends the pages of an engine's
+    request.
+    """
     lend = DecodeEndpoint.lend
 
     def lent(self: DecodeEndpoint, grant: GrantId, pages: PageIndices, now: float) -> bool:

@@ -1,4 +1,6 @@
-"""How long things take in a simulated run, and how long the oracles wait for what must follow (seconds)."""
+"""How long things take in a simulated run, and how long the oracles wait for what must follow
+(seconds).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ STUCK_S: Span = (0.2, 2.0)  # a stuck write moves on after so long
 STALL_LOOK_S: Span = (0.02, 0.06)  # a worker that stood still goes on within so long
 LATE_S: Span = (0.01, 3.0)  # and what was given up lands after so long
 POST_S: Span = (0.0001, 0.015)  # between a call that is posted to the thread of a node, and its run
-PREEMPTED_S: Span = (0.0, 0.02)  # a thread of such an engine may stand for so long in the middle of a call
+# A thread of such an engine may stand for so long in the middle of a call.
+PREEMPTED_S: Span = (0.0, 0.02)
 LONG_PREEMPTED_S: Span = (0.02, 0.5)
 POLL_S: Span = (0.0005, 0.015)  # between two looks of such an engine at its events
 LOOK_FOR_PAGES_S: Span = (0.01, 0.05)  # and where it only waits for pages
@@ -33,7 +36,8 @@ SLOW_COPY_S: Span = (0.02, 0.15)
 
 FAULTS_END_S = 3.0
 REST_S = 6.0  # with the faults over, everything has come to rest within so long
-SETTLE_S = REST_S + MAX_REPEAT_AFTER_S  # after losses: lost questions are asked again less and less often
+# After losses: lost questions are asked again less and less often.
+SETTLE_S = REST_S + MAX_REPEAT_AFTER_S
 FENCED_S = 0.5  # and with every writer dead, every page is home within so long
 FENCE_SLACK_S = 0.1  # between a fence's answer and the end of every loan
 

@@ -1,4 +1,6 @@
-"""What a run is like beside its faults: bounds that are met, other times, late fences; drawn from the seed."""
+"""What a run is like beside its faults: bounds that are met, other times, late fences; drawn from
+the seed.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,21 @@ LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
-"""Less patience than in real life, so that a run is short; what is repeated is repeated as often."""
+"""Less patience than in real life, so that a run is short;
+what is repeated is repeated as often.
+"""
 SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
 
 PROMPT, LATE, NEVER = "prompt", "late", "never"
-LATE_FENCE_S = 2.5  # a late fence answers within so long of the death: the dead are silent before they are proven dead
+# A late fence answers within so long of the death: the dead are silent before they are proven dead.
+LATE_FENCE_S = 2.5
 
 
 class Variety(NamedTuple):
     bounds: Bounds
     timing: Timing
-    fences: str  # how the data planes prove a death: PROMPT, LATE, or NEVER (an operator's word is needed)
+    # How the data planes prove a death: PROMPT, LATE, or NEVER (an operator's word is needed).
+    fences: str
     verify: bool  # transfers are verified on both sides
     layout: PoolLayout  # of every pool
     host: tuple[int, int]  # pages and rows that a decode's host memory holds
@@ -46,7 +52,9 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
     bounds = Bounds(closed_grants=rng.choice((2, 8, 65_536)))
     fences = rng.choices((PROMPT, LATE, NEVER), (6, 2, 1))[0]
     if rng.random() < 0.25:
-        bounds = msgspec.structs.replace(bounds, rooms=12, ended_halves=rng.choice((1, 3)), quarantine_share=0.25)
+        bounds = msgspec.structs.replace(
+            bounds, rooms=12, ended_halves=rng.choice((1, 3)), quarantine_share=0.25
+        )
     if (
         rng.random() < (0.6 if fences is LATE else 0.2) and fences is not NEVER
     ):  # a dead decode in doubt keeps its place until its death is proven
@@ -54,4 +62,6 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
     timing = SHIPPED_RATIO if rng.random() < 0.25 else TIMING
     verify = rng.random() < 0.15
     layout = LAYOUT_WITH_ROWS if rng.random() < 0.4 else LAYOUT
-    return Variety(bounds, timing, fences, verify, layout, (rng.choice((8, 12, 24)), rng.choice((3, 6))))
+    return Variety(
+        bounds, timing, fences, verify, layout, (rng.choice((8, 12, 24)), rng.choice((3, 6)))
+    )

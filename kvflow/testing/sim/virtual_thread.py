@@ -1,4 +1,6 @@
-"""The thread of a node's loop in virtual time, and threads of an engine that block while the virtual loop goes on."""
+"""The thread of a node's loop in virtual time, and threads of an engine that block while the
+virtual loop goes on.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ T = TypeVar("T")
 
 
 class VirtualLoopThread(LoopThread):
-    """Stands in for a thread with a loop of its own: posted calls run a moment later, as the node's process, and other
-    things happen in between."""
+    """Stands in for a thread with a loop of its own: posted calls run a moment later, as the node's
+    process, and other things happen in between."""
 
     def __init__(self, name: str, process: Process, loop: VirtualLoop) -> None:
         self._process, self._virtual = process, loop
@@ -41,7 +43,10 @@ class VirtualLoopThread(LoopThread):
         return rng.uniform(*(LONG_PREEMPTED_S if rng.random() < 0.2 else PREEMPTED_S))
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """From a `LockStep`: as in real life. Elsewhere `work` must not have to wait; it happens now."""
+        """From a `LockStep`: as in real life.
+
+        Elsewhere `work` must not have to wait; it happens now.
+        """
         if isinstance(threading.current_thread(), LockStep):
             return super().call(work)
         answer: T = self._process.run(self._at_once, work)
@@ -73,7 +78,10 @@ class VirtualLoopThread(LoopThread):
 
 
 class _Later:
-    """What `LoopThread` and asyncio ask of a loop that is woken from another thread. First come, first served."""
+    """What `LoopThread` and asyncio ask of a loop that is woken from another thread.
+
+    First come, first served.
+    """
 
     def __init__(self, process: Process, loop: VirtualLoop) -> None:
         self._process, self._loop = process, loop
@@ -93,8 +101,9 @@ class _AbandonedError(BaseException):
 
 
 class LockStep(threading.Thread, Generic[T]):
-    """Work that blocks, in a thread of the system, as a process. Either the thread runs or the virtual loop does, never
-    both: a seed stays one run.
+    """Work that blocks, in a thread of the system, as a process.
+
+    Either the thread runs or the virtual loop does, never both: a seed stays one run.
 
     `answer` is awaited on the virtual loop.
     """

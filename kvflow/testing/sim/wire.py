@@ -1,4 +1,6 @@
-"""The control network in virtual time: frames take a moment, in order, unless a fault strikes; everything is seen."""
+"""The control network in virtual time: frames take a moment, in order, unless a fault strikes;
+everything is seen.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Wire(Network):
         self.delivered = 0
         self.cut_controls: set[str] = set()  # partitions: prefills nobody reaches
         self.cut_peers: set[bytes] = set()  # and decodes
-        self.jammed: dict[str | bytes, list[Frame]] = {}  # by control or peer: what waits, to arrive in a burst
+        # By control or peer: what waits, to arrive in a burst.
+        self.jammed: dict[str | bytes, list[Frame]] = {}
         self._oracle, self._faults = oracle, faults
         self._last_at: dict[tuple[str, bytes, bool], float] = {}
         self._owners: list[tuple[Process | None, RouterSocket | DealerSocket]] = []
@@ -67,7 +70,8 @@ class Wire(Network):
             self._oracle.disturbed(frame)
             delay_s += loop.rng.uniform(*DELAY_S)
             loop.later(delay_s, self._oracle.disturbed, frame)
-        at_s = max(loop.time() + delay_s, self._last_at.get(link, 0.0) + TICK_S)  # timers of one moment have no order
+        # Timers of one moment have no order.
+        at_s = max(loop.time() + delay_s, self._last_at.get(link, 0.0) + TICK_S)
         self._last_at[link] = at_s
         loop.later(at_s - loop.time(), self._deliver, frame)
         if fault == "duplicate":
@@ -97,7 +101,9 @@ class Wire(Network):
         super()._deliver(frame)
 
     def _watch(self, socket: Socket) -> Socket:
-        """Count the frames that are no message as the node is handed them: its own count must be the same."""
+        """Count the frames that are no message as the node is handed them: its own count must be
+        the same.
+        """
         process = current_process()
         self._owners.append((process, socket))
         receive = socket.receive
@@ -112,8 +118,14 @@ class Wire(Network):
 
 
 def garbage(rng: random.Random, frame: Frame) -> Frame:
-    """A frame cut short, with a byte changed or with more behind it, or nothing of the kind; never a message."""
+    """A frame cut short, with a byte changed or with more behind it, or nothing of the kind; never
+    a message.
+    """
     data, at = frame.data, rng.randrange(len(frame.data))
-    spoilt = (data[:at], data[:at] + bytes([data[at] ^ rng.randint(1, 255)]) + data[at + 1 :], rng.randbytes(at))
+    spoilt = (
+        data[:at],
+        data[:at] + bytes([data[at] ^ rng.randint(1, 255)]) + data[at + 1 :],
+        rng.randbytes(at),
+    )
     found = frame._replace(data=rng.choice(spoilt))
     return found if found.message is None else frame._replace(data=b"\xc1" + data)

@@ -1,6 +1,7 @@
 """Everything that can happen by itself, at decode and at a prefill rank, and what comes of each.
 
-A timer is an event of its own: it is aged, whatever else is due, and the endpoint is told that time has passed.
+A timer is an event of its own: it is aged, whatever else is due, and the endpoint is told that time
+has passed.
 """
 
 from __future__ import annotations
@@ -50,19 +51,30 @@ class Acts:
     # --- decode
 
     def _decode(
-        self, value: Decode, text: str, do: Callable[[DecodeSide], None], price: Price, fair: bool, timer: bool = False
+        self,
+        value: Decode,
+        text: str,
+        do: Callable[[DecodeSide], None],
+        price: Price,
+        fair: bool,
+        timer: bool = False,
     ) -> Act[Decode]:
         side, broken, after = DecodeSide(value, self.world), "", value
         try:
             after = side.run(do)
-        except Exception as error:  # noqa: BLE001 - an endpoint raises nothing here: whatever it is, it is found
+        except Exception as error:  # noqa: BLE001
+            # An endpoint raises nothing here: whatever it is, it is found.
             broken = _broken(error)
         words = tuple(map(tuple, side.words))
         return Act(f"decode {text}", price, fair, after, words, timer, broken, side.succeeded)
 
     def decode_hears(self, value: Decode, rank: int, word: Word) -> Act[Decode]:
         act = self._decode(
-            value, f"hears {described(word)}{self._of(rank)}", lambda s: s.hear(rank, word), Price.NOTHING, fair=True
+            value,
+            f"hears {described(word)}{self._of(rank)}",
+            lambda s: s.hear(rank, word),
+            Price.NOTHING,
+            fair=True,
         )
         return act._replace(hears=True)
 
@@ -71,7 +83,9 @@ class Acts:
         return f" of rank {rank}" if self.world.bounds.ranks > 1 else ""
 
     def of_decode(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
-        """What can happen at decode, as far as it concerns `rank`; what concerns none is rank 0's."""
+        """What can happen at decode, as far as it concerns `rank`;
+        what concerns none is rank 0's.
+        """
         if not value.alive:
             return []
         key = "decode", value, rank
@@ -85,18 +99,26 @@ class Acts:
         for kind, life, act in timers:
             dead = seen.life != life or not seen.alive
             if kind == "long":
-                fair = dead or not seen.answers or value.ranks[rank].dialled != life  # it hears nothing then
+                # It hears nothing then.
+                fair = dead or not seen.answers or value.ranks[rank].dialled != life
                 price = Price.NOTHING if fair else Price.SILENCE
                 if self.world.allows(price):
                     found.append(act._replace(price=price, fair=fair))
-            elif kind == "repeat" or dead or seen.silent or 0 < seen.oldest < value.ranks[rank].settled:
+            elif (
+                kind == "repeat"
+                or dead
+                or seen.silent
+                or 0 < seen.oldest < value.ranks[rank].settled
+            ):
                 found.append(act)
         found += self._decode_proof(value, rank, seen)
         if seen.alive and value.ranks[rank].dialled == seen.life:
             beat = wire.Heartbeat(source=LIVES[0][seen.life - 1], target=DECODE)
             key = "beat", value, rank
             if key not in self._done:
-                self._done[key] = self.decode_hears(value, rank, beat)._replace(hears=False, fair=False)
+                self._done[key] = self.decode_hears(value, rank, beat)._replace(
+                    hears=False, fair=False
+                )
             found.append(self._done[key])
         return found
 
@@ -113,7 +135,11 @@ class Acts:
                 refuse_room = partial(DecodeSide.refuse_room, lives=(seen.life, *others))
                 found.append(
                     self._decode(
-                        value, f"refuses a room{_whose(seen.life)}", refuse_room, Price.DECODE_ABORT, fair=False
+                        value,
+                        f"refuses a room{_whose(seen.life)}",
+                        refuse_room,
+                        Price.DECODE_ABORT,
+                        fair=False,
                     )
                 )
             self._done[key] = found
@@ -123,13 +149,19 @@ class Acts:
         world, found = self.world, []
 
         def may(
-            text: str, do: Callable[[DecodeSide], None], price: Price = Price.NOTHING, *, fair: bool = False
+            text: str,
+            do: Callable[[DecodeSide], None],
+            price: Price = Price.NOTHING,
+            *,
+            fair: bool = False,
         ) -> None:
             if world.allows(price):
                 found.append(self._decode(value, text, do, price, fair))
 
         if world.allows(Price.CRASH):
-            found.append(Act("decode crashes", Price.CRASH, False, DEAD, ((),) * world.bounds.ranks))
+            found.append(
+                Act("decode crashes", Price.CRASH, False, DEAD, ((),) * world.bounds.ranks)
+            )
         endpoint = world.decodes.take(value.endpoint)
         self._decode_rooms(value, endpoint, may)
         if endpoint.core.work_left:
@@ -145,7 +177,11 @@ class Acts:
     def _decode_rooms(self, value: Decode, endpoint: DecodeEndpoint, may: Any) -> None:
         for number, grant in enumerate(value.grants, 1):
             if grant.linked:
-                may(f"lends the pages of grant {number}", partial(DecodeSide.lend, grant=number), fair=True)
+                may(
+                    f"lends the pages of grant {number}",
+                    partial(DecodeSide.lend, grant=number),
+                    fair=True,
+                )
                 may(
                     f"has no pages for grant {number}",
                     partial(DecodeSide.has_no_pages, grant=number),
@@ -157,10 +193,24 @@ class Acts:
             for check in record.checks:
                 if check.found is None:
                     where = number, check.rank, check.message.seq
-                    summed = partial(DecodeSide.summed, grant=number, rank=check.rank, seq=check.message.seq)
-                    may(f"finds the checksum of {where} good", partial(summed, checksum=SUM), fair=True)
-                    may(f"finds another checksum {where}", partial(summed, checksum=OTHER_SUM), Price.CHECKSUM)
-                    may(f"cannot compute the checksum {where}", partial(summed, checksum=b""), Price.CHECKSUM)
+                    summed = partial(
+                        DecodeSide.summed, grant=number, rank=check.rank, seq=check.message.seq
+                    )
+                    may(
+                        f"finds the checksum of {where} good",
+                        partial(summed, checksum=SUM),
+                        fair=True,
+                    )
+                    may(
+                        f"finds another checksum {where}",
+                        partial(summed, checksum=OTHER_SUM),
+                        Price.CHECKSUM,
+                    )
+                    may(
+                        f"cannot compute the checksum {where}",
+                        partial(summed, checksum=b""),
+                        Price.CHECKSUM,
+                    )
 
     def _decode_timers(self, value: Decode, rank: int) -> list[tuple[str, int, Act[Decode]]]:
         """Sort, life of the link, act. "beat": a heartbeat."""
@@ -172,14 +222,23 @@ class Acts:
                 (
                     kind,
                     life,
-                    self._decode(value, text + who + _whose(life), do, Price.NOTHING, fair=True, timer=kind != "long"),
+                    self._decode(
+                        value,
+                        text + who + _whose(life),
+                        do,
+                        Price.NOTHING,
+                        fair=True,
+                        timer=kind != "long",
+                    ),
                 )
             )
 
         for timer in sorted(endpoint.core.deadlines, key=repr):
             if timer.kind in ("stalled", "deadline"):
                 if rank == 0 and timer.kind == "stalled":
-                    every("repeat", 0, f"asks about grant {timer.key}", partial(_stalled, timer=timer))
+                    every(
+                        "repeat", 0, f"asks about grant {timer.key}", partial(_stalled, timer=timer)
+                    )
                 continue
             place = timer.key.incarnation % 100 - 1
             life = timer.key.incarnation // 100
@@ -192,17 +251,26 @@ class Acts:
             if phase is LinkPhase.GONE:
                 continue
             kind = "beat" if phase is LinkPhase.UP else "repeat"
-            every(kind, life, _SENT_AGAIN.get(phase, "registers again"), partial(_repeat, timer=timer))
+            every(
+                kind, life, _SENT_AGAIN.get(phase, "registers again"), partial(_repeat, timer=timer)
+            )
             if phase is LinkPhase.PARTING:
                 continue
             kind = "repeat" if phase is LinkPhase.SILENT else "long"
-            text = "redials" if phase is LinkPhase.SILENT else "has heard nothing of prefill for too long"
+            text = (
+                "redials"
+                if phase is LinkPhase.SILENT
+                else "has heard nothing of prefill for too long"
+            )
             every(kind, life, text, partial(_long, timer=timer))
         return found
 
     def _decode_proof(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
         proven = self.world.bounds.fences and seen.fenced
-        fenced, earlier = proven and (rank, 1) in value.watched, proven and rank == 0 and EARLIER in value.watched
+        fenced, earlier = (
+            proven and (rank, 1) in value.watched,
+            proven and rank == 0 and EARLIER in value.watched,
+        )
         declares = self.world.allows(Price.DECLARE)
         if not fenced and not earlier and not declares:
             return []
@@ -211,13 +279,25 @@ class Acts:
             found = []
             if earlier:
                 text = "has proof that an earlier decode's prefill is dead"
-                found.append(self._decode(value, text, DecodeSide.earlier_writer_died, Price.NOTHING, fair=True))
+                found.append(
+                    self._decode(
+                        value, text, DecodeSide.earlier_writer_died, Price.NOTHING, fair=True
+                    )
+                )
             if fenced:
                 text = f"has proof of prefill's death{self._of(rank)}"
-                found.append(self._decode(value, text, lambda s: s.writer_died(rank, 1), Price.NOTHING, fair=True))
+                found.append(
+                    self._decode(
+                        value, text, lambda s: s.writer_died(rank, 1), Price.NOTHING, fair=True
+                    )
+                )
             if declares and (rank, 1) not in value.declared:
                 text = f"is told by its operator that prefill is dead{self._of(rank)}"
-                found.append(self._decode(value, text, lambda s: s.declare_dead(rank, 1), Price.DECLARE, fair=False))
+                found.append(
+                    self._decode(
+                        value, text, lambda s: s.declare_dead(rank, 1), Price.DECLARE, fair=False
+                    )
+                )
             self._done[key] = found
         return self._done[key]  # type: ignore[no-any-return]
 
@@ -229,20 +309,27 @@ class Acts:
         side, broken, after = PrefillSide(value, self.world), "", value
         try:
             after = side.run(do)
-        except Exception as error:  # noqa: BLE001 - an endpoint raises nothing here: whatever it is, it is found
+        except Exception as error:  # noqa: BLE001
+            # An endpoint raises nothing here: whatever it is, it is found.
             broken = _broken(error)
         words = () if after.target_gone else tuple(side.words)
         return Act(f"prefill {text}", price, fair, after, (words,), False, broken)
 
     def prefill_hears(self, value: Prefill, word: Word) -> Act[Prefill]:
-        act = self._prefill(value, f"hears {described(word)}", lambda s: s.hear(word), Price.NOTHING, fair=True)
+        act = self._prefill(
+            value, f"hears {described(word)}", lambda s: s.hear(word), Price.NOTHING, fair=True
+        )
         return act._replace(hears=True)
 
     def of_prefill(self, value: Prefill, seen: Target) -> list[Act[Prefill]]:
         beats = seen.beats[value.life - 1]
         key = "prefill", value, seen.over, beats
         if key not in self._done:
-            found = self._prefill_dead(value) if not value.alive else self._prefill_alive(value, seen.over, beats)
+            found = (
+                self._prefill_dead(value)
+                if not value.alive
+                else self._prefill_alive(value, seen.over, beats)
+            )
             self._done[key] = found
         return self._done[key]  # type: ignore[no-any-return]
 
@@ -261,17 +348,31 @@ class Acts:
         world, found = self.world, []
 
         def may(
-            text: str, do: Callable[[PrefillSide], None], price: Price = Price.NOTHING, *, fair: bool = False
+            text: str,
+            do: Callable[[PrefillSide], None],
+            price: Price = Price.NOTHING,
+            *,
+            fair: bool = False,
         ) -> None:
             if world.allows(price):
                 found.append(self._prefill(value, text, do, price, fair))
 
         if value.life == 1 and world.allows(Price.CRASH):
             late = value.writing
-            dead = Prefill(-1, 1, (), late, value.landed, (), value.asked, target_gone=value.target_gone)
+            dead = Prefill(
+                -1, 1, (), late, value.landed, (), value.asked, target_gone=value.target_gone
+            )
             found.append(Act("prefill crashes", Price.CRASH, False, dead, ((),)))
         if value.late:
-            found.append(Act("doubtful writes land", Price.NOTHING, value.life > 1, value._replace(late=0), ((),)))
+            found.append(
+                Act(
+                    "doubtful writes land",
+                    Price.NOTHING,
+                    value.life > 1,
+                    value._replace(late=0),
+                    ((),),
+                )
+            )
         found += self._prefill_asked(value, may)
         self._prefill_writes(value, may)
         endpoint = world.prefills.take(value.endpoint)
@@ -301,7 +402,11 @@ class Acts:
         if value.asked == len(self.world.bounds.rooms):
             return []
         may("is asked by its engine", PrefillSide.open_room, fair=True)
-        may("is asked with another prompt", lambda s: s.open_room(other_prompt=True), Price.PREFILL_ABORT)
+        may(
+            "is asked with another prompt",
+            lambda s: s.open_room(other_prompt=True),
+            Price.PREFILL_ABORT,
+        )
         may("has its engine refuse", PrefillSide.refuse_room, Price.PREFILL_ABORT)
         if not self.world.allows(Price.PREFILL_ABORT):
             return []
@@ -325,7 +430,9 @@ class Acts:
                 partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.UNPROVEN),
                 Price.DOUBT,
             )
-            drained = partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.CANCELLED)
+            drained = partial(
+                PrefillSide.write_ended, number=number, outcome=WriteOutcome.CANCELLED
+            )
             if not write.cancelled:
                 may(f"has write {number} stopped by its data plane", drained, Price.DOUBT)
             if write.cancelled:
@@ -339,7 +446,11 @@ class Acts:
         for room in value.rooms:
             record = endpoint.core.rooms[room.room]  # type: ignore[index]
             if room.matched and not room.told and not record.ended and not record.state.last_queued:
-                may(f"sends a chunk of room {room.room}", partial(PrefillSide.send, room=room.room), fair=True)
+                may(
+                    f"sends a chunk of room {room.room}",
+                    partial(PrefillSide.send, room=room.room),
+                    fair=True,
+                )
             may(
                 f"has room {room.room} ended by its engine",
                 partial(PrefillSide.close_room, room=room.room),
@@ -349,15 +460,29 @@ class Acts:
     def _prefill_peers(self, value: Prefill, may: Any) -> None:
         for peer, opened in value.routes:
             if not opened:
-                may(f"has its route to {peer} opened", partial(PrefillSide.route, peer=peer, opened=True), fair=True)
                 may(
-                    f"cannot open a route to {peer}", partial(PrefillSide.route, peer=peer, opened=False), Price.REFUSAL
+                    f"has its route to {peer} opened",
+                    partial(PrefillSide.route, peer=peer, opened=True),
+                    fair=True,
+                )
+                may(
+                    f"cannot open a route to {peer}",
+                    partial(PrefillSide.route, peer=peer, opened=False),
+                    Price.REFUSAL,
                 )
         for peer in sorted(value.watched):
-            if (peer == DECODE and value.target_gone) or (peer == OTHER and value.other is Other.DEAD):
-                may(f"sees the death of {peer}", partial(PrefillSide.peer_died, peer=peer), fair=True)
+            if (peer == DECODE and value.target_gone) or (
+                peer == OTHER and value.other is Other.DEAD
+            ):
+                may(
+                    f"sees the death of {peer}",
+                    partial(PrefillSide.peer_died, peer=peer),
+                    fair=True,
+                )
 
-    def _prefill_timers(self, value: Prefill, endpoint: Any, over: bool, beats: bool, may: Any) -> None:
+    def _prefill_timers(
+        self, value: Prefill, endpoint: Any, over: bool, beats: bool, may: Any
+    ) -> None:
         core, never = endpoint.core, value.asked >= len(self.world.bounds.rooms)
         for timer in sorted(core.deadlines, key=repr):
             if timer.kind == "silence":
@@ -373,7 +498,8 @@ class Acts:
                 record = core.rooms[timer.key]
                 waits_for_decode = record.phase is PrefillPhase.EXPECTED
                 if not waits_for_decode and record.phase is not PrefillPhase.BOOTSTRAPPED:
-                    continue  # what is left of an earlier wait: it is looked at when it comes, and put off
+                    # What is left of an earlier wait: it is looked at when it comes, and put off.
+                    continue
                 alone = (over or value.target_gone) if waits_for_decode else never
                 price = Price.NOTHING if alone else Price.PREFILL_ABORT
                 may(
@@ -400,7 +526,9 @@ def _whose(life: int) -> str:
 def _broken(error: Exception) -> str:
     if isinstance(error, TransitionError):
         return f"table: {error}"
-    return str(error) if isinstance(error, ViolationError) else f"I7: {type(error).__name__}: {error}"
+    return (
+        str(error) if isinstance(error, ViolationError) else f"I7: {type(error).__name__}: {error}"
+    )
 
 
 def _stalled(side: DecodeSide, timer: DecodeTimer) -> None:

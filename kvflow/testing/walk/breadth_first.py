@@ -23,8 +23,9 @@ class World(Protocol[S]):
 
 
 def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Every state, and whether each can come to rest by what happens by itself. A violation stands in the report as
-    `broken`, with the `path` to it."""
+    """Every state, and whether each can come to rest by what happens by itself.
+
+    A violation stands in the report as `broken`, with the `path` to it."""
     began = monotonic()
     start = world.start()
     number = {start: 0}
@@ -41,7 +42,11 @@ def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[s
             try:
                 after = step()
             except AssertionError as error:
-                report |= {"violations": 1, "broken": f"{error}", "path": [*_path(came, source), text]}
+                report |= {
+                    "violations": 1,
+                    "broken": f"{error}",
+                    "path": [*_path(came, source), text],
+                }
                 say("\n".join([report["broken"], *report["path"]]))
                 return report | _counted(len(number), steps, began)
             if after not in number:

@@ -1,4 +1,5 @@
-"""Everything that a small prefix index can do: the shipped one, and every order of what happens to it.
+"""Everything that a small prefix index can do: the shipped one, and every order of what happens to
+it.
 
 A state is the pickled index with the memory, the store, the requests and the subscriber around it;
 one step is one call.
@@ -21,8 +22,10 @@ Step = Callable[[Life], bool]
 
 
 class State:
-    """Equal to others that go on alike. What it takes to go on is there until it has: most that are reached are not
-    new, and are not pickled."""
+    """Equal to others that go on alike.
+
+    What it takes to go on is there until it has: most that are reached are not new, and are not
+    pickled."""
 
     __slots__ = ("_key", "left", "life", "resting")
 
@@ -66,7 +69,11 @@ class CacheWorld:
         assert life is not None, "a state is gone on from once"
         frozen = life.frozen()
         if state.resting:
-            yield "nothing more happens", True, partial(self._after, state, frozen, _rest, state.left)
+            yield (
+                "nothing more happens",
+                True,
+                partial(self._after, state, frozen, _rest, state.left),
+            )
         for text, fair, step, less in self._steps(life, state.left):
             yield text, fair, partial(self._after, state, frozen, step, less)
 
@@ -81,9 +88,13 @@ class CacheWorld:
         check(life)
         return State(life, left)
 
-    def _steps(self, life: Life, left: CacheBounds) -> Iterator[tuple[str, bool, Step, CacheBounds]]:
+    def _steps(
+        self, life: Life, left: CacheBounds
+    ) -> Iterator[tuple[str, bool, Step, CacheBounds]]:
         for number, copy in life.copies.items():
-            what = f"the copy of pages {[len(key) for key in copy.keys]} to {copy.target.name.lower()}"
+            what = (
+                f"the copy of pages {[len(key) for key in copy.keys]} to {copy.target.name.lower()}"
+            )
             yield f"{what} lands", True, partial(_end, number=number, landed=True), left
             yield f"{what} fails", False, partial(_end, number=number, landed=False), left
         for n, lock in enumerate(life.locks):
@@ -93,7 +104,12 @@ class CacheWorld:
             for route in left.routes:
                 for prompt, count in self._written(life):
                     text = f"{count} pages of {prompt} are copied to {route[1].name.lower()}"
-                    yield text, False, partial(_begin, prompt=prompt, route=route, count=count), less
+                    yield (
+                        text,
+                        False,
+                        partial(_begin, prompt=prompt, route=route, count=count),
+                        less,
+                    )
         if left.splits:
             less = left._replace(splits=left.splits - 1)
             for fork in FORKS:
@@ -114,7 +130,12 @@ class CacheWorld:
             for prompt in (FIRST, FIRST[:2]):
                 yield f"a request reads {prompt}", False, partial(_lock, prompt=prompt), less
         if left.stales and life.last_ended:
-            yield "a write is told to have landed again", False, _end_again, left._replace(stales=left.stales - 1)
+            yield (
+                "a write is told to have landed again",
+                False,
+                _end_again,
+                left._replace(stales=left.stales - 1),
+            )
 
     @staticmethod
     def _written(life: Life) -> Iterator[tuple[Prompt, int]]:

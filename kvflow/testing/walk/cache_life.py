@@ -1,4 +1,6 @@
-"""One state of the walk over the prefix index: the shipped index, and beside it what only the world knows."""
+"""One state of the walk over the prefix index: the shipped index, and beside it what only the world
+knows.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class Life:
 
     def __init__(self) -> None:
         self.index = PrefixIndex(1, POLICY, events=True)
-        self.memory: tuple[dict[int, Prompt], dict[int, Prompt]] = ({}, {})  # pages that are out: what they hold
+        # Pages that are out: what they hold.
+        self.memory: tuple[dict[int, Prompt], dict[int, Prompt]] = ({}, {})
         self.store: set[Prompt] = set()
         self.copies: dict[int, Copy] = {}
         self.locks: list[Lock] = []
@@ -85,7 +88,10 @@ class Life:
     def nodes(self) -> list[Node]:
         """All that the tree, a lock or a write still leads to, flushed ones included; no roots."""
         found: dict[int, Node] = {}
-        waiting: list[Node] = [*self.index._residents.roots.values(), *(lock.node for lock in self.locks)]
+        waiting: list[Node] = [
+            *self.index._residents.roots.values(),
+            *(lock.node for lock in self.locks),
+        ]
         for write in self.index._writes._open.values():
             for piece in write.pieces:
                 waiting.extend(piece.run.nodes)
@@ -99,8 +105,8 @@ class Life:
         return [node for node in found.values() if not isinstance(node, Root)]
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for states that go on alike: page numbers and numbers of writes are left out, since which page is
-        used for what has been checked, and decides nothing."""
+        """Equal for states that go on alike: page numbers and numbers of writes are left out, since
+        which page is used for what has been checked, and decides nothing."""
         paths = {id(node): (node.detached, path_of(node)) for node in self.nodes()}
         assert len(set(paths.values())) == len(paths), "two nodes of one path"
         runs: dict[int, tuple[Any, ...]] = {}
@@ -109,22 +115,49 @@ class Life:
             return runs.setdefault(id(run), paths[id(run.nodes[0])]) if run.nodes else ()
 
         nodes = sorted(
-            (*paths[id(n)], n.num_pages, run_name(n.run), n.start, *n.phase, *n.readers, *n.below, n.locks, n.pins,
-             n.told, n.queued, n.frayed)
+            (
+                *paths[id(n)],
+                n.num_pages,
+                run_name(n.run),
+                n.start,
+                *n.phase,
+                *n.readers,
+                *n.below,
+                n.locks,
+                n.pins,
+                n.told,
+                n.queued,
+                n.frayed,
+            )
             for n in self.nodes()
-        )  # fmt: skip
+        )
         queues = tuple(
             tuple(paths[id(node)] for _, _, node in sorted(queue) if id(node) in paths)
             for queue in self.index._residents._queues
         )
         writes = sorted(
-            (copy.epoch, copy.source, copy.target, copy.keys,
-             tuple((run_name(p.run), p.start, p.stop) for p in self.index._writes._open[number].pieces))
-            for number, copy in self.copies.items() if number in self.index._writes._open
-        )  # fmt: skip
+            (
+                copy.epoch,
+                copy.source,
+                copy.target,
+                copy.keys,
+                tuple(
+                    (run_name(p.run), p.start, p.stop)
+                    for p in self.index._writes._open[number].pieces
+                ),
+            )
+            for number, copy in self.copies.items()
+            if number in self.index._writes._open
+        )
         locks = sorted((lock.epoch, lock.key) for lock in self.locks)
         told = tuple(frozenset(held) for held in self.subscriber.blocks)
-        rest = (self.index._residents.num_pinned, self.epoch, self.last_ended > 0, frozenset(self.store), self.inserted)
+        rest = (
+            self.index._residents.num_pinned,
+            self.epoch,
+            self.last_ended > 0,
+            frozenset(self.store),
+            self.inserted,
+        )
         return (tuple(nodes), queues, tuple(writes), tuple(locks), told, rest)
 
 

@@ -37,13 +37,19 @@ def _ack_publishes_the_node_of_the_time() -> Installed:
     def remembering(self: Any, *arguments: Any) -> Write:
         write = begin(self, *arguments)
         named = vars(self).setdefault("named", {})
-        named[write.number] = [n for piece in write.pieces for n in piece.run.between(piece.start, piece.stop)]
+        named[write.number] = [
+            n for piece in write.pieces for n in piece.run.between(piece.start, piece.stop)
+        ]
         return write
 
     def of_those(self: Any, number: int, kind: RunKind) -> Any:
         write, named = self._open.get(number), vars(self).get("named", {}).pop(number, ())
         if write is not None:
-            kept = [writes.Piece(n.run, n.start, n.start + n.num_pages) for n in named if n in n.run.nodes]
+            kept = [
+                writes.Piece(n.run, n.start, n.start + n.num_pages)
+                for n in named
+                if n in n.run.nodes
+            ]
             self._open[number] = write._replace(pieces=kept)
         return end(self, number, kind)
 
@@ -176,7 +182,12 @@ def _flush_frees_what_is_copied() -> Installed:
             nodes.extend(node.children.values())
         original(self, gathered)
         for node in reversed(nodes):
-            if node.parent is not None and not node.locks and not node.children and any(node.readers):
+            if (
+                node.parent is not None
+                and not node.locks
+                and not node.children
+                and any(node.readers)
+            ):
                 for tier in (Tier.DEVICE, Tier.HOST):
                     if node.phase[tier] is RunPhase.PRESENT:
                         self.feed(node, tier, RunKind.EVICT, None, gathered)
@@ -208,9 +219,15 @@ PLANTS = (
         _ack_publishes_the_node_of_the_time,
         "I10",
     ),
-    CachePlant("child before parent", "what has landed is told of at once", _child_before_parent, "I10"),
-    CachePlant("event at enqueue", "a page is told of when its copy begins", _event_at_enqueue, "I10"),
-    CachePlant("event at enqueue of a store", "the same of storage", _event_at_enqueue, "I10", _STORED),
+    CachePlant(
+        "child before parent", "what has landed is told of at once", _child_before_parent, "I10"
+    ),
+    CachePlant(
+        "event at enqueue", "a page is told of when its copy begins", _event_at_enqueue, "I10"
+    ),
+    CachePlant(
+        "event at enqueue of a store", "the same of storage", _event_at_enqueue, "I10", _STORED
+    ),
     CachePlant(
         "lock not copied at split",
         "the part before the cut is locked by nobody",
@@ -218,14 +235,25 @@ PLANTS = (
         "I5",
         _LOCKED,
     ),
-    CachePlant("lock moves at split", "the part behind the cut is not locked", _lock_moves_at_split, "I5", _LOCKED),
+    CachePlant(
+        "lock moves at split",
+        "the part behind the cut is not locked",
+        _lock_moves_at_split,
+        "I5",
+        _LOCKED,
+    ),
     CachePlant(
         "readers not copied at split",
         "the part before the cut is read by nobody",
         _readers_not_copied_at_split,
         "I5",
     ),
-    CachePlant("failed copy taken for one", "a copy that failed counts as landed", _failed_copy_taken_for_one, "I14"),
+    CachePlant(
+        "failed copy taken for one",
+        "a copy that failed counts as landed",
+        _failed_copy_taken_for_one,
+        "I14",
+    ),
     CachePlant(
         "source of a copy let go",
         "what is copied may be evicted",
@@ -233,7 +261,13 @@ PLANTS = (
         "I13",
         SMALL._replace(evictions=1, splits=0),
     ),
-    CachePlant("a write ends twice", "a stale end changes the tree", _ends_twice, "I6", SMALL._replace(stales=1)),
+    CachePlant(
+        "a write ends twice",
+        "a stale end changes the tree",
+        _ends_twice,
+        "I6",
+        SMALL._replace(stales=1),
+    ),
     CachePlant(
         "flush frees what is copied",
         "what a copy reads is given away",
@@ -242,7 +276,10 @@ PLANTS = (
         SMALL._replace(flushes=1),
     ),
     CachePlant(
-        "failed write keeps its pages", "what it was to write comes back never", _failed_write_keeps_its_pages, "I1"
+        "failed write keeps its pages",
+        "what it was to write comes back never",
+        _failed_write_keeps_its_pages,
+        "I1",
     ),
     CachePlant(
         "eviction not told",

@@ -1,4 +1,7 @@
-"""What must hold in every state of the walk over the prefix index. Each raises AssertionError, with its invariant."""
+"""What must hold in every state of the walk over the prefix index.
+
+Each raises AssertionError, with its invariant.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,28 @@ def check(life: Life) -> None:
 
 
 def _check_pages(life: Life, nodes: list[Node], tier: Tier) -> None:
-    """Each page that is out belongs to one node, or to nobody else than a write whose end is not told yet."""
+    """Each page that is out belongs to one node, or to nobody else than a write whose end is not
+    told yet.
+    """
     held: list[int] = []
     for node in nodes:
         pages = node.pages[tier]
-        if (pages is None) is not (node.phase[tier] is ABSENT) or (pages is not None and len(pages) != node.num_pages):
+        if (pages is None) is not (node.phase[tier] is ABSENT) or (
+            pages is not None and len(pages) != node.num_pages
+        ):
             raise AssertionError(f"I1: {node!r} has {pages} in {tier.name.lower()}")
         held.extend([] if pages is None else pages.tolist())
     if sorted(held) != sorted(life.memory[tier]):
-        raise AssertionError(f"I1: {tier.name.lower()} pages {sorted(life.memory[tier])} are out, and {held} cached")
+        raise AssertionError(
+            f"I1: {tier.name.lower()} pages {sorted(life.memory[tier])} are out, and {held} cached"
+        )
 
 
 def _check_contents(life: Life, nodes: list[Node]) -> list[set[Prompt]]:
-    """What can be read holds what its tokens say. Returns it, by tier; what was flushed is not in it."""
+    """What can be read holds what its tokens say.
+
+    Returns it, by tier; what was flushed is not in it.
+    """
     present: list[set[Prompt]] = [set(), set(), set()]
     for node in nodes:
         path = path_of(node)
@@ -48,9 +60,15 @@ def _check_contents(life: Life, nodes: list[Node]) -> list[set[Prompt]]:
             else:
                 pages = node.pages[tier]
                 assert pages is not None
-                missing = [k for k, p in zip(keys, pages.tolist(), strict=True) if life.memory[tier].get(p) != k]
+                missing = [
+                    k
+                    for k, p in zip(keys, pages.tolist(), strict=True)
+                    if life.memory[tier].get(p) != k
+                ]
             if missing:
-                raise AssertionError(f"I14: {tier.name.lower()} has not got page {missing[0]}, and can be read")
+                raise AssertionError(
+                    f"I14: {tier.name.lower()} has not got page {missing[0]}, and can be read"
+                )
     return present
 
 
@@ -59,7 +77,9 @@ def _check_users(life: Life) -> None:
     for lock in life.locks:
         for key, page in zip(prefixes(lock.key), lock.pages, strict=True):
             if life.memory[Tier.DEVICE].get(page) != key:
-                raise AssertionError(f"I13: page {page} of {key} was evicted, and a request reads it")
+                raise AssertionError(
+                    f"I13: page {page} of {key} was evicted, and a request reads it"
+                )
     for copy in life.copies.values():
         for key, page in zip(copy.keys, copy.source_pages, strict=True):
             if life.memory[copy.source].get(page) != key:
@@ -72,15 +92,21 @@ def _check_users(life: Life) -> None:
 def _check_subscriber(life: Life, present: list[set[Prompt]]) -> None:
     life.subscriber.replay(life.index.take_events())
     for tier, keys, told in zip(Tier, present, life.subscriber.blocks, strict=True):
-        connected = {name_of(key) for key in keys if all(prefix in keys for prefix in prefixes(key))}
+        connected = {
+            name_of(key) for key in keys if all(prefix in keys for prefix in prefixes(key))
+        }
         if more := told.keys() - connected:
-            raise AssertionError(f"I10: {len(more)} pages are told of that {tier.name.lower()} has not got")
+            raise AssertionError(
+                f"I10: {len(more)} pages are told of that {tier.name.lower()} has not got"
+            )
         if connected - told.keys():
             raise AssertionError(f"I10: {tier.name.lower()} has pages that are not told of")
 
 
 def _check_pins(life: Life, nodes: list[Node]) -> None:
-    """As many pages can be evicted from the device as nobody needs: its locks and copies are known here, too."""
+    """As many pages can be evicted from the device as nobody needs: its locks and copies are known
+    here, too.
+    """
     used = {(lock.epoch, lock.key) for lock in life.locks}
     for copy in life.copies.values():
         if Tier.DEVICE in (copy.source, copy.target):
@@ -94,14 +120,20 @@ def _check_pins(life: Life, nodes: list[Node]) -> None:
             out += node.num_pages
             free += sum((epoch, key) not in pinned for key in ends)
     if life.index.evictable_pages != free:
-        raise AssertionError(f"I5: {life.index.evictable_pages} of {out} pages are said to be evictable, not {free}")
+        raise AssertionError(
+            f"I5: {life.index.evictable_pages} of {out} pages are said to be evictable, not {free}"
+        )
 
 
 def check_rest(rest: Life) -> None:
-    """With nothing under way, all of it can be given back, and subscribers hear of it. Takes the life to pieces."""
+    """With nothing under way, all of it can be given back, and subscribers hear of it.
+
+    Takes the life to pieces.
+    """
     if rest.index.stats().writes_open:
         raise AssertionError("I5: writes are open that have ended")
-    for _ in range(2 * POOL):  # neither tier can be emptied first where pages of one lie below those of the other
+    # Neither tier can be emptied first where pages of one lie below those of the other.
+    for _ in range(2 * POOL):
         before = sum(map(len, rest.memory))
         for tier in PAGED:
             rest.give_back(rest.index.evict(tier, POOL))
@@ -116,7 +148,9 @@ def check_rest(rest: Life) -> None:
 
 
 def check_landed(life: Life, copy: Copy) -> None:
-    """A write has landed: each of its pages can be read there, whatever became of the node it was in."""
+    """A write has landed: each of its pages can be read there, whatever became of the node it was
+    in.
+    """
     if copy.epoch != life.epoch:
         return
     present: set[Prompt] = set()
@@ -125,4 +159,6 @@ def check_landed(life: Life, copy: Copy) -> None:
             path = path_of(node)
             present.update(list(prefixes(path))[len(path) - node.num_pages :])
     if missing := [key for key in copy.keys if key not in present]:
-        raise AssertionError(f"I10: page {missing[0]} has landed in {copy.target.name.lower()}, and is not there")
+        raise AssertionError(
+            f"I10: page {missing[0]} has landed in {copy.target.name.lower()}, and is not there"
+        )

@@ -35,7 +35,10 @@ WORLDS: dict[str, tuple[str, CacheBounds]] = {
     "evicted": ("the same, and an eviction", CacheBounds(flushes=0)),
     "flushed": ("the same, and a flush", CacheBounds(evictions=0)),
     "writes": ("the same, with an eviction and a flush", CacheBounds()),
-    "stale": ("an end is told twice, after a flush too", CacheBounds(splits=1, evictions=0, stales=1)),
+    "stale": (
+        "an end is told twice, after a flush too",
+        CacheBounds(splits=1, evictions=0, stales=1),
+    ),
     "stored": ("what is on the host is stored", CacheBounds((STORE,), on_host=True, flushes=0)),
     "through": (
         "to the host, and on to storage",
@@ -45,5 +48,8 @@ WORLDS: dict[str, tuple[str, CacheBounds]] = {
         "what is on the host alone is loaded and stored",
         CacheBounds((LOAD, STORE), evictions=0, on_device=False, on_host=True),
     ),
-    "locked": ("a request reads what is saved, split and evicted", CacheBounds(splits=1, flushes=0, locks=1)),
+    "locked": (
+        "a request reads what is saved, split and evicted",
+        CacheBounds(splits=1, flushes=0, locks=1),
+    ),
 }

@@ -1,6 +1,7 @@
 """A shipped DecodeEndpoint as a value that can be hashed, and everything that can happen to it.
 
-What it decides is its own. Beside it stands what only the world knows: what its users were told, which pages are free.
+What it decides is its own. Beside it stands what only the world knows: what its users were told,
+which pages are free.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.wire.codec import parse_at_prefill
 from kvflow.protocols.wire.messages import GrantId
-from kvflow.testing.walk.world import LATER, LIVES, SUM, ViolationError, Word, World, life_of, pages_of, word_of
+from kvflow.testing.walk.world import (
+    LATER,
+    LIVES,
+    SUM,
+    ViolationError,
+    Word,
+    World,
+    life_of,
+    pages_of,
+    word_of,
+)
 
 EARLIER_DECODE = 66  # its incarnation
 EARLIER = (-1, 1)
@@ -48,7 +59,8 @@ class Rank(NamedTuple):
     """What others have to know of decode's end of one link; follows from the endpoint."""
 
     dialled: int  # the life whose connection is open; 0: none
-    beats: tuple[bool, bool]  # it sends heartbeats, or asks to be let in: to the first life, to the second
+    # It sends heartbeats, or asks to be let in: to the first life, to the second.
+    beats: tuple[bool, bool]
     up: int  # the life whose link is up
     owes: int  # 0: nothing; 1: loans in doubt; 2: others
     settled: GrantId
@@ -92,7 +104,10 @@ class DecodeSide:
     # --- what happens
 
     def run(self, do: Callable[[DecodeSide], None]) -> Decode:
-        """Do one thing, run what comes of it. Raises: AssertionError for what must hold and does not."""
+        """Do one thing, run what comes of it.
+
+        Raises: AssertionError for what must hold and does not.
+        """
         causes = {grant: record.state.cause for grant, record in self.endpoint.rooms.items()}
         known = dict(self.endpoint.rooms)
         do(self)
@@ -120,12 +135,19 @@ class DecodeSide:
         core = self.core
         if any(record.phase in TERMINAL for record in core.rooms.values()):
             raise ViolationError("I5: a room that has ended is in a table")
-        owed = {grant for source in core.ledger._by_source.values() for grant in source} | set(core.rooms)
-        if any(grant.pages is Pages.LENT and number not in owed for number, grant in enumerate(self.grants, 1)):
+        owed = {grant for source in core.ledger._by_source.values() for grant in source} | set(
+            core.rooms
+        )
+        if any(
+            grant.pages is Pages.LENT and number not in owed
+            for number, grant in enumerate(self.grants, 1)
+        ):
             raise ViolationError("I1: pages are lent, and neither a room nor a loan owns them")
         ranks = []
         for rank in range(self.world.bounds.ranks):
-            peers = {life_of(p.key.incarnation): p for p in self.endpoint.peers if p.info.rank == rank}
+            peers = {
+                life_of(p.key.incarnation): p for p in self.endpoint.peers if p.info.rank == rank
+            }
             loans = [
                 lease.loans[peer]
                 for peer in peers.values()
@@ -133,8 +155,12 @@ class DecodeSide:
                 if (lease := core.ledger.find(peer, grant)) is not None
             ]
             doubtful = all(phase is LoanPhase.DOUBTFUL for phase in loans)
-            beats = tuple(life in peers and peers[life].phase is not LinkPhase.GONE for life in (1, 2))
-            up = max((life for life, peer in peers.items() if peer.phase is LinkPhase.UP), default=0)
+            beats = tuple(
+                life in peers and peers[life].phase is not LinkPhase.GONE for life in (1, 2)
+            )
+            up = max(
+                (life for life, peer in peers.items() if peer.phase is LinkPhase.UP), default=0
+            )
             settled = core.ledger.settled_below(peers[up]) if up else GrantId(0)
             owes = (1 if doubtful else 2) if loans else 0
             ranks.append(Rank(self.dialled[rank], (beats[0], beats[1]), up, owes, settled))
@@ -167,7 +193,9 @@ class DecodeSide:
         if grant and self.value.left:
             raise ViolationError("I4: decode is shutting down, and opens a room")
         while len(self.grants) < self.core.next_grant - 1:
-            self.grants.append(Grant() if len(self.grants) == grant - 1 else Grant(Pages.FREE, True, True))
+            self.grants.append(
+                Grant() if len(self.grants) == grant - 1 else Grant(Pages.FREE, True, True)
+            )
 
     def refuse_room(self, lives: tuple[int, ...]) -> None:
         infos = [self.world.info(rank, life) for rank, life in enumerate(lives)]
@@ -205,7 +233,9 @@ class DecodeSide:
         self.endpoint.writer_died(c.PeerKey(LIVES[rank][life - 1], info.control), 0.0)
 
     def inherit(self) -> None:
-        """What a decode before this one has lent to the first life of rank 0, which this one is linked to as well."""
+        """What a decode before this one has lent to the first life of rank 0, which this one is
+        linked to as well.
+        """
         self.grants.append(Grant(Pages.LENT, told=True, ended=True))
         loan = UnprovenLoan(
             writer=self.world.address,
@@ -243,9 +273,15 @@ class DecodeSide:
     def hear(self, rank: int, word: Word) -> None:
         if life := self.dialled[rank]:
             info = self.world.info(rank, life)
-            before = {key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP}
-            self.endpoint.receive(c.PeerKey(LIVES[rank][life - 1], info.control), self.world.frame(word, rank), 0.0)
-            up = {key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP} - before
+            before = {
+                key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP
+            }
+            self.endpoint.receive(
+                c.PeerKey(LIVES[rank][life - 1], info.control), self.world.frame(word, rank), 0.0
+            )
+            up = {
+                key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP
+            } - before
             if any(life_of(key.incarnation) != life_of(word.source) for key in up):
                 raise ViolationError("I6: the answer of another life brings a link up")
 
@@ -299,7 +335,9 @@ class DecodeSide:
     def _ended(self, command: c.RoomEnded) -> None:
         known = self.grants[command.grant - 1]
         if known.ended or not known.told:
-            raise ViolationError(f"I4: decode's room ends {'twice' if known.ended else 'and its user is not told'}")
+            raise ViolationError(
+                f"I4: decode's room ends {'twice' if known.ended else 'and its user is not told'}"
+            )
         self.grant(command.grant, ended=True)
 
     def _free(self, command: c.FreePages) -> None:

@@ -1,8 +1,9 @@
-"""Everything that a small group of ranks can do: the shipped leader and members, and every order of what happens.
+"""Everything that a small group of ranks can do: the shipped leader and members, and every order of
+what happens.
 
-A state is the pickled endpoints, the frames between them, what has become of each rank's room, and the faults that are
-left. One step feeds one endpoint. Links keep their order and lose what is in them with either end: what is lost
-otherwise, and sent again, is the subject of tests/protocols.
+A state is the pickled endpoints, the frames between them, what has become of each rank's room, and
+the faults that are left. One step feeds one endpoint. Links keep their order and lose what is in
+them with either end: what is lost otherwise, and sent again, is the subject of tests/protocols.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from kvflow.protocols.limits import Timing
 from kvflow.protocols.wire.codec import parse_at_member, routing_id
 from kvflow.protocols.wire.group import Decision, Ruling, Ticket
 from kvflow.protocols.wire.messages import Incarnation
-from kvflow.testing.walk.group_rules import LANDED, MATCHED, check_decided, check_settled, check_started
+from kvflow.testing.walk.group_rules import (
+    LANDED,
+    MATCHED,
+    check_decided,
+    check_settled,
+    check_started,
+)
 from kvflow.testing.walk.group_worlds import GroupBounds
 
 LEADER_LIFE, SECOND_LEADER_LIFE = Incarnation(1_000), Incarnation(2_000)
@@ -52,7 +59,9 @@ class Room(NamedTuple):
 
 
 class State(NamedTuple):
-    """`None` is a process that is dead and not missed: what it had told is on its way, or lost with it."""
+    """`None` is a process that is dead and not missed: what it had told is on its way, or lost with
+    it.
+    """
 
     leader: bytes | None
     members: tuple[bytes | None, ...]
@@ -69,7 +78,9 @@ def _timing() -> Timing:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out what all endpoints have in common: made anew, every field of it is checked again."""
+    """Leaves out what all endpoints have in common: made anew,
+    every field of it is checked again.
+    """
 
     def reducer_override(self, thing: Any) -> Any:
         return (_timing, ()) if type(thing) is Timing else NotImplemented
@@ -77,7 +88,9 @@ class _Pickler(pickle.Pickler):
 
 @lru_cache(maxsize=1 << 12)
 def _seen(data: bytes) -> Any:
-    """The endpoint that was pickled, to be looked at: to make it anew took half of the time of a walk."""
+    """The endpoint that was pickled, to be looked at: to make it anew took half of the time of a
+    walk.
+    """
     return pickle.loads(data)
 
 
@@ -92,10 +105,21 @@ class GroupWorld:
         """Every rank has joined."""
         ranks = range(self.bounds.ranks)
         leader = GroupLeader(LEADER_LIFE, self.bounds.ranks, now=0.0)
-        members = [GroupMember(Incarnation(rank + 1), rank, self.bounds.ranks, now=0.0) for rank in ranks]
+        members = [
+            GroupMember(Incarnation(rank + 1), rank, self.bounds.ranks, now=0.0) for rank in ranks
+        ]
         empty: tuple[Frames, ...] = ((),) * self.bounds.ranks
         pickled = tuple(self._kept(member) for member in members)
-        state = State(self._kept(leader), pickled, empty, empty, (False,) * len(members), (), frozenset(), self.bounds)
+        state = State(
+            self._kept(leader),
+            pickled,
+            empty,
+            empty,
+            (False,) * len(members),
+            (),
+            frozenset(),
+            self.bounds,
+        )
         for rank in ranks:
             state = self._member(state, rank, lambda member: member.tick(0.0))
             state = self._leader(state, rank)
@@ -113,7 +137,11 @@ class GroupWorld:
             if left.refusals and obstacle:
                 yield "a request comes that cannot be opened", False, lambda: self._refuse(state)
             if leader.next_tick() < 0:
-                yield "the leader deals with a loss", True, lambda: self._lead(state, lambda lead: lead.tick(-1.0))
+                yield (
+                    "the leader deals with a loss",
+                    True,
+                    lambda: self._lead(state, lambda lead: lead.tick(-1.0)),
+                )
             if left.aborts:
                 yield from (
                     (f"the client of {ticket} goes", False, partial(self._go, state, ticket))
@@ -139,19 +167,35 @@ class GroupWorld:
             return
         member: GroupMember = _seen(life)
         if state.to_member[rank]:
-            yield f"rank {rank} reads the leader", True, lambda: self._deliver_to_member(state, rank)
+            yield (
+                f"rank {rank} reads the leader",
+                True,
+                lambda: self._deliver_to_member(state, rank),
+            )
         if member.next_tick() < 0:
-            yield f"rank {rank} deals with the loss", True, lambda: self._member(state, rank, lambda m: m.tick(-1.0))
+            yield (
+                f"rank {rank} deals with the loss",
+                True,
+                lambda: self._member(state, rank, lambda m: m.tick(-1.0)),
+            )
         if member.session is not None and member.session.leader != self._leader_life(state):
             if not state.to_member[rank]:
-                yield f"rank {rank} misses the leader", True, lambda: self._member(state, rank, _misses)
+                yield (
+                    f"rank {rank} misses the leader",
+                    True,
+                    lambda: self._member(state, rank, _misses),
+                )
         elif (
             state.leader is not None
             and member.session is None
             and not state.to_leader[rank]
             and not state.to_member[rank]
         ):
-            yield f"rank {rank} asks to join", True, lambda: self._member(state, rank, lambda m: m.tick(m.next_tick()))
+            yield (
+                f"rank {rank} asks to join",
+                True,
+                lambda: self._member(state, rank, lambda m: m.tick(m.next_tick())),
+            )
         if left.crashes:
             yield (f"rank {rank} dies", False, lambda: self._crash(state, rank))
         if left.silences and state.leader is not None and member.session is not None:
@@ -163,20 +207,40 @@ class GroupWorld:
                 lambda: self._member(paid, rank, lambda m: m.leader_gone(0.0)),
             )
 
-    def _acts_of_room(self, state: State, room: Room) -> Iterator[tuple[str, bool, Callable[[], State]]]:
+    def _acts_of_room(
+        self, state: State, room: Room
+    ) -> Iterator[tuple[str, bool, Callable[[], State]]]:
         rank, key, left = room.rank, room.key, state.left
         name = f"request {key.ticket} at rank {rank}"
         fair = ("bad", key) not in state.facts  # else decode's half may never come
         if room.state == WAITS:
-            yield f"{name} is matched", fair, lambda: self._happens(state, room, MATCHED, lambda m: m.matched(key))
+            yield (
+                f"{name} is matched",
+                fair,
+                lambda: self._happens(state, room, MATCHED, lambda m: m.matched(key)),
+            )
         if room.state == STARTED:
-            yield f"{name} lands", fair, lambda: self._happens(state, room, LANDED, lambda m: m.landed(key))
+            yield (
+                f"{name} lands",
+                fair,
+                lambda: self._happens(state, room, LANDED, lambda m: m.landed(key)),
+            )
         if room.state in (WAITS, MATCHED, STARTED) and left.failures:
             cause = Cause(Code.ENGINE_ERROR, f"rank {rank}")
-            paid = state._replace(left=left._replace(failures=left.failures - 1), facts=state.facts | {("bad", key)})
-            yield f"{name} fails", False, lambda: self._happens(paid, room, DRAINS, lambda m: m.failed(key, cause))
+            paid = state._replace(
+                left=left._replace(failures=left.failures - 1), facts=state.facts | {("bad", key)}
+            )
+            yield (
+                f"{name} fails",
+                False,
+                lambda: self._happens(paid, room, DRAINS, lambda m: m.failed(key, cause)),
+            )
         if room.state == DRAINS:
-            yield f"{name} is drained", True, lambda: self._happens(state, room, None, lambda m: m.released(key))
+            yield (
+                f"{name} is drained",
+                True,
+                lambda: self._happens(state, room, None, lambda m: m.released(key)),
+            )
 
     # --- what the steps do
 
@@ -184,10 +248,13 @@ class GroupWorld:
         left = state.left._replace(requests=state.left.requests - 1)
         room = 7 if self.bounds.same_room else 7 + left.requests
         found: list[Ticket] = []
-        after = self._lead(state._replace(left=left), lambda leader: found.append(leader.open(room, b"prompt")))
+        after = self._lead(
+            state._replace(left=left), lambda leader: found.append(leader.open(room, b"prompt"))
+        )
         if len(self._reached(after)) < self.bounds.ranks:
             key = TicketKey(self._leader_life(after), found[0])
-            after = after._replace(facts=after.facts | {("risky", key)})  # a loss that the leader does not know of
+            # A loss that the leader does not know of.
+            after = after._replace(facts=after.facts | {("risky", key)})
         return after
 
     def _refuse(self, state: State) -> State:
@@ -211,7 +278,10 @@ class GroupWorld:
         for rank, life in enumerate(state.members):
             session = None if life is None else _seen(life).session
             for held in _of(leader, rank):
-                if session is not None and (session.leader, session.number) == (leader.incarnation, held.session):
+                if session is not None and (session.leader, session.number) == (
+                    leader.incarnation,
+                    held.session,
+                ):
                     found.append(rank)
         return found
 
@@ -283,11 +353,15 @@ class GroupWorld:
         leader: GroupLeader = _seen(state.leader)
         return leader.incarnation
 
-    def _happens(self, state: State, room: Room, after: str | None, do: Callable[[GroupMember], Any]) -> State:
+    def _happens(
+        self, state: State, room: Room, after: str | None, do: Callable[[GroupMember], Any]
+    ) -> State:
         rooms = tuple(found for found in state.rooms if found != room)
         if after is not None and after != LANDED:
             rooms = _sorted((*rooms, room._replace(state=after)))
-        facts = state.facts | ({(after, room.key, room.rank)} if after in (MATCHED, LANDED) else set())
+        facts = state.facts | (
+            {(after, room.key, room.rank)} if after in (MATCHED, LANDED) else set()
+        )
         return self._member(state._replace(rooms=rooms, facts=facts), room.rank, do)
 
     def _leader(self, state: State, rank: int) -> State:
@@ -307,14 +381,21 @@ class GroupWorld:
                 if isinstance(sent, Decision) and sent.ruling is Ruling.START:
                     facts.add(("start", TicketKey(sent.leader, sent.ticket), sent.number))
                 for rank, life in enumerate(state.members):
-                    if life is not None and routing_id(_seen(life).incarnation) == command.routing_id:
+                    if (
+                        life is not None
+                        and routing_id(_seen(life).incarnation) == command.routing_id
+                    ):
                         to_member[rank] = (*to_member[rank], command.frame)
             elif isinstance(command, RefuseRoom):
                 if _of(leader, 0):
                     raise AssertionError("rank 0 is told twice that a room is refused")
             elif isinstance(command, RequestDecided):
-                check_decided(TicketKey(leader.incarnation, command.ticket), command, facts, self.bounds.ranks)
-        return state._replace(leader=self._kept(leader), to_member=tuple(to_member), facts=frozenset(facts))
+                check_decided(
+                    TicketKey(leader.incarnation, command.ticket), command, facts, self.bounds.ranks
+                )
+        return state._replace(
+            leader=self._kept(leader), to_member=tuple(to_member), facts=frozenset(facts)
+        )
 
     def _deliver_to_member(self, state: State, rank: int) -> State:
         frame, *rest = state.to_member[rank]
@@ -349,27 +430,41 @@ class GroupWorld:
                 facts.add(("refused", rank))
             elif isinstance(command, StartRoom):
                 check_started(command.key, rank, facts, self.bounds.ranks)
-                rooms = [r._replace(state=STARTED) if (r.rank, r.key) == (rank, command.key) else r for r in rooms]
+                rooms = [
+                    r._replace(state=STARTED) if (r.rank, r.key) == (rank, command.key) else r
+                    for r in rooms
+                ]
             elif isinstance(command, CloseRoom):
-                rooms = [r._replace(state=DRAINS) if (r.rank, r.key) == (rank, command.key) else r for r in rooms]
+                rooms = [
+                    r._replace(state=DRAINS) if (r.rank, r.key) == (rank, command.key) else r
+                    for r in rooms
+                ]
             elif isinstance(command, RequestSettled):
                 check_settled(command, rank, facts)
         return state._replace(
             members=_with(state.members, rank, self._kept(member)),
             rooms=_sorted(rooms),
-            to_leader=_with(state.to_leader, rank, tuple(frames) if state.leader is not None else ()),
+            to_leader=_with(
+                state.to_leader, rank, tuple(frames) if state.leader is not None else ()
+            ),
             facts=frozenset(facts),
         )
 
     def _kept(self, endpoint: GroupLeader | GroupMember) -> bytes:
-        """Equal endpoints are equal bytes. What is sent is confirmed at once: links lose nothing."""
-        links = [endpoint.session] if isinstance(endpoint, GroupMember) else endpoint.members.values()
+        """Equal endpoints are equal bytes.
+
+        What is sent is confirmed at once: links lose nothing.
+        """
+        links = (
+            [endpoint.session] if isinstance(endpoint, GroupMember) else endpoint.members.values()
+        )
         for one in links:
             if one is not None:
                 one.link.confirm(one.link.sent_below)
         stream = io.BytesIO()
         pickler = _Pickler(stream, protocol=5)
-        pickler.fast = True  # no references to what was written before: whether two are the same object is no state
+        # No references to what was written before: whether two are the same object is no state.
+        pickler.fast = True
         pickler.dump(endpoint)
         data = stream.getvalue()
         return self._pieces.setdefault(data, data)
@@ -379,7 +474,11 @@ class GroupWorld:
     def rests(self, state: State) -> bool:
         """Nothing is left anywhere of any request."""
         members = [_seen(life) for life in state.members if life is not None]
-        if state.rooms or any(member.tickets for member in members) or any(fact[0] == "owed" for fact in state.facts):
+        if (
+            state.rooms
+            or any(member.tickets for member in members)
+            or any(fact[0] == "owed" for fact in state.facts)
+        ):
             return False
         leader: GroupLeader | None = _seen(state.leader) if state.leader is not None else None
         return leader is None or not leader.requests

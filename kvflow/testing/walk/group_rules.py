@@ -19,24 +19,32 @@ def check_decided(key: TicketKey, command: RequestDecided, facts: Facts, ranks: 
     if command.cause is not None and not {("bad", key), ("risky", key)} & facts:
         raise AssertionError(f"request {key.ticket} fails, and nothing has happened to it")
     if command.cause is None and (missing := _without(LANDED, key, facts, ranks)):
-        raise AssertionError(f"request {key.ticket} succeeded, and has not landed at rank {missing[0]}")
+        raise AssertionError(
+            f"request {key.ticket} succeeded, and has not landed at rank {missing[0]}"
+        )
     facts.add(("decided", key, command.cause))
 
 
 def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
     if missing := _without(MATCHED, key, facts, ranks):
-        raise AssertionError(f"request {key.ticket} starts at rank {rank}, and is not matched at rank {missing[0]}")
+        raise AssertionError(
+            f"request {key.ticket} starts at rank {rank}, and is not matched at rank {missing[0]}"
+        )
     number = next(fact[2] for fact in facts if fact[:2] == ("start", key))
     for fact in [fact for fact in facts if fact[:3] == ("started", rank, key.leader)]:
         if fact[3] >= number:
-            raise AssertionError(f"rank {rank} starts request {key.ticket} out of the group's order")
+            raise AssertionError(
+                f"rank {rank} starts request {key.ticket} out of the group's order"
+            )
         facts.remove(fact)
     facts.add(("started", rank, key.leader, number))
 
 
 def check_settled(command: RequestSettled, rank: int, facts: Facts) -> None:
     if any(fact[:3] == ("settled", rank, command.key) for fact in facts):
-        raise AssertionError(f"rank {rank} was told twice what became of request {command.key.ticket}")
+        raise AssertionError(
+            f"rank {rank} was told twice what became of request {command.key.ticket}"
+        )
     decided = [fact for fact in facts if fact[:2] == ("decided", command.key)]
     if command.cause is None and (not decided or decided[0][2] is not None):
         raise AssertionError(f"rank {rank} takes request {command.key.ticket} for a success, alone")

@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 
 class GroupBounds(NamedTuple):
-    """How often what may happen. `failures`: rooms that end by themselves at one rank; `silences`: a rank that lives is
-    taken for lost, and the other way round."""
+    """How often what may happen.
+
+    `failures`: rooms that end by themselves at one rank; `silences`: a rank that lives is taken for
+    lost, and the other way round."""
 
     ranks: int = 3
     requests: int = 1
@@ -15,7 +17,8 @@ class GroupBounds(NamedTuple):
     aborts: int = 0
     crashes: int = 0  # of a member, or of the leader, which takes its own rank with it
     silences: int = 0
-    refusals: int = 0  # 0 or 1 request that the leader cannot open: a rank is missing, or the room is in use
+    # 0 or 1 request that the leader cannot open: a rank is missing, or the room is in use.
+    refusals: int = 0
     same_room: bool = False  # all requests are for one room id
     restarts: bool = True  # of a member
     leader_restarts: bool = False
@@ -25,11 +28,20 @@ WORLDS: dict[str, tuple[str, GroupBounds]] = {
     "failures": ("two ranks of three fail, and the client goes", GroupBounds(failures=2, aborts=1)),
     "loss": ("one of three ranks dies, or the leader", GroupBounds(crashes=1)),
     "failure-loss": ("a rank fails, and one dies", GroupBounds(ranks=2, failures=1, crashes=1)),
-    "silence": ("a rank that lives is taken for lost, or takes the leader for lost", GroupBounds(ranks=2, silences=1)),
+    "silence": (
+        "a rank that lives is taken for lost, or takes the leader for lost",
+        GroupBounds(ranks=2, silences=1),
+    ),
     "order": ("two requests, and a failure", GroupBounds(ranks=2, requests=2, failures=1)),
-    "reopened": ("two requests, and a loss before, between or after", GroupBounds(ranks=2, requests=2, crashes=1)),
+    "reopened": (
+        "two requests, and a loss before, between or after",
+        GroupBounds(ranks=2, requests=2, crashes=1),
+    ),
     "reused": (
-        "two requests for one room id, the first of which may fail, and drain, when the second comes",
+        (
+            "two requests for one room id, the first of which may fail, and drain, when the second "
+            "comes"
+        ),
         GroupBounds(ranks=2, requests=2, failures=1, refusals=1, same_room=True),
     ),
     "refused": (

@@ -29,7 +29,9 @@ def mirrored(decode: Decode, world: World) -> Decode:
 
 
 def _swap(endpoint: DecodeEndpoint) -> None:
-    """Peers keep their places in every book and exchange names: only what is ordered by rank is turned."""
+    """Peers keep their places in every book and exchange names: only what is ordered by rank is
+    turned.
+    """
     core = endpoint.core
     peers: dict[int, PrefillPeer] = {}
     for peer in [*endpoint.peers, *core.ledger._by_source, *core.ledger._acknowledged]:
@@ -59,7 +61,9 @@ def _swap(endpoint: DecodeEndpoint) -> None:
 def _other(info: Any) -> Any:
     """The registry's line of the other rank."""
     key = _key(PeerKey(info.incarnation, info.control))
-    return msgspec.structs.replace(info, rank=1 - info.rank, incarnation=key.incarnation, control=key.control)
+    return msgspec.structs.replace(
+        info, rank=1 - info.rank, incarnation=key.incarnation, control=key.control
+    )
 
 
 def _key(key: PeerKey) -> PeerKey:

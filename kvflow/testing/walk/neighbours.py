@@ -32,7 +32,9 @@ class Target(NamedTuple):
 
 def neighbour(prefill: Prefill) -> Neighbour:
     p = prefill
-    return Neighbour(p.life, p.alive, p.alive and p.knows, p.silent, p.oldest, p.gone and not p.late)
+    return Neighbour(
+        p.life, p.alive, p.alive and p.knows, p.silent, p.oldest, p.gone and not p.late
+    )
 
 
 def target(decode: Decode, rank: int, rooms: int) -> Target:
@@ -60,7 +62,9 @@ def start(world: World) -> tuple[Decode, Prefill]:
     prefill = PrefillSide(theirs, world)
     theirs = prefill.run(lambda side: side.route(DECODE, opened=True))
     for rank in range(world.bounds.ranks):
-        mine = DecodeSide(mine, world).run(lambda side, rank=rank: side.hear(rank, prefill.words[0]))  # type: ignore[misc]
+        mine = DecodeSide(mine, world).run(
+            lambda side, rank=rank: side.hear(rank, prefill.words[0])  # type: ignore[misc]
+        )
     return mine, theirs
 
 

@@ -1,4 +1,6 @@
-"""Bugs that somebody has had, or might have, put into what ships from outside: the exhaustive walk must find each."""
+"""Bugs that somebody has had, or might have, put into what ships from outside: the exhaustive walk
+must find each.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from kvflow.testing.walk.plants_tables import (
 )
 
 
-def _any_life(links: DecodeLinks, peer: Any, message: wire.Registered) -> tuple[LinkKind, Cause | None]:
+def _any_life(
+    links: DecodeLinks, peer: Any, message: wire.Registered
+) -> tuple[LinkKind, Cause | None]:
     return LinkKind.ACCEPTED, None
 
 
@@ -119,7 +123,9 @@ _queue_chunk = PrefillEndpoint.queue_chunk
 
 
 def lands_at_once(endpoint: PrefillEndpoint, record: Any, source_pages: Any, **how: Any) -> None:
-    """The write of a chunk without pages ends before `queue_chunk` returns, and with the last one its room."""
+    """The write of a chunk without pages ends before `queue_chunk` returns, and with the last one
+    its room.
+    """
     _queue_chunk(endpoint, record, source_pages, **how)
     if not len(source_pages):
         write = endpoint.outbox.pop().write  # type: ignore[union-attr]  # it is the StartWrite
@@ -174,7 +180,9 @@ ENDPOINTS: tuple[Plant, ...] = (
         _cells(
             peer,
             {
-                (PeerPhase.UP, PeerKind.DIED): Move(PeerPhase.GONE, (PeerCommand.LOSE_ROOMS, PeerCommand.CLOSE_ROUTE)),
+                (PeerPhase.UP, PeerKind.DIED): Move(
+                    PeerPhase.GONE, (PeerCommand.LOSE_ROOMS, PeerCommand.CLOSE_ROUTE)
+                ),
                 (PeerPhase.GONE, PeerKind.IDLE): Move(PeerPhase.FORGOTTEN, (PeerCommand.FORGET,)),
             },
         ),
@@ -237,7 +245,8 @@ ENDPOINTS: tuple[Plant, ...] = (
             link,
             {
                 (phase, LinkKind.REPLACED): Move(
-                    LinkPhase.GONE, (LinkCommand.HANG_UP, LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS)
+                    LinkPhase.GONE,
+                    (LinkCommand.HANG_UP, LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS),
                 )
                 for phase in (LinkPhase.UP, LinkPhase.SILENT)
             },
@@ -252,7 +261,8 @@ ENDPOINTS: tuple[Plant, ...] = (
             link,
             {
                 (LinkPhase.UP, LinkKind.SILENCE_DUE): Move(
-                    LinkPhase.SILENT, (LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS, LinkCommand.SEND_REGISTER)
+                    LinkPhase.SILENT,
+                    (LinkCommand.LOSE_ROOMS, LinkCommand.END_LOANS, LinkCommand.SEND_REGISTER),
                 )
             },
         ),
@@ -339,7 +349,14 @@ ENDPOINTS: tuple[Plant, ...] = (
     Plant(
         "loss without its rooms",
         "the rooms of a silent prefill are not ended",
-        _cells(link, {(LinkPhase.UP, LinkKind.SILENCE_DUE): Move(LinkPhase.SILENT, (LinkCommand.SEND_REGISTER,))}),
+        _cells(
+            link,
+            {
+                (LinkPhase.UP, LinkKind.SILENCE_DUE): Move(
+                    LinkPhase.SILENT, (LinkCommand.SEND_REGISTER,)
+                )
+            },
+        ),
         "rest",
         TINY._replace(crashes=1, fences=False),
     ),

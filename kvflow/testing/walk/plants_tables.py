@@ -12,7 +12,13 @@ import msgspec
 from kvflow.protocols import decode_core, decode_inbox
 from kvflow.protocols.machines import decode_room, prefill_room
 from kvflow.protocols.machines import loan as loans
-from kvflow.protocols.machines.decode_room import DecodeCommand, DecodeEvent, DecodeKind, DecodePhase, DecodeRoomState
+from kvflow.protocols.machines.decode_room import (
+    DecodeCommand,
+    DecodeEvent,
+    DecodeKind,
+    DecodePhase,
+    DecodeRoomState,
+)
 from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, PrefillPhase
 from kvflow.protocols.machines.tables import IGNORE, Move
@@ -30,7 +36,9 @@ LOSSY = TINY._replace(drops=1)
 
 
 class Plant(NamedTuple):
-    """`install` puts the bug in for a while; `invariant` is what it breaks in the world `bounds`."""
+    """`install` puts the bug in for a while;
+    `invariant` is what it breaks in the world `bounds`.
+    """
 
     name: str
     text: str
@@ -58,14 +66,24 @@ def _attribute(owner: Any, name: str, value: Any) -> Install:
     return lambda: patch.object(owner, name, value)
 
 
-_count_chunk, _step, _end_of_write = decode_room._count_chunk, decode_room.step, prefill_room._end_of_write
+_count_chunk, _step, _end_of_write = (
+    decode_room._count_chunk,
+    decode_room.step,
+    prefill_room._end_of_write,
+)
 _RETURN = Move(LoanPhase.RETURNED, (LoanCommand.RETURN,))
 
 
-def _all_said(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
+def _all_said(
+    room: DecodeRoomState, event: DecodeEvent
+) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
     """The last chunk of one rank counted for all."""
     counted, kind, event = _count_chunk(room, event)
-    return counted, DecodeKind.ALL_LANDED if event.last and kind is DecodeKind.CHUNK_LANDED else kind, event
+    return (
+        counted,
+        DecodeKind.ALL_LANDED if event.last and kind is DecodeKind.CHUNK_LANDED else kind,
+        event,
+    )
 
 
 def _gap_ignored() -> AbstractContextManager[object]:
@@ -75,13 +93,17 @@ def _gap_ignored() -> AbstractContextManager[object]:
     def any_order(core: Any, peer: Any, message: Any, now: float) -> None:
         record = core.rooms.get(message.grant)
         if record is not None:
-            message = msgspec.structs.replace(message, seq=record.next_seq(record.peers.index(peer)))
+            message = msgspec.structs.replace(
+                message, seq=record.next_seq(record.peers.index(peer))
+            )
         on_chunk_done(core, peer, message, now)
 
     return _item(decode_inbox.HANDLERS, wire.ChunkDone, any_order)
 
 
-def _taken_for_landed(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
+def _taken_for_landed(
+    phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any
+) -> PrefillKind:
     return _end_of_write(phase, WriteOutcome.LANDED, **rest | {"doubt": False})
 
 
@@ -89,7 +111,9 @@ def _no_doubt(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) ->
     return _end_of_write(phase, outcome, **rest | {"doubt": False})
 
 
-def _forgets_cause(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoomState, tuple[DecodeCommand, ...]]:
+def _forgets_cause(
+    room: DecodeRoomState, event: DecodeEvent
+) -> tuple[DecodeRoomState, tuple[DecodeCommand, ...]]:
     step = _step(room, event)
     if event.cause is None or step[0].phase is room.phase:
         return step
@@ -98,7 +122,12 @@ def _forgets_cause(room: DecodeRoomState, event: DecodeEvent) -> tuple[DecodeRoo
 
 _HURRY = Move(
     PrefillPhase.ABORTED,
-    (PrefillCommand.CANCEL_WRITES, PrefillCommand.SEND_DRAINED, PrefillCommand.TELL_ENDED, PrefillCommand.END),
+    (
+        PrefillCommand.CANCEL_WRITES,
+        PrefillCommand.SEND_DRAINED,
+        PrefillCommand.TELL_ENDED,
+        PrefillCommand.END,
+    ),
 )
 
 # --- in the endpoints, the links and the grants

@@ -1,7 +1,7 @@
 """A shipped PrefillEndpoint as a value that can be hashed, and everything that can happen to it.
 
-What it decides is its own. Beside it stands what only the world knows: which writes run, what may still land, which
-routes are open, what its engine was told.
+What it decides is its own. Beside it stands what only the world knows: which writes run, what may
+still land, which routes are open, what its engine was told.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from kvflow.protocols.prefill_tasks import Timer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_decode, prompt_digest, routing_id
 from kvflow.protocols.wire.messages import Incarnation, RoomId
-from kvflow.testing.walk.world import DECODE, GRANT_PAGES, LATER, OTHER, SUM, ViolationError, Word, World, word_of
+from kvflow.testing.walk.world import (
+    DECODE,
+    GRANT_PAGES,
+    LATER,
+    OTHER,
+    SUM,
+    ViolationError,
+    Word,
+    World,
+    word_of,
+)
 
 
 class Write(NamedTuple):
@@ -98,13 +108,16 @@ class Prefill(NamedTuple):
 class PrefillSide:
     """A prefill rank in the middle of one action."""
 
-    def __init__(self, value: Prefill, world: World, endpoint: PrefillEndpoint | None = None) -> None:
+    def __init__(
+        self, value: Prefill, world: World, endpoint: PrefillEndpoint | None = None
+    ) -> None:
         self.value, self.world = value, world
         self.endpoint: PrefillEndpoint = endpoint or world.prefills.take(value.endpoint)
         self.core = self.endpoint.core
         self.writes: dict[int, Write] = dict(enumerate(value.writes, 1))
         self.landed = list(value.landed or (0,) * (world.bounds.last_grant + 1))
-        self.rooms = {known.room: known for known in value.rooms}  # by serial: of known rooms it is their id
+        # By serial: of known rooms it is their id.
+        self.rooms = {known.room: known for known in value.rooms}
         self.routes = dict(value.routes)
         self.watched = set(value.watched)
         self.words: list[Word] = []
@@ -112,10 +125,21 @@ class PrefillSide:
     # --- what happens
 
     def run(self, do: Callable[[PrefillSide], None]) -> Prefill:
-        """Do one thing, run what comes of it. Raises: AssertionError for what must hold and does not."""
+        """Do one thing, run what comes of it.
+
+        Raises: AssertionError for what must hold and does not.
+        """
         peer = self.core.peers.get(DECODE)
-        closed = [g for g, phase in peer.grants._phases.items() if phase > GrantPhase.OPEN] if peer else []
-        known = [(record, record.state.cause) for record in self.core.rooms.values() if record.state.cause is not None]
+        closed = (
+            [g for g, phase in peer.grants._phases.items() if phase > GrantPhase.OPEN]
+            if peer
+            else []
+        )
+        known = [
+            (record, record.state.cause)
+            for record in self.core.rooms.values()
+            if record.state.cause is not None
+        ]
         do(self)
         while True:
             if not self.world.bounds.step_by_step:
@@ -127,7 +151,9 @@ class PrefillSide:
                 _RUN[type(command)](self, command)
         if any(record.state.cause != cause for record, cause in known):
             raise ViolationError("I4: prefill's room forgot its first cause")
-        if peer is not None and any(peer.grants.phase(grant) is GrantPhase.OPEN for grant in closed):
+        if peer is not None and any(
+            peer.grants.phase(grant) is GrantPhase.OPEN for grant in closed
+        ):
             raise ViolationError("I6: a grant that was closed is open again")
         return self._seen()
 
@@ -141,10 +167,15 @@ class PrefillSide:
         remembered = []
         if peer is not None:
             grants = peer.grants
-            remembered = [*list(grants._sent)[:1], *grants._evicted_in_doubt, *grants.announcements.rooms]
+            remembered = [
+                *list(grants._sent)[:1],
+                *grants._evicted_in_doubt,
+                *grants.announcements.rooms,
+            ]
         serials = {record.serial: record.room for record in core.rooms.values()}
         rooms = {
-            serials[serial]: known_room._replace(room=serials[serial]) for serial, known_room in self.rooms.items()
+            serials[serial]: known_room._replace(room=serials[serial])
+            for serial, known_room in self.rooms.items()
         }
         running = list(core.writes)
         if any(record.phase in TERMINAL for record in core.rooms.values()):
@@ -161,7 +192,8 @@ class PrefillSide:
             knows=known,
             silent=peer is not None and peer.phase is PeerPhase.SILENT,
             oldest=min(remembered, default=0),
-            doubts=peer is not None and any(not peer.grants.is_drained(g) for g in peer.grants._phases),
+            doubts=peer is not None
+            and any(not peer.grants.is_drained(g) for g in peer.grants._phases),
             idle=not (core.rooms or core.rendezvous.announced or core.writes or core.tasks),
             outcomes=bool(len(core.rendezvous)),
         )
@@ -174,7 +206,9 @@ class PrefillSide:
         self.endpoint.tick(0.0)
 
     def open_room(self, *, other_prompt: bool = False) -> None:
-        """The engine's next room; refused by the endpoint when its id is in use or this side leaves."""
+        """The engine's next room; refused by the endpoint when its id is in use or this side
+        leaves.
+        """
         world = self.world
         room = world.bounds.rooms[self.value.asked]
         digest = prompt_digest([7]) if other_prompt else world.digest
@@ -204,9 +238,13 @@ class PrefillSide:
         source = np.arange(done, done + 1, dtype=np.int32) if chunks else np.empty(0, np.int32)
         last = done + 1 >= chunks
         try:
-            self.endpoint.queue_chunk(record, source, last=last, handoff=b"hand-over" if last else b"", now=0.0)
+            self.endpoint.queue_chunk(
+                record, source, last=last, handoff=b"hand-over" if last else b"", now=0.0
+            )
         except MisuseError as error:
-            raise ViolationError(f"I8: a chunk that decode's pages have room for is refused: {error}") from None
+            raise ViolationError(
+                f"I8: a chunk that decode's pages have room for is refused: {error}"
+            ) from None
         if record.ended:
             raise ViolationError("I4: a room ends inside of its engine's own call")
 
@@ -227,7 +265,9 @@ class PrefillSide:
 
     def other_registers(self) -> None:
         self.put(other=Other.HERE)
-        self.endpoint.receive(routing_id(OTHER), self.world.frame(self.world.register(OTHER), 0), 0.0)
+        self.endpoint.receive(
+            routing_id(OTHER), self.world.frame(self.world.register(OTHER), 0), 0.0
+        )
 
     def route(self, peer: Incarnation, *, opened: bool) -> None:
         if opened:
@@ -264,7 +304,9 @@ class PrefillSide:
         if type(message) is wire.ChunkDone:
             page = 1 << message.seq
             if message.pages and not self.landed[message.grant] & page:
-                raise ViolationError(f"I3: chunk {message.seq} is said to have landed, and its write has not")
+                raise ViolationError(
+                    f"I3: chunk {message.seq} is said to have landed, and its write has not"
+                )
         if type(message) is not wire.Heartbeat:  # changes no decode, see test_walk
             self.words.append(word_of(message))
 
@@ -290,7 +332,9 @@ class PrefillSide:
         if command.source_pages.tolist() != [page % GRANT_PAGES for page in targets]:
             raise ViolationError("I8: pages are written to another place of the prompt")
         grant = self.core.writes[command.write][0].grant
-        self.writes[command.write] = Write(command.peer, grant, sum(1 << page % GRANT_PAGES for page in targets))
+        self.writes[command.write] = Write(
+            command.peer, grant, sum(1 << page % GRANT_PAGES for page in targets)
+        )
 
     def _cancel_write(self, command: c.CancelWrite) -> None:
         self.writes[command.write] = self.writes[command.write]._replace(cancelled=True)

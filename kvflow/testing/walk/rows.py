@@ -85,7 +85,9 @@ class Index:
     def _slots(self, keys: Numbers) -> Numbers:
         """Where each key is, or would be."""
         mask = (1 << self._bits) - 1
-        hashed = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - self._bits)
+        hashed = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(
+            64 - self._bits
+        )
         slots = hashed.astype(np.int64)
         found = self._keys[slots]
         wrong = np.flatnonzero((found != keys) & (found >= 0))

@@ -1,10 +1,10 @@
-"""Everything that two or three machines and their link can do, or a small group of ranks, or a small prefix cache:
-`kvflow sim --exhaust`.
+"""Everything that two or three machines and their link can do, or a small group of ranks, or a
+small prefix cache: `kvflow sim --exhaust`.
 
-What runs are the shipped endpoints (`protocols.decode.DecodeEndpoint`, `protocols.prefill.PrefillEndpoint`), restored
-from a key, fed one event, and read (`shelf`, `decode_side`, `prefill_side`), those of a group (`group`), and the prefix
-index (`cache`). Worlds are small and many, because their product explodes: see `worlds`, `group_worlds` and
-`cache_worlds`.
+What runs are the shipped endpoints (`protocols.decode.DecodeEndpoint`,
+`protocols.prefill.PrefillEndpoint`), restored from a key, fed one event, and read (`shelf`,
+`decode_side`, `prefill_side`), those of a group (`group`), and the prefix index (`cache`). Worlds
+are small and many, because their product explodes: see `worlds`, `group_worlds` and `cache_worlds`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from unittest.mock import patch
 
 from kvflow.protocols import decode, prefill
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.machines import cached_run, decode_room, grants, group, link, peer, prefill_room
+from kvflow.protocols.machines import (
+    cached_run,
+    decode_room,
+    grants,
+    group,
+    link,
+    peer,
+    prefill_room,
+)
 from kvflow.protocols.machines import loan as loans
 from kvflow.protocols.machines.tables import ERROR, Moves, Table
 from kvflow.testing.walk import breadth_first
@@ -54,9 +62,13 @@ _OTHERS: dict[str, tuple[str, GroupBounds | CacheBounds]] = {
     **{_GROUP + name: world for name, world in OF_A_GROUP.items()},
     **{_CACHE + name: world for name, world in OF_A_CACHE.items()},
 }
-_GROUPS, _CACHES = (tuple(name for name in _OTHERS if name.startswith(kind)) for kind in (_GROUP, _CACHE))
+_GROUPS, _CACHES = (
+    tuple(name for name in _OTHERS if name.startswith(kind)) for kind in (_GROUP, _CACHE)
+)
 ALL_SETS = SETS | {"group": _GROUPS, "cache": _CACHES, "full": SETS["full"] + _GROUPS + _CACHES}
-TEXTS = {name: world.text for name, world in WORLDS.items()} | {name: text for name, (text, _) in _OTHERS.items()}
+TEXTS = {name: world.text for name, world in WORLDS.items()} | {
+    name: text for name, (text, _) in _OTHERS.items()
+}
 
 
 class Watched(Moves[Any, Any, Any]):
@@ -78,22 +90,35 @@ class Watched(Moves[Any, Any, Any]):
     def unvisited(self) -> list[str]:
         """Cells the table does not call impossible, and the walk has not seen."""
         return [
-            f"{phase.name} x {kind.name}" for phase, kind in self._cells(legal=True) if (phase, kind) not in self.seen
+            f"{phase.name} x {kind.name}"
+            for phase, kind in self._cells(legal=True)
+            if (phase, kind) not in self.seen
         ]
 
     def impossible(self) -> list[str]:
         """Cells the table calls impossible, and the walk has seen all the same."""
-        return [f"{phase.name} x {kind.name}" for phase, kind in self._cells(legal=False) if (phase, kind) in self.seen]
+        return [
+            f"{phase.name} x {kind.name}"
+            for phase, kind in self._cells(legal=False)
+            if (phase, kind) in self.seen
+        ]
 
     def report(self) -> dict[str, Any]:
         legal = len(self._cells(legal=True))
         missing, wrong = self.unvisited(), self.impossible()
-        return {"legal": legal, "visited": legal - len(missing), "unvisited": missing, "impossible": wrong}
+        return {
+            "legal": legal,
+            "visited": legal - len(missing),
+            "unvisited": missing,
+            "impossible": wrong,
+        }
 
 
-def run(bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Walk every world of `bounds` ("full" when empty; a set, or the name of one world), with that planted bug if one
-    is named; stops at a violation.
+def run(
+    bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Walk every world of `bounds` ("full" when empty; a set, or the name of one world), with that
+    planted bug if one is named; stops at a violation.
 
     Raises: MisuseError for bounds or a plant there are not.
     """
@@ -109,7 +134,10 @@ def run(bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _
             if found[-1]["violations"]:
                 break
         cells = {name: table.report() for name, table in tables.items() if table.seen}
-    total = {key: sum(one[key] for one in found) for key in ("states", "transitions", "violations", "seconds")}
+    total = {
+        key: sum(one[key] for one in found)
+        for key in ("states", "transitions", "violations", "seconds")
+    }
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
     modules = sorted(name for name in sys.modules if name.startswith("kvflow.protocols."))
     return {
@@ -118,7 +146,8 @@ def run(bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _
         **total,
         "peak_mib": peak,
         "endpoints": [
-            f"{kind.__module__}.{kind.__name__}" for kind in (decode.DecodeEndpoint, prefill.PrefillEndpoint)
+            f"{kind.__module__}.{kind.__name__}"
+            for kind in (decode.DecodeEndpoint, prefill.PrefillEndpoint)
         ],
         "modules": modules,
         "worlds": found,
@@ -130,12 +159,17 @@ def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
     if name in WORLDS:
         return walk(WORLDS[name].bounds, say)
     _, bounds = _OTHERS[name]
-    world: World[Any] = GroupWorld(bounds) if isinstance(bounds, GroupBounds) else CacheWorld(bounds)
+    world: World[Any] = (
+        GroupWorld(bounds) if isinstance(bounds, GroupBounds) else CacheWorld(bounds)
+    )
     return {"bounds": bounds._asdict(), **breadth_first.walk(world, say)}
 
 
 def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Walk one world. `states` are counted without the faults that are left, `looked_at` with them."""
+    """Walk one world.
+
+    `states` are counted without the faults that are left, `looked_at` with them.
+    """
     began = monotonic()
     with one_task_at_a_time() if bounds.step_by_step else nullcontext():
         here = Walk(bounds)
@@ -155,7 +189,11 @@ def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[st
     }
     if violation is not None:
         report |= {"broken": violation.broken, "path": violation.path}
-        say("\n".join([violation.broken, *(f"  {n}. {line}" for n, line in enumerate(violation.path, 1))]))
+        say(
+            "\n".join(
+                [violation.broken, *(f"  {n}. {line}" for n, line in enumerate(violation.path, 1))]
+            )
+        )
     return report
 
 

@@ -1,11 +1,14 @@
-"""Breadth first through every state of the joined machines, and then the question whether each can come to rest.
+"""Breadth first through every state of the joined machines, and then the question whether each can
+come to rest.
 
-Safety: a state is looked at once for every set of faults that are left, unless it was seen with more of them left:
-what can happen with fewer can happen with more. All sums are exact; nothing is hashed away.
+Safety: a state is looked at once for every set of faults that are left, unless it was seen with
+more of them left: what can happen with fewer can happen with more. All sums are exact; nothing is
+hashed away.
 
-Rest: `fair` steps happen by themselves, sooner or later, without a new fault. A state from which no path of fair steps
-leads to rest is a violation. Where every state has such a path, a run in which each step that stays possible is taken
-at last cannot avoid rest: the states it visits again and again are finitely many, and one of them has a fair step out.
+Rest: `fair` steps happen by themselves, sooner or later, without a new fault. A state from which no
+path of fair steps leads to rest is a violation. Where every state has such a path, a run in which
+each step that stays possible is taken at last cannot avoid rest: the states it visits again and
+again are finitely many, and one of them has a fair step out.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ _BLOCK = 1 << 16  # states moved on at once
 
 
 class Level(NamedTuple):
-    """What is new after so many steps: states, each with the faults that are left (a number of `Faults`)."""
+    """What is new after so many steps: states, each with the faults that are left (a number of
+    `Faults`).
+    """
 
     states: States
     left: NDArray[np.uint8]
@@ -46,13 +51,16 @@ class Faults:
         if self.count > 64:
             raise ValueError(f"{self.count} sets of faults, at most 64 fit a mask")
         number = {left: n for n, left in enumerate(sets)}
-        self.after = np.tile(np.arange(self.count)[:, None], (1, len(Price)))  # [left, price]: left then, or -1
+        # [left, price]: left then, or -1.
+        self.after = np.tile(np.arange(self.count)[:, None], (1, len(Price)))
         for column, price in enumerate(limits):
             for left, n in number.items():
                 paid = (*left[:column], left[column] - 1, *left[column + 1 :])
                 self.after[n, price] = number.get(paid, -1)
         fewer = [[all(x <= y for x, y in zip(a, b, strict=True)) for a in sets] for b in sets]
-        self.within = np.array([sum(1 << i for i, yes in enumerate(row) if yes) for row in fewer], np.uint64)
+        self.within = np.array(
+            [sum(1 << i for i, yes in enumerate(row) if yes) for row in fewer], np.uint64
+        )
 
     def only_richest(self, masks: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Without what another member of the same mask contains."""
@@ -89,14 +97,20 @@ class Walk:
         self.rest_states = 0
 
     def run(self, say: Callable[[str], None] = lambda _: None) -> Found | None:
-        """Look at everything. Returns the first violation of safety; if there is none, one of rest."""
+        """Look at everything.
+
+        Returns the first violation of safety; if there is none, one of rest.
+        """
         start = Level(self.tables.start(), np.array([self.faults.count - 1], np.uint8))
         self._merge(start.states, self.faults.within[-1:])
         level = start
         while len(level.states):
             self.levels.append(level)
             if len(self.levels) % 5 == 0:
-                say(f"depth {len(self.levels)}: {len(self.states):,} states, {self.steps:,} transitions")
+                say(
+                    f"depth {len(self.levels)}: {len(self.states):,} states, {self.steps:,} "
+                    "transitions"
+                )
             if found := self._unsafe(level):
                 return found
             reached: list[tuple[States, NDArray[np.uint64]]] = []
@@ -106,7 +120,9 @@ class Walk:
             level = self._next(*_joined(reached))
         return self._restless()
 
-    def _expand(self, block: Level, reached: list[tuple[States, NDArray[np.uint64]]]) -> Found | None:
+    def _expand(
+        self, block: Level, reached: list[tuple[States, NDArray[np.uint64]]]
+    ) -> Found | None:
         states, masks = [], []
         for moves in self.tables.moves(block.states):
             left = self.faults.after[block.left[moves.source], moves.price]
@@ -116,7 +132,9 @@ class Walk:
                 source = int(moves.source[first])
                 text, broken = self.tables.texts.values[int(moves.text[first])]
                 depth = len(self.levels) - 1
-                return Found(broken, [*self.path(depth, block.states[source], int(block.left[source])), text])
+                return Found(
+                    broken, [*self.path(depth, block.states[source], int(block.left[source])), text]
+                )
             states.append(moves.state[can])
             masks.append(np.uint64(1) << left[can].astype(np.uint64))
         self.steps += sum(map(len, states))
@@ -131,7 +149,9 @@ class Walk:
         full = old | self.faults.closed(fresh)
         self.masks[place[known]] = full[known]
         self._merge(states[~known], full[~known])
-        found = [(n, states[fresh >> np.uint64(n) & np.uint64(1) > 0]) for n in range(self.faults.count)]
+        found = [
+            (n, states[fresh >> np.uint64(n) & np.uint64(1) > 0]) for n in range(self.faults.count)
+        ]
         left = [np.full(len(members), n, np.uint8) for n, members in found]
         return Level(np.concatenate([members for _, members in found]), np.concatenate(left))
 
@@ -176,7 +196,9 @@ class Walk:
         for depth, level in enumerate(self.levels):
             found = np.flatnonzero(np.isin(level.states, stuck))
             if len(found):
-                path = self.path(depth, np.uint64(level.states[found[0]]), int(level.left[found[0]]))
+                path = self.path(
+                    depth, np.uint64(level.states[found[0]]), int(level.left[found[0]])
+                )
                 return Found(f"rest: {len(stuck)} states can never come to rest", path)
         raise AssertionError("a state of no level")
 
@@ -208,5 +230,9 @@ def _joined(parts: list[tuple[States, NDArray[np.uint64]]]) -> tuple[States, NDA
     masks = np.concatenate([masks for _, masks in parts])
     order = np.argsort(states, kind="stable")
     states, masks = states[order], masks[order]
-    first = np.flatnonzero(np.append(True, states[1:] != states[:-1])) if len(states) else np.empty(0, np.int64)
+    first = (
+        np.flatnonzero(np.append(True, states[1:] != states[:-1]))
+        if len(states)
+        else np.empty(0, np.int64)
+    )
     return states[first], np.bitwise_or.reduceat(masks, first) if len(first) else masks

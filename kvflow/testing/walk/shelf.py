@@ -1,8 +1,9 @@
 """Shipped endpoints as numbers, and back.
 
-The key of an endpoint is its whole object graph as a hashable value, but for what decides nothing (`LEFT_OUT`) and for
-times: every event of the walk happens at 0, every deadline is far away, and a timer that expires is aged first. Two
-endpoints with one key are one: the first of them is kept (pickled), and is what `take` brings back.
+The key of an endpoint is its whole object graph as a hashable value, but for what decides nothing
+(`LEFT_OUT`) and for times: every event of the walk happens at 0, every deadline is far away, and a
+timer that expires is aged first. Two endpoints with one key are one: the first of them is kept
+(pickled), and is what `take` brings back.
 """
 
 from __future__ import annotations
@@ -32,11 +33,15 @@ from kvflow.protocols.wire.ranks import RankInfo
 FAR = 1e9
 """When every deadline is due that has not been aged."""
 FIRST = Cause(Code.CLIENT_GONE, "first")
-"""What a room's cause is replaced by, so that a later cause that takes its place is seen. No cause decides a step."""
+"""What a room's cause is replaced by, so that a later cause that takes its place is seen.
+
+No cause decides a step.
+"""
 
 LEFT_OUT = frozenset(
     {
-        *("observer", "timing", "bounds", "verify", "staged", "outbox"),  # the same for all, or empty
+        # The same for all, or empty.
+        *("observer", "timing", "bounds", "verify", "staged", "outbox"),
         *("_timing", "_bounds", "_outbox", "layout", "served", "_served", "coverage"),
         *(
             "received_at_s",
@@ -51,7 +56,15 @@ LEFT_OUT = frozenset(
             "recalled_at_s",
             "cancelled_at_s",
         ),
-        *("repeat_after_s", "resync_after_s", "forget_at_s", "story", "report", "_serial", "_write"),
+        *(
+            "repeat_after_s",
+            "resync_after_s",
+            "forget_at_s",
+            "story",
+            "report",
+            "_serial",
+            "_write",
+        ),
         *("overdue", "overdue_pages", "quarantine_limit"),  # admission is not walked
         *("_count", "_limit", "handoff", "packed_pages", "checksum", "error"),
     }
@@ -112,7 +125,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def freeze(value: Any, seen: dict[int, int]) -> Hashable:
-    """The object graph from `value` on; an object that was met before is a reference to its place in the order."""
+    """The object graph from `value` on; an object that was met before is a reference to its place
+    in the order.
+    """
     kind = type(value)
     if kind in _ATOMS:
         return value  # type: ignore[no-any-return]
@@ -131,7 +146,14 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
     if kind is PeerKey:
         return value  # type: ignore[no-any-return]
     if issubclass(kind, msgspec.Struct):
-        return (kind, *(freeze(getattr(value, name), seen) for name in kind.__struct_fields__ if name not in LEFT_OUT))
+        return (
+            kind,
+            *(
+                freeze(getattr(value, name), seen)
+                for name in kind.__struct_fields__
+                if name not in LEFT_OUT
+            ),
+        )
     if issubclass(kind, tuple):
         return tuple([freeze(one, seen) for one in value])
     if kind is list or kind is deque:
@@ -166,7 +188,9 @@ def _attributes(value: Any) -> tuple[str, ...]:
     kind = type(value)
     if kind not in _SLOTS:
         slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-        _SLOTS[kind] = tuple(sorted({*slots, *getattr(value, "__dict__", ())} - LEFT_OUT - {"__orig_class__"}))
+        _SLOTS[kind] = tuple(
+            sorted({*slots, *getattr(value, "__dict__", ())} - LEFT_OUT - {"__orig_class__"})
+        )
     return _SLOTS[kind]
 
 
@@ -190,7 +214,9 @@ def tidy_decode(endpoint: DecodeEndpoint) -> None:
 
 
 def tidy_prefill(endpoint: PrefillEndpoint) -> None:
-    """Serials and numbers of writes start again: a room's serial is its id, writes are counted from 1."""
+    """Serials and numbers of writes start again: a room's serial is its id, writes are counted from
+    1.
+    """
     core = endpoint.core
     for peer in core.peers.values():
         peer.received_at_s = 0.0

@@ -26,7 +26,9 @@ class Flag(IntFlag):
 
 
 class Parts(NamedTuple):
-    """States taken apart: numbers of decode, and per rank of prefill, the queue to it and the queue to decode."""
+    """States taken apart: numbers of decode, and per rank of prefill, the queue to it and the queue
+    to decode.
+    """
 
     decode: Numbers
     prefills: list[Numbers]
@@ -34,11 +36,15 @@ class Parts(NamedTuple):
     to_decode: list[Numbers]
 
     def at(self, which: Numbers) -> Parts:
-        return Parts(self.decode[which], *([column[which] for column in columns] for columns in self[1:]))
+        return Parts(
+            self.decode[which], *([column[which] for column in columns] for columns in self[1:])
+        )
 
 
 class Moves(NamedTuple):
-    """Steps of many states: from `source` (an index) to `state`, at a price; `text` numbers what happened."""
+    """Steps of many states: from `source` (an index) to `state`, at a price; `text` numbers what
+    happened.
+    """
 
     source: Numbers
     state: States

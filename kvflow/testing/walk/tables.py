@@ -1,18 +1,19 @@
 """The joined machines as tables of numbers, so that a million states are moved on at once.
 
-A state is one 64-bit number: decode, and for each rank a lane (prefill and the two queues between them), each the
-number of an interned value. What one side does depends on that side, a little of the other (`acts.Neighbour`,
-`acts.Target`) and the first word of a queue; it is worked out once, by the shipped endpoints, when a state that was
-reached needs it.
+A state is one 64-bit number: decode, and for each rank a lane (prefill and the two queues between
+them), each the number of an interned value. What one side does depends on that side, a little of
+the other (`acts.Neighbour`, `acts.Target`) and the first word of a queue; it is worked out once, by
+the shipped endpoints, when a state that was reached needs it.
 
 What is left out because it cannot matter:
 - words to a rank that is dead;
-- words to a decode that has hung up, or whose rooms and loans with that rank have ended: none changes what anybody is
-  told or what is free (`test_walk` asks them all);
+- words to a decode that has hung up, or whose rooms and loans with that rank have ended: none
+  changes what anybody is told or what is free (`test_walk` asks them all);
 - prefill's heartbeats: none changes decode (`test_walk` asks all decodes);
-- the order in which two writes of a rank end, unless a world says otherwise: they are reported in the order they were
-  queued, and a write that is not reported is still taken for one that runs;
-- the order of two ranks: no rule tells one from the other, so of a state and its mirror image one is kept.
+- the order in which two writes of a rank end, unless a world says otherwise: they are reported in
+  the order they were queued, and a write that is not reported is still taken for one that runs;
+- the order of two ranks: no rule tells one from the other, so of a state and its mirror image one
+  is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ from kvflow.testing.walk.neighbours import Neighbour, Target, neighbour, orphane
 from kvflow.testing.walk.prefill_side import Prefill
 from kvflow.testing.walk.rows import Index, Interned, Numbers, Rows
 from kvflow.testing.walk.states import Flag, Moves, Parts, States
-from kvflow.testing.walk.world import MAX_RANKS, NO_WORD, Act, Bounds, Price, Word, Words, World, described
+from kvflow.testing.walk.world import (
+    MAX_RANKS,
+    NO_WORD,
+    Act,
+    Bounds,
+    Price,
+    Word,
+    Words,
+    World,
+    described,
+)
 
 _LANE_PART = 20  # bits of prefill, of a queue to it, of a queue to decode
 _MASK = (1 << _LANE_PART) - 1
@@ -71,10 +82,14 @@ class Tables:
         self._neighbour = lambda prefill: self._seen.number(neighbour(prefill))
         rooms = len(bounds.rooms)
         self._over = lambda decode: target(decode, 0, rooms).over and not decode.busy
-        self._deaf = [lambda decode, rank=rank: deaf(decode, rank, rooms) for rank in range(bounds.ranks)]
+        self._deaf = [
+            lambda decode, rank=rank: deaf(decode, rank, rooms) for rank in range(bounds.ranks)
+        ]
         self._sees = [self._target_of(rank) for rank in range(bounds.ranks)]
         whole = (1 << bounds.chunks) - 1
-        self._whole = [lambda prefill, g=g: prefill.landed[g] == whole for g in range(bounds.last_grant + 1)]
+        self._whole = [
+            lambda prefill, g=g: prefill.landed[g] == whole for g in range(bounds.last_grant + 1)
+        ]
 
     def _target_of(self, rank: int) -> Callable[[Decode], int]:
         return lambda decode: self._target.number(target(decode, rank, len(self.bounds.rooms)))
@@ -82,7 +97,9 @@ class Tables:
     def start(self) -> States:
         mine, theirs = start(self.world)
         none, ranks = self.queues.number(()), self.bounds.ranks
-        columns = [[np.array([number])] * ranks for number in (self.prefills.number(theirs), none, none)]
+        columns = [
+            [np.array([number])] * ranks for number in (self.prefills.number(theirs), none, none)
+        ]
         return self.pack(Parts(np.array([self.decodes.number(mine)]), *columns))
 
     # --- a state and its parts
@@ -92,7 +109,9 @@ class Tables:
         for rank, (prefill, to_prefill, to_decode) in enumerate(zip(*parts[1:], strict=True)):
             deaf = self.decodes.column(self._deaf[rank])[parts.decode] > 0
             queue = np.where(deaf, 0, to_decode)
-            lanes.append(self.lanes.number((prefill << _LANE_PART | to_prefill) << _LANE_PART | queue))
+            lanes.append(
+                self.lanes.number((prefill << _LANE_PART | to_prefill) << _LANE_PART | queue)
+            )
         decode = parts.decode
         if len(lanes) == 2:
             first, second = lanes
@@ -108,7 +127,9 @@ class Tables:
     def parts(self, states: States) -> Parts:
         columns: list[list[Numbers]] = [[], [], []]
         for _ in range(self.bounds.ranks):
-            lane = self.lanes.keys[(states & np.uint64((1 << self._lane_bits) - 1)).astype(np.int64)]
+            lane = self.lanes.keys[
+                (states & np.uint64((1 << self._lane_bits) - 1)).astype(np.int64)
+            ]
             for column in reversed(columns):
                 column.insert(0, lane & _MASK)
                 lane = lane >> _LANE_PART
@@ -122,13 +143,18 @@ class Tables:
         home, writing = self.decodes.column(_home)[parts.decode], self.prefills.column(_writing)
         late = np.zeros_like(home)
         for rank, prefill in enumerate(parts.prefills):
-            late |= np.where(self.decodes.column(_DECLARED[rank])[parts.decode] > 0, 0, writing[prefill])
+            late |= np.where(
+                self.decodes.column(_DECLARED[rank])[parts.decode] > 0, 0, writing[prefill]
+            )
         return home & late > 0
 
     def at_rest(self, parts: Parts) -> NDArray[np.bool_]:
-        """Nothing is under way, both sides have ended, and pages that are not home wait for a rank that cannot know."""
+        """Nothing is under way, both sides have ended, and pages that are not home wait for a rank
+        that cannot know.
+        """
         rest = self.decodes.column(self._over)[parts.decode] > 0
-        if self.bounds.fences:  # what an earlier decode has lent to rank 0 is home when the proof of its death can come
+        # What an earlier decode has lent to rank 0 is home when the proof of its death can come.
+        if self.bounds.fences:
             waits = self.decodes.column(_waits_for_earlier)[parts.decode] > 0
             rest &= ~(waits & (self.prefills.column(_gone)[parts.prefills[0]] > 0))
         for rank, (prefill, to_prefill, to_decode) in enumerate(zip(*parts[1:], strict=True)):
@@ -137,7 +163,10 @@ class Tables:
             owes = self.decodes.column(_OWES[rank])[parts.decode]
             cannot_know = self.prefills.column(self._cannot_know)[prefill] > 0
             rest &= (owes == 0) | ((owes == 1) & cannot_know)
-            oldest, settled = self.prefills.column(_oldest)[prefill], self.decodes.column(_SETTLED[rank])[parts.decode]
+            oldest, settled = (
+                self.prefills.column(_oldest)[prefill],
+                self.decodes.column(_SETTLED[rank])[parts.decode],
+            )
             rest &= (oldest == 0) | (oldest >= settled)
         return rest
 
@@ -156,7 +185,9 @@ class Tables:
         )
 
     def _cannot_know(self, prefill: Prefill) -> bool:
-        """Alive, and it cannot prove where its writes went; or dead, and the data plane proves nothing."""
+        """Alive, and it cannot prove where its writes went; or dead, and the data plane proves
+        nothing.
+        """
         return prefill.doubts or prefill.named or (prefill.gone and not self.bounds.fences)
 
     # --- what can happen
@@ -192,7 +223,11 @@ class Tables:
         to, said, price, flags, text = rows.T
         new = parts.at(source)
         new.prefills[rank] = to
-        queue = np.where(flags & Flag.POP, self.queues.column(self._tail)[new.to_prefill[rank]], new.to_prefill[rank])
+        queue = np.where(
+            flags & Flag.POP,
+            self.queues.column(self._tail)[new.to_prefill[rank]],
+            new.to_prefill[rank],
+        )
         new.to_prefill[rank] = np.where(flags & Flag.CLEAR_PREFILL, 0, queue)
         new.to_decode[rank] = np.where(flags & Flag.CLEAR_DECODE, 0, new.to_decode[rank])
         _, queued = self._append.of(self._append_key(new.to_decode, rank, said, 0))
@@ -210,13 +245,21 @@ class Tables:
 
     def _decode_did(self, parts: Parts, rank: int, source: Numbers, rows: Numbers) -> Moves:
         if self.bounds.patient:
-            busy = sum((column for columns in parts[2:] for column in columns), np.zeros_like(parts.decode)) > 0
+            busy = (
+                sum(
+                    (column for columns in parts[2:] for column in columns),
+                    np.zeros_like(parts.decode),
+                )
+                > 0
+            )
             keep = ~(busy[source] & (rows[:, 2] & Flag.TIMER > 0))
             source, rows = source[keep], rows[keep]
         new = parts.at(source)
         new = new._replace(decode=rows[:, 0])
         new.to_decode[rank] = np.where(
-            rows[:, 2] & Flag.POP, self.queues.column(self._tail)[new.to_decode[rank]], new.to_decode[rank]
+            rows[:, 2] & Flag.POP,
+            self.queues.column(self._tail)[new.to_decode[rank]],
+            new.to_decode[rank],
         )
         for other in range(self.bounds.ranks):
             dead = self.prefills.column(_alive)[new.prefills[other]] == 0
@@ -235,10 +278,14 @@ class Tables:
             for prefill in new.prefills:
                 partial = success[self.prefills.column(self._whole[grant])[prefill[success]] == 0]
                 flags[partial] |= Flag.BROKEN
-                text[partial] = self.texts.number(("a room succeeds", "I8: success without all pages of all ranks"))
+                text[partial] = self.texts.number(
+                    ("a room succeeds", "I8: success without all pages of all ranks")
+                )
         return self._found(source, new, price, flags, text)
 
-    def _append_key(self, queues: list[Numbers], rank: int, said: Numbers, timer: Numbers | int) -> Numbers:
+    def _append_key(
+        self, queues: list[Numbers], rank: int, said: Numbers, timer: Numbers | int
+    ) -> Numbers:
         """What is said, to which queue, and how much may be in flight beside it."""
         length = self.queues.column(len)
         others = sum(length[queue] for other, queue in enumerate(queues) if other != rank)
@@ -249,13 +296,17 @@ class Tables:
         queues = (parts.to_prefill, parts.to_decode)[way]
         some = np.flatnonzero(queues[rank])
         here = parts.at(some)
-        key = self._append_key((here.to_prefill, here.to_decode)[way], rank, np.zeros_like(some), way)
+        key = self._append_key(
+            (here.to_prefill, here.to_decode)[way], rank, np.zeros_like(some), way
+        )
         source, rows = self._fault.of(key)
         new = here.at(source)
         (new.to_prefill, new.to_decode)[way][rank] = rows[:, 0]
         return self._found(some[source], new, rows[:, 1], np.zeros_like(source), rows[:, 2])
 
-    def _found(self, source: Numbers, new: Parts, price: Numbers, flags: Numbers, text: Numbers) -> Moves:
+    def _found(
+        self, source: Numbers, new: Parts, price: Numbers, flags: Numbers, text: Numbers
+    ) -> Moves:
         broken = flags & Flag.BROKEN > 0
         return Moves(source, self.pack(new), price, flags & Flag.FAIR > 0, broken, text)
 
@@ -272,8 +323,15 @@ class Tables:
         return rows
 
     def _prefill_hears(self, key: int) -> list[tuple[int, ...]]:
-        state, word = self.prefills.values[key >> _WORD_BITS], self._words.values[key & (1 << _WORD_BITS) - 1]
-        return [self._prefill_row(self.acts.prefill_hears(state, word), Flag.POP)] if state.alive else []
+        state, word = (
+            self.prefills.values[key >> _WORD_BITS],
+            self._words.values[key & (1 << _WORD_BITS) - 1],
+        )
+        return (
+            [self._prefill_row(self.acts.prefill_hears(state, word), Flag.POP)]
+            if state.alive
+            else []
+        )
 
     def _prefill_row(self, act: Act[Prefill], flags: Flag) -> tuple[int, ...]:
         said = self._said.number(act.words[0])
@@ -283,7 +341,10 @@ class Tables:
     def _decode_rows(self, key: int) -> list[tuple[int, ...]]:
         seen = self._seen.values[key & (1 << _SEEN_BITS) - 1]
         number, rank = divmod(key >> _SEEN_BITS, self.bounds.ranks)
-        return [self._decode_row(act) for act in self.acts.of_decode(self.decodes.values[number], rank, seen)]
+        return [
+            self._decode_row(act)
+            for act in self.acts.of_decode(self.decodes.values[number], rank, seen)
+        ]
 
     def _decode_hears(self, key: int) -> list[tuple[int, ...]]:
         word = self._words.values[key & (1 << _WORD_BITS) - 1]
@@ -295,11 +356,21 @@ class Tables:
         flags = Flag(0) if act.side.alive else Flag.CLEAR_DECODE
         said = [self._said.number(words) for words in act.words]
         text = self.texts.number((act.text, act.broken))
-        return self.decodes.number(act.side), act.price, _flags(act, flags), text, act.succeeded, *said
+        return (
+            self.decodes.number(act.side),
+            act.price,
+            _flags(act, flags),
+            text,
+            act.succeeded,
+            *said,
+        )
 
     def _append_row(self, key: int) -> list[tuple[int, ...]]:
         timer, free, key = key & 1, key >> 1 & 7, key >> 4
-        said, queue = self._said.values[key & (1 << _SAID_BITS) - 1], self.queues.values[key >> _SAID_BITS]
+        said, queue = (
+            self._said.values[key & (1 << _SAID_BITS) - 1],
+            self.queues.values[key >> _SAID_BITS],
+        )
         if timer and any(word in queue for word in said):
             return []
         return [(self.queues.number((queue + said)[:free]),)]
@@ -315,7 +386,9 @@ class Tables:
             lost = self.texts.number((f"the link loses {described(word)} on its way {way}", ""))
             rows.append((self.queues.number(queue[:i] + queue[i + 1 :]), Price.DROP, lost))
             if len(queue) < free:
-                twice = self.texts.number((f"{described(word)} will arrive a second time, late, on its way {way}", ""))
+                twice = self.texts.number(
+                    (f"{described(word)} will arrive a second time, late, on its way {way}", "")
+                )
                 rows.append((self.queues.number((*queue, word)), Price.DUPLICATE, twice))
         return rows
 
@@ -341,12 +414,21 @@ def deaf(decode: Decode, rank: int, rooms: int) -> bool:
 
 def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int]]:
     """One question per rank."""
-    return [lambda decode, rank=rank: question(decode, rank) for rank in range(MAX_RANKS)]  # type: ignore[misc]
+    return [
+        lambda decode, rank=rank: question(decode, rank)  # type: ignore[misc]
+        for rank in range(
+            MAX_RANKS,
+        )
+    ]
 
 
 def _home(decode: Decode) -> int:
     """Bit per grant: its pages are free, or its user's."""
-    return sum(1 << n for n, grant in enumerate(decode.grants, 1) if grant.pages in (Pages.KEPT, Pages.FREE))
+    return sum(
+        1 << n
+        for n, grant in enumerate(decode.grants, 1)
+        if grant.pages in (Pages.KEPT, Pages.FREE)
+    )
 
 
 def _waits_for_earlier(decode: Decode) -> bool:
@@ -369,6 +451,8 @@ def _gone(prefill: Prefill) -> bool:
     return prefill.gone
 
 
-_OWES = _each(lambda decode, rank: decode.ranks[rank].owes if decode.alive and not decode.closed else 0)
+_OWES = _each(
+    lambda decode, rank: decode.ranks[rank].owes if decode.alive and not decode.closed else 0
+)
 _SETTLED = _each(lambda decode, rank: decode.ranks[rank].settled if decode.alive else 0)
 _DECLARED = _each(lambda decode, rank: (rank, 1) in decode.declared)

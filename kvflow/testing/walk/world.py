@@ -47,10 +47,14 @@ class Price(IntEnum):
 
 
 class Bounds(NamedTuple):
-    """Faults are bounded, the rest is not. A full queue loses what is sent, as a ZMQ socket at its high-water mark."""
+    """Faults are bounded, the rest is not.
+
+    A full queue loses what is sent, as a ZMQ socket at its high-water mark.
+    """
 
     ranks: int = 1
-    chunks: int = 3  # of one page each; 0: the whole prompt is at decode already, and one chunk of no page follows
+    # Of one page each; 0: the whole prompt is at decode already, and one chunk of no page follows.
+    chunks: int = 3
     in_flight: int = 4  # each way, over all ranks
     drops: int = 2
     duplicates: int = 2
@@ -76,7 +80,9 @@ class Bounds(NamedTuple):
     closed_grants: int = 8
     quarantine_share: float = 1.0
     earlier: bool = (
-        False  # a decode that was closed over this pool has lent pages to rank 0, whose write may still land
+        # A decode that was closed over this pool has lent pages to rank 0, whose write may still
+        # land.
+        False
     )
 
     @property
@@ -86,15 +92,25 @@ class Bounds(NamedTuple):
 
     def limit(self, price: Price) -> int:
         """How often something of that price may happen."""
-        both = {Price.DECODE_ABORT: self.aborts, Price.PREFILL_ABORT: self.aborts, Price.NOTHING: UNLIMITED}
-        return both[price] if price in both else int(getattr(self, f"{price.name.lower()}{_PLURAL.get(price, 's')}"))
+        both = {
+            Price.DECODE_ABORT: self.aborts,
+            Price.PREFILL_ABORT: self.aborts,
+            Price.NOTHING: UNLIMITED,
+        }
+        return (
+            both[price]
+            if price in both
+            else int(getattr(self, f"{price.name.lower()}{_PLURAL.get(price, 's')}"))
+        )
 
 
 _PLURAL = {Price.CRASH: "es"}
 
 DECODE, OTHER = Incarnation(77), Incarnation(88)
 LIVES = tuple((Incarnation(100 + n), Incarnation(200 + n)) for n in (1, 2, 3))  # by rank
-"""A prefill rank is walked as rank 0, whichever it is: what it sends and gets is renamed on decode's side."""
+"""A prefill rank is walked as rank 0, whichever it is: what it sends and gets is renamed on
+decode's side.
+"""
 MAX_RANKS, GRANT_PAGES, PAGE_SIZE = len(LIVES), 8, 4
 SUM, OTHER_SUM = b"sum", b"another"
 LATER = Cause(Code.PEER_LOST, "later")
@@ -142,11 +158,15 @@ class World:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self.layout = build_layout([("k", "uint8", (bounds.ranks,))], page_size=PAGE_SIZE, num_pages=64)
+        self.layout = build_layout(
+            [("k", "uint8", (bounds.ranks,))], page_size=PAGE_SIZE, num_pages=64
+        )
         self.address = PlaneAddress("fake", "memory", ProcessIdentity("boot", "pid", 1, 1))
         self.timing = limits.Timing()
         self.limits = limits.Bounds(
-            targets=bounds.targets, closed_grants=bounds.closed_grants, quarantine_share=bounds.quarantine_share
+            targets=bounds.targets,
+            closed_grants=bounds.closed_grants,
+            quarantine_share=bounds.quarantine_share,
         )
         self.observer: Any = Silent()
         self.tokens = max(1, bounds.chunks) * PAGE_SIZE
@@ -173,7 +193,10 @@ class World:
     def new_prefill(self, life: int) -> PrefillEndpoint:
         """A prefill's first life, or its second."""
         return PrefillEndpoint(
-            self._prefill_identities[life - 1], observer=self.observer, timing=self.timing, bounds=self.limits
+            self._prefill_identities[life - 1],
+            observer=self.observer,
+            timing=self.timing,
+            bounds=self.limits,
         )
 
     def allows(self, price: Price) -> bool:
@@ -201,7 +224,11 @@ class World:
             changes: dict[str, Any] = {"source": LIVES[rank][life_of(word.source) - 1]}
             if type(word) is wire.Registered:
                 changes["asked"] = LIVES[rank][life_of(word.asked) - 1]
-                changes["served"] = served_of(shard_layout(self.layout, rank, self.bounds.ranks)) if word.served else ()
+                changes["served"] = (
+                    served_of(shard_layout(self.layout, rank, self.bounds.ranks))
+                    if word.served
+                    else ()
+                )
             if hasattr(word, "rank"):
                 changes["rank"] = rank
             found = self._frames[word, rank] = encode(msgspec.structs.replace(word, **changes))

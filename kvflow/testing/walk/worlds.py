@@ -15,19 +15,28 @@ class Named(NamedTuple):
     bounds: Bounds
 
 
-_QUIET = Bounds(chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0)
+_QUIET = Bounds(
+    chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0
+)
 """Nothing goes wrong."""
 
-RANKS_ENDED = Bounds(ranks=2, in_flight=3, drops=1, duplicates=0, doubts=0, silences=0, restarts=False, patient=True)
+RANKS_ENDED = Bounds(
+    ranks=2, in_flight=3, drops=1, duplicates=0, doubts=0, silences=0, restarts=False, patient=True
+)
 
 WORLDS: dict[str, Named] = {
-    "pair": Named("one room of one pair, every fault; decode is patient", Bounds(restarts=False, patient=True)),
+    "pair": Named(
+        "one room of one pair, every fault; decode is patient", Bounds(restarts=False, patient=True)
+    ),
     "ranks": Named(
         "three machines, three chunks; the link loses a message and brings one twice",
-        Bounds(ranks=2, in_flight=3, drops=1, duplicates=1, doubts=0, silences=0, crashes=0, aborts=0),
+        Bounds(
+            ranks=2, in_flight=3, drops=1, duplicates=1, doubts=0, silences=0, crashes=0, aborts=0
+        ),
     ),
     "ranks-ended": Named(
-        "three machines, three chunks, one of them crashes, either side aborts; decode is patient", RANKS_ENDED
+        "three machines, three chunks, one of them crashes, either side aborts; decode is patient",
+        RANKS_ENDED,
     ),
     "registration": Named(
         "Register is lost, repeated, refused; prefill's data plane stalls",
@@ -46,7 +55,8 @@ WORLDS: dict[str, Named] = {
         _QUIET._replace(drops=1, doubts=1, silences=2, others=1, targets=1),
     ),
     "eviction": Named(
-        "only one ended grant is remembered", _QUIET._replace(duplicates=1, doubts=1, closed_grants=1, rooms=(1, 2))
+        "only one ended grant is remembered",
+        _QUIET._replace(duplicates=1, doubts=1, closed_grants=1, rooms=(1, 2)),
     ),
     "checksums": Named(
         "chunks are verified: checksums agree, differ, cannot be computed, come late",
@@ -65,10 +75,13 @@ WORLDS: dict[str, Named] = {
         _QUIET._replace(doubts=1, silences=1, fences=False, crashes=1, aborts=1),
     ),
     "earlier": Named(
-        "a decode closed over this pool has lent pages to the same prefill, and its write may land at any time",
+        "a decode closed over this pool has lent pages to the same prefill, and its write may land "
+        "at any time",
         _QUIET._replace(silences=1, crashes=1, earlier=True),
     ),
-    "again": Named("the same room id again, under a later grant", _QUIET._replace(drops=1, rooms=(1, 1))),
+    "again": Named(
+        "the same room id again, under a later grant", _QUIET._replace(drops=1, rooms=(1, 1))
+    ),
     "rooms": Named("two rooms of one pair", _QUIET._replace(aborts=1, rooms=(1, 2), patient=True)),
     "announced": Named(
         "announced long before pages are offered, withdrawn, refused",
@@ -80,16 +93,21 @@ WORLDS: dict[str, Named] = {
     ),
     "prefix": Named(
         "the whole prompt is at decode already",
-        _QUIET._replace(chunks=0, drops=1, duplicates=1, silences=1, crashes=1, aborts=1, announce=True),
+        _QUIET._replace(
+            chunks=0, drops=1, duplicates=1, silences=1, crashes=1, aborts=1, announce=True
+        ),
     ),
     "steps": Named(
         "one room or loan is dealt with at a time, messages come in between",
         _QUIET._replace(drops=1, silences=1, aborts=1, step_by_step=True),
     ),
-    "order": Named("writes end in any order", _QUIET._replace(chunks=3, doubts=1, aborts=1, out_of_order=True)),
+    "order": Named(
+        "writes end in any order", _QUIET._replace(chunks=3, doubts=1, aborts=1, out_of_order=True)
+    ),
     "small-pair": Named("one room, few faults", ONE),
     "small-earlier": Named(
-        "an earlier decode's loan, few faults", _QUIET._replace(silences=1, crashes=1, earlier=True, restarts=False)
+        "an earlier decode's loan, few faults",
+        _QUIET._replace(silences=1, crashes=1, earlier=True, restarts=False),
     ),
     "small-ranks": Named("three machines, one chunk", _QUIET._replace(ranks=2, aborts=1)),
 }

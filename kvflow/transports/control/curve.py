@@ -1,9 +1,9 @@
-"""CURVE for the control link: one key for a whole deployment, in a file that every prefill and decode is given. Cache
-events can have such a key, too, which their subscribers are given.
+"""CURVE for the control link: one key for a whole deployment, in a file that every prefill and
+decode is given. Cache events can have such a key, too, which their subscribers are given.
 
-A peer without the key is rejected in ZMQ's handshake: none of its frames reaches our code. The key pair is the server's
-identity at prefill and the client's at decode, so each side authenticates the other, and all frames are encrypted. The
-data plane is not covered (see `mooncake`).
+A peer without the key is rejected in ZMQ's handshake: none of its frames reaches our code. The key
+pair is the server's identity at prefill and the client's at decode, so each side authenticates the
+other, and all frames are encrypted. The data plane is not covered (see `mooncake`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Authentication(NamedTuple):
     authenticator: AsyncioAuthenticator
 
     def close(self) -> None:
-        context = self.authenticator.context  # the authenticator's own; `term` blocks for the sockets' linger
+        # The authenticator's own; `term` blocks for the sockets' linger.
+        context = self.authenticator.context
         self.authenticator.stop()
         threading.Thread(target=context.term, name="kvflow-zmq-term", daemon=True).start()
 
@@ -46,7 +47,9 @@ class ControlKey(msgspec.Struct, frozen=True):
         return hmac.compare_digest(client, self.public)
 
     def arm_server(self, *sockets: zmq.Socket[Any]) -> Authentication:
-        """Demand the key from every client of these. Call it before the bind, and `close` what it returns in the end.
+        """Demand the key from every client of these.
+
+        Call it before the bind, and `close` what it returns in the end.
 
         The context must be theirs alone: ZMQ has one authenticator per context.
         """
@@ -65,7 +68,10 @@ class ControlKey(msgspec.Struct, frozen=True):
 
 
 def write_key(path: str) -> None:
-    """`kvflow keygen`: a new key in a new file that only its owner can read. Raises: MisuseError."""
+    """`kvflow keygen`: a new key in a new file that only its owner can read.
+
+    Raises: MisuseError.
+    """
     _, secret = zmq.curve_keypair()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -76,8 +82,9 @@ def write_key(path: str) -> None:
 
 
 def open_new_key() -> int:
-    """A new key in memory that has no name: an open descriptor, for children to read at /dev/fd/N. It is gone with the
-    last process that has it open."""
+    """A new key in memory that has no name: an open descriptor, for children to read at /dev/fd/N.
+
+    It is gone with the last process that has it open."""
     _, secret = zmq.curve_keypair()
     descriptor = os.memfd_create("kvflow-control-key", os.MFD_CLOEXEC)
     try:
@@ -90,7 +97,10 @@ def open_new_key() -> int:
 
 
 def read_key(path: str) -> ControlKey | None:
-    """The key in a file; None when `path` is empty. Raises: MisuseError, whose text never shows the file's content."""
+    """The key in a file; None when `path` is empty.
+
+    Raises: MisuseError, whose text never shows the file's content.
+    """
     if not path:
         return None
     try:

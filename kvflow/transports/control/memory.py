@@ -1,4 +1,5 @@
-"""The control link in memory: the event loop delivers frames in the order they were sent, unless a rule differs.
+"""The control link in memory: the event loop delivers frames in the order they were sent, unless a
+rule differs.
 
     network = Network()
     PrefillNode(..., bind=network.bind); DecodeNode(..., connect=network.connect)
@@ -7,7 +8,8 @@
     network.hold(Bootstrap); ...; network.release()
     network.cut(); ...; network.mend()       # a partition: frames in between are lost, both ways
 
-Anything else is a custom rule, a function from a frame to its fate: seeded drops, delays, reordering.
+Anything else is a custom rule, a function from a frame to its fate: seeded drops, delays,
+reordering.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from kvflow.protocols.wire.messages import Incarnation, Message
 BURST_FRAMES = 32
 
 Fate = tuple[float, ...]
-"""Delays in seconds, one per delivered copy: none is a loss, two are a duplicate, unequal ones reorder frames."""
+"""Delays in seconds, one per delivered copy: none is a loss, two are a duplicate, unequal ones
+reorder frames.
+"""
 LOST: Fate = ()
 DELIVERED: Fate = (0.0,)
 TWICE: Fate = (0.0, 0.0)
@@ -34,7 +38,10 @@ HELD: Fate = (math.inf,)  # until `release`
 
 
 class Frame(NamedTuple):
-    """One frame in transit. `control` is the prefill's control address, `peer` the decode's routing id."""
+    """One frame in transit.
+
+    `control` is the prefill's control address, `peer` the decode's routing id.
+    """
 
     control: str
     peer: bytes
@@ -77,7 +84,10 @@ class Network:
         return self._routers[control], port
 
     def connect(self, control: str, incarnation: int) -> DealerSocket:
-        """Decode's end. The router may be bound later; of several dealers with one routing id the latest receives."""
+        """Decode's end.
+
+        The router may be bound later; of several dealers with one routing id the latest receives.
+        """
         dealer = DealerSocket(self, control, routing_id(Incarnation(incarnation)))
         self._dealers.setdefault((control, dealer.peer), []).append(dealer)
         return dealer
@@ -96,8 +106,13 @@ class Network:
         self._rule_for(kind, HELD, times)
 
     def release(self, order: Callable[[list[Frame]], None] | None = None) -> int:
-        """Deliver the held frames, reordered by `order` (list.reverse, a shuffle); hold no more. Returns how many."""
-        self.rules = [rule for rule in self.rules if not (isinstance(rule, _Counted) and rule.fate == HELD)]
+        """Deliver the held frames, reordered by `order` (list.reverse, a shuffle); hold no more.
+
+        Returns how many.
+        """
+        self.rules = [
+            rule for rule in self.rules if not (isinstance(rule, _Counted) and rule.fate == HELD)
+        ]
         held, self.held = self.held, []
         if order is not None:
             order(held)
@@ -131,7 +146,9 @@ class Network:
         return bool(self._dealers.get((control, peer)))
 
     def leave(self, socket: RouterSocket | DealerSocket) -> None:
-        """Remove a closed socket: its address can be bound again, frames in transit to it are lost."""
+        """Remove a closed socket: its address can be bound again,
+        frames in transit to it are lost.
+        """
         if isinstance(socket, RouterSocket):
             if self._routers.get(socket.control) is socket:
                 del self._routers[socket.control]

@@ -1,8 +1,10 @@
-"""Frames to and from ZMQ messages: one message carries the consecutive frames sent to one peer in one turn.
+"""Frames to and from ZMQ messages: one message carries the consecutive frames sent to one peer in
+one turn.
 
-Each frame is a part of its own, [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at the DEALER, because
-waking the receiver costs more than a frame does. The first part is sent at once: whether ZMQ accepts it shows whether
-the peer can be sent to, so `add` can answer for each frame. ZMQ delivers the parts together, after the last one.
+Each frame is a part of its own, [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at
+the DEALER, because waking the receiver costs more than a frame does. The first part is sent at
+once: whether ZMQ accepts it shows whether the peer can be sent to, so `add` can answer for each
+frame. ZMQ delivers the parts together, after the last one.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import zmq
 
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
-MAX_PARTS = 1024  # of a received message, whose size is bounded like one frame's; above either it is malformed
-PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10  # at either limit a message is closed before its turn ends
+# Of a received message, whose size is bounded like one frame's; above either it is malformed.
+MAX_PARTS = 1024
+# At either limit a message is closed before its turn ends.
+PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # as enums they are slow to combine
 _SRCFD = int(zmq.SRCFD)  # the descriptor of the connection that a part came from
 
@@ -31,7 +35,11 @@ class Outgoing:
     def add(self, frame: bytes, peer: bytes) -> bool:
         """False when there is no such peer or its queue is full."""
         if self._last is not None:
-            if peer == self._peer and self._frames < PACKED_FRAMES and self._bytes + len(frame) <= PACKED_BYTES:
+            if (
+                peer == self._peer
+                and self._frames < PACKED_FRAMES
+                and self._bytes + len(frame) <= PACKED_BYTES
+            ):
                 if self._push(self._last, _SNDMORE):
                     self._last = frame
                     self._frames += 1
@@ -59,7 +67,9 @@ class Outgoing:
             self._last = None
 
     def _open(self, peer: bytes) -> bool:
-        """Whether a message can be sent: a ROUTER sends the routing id; a DEALER holds its first frame and polls."""
+        """Whether a message can be sent: a ROUTER sends the routing id; a DEALER holds its first
+        frame and polls.
+        """
         if self._router:
             return self._push(peer, _SNDMORE)
         return not self._socket.closed and bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
@@ -78,15 +88,18 @@ class Incoming:
     def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
         self._socket, self._router = socket, router
         self._frames: deque[tuple[bytes, bytes]] = deque()  # (peer, frame)
-        self.skipping = False  # the rest of a message that is too long must be read first: call `take` again
+        # The rest of a message that is too long must be read first: call `take` again.
+        self.skipping = False
         self.messages = 0  # whole ones, read so far
         self._part: zmq.Frame | None = None  # the last one of the message that is being taken
-        self.delivered: set[int] = set()  # descriptors that they came from; emptied by `TcpConnections`
+        # Descriptors that they came from; emptied by `TcpConnections`.
+        self.delivered: set[int] = set()
 
     def take(self, count: int) -> list[tuple[bytes, bytes]]:
         """At most `count` frames of one message; none when none has arrived, or while `skipping`.
 
-        Not of two: to learn that there is no second one costs as much as a message, which would wait meanwhile.
+        Not of two: to learn that there is no second one costs as much as a message, which would
+        wait meanwhile.
         """
         frames = self._frames
         try:
@@ -100,12 +113,16 @@ class Incoming:
         return [frames.popleft() for _ in range(min(len(frames), count))]
 
     def _read_message(self) -> None:
-        """A message above the limits becomes one empty frame, which cannot be decoded. Raises: zmq.Again."""
+        """A message above the limits becomes one empty frame, which cannot be decoded.
+
+        Raises: zmq.Again.
+        """
         receive = self._socket.recv
         peer = receive(_NOBLOCK) if self._router else b""
         frames, size_bytes = [], 0
         while True:
-            part = receive(_NOBLOCK, copy=False)  # `part.more` is faster than the socket option RCVMORE
+            # `part.more` is faster than the socket option RCVMORE.
+            part = receive(_NOBLOCK, copy=False)
             frames.append((peer, part.bytes))
             size_bytes, more = size_bytes + len(part), part.more
             if size_bytes > MAX_FRAME_BYTES or (more and len(frames) == MAX_PARTS):
@@ -119,7 +136,9 @@ class Incoming:
         self._part = part
 
     def sender_address(self) -> str:
-        """The IP address from which the frames taken last have come; empty where that is not known."""
+        """The IP address from which the frames taken last have come;
+        empty where that is not known.
+        """
         try:
             return "" if self._part is None else str(self._part.get("Peer-Address"))
         except zmq.ZMQError:
@@ -130,7 +149,9 @@ class Incoming:
         self._frames.append((b"", b""))
 
     def _skip(self) -> None:
-        """Discard up to `MAX_PARTS` parts of a message that is too long; ZMQ holds all of it in memory already."""
+        """Discard up to `MAX_PARTS` parts of a message that is too long; ZMQ holds all of it in
+        memory already.
+        """
         for _ in range(MAX_PARTS):
             if not self._socket.recv(_NOBLOCK, copy=False).more:
                 self.skipping = False
@@ -138,7 +159,10 @@ class Incoming:
 
 
 def _descriptor(part: zmq.Frame) -> int:
-    """Of the connection it came from. Of a peer of ZMTP 1 or 2, which is none of ours, that is not known: -1."""
+    """Of the connection it came from.
+
+    Of a peer of ZMTP 1 or 2, which is none of ours, that is not known: -1.
+    """
     try:
         return int(part.get(_SRCFD))
     except zmq.ZMQError:

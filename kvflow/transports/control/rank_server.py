@@ -1,7 +1,9 @@
-"""A registry for processes without an HTTP server: `serve_ranks(table, host, port)`, on asyncio streams alone.
+"""A registry for processes without an HTTP server: `serve_ranks(table, host, port)`, on asyncio
+streams alone.
 
-It has the routes of `transports.control.registry`, like the registry of `kvflow prefill`, and serves one request per
-connection, with limits on bytes, time and connections. A prefill puts its own `info` into the table.
+It has the routes of `transports.control.registry`, like the registry of `kvflow prefill`, and
+serves one request per connection, with limits on bytes, time and connections. A prefill puts its
+own `info` into the table.
 """
 
 from __future__ import annotations
@@ -34,12 +36,19 @@ Document = Callable[[], Answer]
 
 @asynccontextmanager
 async def serve_ranks(
-    table: RankTable, host: str, port: int = 0, api_key: str = "", *, documents: Mapping[str, Document] | None = None
+    table: RankTable,
+    host: str,
+    port: int = 0,
+    api_key: str = "",
+    *,
+    documents: Mapping[str, Document] | None = None,
 ) -> AsyncGenerator[int, None]:
-    """Serve until the block ends; yields the port, a free one for 0. Raises: MisuseError (the port cannot be bound).
+    """Serve until the block ends; yields the port, a free one for 0.
 
-    `documents`: what else can be got, by path; each is made in a thread. One at "/health" takes the place of ours, and
-    needs no key either.
+    Raises: MisuseError (the port cannot be bound).
+
+    `documents`: what else can be got, by path; each is made in a thread. One at "/health" takes the
+    place of ours, and needs no key either.
     """
     connections = _Connections(table, api_key, documents or {})
     try:
@@ -56,8 +65,9 @@ async def serve_ranks(
 
 
 async def _stop_accepting(server: asyncio.Server) -> None:
-    """asyncio leaks the socket of a connection that it has accepted, and has no transport for yet, when its server is
-    closed: what has been accepted gets its transport first, in the next turn of the loop."""
+    """asyncio leaks the socket of a connection that it has accepted, and has no transport for yet,
+    when its server is closed: what has been accepted gets its transport first, in the next turn of
+    the loop."""
     for listening in server.sockets:
         asyncio.get_running_loop().remove_reader(listening.fileno())
     await asyncio.sleep(0)
@@ -85,7 +95,8 @@ class _Connections:
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
-        # Not by the task itself, which does nothing at all when it is cancelled before it has begun.
+        # Not by the task itself, which does nothing at all when it is cancelled before it has
+        # begun.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
@@ -122,20 +133,27 @@ class _Connections:
         method, path, headers = await _head(reader)
         document = self._documents.get(path) if method == "GET" else None
         if (method, path) == ("GET", "/health"):
-            return json_answer({"status": "ok"}) if document is None else await asyncio.to_thread(document)
+            return (
+                json_answer({"status": "ok"})
+                if document is None
+                else await asyncio.to_thread(document)
+            )
         given = (headers["Authorization"] or "").encode("utf-8", "surrogateescape")
         if self._key and not hmac.compare_digest(given, self._key):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "missing or wrong API key")
         if (method, path) == ("GET", "/ranks"):
             return json_answer({"ranks": [rank_to_json(info) for info in self._table.all()]})
         if method == "PUT" and path.startswith("/ranks/"):
-            return json_answer(self._put(path.removeprefix("/ranks/"), await _body(reader, headers)))
+            return json_answer(
+                self._put(path.removeprefix("/ranks/"), await _body(reader, headers))
+            )
         if document is not None:
             return await asyncio.to_thread(document)
         more = "".join(f", GET {path}" for path in self._documents if path != "/health")
         raise _Refused(
             HTTPStatus.NOT_FOUND,
-            f"{method} {path[:80]} is not a route; there are GET /health, GET /ranks{more} and PUT /ranks/RANK",
+            f"{method} {path[:80]} is not a route; there are GET /health, GET /ranks{more} and PUT "
+            "/ranks/RANK",
         )
 
     def _put(self, rank: str, body: bytes) -> dict[str, Any]:
@@ -144,7 +162,10 @@ class _Connections:
         except (WireError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _Refused(HTTPStatus.BAD_REQUEST, str(error)) from None
         if rank != str(info.rank):
-            raise _Refused(HTTPStatus.BAD_REQUEST, f"the body is of rank {info.rank}, the path is /ranks/{rank[:20]}")
+            raise _Refused(
+                HTTPStatus.BAD_REQUEST,
+                f"the body is of rank {info.rank}, the path is /ranks/{rank[:20]}",
+            )
         try:
             self._table.register(info, is_trusted=bool(self._key))
         except PeerError as error:
@@ -165,7 +186,8 @@ async def _head(reader: asyncio.StreamReader) -> tuple[str, str, HTTPMessage]:
         headers = parse_headers(BytesIO(rest))
     except asyncio.LimitOverrunError:
         raise _Refused(
-            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the headers are over the limit of {MAX_HEAD_BYTES} bytes"
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+            f"the headers are over the limit of {MAX_HEAD_BYTES} bytes",
         ) from None
     except (ValueError, HTTPException):
         raise _Refused(HTTPStatus.BAD_REQUEST, "the request is not HTTP/1") from None
@@ -179,5 +201,8 @@ async def _body(reader: asyncio.StreamReader, headers: HTTPMessage) -> bytes:
     if not (length.isascii() and length.isdigit()) or headers["Transfer-Encoding"]:
         raise _Refused(HTTPStatus.LENGTH_REQUIRED, "PUT needs a Content-Length")
     if len(length) > 9 or int(length) > MAX_BODY_BYTES:
-        raise _Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is over the limit of {MAX_BODY_BYTES} bytes")
+        raise _Refused(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the body is over the limit of {MAX_BODY_BYTES} bytes",
+        )
     return await reader.readexactly(int(length))

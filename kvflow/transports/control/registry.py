@@ -1,12 +1,13 @@
-"""How a decode finds the ranks of a prefill: a table of them, and a client that reads it over plain HTTP.
+"""How a decode finds the ranks of a prefill: a table of them, and a client that reads it over plain
+HTTP.
 
 Each prefill runs its own registry (`server.http.registry`):
 
 PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces itself
 GET /ranks         all ranks, by number
 
-A stranger who reaches a registry without a key could point its decodes elsewhere: what it accepts is bounded by what it
-knows already (`RankTable.register`).
+A stranger who reaches a registry without a key could point its decodes elsewhere: what it accepts
+is bounded by what it knows already (`RankTable.register`).
 """
 
 from __future__ import annotations
@@ -30,17 +31,20 @@ from kvflow.transports.host.names import HostNames
 MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
 _LABEL = r"[\w-]{1,63}"
 _NAME = rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?"
-_V6 = r"[0-9A-Fa-f:.]{2,45}(?:%[\w-]{1,15}(?:\.[0-9]{1,4})?)?"  # behind "%", a network interface and its VLAN
+# Behind "%", a network interface and its VLAN.
+_V6 = r"[0-9A-Fa-f:.]{2,45}(?:%[\w-]{1,15}(?:\.[0-9]{1,4})?)?"
 _ADDRESS = re.compile(rf"(?:\[(?P<v6>{_V6})\]|(?P<name>{_NAME})):(?P<port>[0-9]{{1,5}})", re.ASCII)
 
 
 def registry_address(host: str, port: int) -> str:
-    """What a `RegistryClient` takes for the host name or IP address (IPv6 with or without brackets) of a prefill.
+    """What a `RegistryClient` takes for the host name or IP address (IPv6 with or without brackets)
+    of a prefill.
 
     Raises: MisuseError for a host that nothing could resolve.
     """
     named = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    if _parsed(f"{named}:1") is None:  # the port is the caller's own affair: a prefill's may not be known yet
+    # The port is the caller's own affair: a prefill's may not be known yet.
+    if _parsed(f"{named}:1") is None:
         raise MisuseError(f"{host[:80]!r} is not a host name or IP address")
     return f"{named}:{port}"
 
@@ -59,8 +63,9 @@ def _parsed(address: str) -> tuple[str, int] | None:
 
 
 class RankTable:
-    """The ranks of one prefill, of all its groups. A rank that registers again is replaced, so a restart never counts
-    twice."""
+    """The ranks of one prefill, of all its groups.
+
+    A rank that registers again is replaced, so a restart never counts twice."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[int, int], RankInfo] = {}  # by group and rank
@@ -70,28 +75,33 @@ class RankTable:
         return f"<RankTable of ranks {[info.rank for info in self.all()]}>"
 
     def put(self, info: RankInfo) -> None:
-        """Add or replace a rank of this process, which cannot be replaced from outside; ranks of another world size
-        are removed."""
+        """Add or replace a rank of this process, which cannot be replaced from outside; ranks of
+        another world size are removed."""
         self._replace(info)
         self._own.add(_place(info))
 
     def register(self, info: RankInfo, *, is_trusted: bool) -> None:
         """Add or replace a rank that came over the network; `is_trusted`: with the API key.
 
-        Raises: PeerError for a rank that belongs to another prefill, or is another's: of this process; of another
-        world, where some rank of it is this process's, or the sender is a stranger; on another host than before, where
-        it is one.
+        Raises: PeerError for a rank that belongs to another prefill, or is another's: of this
+        process; of another world, where some rank of it is this process's, or the sender is a
+        stranger; on another host than before, where it is one.
         """
         if _place(info) in self._own:
-            raise PeerError(f"rank {info.rank} is this process's own, at {self._ranks[_place(info)].control}")
+            raise PeerError(
+                f"rank {info.rank} is this process's own, at {self._ranks[_place(info)].control}"
+            )
         known = next(iter(self._ranks.values()), info)
         if _world(info) != _world(known) and not (is_trusted and not self._own):
             mine, theirs = _world(known), _world(info)
-            raise PeerError(f"rank {info.rank} is one of {theirs}, this registry's ranks are of {mine}")
+            raise PeerError(
+                f"rank {info.rank} is one of {theirs}, this registry's ranks are of {mine}"
+            )
         before = self._ranks.get(_place(info), info)
         if not is_trusted and _host(before) != _host(info):
             raise PeerError(
-                f"rank {info.rank} is at {before.control}, and moves to {info.control} with an API key only"
+                f"rank {info.rank} is at {before.control}, and moves to {info.control} with an API "
+                "key only"
             )
         self._replace(info)
 
@@ -111,7 +121,10 @@ def _place(info: RankInfo) -> tuple[int, int]:
 
 def _world(info: RankInfo) -> str:
     groups = f"{info.dp_size} groups of " if info.dp_size > 1 else ""
-    return f"a prefill of {groups}{info.world_size} ranks over {info.backend}, model {info.model[:80]!r}"
+    return (
+        f"a prefill of {groups}{info.world_size} ranks over {info.backend}, model "
+        f"{info.model[:80]!r}"
+    )
 
 
 def _host(info: RankInfo) -> str:
@@ -119,26 +132,40 @@ def _host(info: RankInfo) -> str:
 
 
 class RegistryClient:
-    """A client of registries. Nodes call `resolve` before they link to a prefill, and again after they lost one."""
+    """A client of registries.
+
+    Nodes call `resolve` before they link to a prefill, and again after they lost one.
+    """
 
     def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
-        """`timeout_s` bounds each call as a whole. Raises: MisuseError for that, or for a key that no HTTP
-        header can carry."""
+        """`timeout_s` bounds each call as a whole.
+
+        Raises: MisuseError for that, or for a key that no HTTP header can carry."""
         if not all(" " <= c <= "~" for c in api_key):
-            raise MisuseError("api_key: only printable ASCII characters can be sent in an HTTP header")
+            raise MisuseError(
+                "api_key: only printable ASCII characters can be sent in an HTTP header"
+            )
         check_time("timeout_s", timeout_s, LEAST_WAIT_S)
         self._key, self._timeout_s = api_key, timeout_s
         self._names = HostNames("registry")
 
     async def register(self, prefill: str, info: RankInfo) -> None:
-        """Register a rank at the registry "host:port". Raises: as `resolve`; WireError when it is rejected."""
-        await self._call("PUT", prefill, f"/ranks/{info.rank}", msgspec.json.encode(rank_to_json(info)))
+        """Register a rank at the registry "host:port".
 
-    async def resolve(self, prefill: str, room: int | None = None, dp_rank: int | None = None) -> Sequence[RankInfo]:
-        """All ranks of the prefill at "host:port"; for a `room`, those of its group: see `ranks.group_for`.
+        Raises: as `resolve`; WireError when it is rejected.
+        """
+        await self._call(
+            "PUT", prefill, f"/ranks/{info.rank}", msgspec.json.encode(rank_to_json(info))
+        )
 
-        Raises: LostError when the registry does not answer or is incomplete, WireError when its answer is malformed,
-        MisuseError for a `prefill` that is not "host:port".
+    async def resolve(
+        self, prefill: str, room: int | None = None, dp_rank: int | None = None
+    ) -> Sequence[RankInfo]:
+        """All ranks of the prefill at "host:port"; for a `room`, those of its group: see
+        `ranks.group_for`.
+
+        Raises: LostError when the registry does not answer or is incomplete, WireError when its
+        answer is malformed, MisuseError for a `prefill` that is not "host:port".
         """
         document = await self._call("GET", prefill, "/ranks")
         listed = document.get("ranks") if isinstance(document, dict) else None
@@ -146,17 +173,22 @@ class RegistryClient:
             raise WireError(f"registry {prefill}: the answer has no list of ranks")
         ranks = [rank_from_json(entry) for entry in listed]
         first = ranks[0] if ranks else None
-        if first is None or list(map(_place, ranks)) != list(product(range(first.dp_size), range(first.world_size))):
+        if first is None or list(map(_place, ranks)) != list(
+            product(range(first.dp_size), range(first.world_size))
+        ):
             raise LostError(f"registry {prefill}: {len(ranks)} ranks have registered so far")
         return ranks if room is None else group_for(ranks, room, dp_rank)
 
     async def _call(self, method: str, place: str, path: str, body: bytes = b"") -> Any:
         where = _parsed(place)
         if where is None:
-            raise MisuseError(f'registry {place[:80]!r} is not "host:port" ("[address]:port" for IPv6)')
+            raise MisuseError(
+                f'registry {place[:80]!r} is not "host:port" ("[address]:port" for IPv6)'
+            )
         url = f"http://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
-        head.append("Connection: close")  # the answer ends with the connection: it is read to its end, then parsed
+        # The answer ends with the connection: it is read to its end, then parsed.
+        head.append("Connection: close")
         if self._key:
             head.append(f"Authorization: Bearer {self._key}")
         request = "\r\n".join([*head, "", ""]).encode() + body
@@ -164,7 +196,9 @@ class RegistryClient:
             async with asyncio.timeout(self._timeout_s):
                 raw = await self._exchanged(*where, request)
         except (OSError, TimeoutError) as error:
-            raise LostError(f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}") from None
+            raise LostError(
+                f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}"
+            ) from None
         if len(raw) > MAX_ANSWER_BYTES:
             raise WireError(f"{url}: the answer is over the limit of {MAX_ANSWER_BYTES} bytes")
         return _document(url, raw)
@@ -176,11 +210,14 @@ class RegistryClient:
             writer.write(request)
             await writer.drain()
             raw = bytearray()
-            while len(raw) <= MAX_ANSWER_BYTES and (more := await reader.read(MAX_ANSWER_BYTES + 1 - len(raw))):
+            while len(raw) <= MAX_ANSWER_BYTES and (
+                more := await reader.read(MAX_ANSWER_BYTES + 1 - len(raw))
+            ):
                 raw += more
             return bytes(raw)
         finally:
-            writer.transport.abort()  # nothing is left to send, and a graceful close could outlast the time limit
+            # Nothing is left to send, and a graceful close could outlast the time limit.
+            writer.transport.abort()
 
 
 class _Answered:

@@ -1,12 +1,15 @@
-"""The TCP connections below one ROUTER or DEALER, and what each has sent of a message that it does not finish.
+"""The TCP connections below one ROUTER or DEALER, and what each has sent of a message that it does
+not finish.
 
-ZMQ bounds a frame and the number of whole messages that wait, but not the frames of one message, which it keeps until
-the last has come: a stranger who never sends it takes all memory. None of it can be read before. So the kernel is asked
-how many bytes each connection has received since it last delivered a whole message, and one above the limits is cut:
-ZMQ then frees what it kept. A decode that is cut reconnects, and Resync repairs what was lost.
+ZMQ bounds a frame and the number of whole messages that wait, but not the frames of one message,
+which it keeps until the last has come: a stranger who never sends it takes all memory. None of it
+can be read before. So the kernel is asked how many bytes each connection has received since it last
+delivered a whole message, and one above the limits is cut: ZMQ then frees what it kept. A decode
+that is cut reconnects, and Resync repairs what was lost.
 
-The connections are looked at some at a time, so that thousands of idle ones take no long turn of the loop. Neither
-the look nor a cut needs a descriptor: a stranger who takes all that there are switches nothing off.
+The connections are looked at some at a time, so that thousands of idle ones take no long turn of
+the loop. Neither the look nor a cut needs a descriptor: a stranger who takes all that there are
+switches nothing off.
 """
 
 from __future__ import annotations
@@ -33,8 +36,10 @@ from kvflow.transports.host.descriptors import descriptors_for
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # on loopback some 200 MB can arrive in between
-UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)  # of one connection; the most that ours have under way, and some
-ALL_UNFINISHED_BYTES = 64 << 20  # of all; ZMQ's own memory is up to 32 times that, for frames without a byte
+# Of one connection; the most that ours have under way, and some.
+UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)
+# Of all; ZMQ's own memory is up to 32 times that, for frames without a byte.
+ALL_UNFINISHED_BYTES = 64 << 20
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10  # with more than this a message may not take longer
 MAX_CONNECTIONS = 2_048  # or half of the descriptors that the process may have, where that is less
 LOOK_WORK = 64  # connections, or events of them, in one turn of the event loop: some 300 us
@@ -65,10 +70,15 @@ class _Spare:
 
     @contextmanager
     def borrow(self, descriptor: int) -> Iterator[socket.socket]:
-        """The same socket under a number of our own, since ZMQ may close its at any time. Raises: OSError."""
+        """The same socket under a number of our own, since ZMQ may close its at any time.
+
+        Raises: OSError.
+        """
         with self._lock:
             os.dup2(descriptor, self._descriptor, inheritable=False)
-            tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=self._descriptor)
+            tcp = socket.socket(
+                socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=self._descriptor
+            )
             try:
                 yield tcp
             finally:
@@ -80,7 +90,9 @@ _spare = functools.cache(_Spare)
 
 
 class _Round:
-    """One look at every connection: those that are left, and whether what they have not delivered is unfinished."""
+    """One look at every connection: those that are left, and whether what they have not delivered
+    is unfinished.
+    """
 
     __slots__ = ("all_had_a_turn", "left", "reliable")
 
@@ -93,9 +105,16 @@ class TcpConnections:
     """Reads the socket's monitor, and looks at the connections every `LOOK_S` until `close`."""
 
     def __init__(
-        self, monitored: zmq.Socket[bytes], *, events: int = 0, on_event: Callable[[int], None] = lambda _: None
+        self,
+        monitored: zmq.Socket[bytes],
+        *,
+        events: int = 0,
+        on_event: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Before the socket is bound or connected. `on_event` is called with those of `events` that happen."""
+        """Before the socket is bound or connected.
+
+        `on_event` is called with those of `events` that happen.
+        """
         self._socket, self._on_event = monitored, on_event
         self._port = 0
         self.open: dict[int, TcpConnection] = {}  # by descriptor, oldest first
@@ -103,7 +122,8 @@ class TcpConnections:
         address = f"inproc://kvflow-monitor-{next(_names)}"
         monitored.monitor(address, _EVENTS | events)
         self._monitor: zmq.Socket[bytes] = monitored.context.socket(zmq.PAIR)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # an event that is lost is a connection that is never looked at
+        # An event that is lost is a connection that is never looked at.
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(address)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -112,13 +132,22 @@ class TcpConnections:
         _spare()
 
     def watch(
-        self, port: int, incoming: Incoming, tell_cut: Callable[[], None], tell_waits: Callable[[], None]
+        self,
+        port: int,
+        incoming: Incoming,
+        tell_cut: Callable[[], None],
+        tell_waits: Callable[[], None],
     ) -> None:
         """Begin to look at connections to `port`, the one that was bound or connected to.
 
         `tell_waits`: a message waits, and what was to say so may have been used up by the look.
         """
-        self._port, self._incoming, self._tell_cut, self._tell_waits = port, incoming, tell_cut, tell_waits
+        self._port, self._incoming, self._tell_cut, self._tell_waits = (
+            port,
+            incoming,
+            tell_cut,
+            tell_waits,
+        )
         self._messages = 0
         self._timer = self._loop.call_later(LOOK_S, self._look)
 
@@ -130,14 +159,18 @@ class TcpConnections:
         self._monitor.close(linger=0)
 
     def read_events(self) -> bool:
-        """What has happened to connections since the last call. False when there is more: call again."""
+        """What has happened to connections since the last call.
+
+        False when there is more: call again.
+        """
         for _ in range(LOOK_WORK):
             if self._socket.closed or not int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
                 return True
             found = parse_monitor_message(self._monitor.recv_multipart())
             event, descriptor = int(found["event"]), int(found["value"])
             if event & _OPENED:
-                self.open.pop(descriptor, None)  # its predecessor's end was not told: the new one is the youngest
+                # Its predecessor's end was not told: the new one is the youngest.
+                self.open.pop(descriptor, None)
                 self.open[descriptor] = TcpConnection(self._loop.time())
             elif event & _EVENTS:
                 self.open.pop(descriptor, None)
@@ -167,8 +200,8 @@ class TcpConnections:
         self._turn = self._loop.call_soon(self._go_on)
 
     def _begin(self) -> _Round:
-        """Whole messages are handed over in turn, one per connection: where none waits, or everybody has had a turn,
-        what a connection has not delivered is unfinished."""
+        """Whole messages are handed over in turn, one per connection: where none waits, or
+        everybody has had a turn, what a connection has not delivered is unfinished."""
         incoming = self._incoming
         all_had_a_turn = incoming.messages - self._messages >= len(self.open)
         self._messages = incoming.messages
@@ -195,20 +228,32 @@ class TcpConnections:
         delivered.discard(-1)
 
     def _enforce(self) -> None:
-        """Cut what is too large or too late, then the largest until all together are within the limit, then the oldest
-        that never delivered anything where there are too many."""
+        """Cut what is too large or too late, then the largest until all together are within the
+        limit, then the oldest that never delivered anything where there are too many."""
         now, left = self._loop.time(), dict(self.open)
         for descriptor, connection in self.open.items():
-            late = connection.unfinished_bytes > LATE_BYTES and now - connection.since_s > UNFINISHED_S
+            late = (
+                connection.unfinished_bytes > LATE_BYTES and now - connection.since_s > UNFINISHED_S
+            )
             if late or connection.unfinished_bytes > UNFINISHED_BYTES:
                 self._cut(left, descriptor, "a message that does not end")
         total = sum(connection.unfinished_bytes for connection in left.values())
-        for descriptor in sorted(left, key=lambda d: -left[d].unfinished_bytes) if total > ALL_UNFINISHED_BYTES else ():
+        for descriptor in (
+            sorted(left, key=lambda d: -left[d].unfinished_bytes)
+            if total > ALL_UNFINISHED_BYTES
+            else ()
+        ):
             if total <= ALL_UNFINISHED_BYTES:
                 break
             total -= left[descriptor].unfinished_bytes
-            self._cut(left, descriptor, f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all")
-        silent = [descriptor for descriptor, connection in left.items() if not connection.has_delivered]
+            self._cut(
+                left,
+                descriptor,
+                f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all",
+            )
+        silent = [
+            descriptor for descriptor, connection in left.items() if not connection.has_delivered
+        ]
         for descriptor in silent[: max(0, len(left) - (most := descriptors_for(MAX_CONNECTIONS)))]:
             self._cut(left, descriptor, f"more than {most} connections")
         self.open = left
@@ -223,14 +268,23 @@ class TcpConnections:
         except OSError:
             return  # closed meanwhile
         self.cut += 1
-        log.warning("connection from %s:%d is cut, with %d bytes: %s", peer, port, connection.unfinished_bytes, why)
+        log.warning(
+            "connection from %s:%d is cut, with %d bytes: %s",
+            peer,
+            port,
+            connection.unfinished_bytes,
+            why,
+        )
         self._tell_cut()
 
     def _received(self, descriptor: int) -> int | None:
         """Bytes so far; None when the descriptor is no longer a connection of ours."""
         try:
-            # ZMQ may close it at any time, and another file get its number: all that is done with it is to read.
-            tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor)
+            # ZMQ may close it at any time, and another file get its number: all that is done with
+            # it is to read.
+            tcp = socket.socket(
+                socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor
+            )
         except OSError:
             return None
         try:
@@ -245,4 +299,7 @@ class TcpConnections:
 
     def _is_ours(self, tcp: socket.socket) -> bool:
         """The number may be another's by now. Raises: OSError."""
-        return any(isinstance(end, tuple) and end[1] == self._port for end in (tcp.getsockname(), tcp.getpeername()))
+        return any(
+            isinstance(end, tuple) and end[1] == self._port
+            for end in (tcp.getsockname(), tcp.getpeername())
+        )

@@ -1,8 +1,10 @@
-"""The control link over ZMQ: a ROUTER at prefill, a DEALER per prefill rank at decode, one context per process.
+"""The control link over ZMQ: a ROUTER at prefill, a DEALER per prefill rank at decode, one context
+per process.
 
-Not zmq.asyncio: one await per message costs more than all else here (measured: 28,000 against 74,000 rooms/s). Instead
-the loop watches the socket's descriptor, and messages are read without blocking until there is none. The descriptor is
-edge-triggered, and a send or a look at the connections can consume the edge, so both read EVENTS and wake the reader.
+Not zmq.asyncio: one await per message costs more than all else here (measured: 28,000 against
+74,000 rooms/s). Instead the loop watches the socket's descriptor, and messages are read without
+blocking until there is none. The descriptor is edge-triggered, and a send or a look at the
+connections can consume the edge, so both read EVENTS and wake the reader.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from kvflow.transports.host.address import bracketed
 BURST_FRAMES = 16  # about a millisecond of work for the handlers
 QUEUE_MESSAGES = 100_000
 RECONNECT_MS = 100
-FAILED_HANDSHAKES = 4  # in a row, without an error from the peer: it has another key, or is not kvflow
+# In a row, without an error from the peer: it has another key, or is not kvflow.
+FAILED_HANDSHAKES = 4
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HANDSHAKES = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
@@ -43,7 +46,10 @@ class ZmqSocket:
         """`connections` are those of `socket` to `port`."""
         self._socket, self.connections = socket, connections
         self._handshakes, self._authentication = handshakes, authentication
-        self._outgoing, self._incoming = Outgoing(socket, router=router), Incoming(socket, router=router)
+        self._outgoing, self._incoming = (
+            Outgoing(socket, router=router),
+            Incoming(socket, router=router),
+        )
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
         self._burst = 0  # frames received since the loop last ran
@@ -57,14 +63,19 @@ class ZmqSocket:
         return "" if self._handshakes is None else self._handshakes.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
-        """Queue a frame, sent as this turn of the loop ends; False when there is no such peer or its queue is full."""
+        """Queue a frame, sent as this turn of the loop ends; False when there is no such peer or
+        its queue is full.
+        """
         if not self._turn_ends:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
         return self._outgoing.send(frame, peer) if at_once else self._outgoing.add(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """Frames of the next message. The loop runs after `BURST_FRAMES`, of one message or many."""
+        """Frames of the next message.
+
+        The loop runs after `BURST_FRAMES`, of one message or many.
+        """
         if self._burst >= BURST_FRAMES:
             self._burst = 0
             await asyncio.sleep(0)
@@ -95,7 +106,8 @@ class ZmqSocket:
 
     def _wake(self) -> None:
         if self._waiting is None:
-            self._socket.get(zmq.EVENTS)  # or the descriptor stays readable, and the loop turns round and round
+            # Or the descriptor stays readable, and the loop turns round and round.
+            self._socket.get(zmq.EVENTS)
         elif not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -116,7 +128,11 @@ class _Handshakes:
     """How the handshakes of a DEALER's connections went."""
 
     def __init__(self, key: ControlKey | None) -> None:
-        self._why = "it has another control key, or none" if key else "it requires a control key (--control-key-file)"
+        self._why = (
+            "it has another control key, or none"
+            if key
+            else "it requires a control key (--control-key-file)"
+        )
         self._failed = 0
 
     def note(self, event: int) -> None:
@@ -127,18 +143,23 @@ class _Handshakes:
 
     @property
     def lockout_reason(self) -> str:
-        return f"{self._why}, or is not a kvflow prefill" if self._failed >= FAILED_HANDSHAKES else ""
+        return (
+            f"{self._why}, or is not a kvflow prefill" if self._failed >= FAILED_HANDSHAKES else ""
+        )
 
 
 def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[ZmqSocket, int]:
-    """Prefill's end, on `port` (0: any free one); with a `key`, for decodes that have it. Returns the socket, its port.
+    """Prefill's end, on `port` (0: any free one); with a `key`, for decodes that have it.
+
+    Returns the socket, its port.
 
     Raises: MisuseError (port taken).
     """
     socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance(), ipv6=":" in host)
     authentication = key.arm_server(socket) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a decode that reconnects takes over its own routing id
+    # A decode that reconnects takes over its own routing id.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     connections = TcpConnections(socket)
     named = bracketed(host)
     try:
@@ -148,13 +169,17 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
         if authentication is not None:
             authentication.close()
         socket.close(linger=0)
-        raise MisuseError(f"control port {named}:{port}: {zmq.strerror(error.errno or 0)}") from None
+        raise MisuseError(
+            f"control port {named}:{port}: {zmq.strerror(error.errno or 0)}"
+        ) from None
     bound = int(str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rsplit(":", 1)[1])
     return ZmqSocket(socket, connections, bound, router=True, authentication=authentication), bound
 
 
 def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None) -> ZmqSocket:
-    """Decode's end, to the control endpoint "tcp://host:port" of one prefill rank; it connects in the background."""
+    """Decode's end, to the control endpoint "tcp://host:port" of one prefill rank; it connects in
+    the background.
+    """
     socket = _socket(zmq.DEALER, zmq.Context.instance(), ipv6="[" in control)
     if key:
         key.arm_client(socket)
@@ -168,7 +193,9 @@ def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None
     except zmq.ZMQError as error:
         connections.close()
         socket.close(linger=0)
-        raise MisuseError(f"control endpoint {control!r}: {zmq.strerror(error.errno or 0)}") from None
+        raise MisuseError(
+            f"control endpoint {control!r}: {zmq.strerror(error.errno or 0)}"
+        ) from None
     port = int(control.rpartition(":")[2])  # ZMQ takes no other addresses
     return ZmqSocket(socket, connections, port, router=False, handshakes=handshakes)
 

@@ -1,8 +1,9 @@
-"""Pages through Mooncake's Ascend transport, between machines with Huawei NPUs: host memory, over HCCS or its RDMA.
+"""Pages through Mooncake's Ascend transport, between machines with Huawei NPUs: host memory, over
+HCCS or its RDMA.
 
-**Never run on hardware.** The calls were checked against kvcache-ai/Mooncake at 3b5a594 (2026-08-22), its Python
-binding (`transfer_engine_py.cpp`) and `ascend_direct_transport`, and are tried against a stub of them. It is mooncake's
-engine, and mooncake's plane, but for this:
+**Never run on hardware.** The calls were checked against kvcache-ai/Mooncake at 3b5a594
+(2026-08-22), its Python binding (`transfer_engine_py.cpp`) and `ascend_direct_transport`, and are
+tried against a stub of them. It is mooncake's engine, and mooncake's plane, but for this:
 
     initialize(local_hostname, "P2PHANDSHAKE", "ascend", "")
                                   after torch.npu.set_device, in the same thread
@@ -13,19 +14,22 @@ engine, and mooncake's plane, but for this:
                                   asked otherwise:
     transfer_sync_read(target_hostname, buffer, peer_buffer_address, length) -> 0, or not
 
-What status means landed?       Only 1 of `transfer_check_status`, handle by handle: the engine says so when ADXL's
-                                TransferSync has returned success. Whether the bytes are in the target's memory by then
-                                is CANN's to say, and was not tried.
-Can a write outlive its error?  Unknown. A handle ends -1 after ASCEND_TRANSFER_TIMEOUT (3 s), perhaps after further
-                                tries of the same block; nothing says that the NPU has stopped. So any end but 1 makes
-                                the whole write UNPROVEN, and what is in doubt stays in quarantine.
-What fences a peer?             Nothing that can be seen from here: HCCS and the NPU's queues are no connections of the
-                                host. A loan of a writer that is lost stays in quarantine until the operator declares it
-                                dead.
+What status means landed?       Only 1 of `transfer_check_status`, handle by handle: the engine says
+                                so when ADXL's TransferSync has returned success. Whether the bytes
+                                are in the target's memory by then is CANN's to say, and was not
+                                tried.
+Can a write outlive its error?  Unknown. A handle ends -1 after ASCEND_TRANSFER_TIMEOUT (3 s),
+                                perhaps after further tries of the same block; nothing says that the
+                                NPU has stopped. So any end but 1 makes the whole write UNPROVEN,
+                                and what is in doubt stays in quarantine.
+What fences a peer?             Nothing that can be seen from here: HCCS and the NPU's queues are no
+                                connections of the host. A loan of a writer that is lost stays in
+                                quarantine until the operator declares it dead.
 
-What it wants, and `kvflow doctor` looks for: a Mooncake built with USE_ASCEND_DIRECT (`pip install
-mooncake-transfer-engine-npu`; any other build takes TCP and says nothing), CANN, torch_npu, /etc/hccn.conf, and no
-MC_FORCE_TCP, which would have it take TCP as well; and a host that is an IPv4 address.
+What it wants, and `kvflow doctor` looks for: a Mooncake built with USE_ASCEND_DIRECT
+(`pip install mooncake-transfer-engine-npu`; any other build takes TCP and says nothing), CANN,
+torch_npu, /etc/hccn.conf, and no MC_FORCE_TCP, which would have it take TCP as well; and a host
+that is an IPv4 address.
 """
 
 from __future__ import annotations
@@ -63,13 +67,15 @@ class AscendPlane(MooncakePlane):
         make_engine: Callable[[], Any] | None = None,
         set_device: Callable[[int], None] | None = None,
     ) -> None:
-        """`device` is the number of an NPU, 0 without one. `make_engine` and `set_device` are mooncake's and torch's,
-        unless they are given. Raises: MisuseError for what is missing here, TransferError when the engine does not
-        start."""
+        """`device` is the number of an NPU, 0 without one.
+
+        `make_engine` and `set_device` are mooncake's and torch's, unless they are given. Raises:
+        MisuseError for what is missing here, TransferError when the engine does not start."""
         self._make_engine = make_engine
         self._npu = npu_number(device)
         self._set_device = set_device or _set_npu
-        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # what a probe reads into: memory of its own, aligned
+        # What a probe reads into: memory of its own, aligned.
+        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
         super().__init__(host, rate_limit_bytes_per_s, device)
 
     def _load(self) -> Callable[[], Any]:
@@ -91,7 +97,9 @@ class AscendPlane(MooncakePlane):
 
     def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
         """Whether some bytes of the peer's pool can be read."""
-        return bool(engine.transfer_sync_read(session, self._scratch_address, theirs, _PROBE_BYTES) == 0)
+        return bool(
+            engine.transfer_sync_read(session, self._scratch_address, theirs, _PROBE_BYTES) == 0
+        )
 
     def _unprovable(self) -> str:
         return "HCCS and an NPU's RDMA"
@@ -106,7 +114,9 @@ class AscendPlane(MooncakePlane):
 def npu_number(device: str) -> int:
     """Raises: MisuseError."""
     if device and not (device.isascii() and device.isdigit() and len(device) < 4):
-        raise MisuseError(f"device {device!r}: the ascend data plane takes the number of an NPU, 0 by default")
+        raise MisuseError(
+            f"device {device!r}: the ascend data plane takes the number of an NPU, 0 by default"
+        )
     return int(device or 0)
 
 
@@ -124,8 +134,13 @@ def missing_for_ascend() -> list[str]:
     missing = []
     if found is None:
         missing.append(f"mooncake is not installed (pip install {WHEEL})")
-    elif not _is_built_for_ascend(Path(found.origin or "").parent if found.origin else _folder(found)):
-        missing.append(f"this mooncake was built without USE_ASCEND_DIRECT (pip install {WHEEL}, in place of it)")
+    elif not _is_built_for_ascend(
+        Path(found.origin or "").parent if found.origin else _folder(found)
+    ):
+        missing.append(
+            f"this mooncake was built without USE_ASCEND_DIRECT (pip install {WHEEL}, in place of "
+            "it)"
+        )
     if importlib.util.find_spec("torch_npu") is None:
         missing.append("torch_npu is not installed")
     if not _HCCN.exists():
@@ -140,7 +155,9 @@ def _folder(found: Any) -> Path:
 
 
 def _is_built_for_ascend(folder: Path) -> bool:
-    return any(_MARK in (folder / name).read_bytes() for name in os.listdir(folder) if ".so" in name)
+    return any(
+        _MARK in (folder / name).read_bytes() for name in os.listdir(folder) if ".so" in name
+    )
 
 
 def _set_npu(number: int) -> None:

@@ -1,11 +1,13 @@
 """Pages within one process, for tests: real bytes, no thread, no clock, and faults one can ask for.
 
 What status means landed?       The bytes were copied by `step`, before `landed_bytes` counted them.
-Can a write outlive its error?  When the script says so (`Fault.LATE`): it then lands on `land_late`.
+Can a write outlive its error?  When the script says so (`Fault.LATE`): it then lands on
+                                `land_late`.
 What fences a peer?             `die`: nothing of that plane is copied any more.
 
-Planes that share a `FakeNetwork` reach each other. Without a script a write lands in the next turn of the event loop;
-`plane.hold()` stops that, and `plane.step(pages)` and `plane.release()` then move things on, one write after the other:
+Planes that share a `FakeNetwork` reach each other. Without a script a write lands in the next turn
+of the event loop; `plane.hold()` stops that, and `plane.step(pages)` and `plane.release()` then
+move things on, one write after the other:
 
     network = FakeNetwork()
     prefill, decode = FakePlane(network), FakePlane(network)
@@ -13,7 +15,8 @@ Planes that share a `FakeNetwork` reach each other. Without a script a write lan
     ...
     prefill.step(3); write.cancel()         # exactly 3 pages are in decode's pool
 
-A subclass that overrides `began`, `copied` and `ended` decides when pages move, and sees them (`sim.plane`).
+A subclass that overrides `began`, `copied` and `ended` decides when pages move, and sees them
+(`sim.plane`).
 """
 
 from __future__ import annotations
@@ -36,8 +39,10 @@ _ALL = 1 << 62
 class Fault(Enum):
     """What happens to one scripted write."""
 
-    ERROR = "error"  # half of its pages land, the rest never; UNPROVEN, or CANCELLED if that half is no page
-    LATE = "late"  # as ERROR, but the rest lands on `land_late`, with the source's bytes of that moment
+    # Half of its pages land, the rest never; UNPROVEN, or CANCELLED if that half is no page.
+    ERROR = "error"
+    # As ERROR, but the rest lands on `land_late`, with the source's bytes of that moment.
+    LATE = "late"
     STUCK = "stuck"  # nothing lands and nothing ends, cancelled or not, until `release`
 
 
@@ -88,7 +93,9 @@ class FakePlane:
             write.move(_ALL)
 
     def step(self, pages: int = 1) -> int:
-        """Copy up to `pages` pages of the oldest write that is not stuck; returns the bytes it copied."""
+        """Copy up to `pages` pages of the oldest write that is not stuck; returns the bytes it
+        copied.
+        """
         write = next((w for w in self.writes if w.fault is not Fault.STUCK), None)
         if write is None:
             return 0
@@ -97,12 +104,17 @@ class FakePlane:
         return write.landed_bytes - before
 
     def land_late(self) -> int:
-        """The rest of every `Fault.LATE` write arrives now; returns its bytes. Nothing arrives of a dead plane."""
+        """The rest of every `Fault.LATE` write arrives now; returns its bytes.
+
+        Nothing arrives of a dead plane.
+        """
         late, self._late = self._late, []
         return 0 if self._dead.is_set() else sum(write.copy(_ALL) for write in late)
 
     def die(self) -> None:
-        """The process of this plane is gone: nothing of it is copied any more, its fence resolves."""
+        """The process of this plane is gone: nothing of it is copied any more,
+        its fence resolves.
+        """
         self._dead.set()
         self._late.clear()
         for write in list(self.writes):
@@ -134,7 +146,9 @@ class FakePlane:
         return False
 
     async def close(self) -> None:
-        """Cancel what is under way (stuck writes end UNPROVEN) and leave the network as a dead plane does."""
+        """Cancel what is under way (stuck writes end UNPROVEN) and leave the network as a dead
+        plane does.
+        """
         for write in list(self.writes):
             write.cancel()
         self.die()
@@ -217,7 +231,11 @@ class FakeWrite:
         if self.cancelled:
             self.end(WriteOutcome.CANCELLED)
             return
-        stop_at = self.total_bytes // self.page_bytes // 2 * self.page_bytes if self.fault else self.total_bytes
+        stop_at = (
+            self.total_bytes // self.page_bytes // 2 * self.page_bytes
+            if self.fault
+            else self.total_bytes
+        )
         self.landed_bytes += self.copy(min(max_bytes, stop_at - self.landed_bytes))
         if self._blocks.left_bytes == 0:
             self.end(WriteOutcome.LANDED)

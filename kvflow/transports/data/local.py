@@ -1,23 +1,31 @@
-"""Pages between processes of one machine: decode's pool is a shared segment, and prefill copies straight into it.
+"""Pages between processes of one machine: decode's pool is a shared segment, and prefill copies
+straight into it.
 
-What status means landed?       memmove returned: the bytes are in the target's memory, for every process at once.
-Can a write outlive its error?  No. A copy has no error but the death of its process, and a cancelled write stops
-                                between two blocks. So this plane never answers UNPROVEN of a write it ran.
-What fences a peer?             Its process has ended (pidfd, checked against its start time). Only that process has the
-                                mapping: children do not inherit it, and its descriptor was closed once it was mapped.
+What status means landed?       memmove returned: the bytes are in the target's memory, for every
+                                process at once.
+Can a write outlive its error?  No. A copy has no error but the death of its process, and a
+                                cancelled write stops between two blocks. So this plane never
+                                answers UNPROVEN of a write it ran.
+What fences a peer?             Its process has ended (pidfd, checked against its start time). Only
+                                that process has the mapping: children do not inherit it, and its
+                                descriptor was closed once it was mapped.
 
-Nothing from the wire is written to unchecked: the target is the memfd of a process whose identity is verified after it
-is opened, the memory itself says which node's it is, and every offset is checked against its real size.
+Nothing from the wire is written to unchecked: the target is the memfd of a process whose identity
+is verified after it is opened, the memory itself says which node's it is, and every offset is
+checked against its real size.
 
-Copies hold the GIL, in bursts, and release it with the last block of each. Short bursts (2 MiB) let the event loop hear
-of an abort at once, and stop for it. Beside a thread that runs Python (an engine between its kernels) they are
-hopeless: after each release the copying thread then waits up to the switch interval of 5 ms for the GIL. Measured
-beside a thread that never lets go: 0.01 (4 KiB) to 0.4 GB/s (2 MiB) with a release per block, 0.4 to 2.2 GB/s in bursts
-of a slice (alone: 1 to 6.5). So once the GIL was long in coming back, bursts are as long as a slice for a while, 1 to 3
-ms; after one of small blocks the release is so short that a waiting thread may need the 5 ms all the same.
+Copies hold the GIL, in bursts, and release it with the last block of each. Short bursts (2 MiB) let
+the event loop hear of an abort at once, and stop for it. Beside a thread that runs Python (an
+engine between its kernels) they are hopeless: after each release the copying thread then waits up
+to the switch interval of 5 ms for the GIL. Measured beside a thread that never lets go: 0.01 (4
+KiB) to 0.4 GB/s (2 MiB) with a release per block, 0.4 to 2.2 GB/s in bursts of a slice (alone: 1 to
+6.5). So once the GIL was long in coming back, bursts are as long as a slice for a while, 1 to 3 ms;
+after one of small blocks the release is so short that a waiting thread may need the 5 ms all the
+same.
 
-A write of at most 64 KiB is copied on the event loop while nothing of the plane waits before it: the copy takes some 10
-us, handing it to the thread and back several times that, of both threads. What one turn of the loop copies is bounded.
+A write of at most 64 KiB is copied on the event loop while nothing of the plane waits before it:
+the copy takes some 10 us, handing it to the thread and back several times that, of both threads.
+What one turn of the loop copies is bounded.
 """
 
 from __future__ import annotations
@@ -44,7 +52,8 @@ _CONNECTS, _CONNECT_S = 4, 120.0  # at a time; a TiB is backed with pages in a m
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst is one block at least
 _CROWDED_BURSTS = 64  # after which it is found out again
-_LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9  # longer than a copy takes at that speed: another thread kept the GIL
+# Longer than a copy takes at that speed: another thread kept the GIL.
+_LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9
 _MAX_BLOCK_BYTES = 4 << 20
 _ADDRESS = re.compile(r"fd:([0-9]{1,9})\Z", re.ASCII)
 
@@ -60,7 +69,9 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
 
     name = "local"
 
-    def __init__(self, segment: SharedSegment | None, rate_limit_bytes_per_s: float | None = None) -> None:
+    def __init__(
+        self, segment: SharedSegment | None, rate_limit_bytes_per_s: float | None = None
+    ) -> None:
         """`segment`: our own pool's, for peers to write into; a pool that only sends needs none."""
         super().__init__(rate_limit_bytes_per_s)
         self._segment = segment
@@ -71,8 +82,10 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return f"<LocalPlane of {pool}: {len(self._routes)} routes>"
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Buffer addresses become offsets in the segment. Without a segment (a user's own tensors) peers can read our
-        layout but not write to us: the locator is empty.
+        """Buffer addresses become offsets in the segment.
+
+        Without a segment (a user's own tensors) peers can read our layout but not write to us: the
+        locator is empty.
 
         Raises: LayoutError when a buffer does not lie in the segment.
         """
@@ -91,7 +104,10 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return PlaneAddress(self.name, f"fd:{segment.fd}", own_identity()), placed
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> LocalRoute:
-        """Map the peer's pool. Raises: LayoutError (the pools do not fit), TransferError (it cannot be opened)."""
+        """Map the peer's pool.
+
+        Raises: LayoutError (the pools do not fit), TransferError (it cannot be opened).
+        """
         ours = self._own_layout()
         self._thread.start()
         try:
@@ -100,7 +116,9 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
             )
         except TimeoutError:
             pid = address.process.pid
-            raise TransferError(f"the pool of process {pid} could not be mapped within {_CONNECT_S:g} s") from None
+            raise TransferError(
+                f"the pool of process {pid} could not be mapped within {_CONNECT_S:g} s"
+            ) from None
         return self._keep(route)
 
     def _open(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> LocalRoute:
@@ -109,7 +127,10 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         try:
             for b in theirs.buffers:
                 if (end := b.address + b.size_bytes) > segment.size_bytes:
-                    raise LayoutError(f"buffer {b.name!r} ends at {end}, the peer's segment at {segment.size_bytes}")
+                    raise LayoutError(
+                        f"buffer {b.name!r} ends at {end}, the peer's segment at "
+                        f"{segment.size_bytes}"
+                    )
             bases = np.array([segment.address + b.address for b in theirs.buffers], dtype=np.int64)
             block_bytes = min(_MAX_BLOCK_BYTES, self._thread.slice_bytes)
             planner = Planner(ours, theirs, max_block_bytes=block_bytes, target_bases=bases)
@@ -119,20 +140,28 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return LocalRoute(self._thread, planner, segment, self._routes)
 
     async def fence(self, writer: PlaneAddress) -> None:
-        """Return once the writer's process has ended. Raises: TransferError for a process of another host."""
+        """Return once the writer's process has ended.
+
+        Raises: TransferError for a process of another host.
+        """
         await wait_dead(writer.process)
 
 
 def map_peer(address: PlaneAddress) -> SharedSegment:
-    """The peer's segment, mapped, of exactly the process the address names. Raises: TransferError."""
+    """The peer's segment, mapped, of exactly the process the address names.
+
+    Raises: TransferError.
+    """
     found = _ADDRESS.match(address.locator)
     if found is None:
         raise TransferError(
-            f"the peer's pool cannot be written to through shared memory (locator {address.locator!r:.80})"
+            "the peer's pool cannot be written to through shared memory (locator "
+            f"{address.locator!r:.80})"
         )
     check_same_host(address.process)
     segment = SharedSegment.open_peer(address.process.pid, int(found[1]), address.owner)
-    if not is_alive(address.process):  # looked at after opening: a re-used pid would have shown us another's memory
+    # Looked at after opening: a re-used pid would have shown us another's memory.
+    if not is_alive(address.process):
         segment.close()
         raise TransferError(f"process {address.process.pid} has ended")
     return segment
@@ -142,7 +171,11 @@ class LocalRoute(PlannedRoute):
     """Implements `protocols.ports.Route` over a mapping of the peer's pool."""
 
     def __init__(
-        self, thread: WriteThread, planner: Planner, segment: SharedSegment, siblings: set[LocalRoute]
+        self,
+        thread: WriteThread,
+        planner: Planner,
+        segment: SharedSegment,
+        siblings: set[LocalRoute],
     ) -> None:
         super().__init__(thread, planner, siblings)
         self._segment, self._copier = segment, _Copier()
@@ -159,7 +192,9 @@ class LocalRoute(PlannedRoute):
         return True
 
     def begin(self, write: Assignment) -> _CopyJob:
-        return _CopyJob(write, BlockQueue(self.planner, write.source_pages, write.target_pages), self._copier)
+        return _CopyJob(
+            write, BlockQueue(self.planner, write.source_pages, write.target_pages), self._copier
+        )
 
     def release(self) -> None:
         self._segment.close()
@@ -191,7 +226,8 @@ class _CopyJob:
                 moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
-        if self.landed_bytes == self._write.total_bytes:  # blocks that a cancel kept from being copied are taken too
+        # Blocks that a cancel kept from being copied are taken too.
+        if self.landed_bytes == self._write.total_bytes:
             self.outcome = WriteOutcome.LANDED
         return self.landed_bytes - before or -1
 
@@ -200,7 +236,8 @@ class _Copier:
     """Copies on one plane's thread, and finds out how long the GIL may be held."""
 
     def __init__(self) -> None:
-        self._crowded = 0  # bursts that are still to be copied as beside a thread that keeps the GIL
+        # Bursts that are still to be copied as beside a thread that keeps the GIL.
+        self._crowded = 0
 
     def copy(self, blocks: BlockList, write: Assignment) -> int:
         """Copy blocks, at least one, until the write is cancelled; returns how many bytes."""

@@ -1,4 +1,6 @@
-"""What a peer is told of a pool whose engine has to describe it: the engine's name, its regions, packed bytes."""
+"""What a peer is told of a pool whose engine has to describe it: the engine's name, its regions,
+packed bytes.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ def pack_locator(described: bytes) -> str:
     locator = base64.b85encode(zlib.compress(described, 9)).decode()
     if len(locator) > MAX_LOCATOR:
         raise LayoutError(
-            f"the pool's buffers take {len(locator)} characters to describe, the limit is {MAX_LOCATOR}; use a "
-            "page-first pool"
+            f"the pool's buffers take {len(locator)} characters to describe, the limit is "
+            f"{MAX_LOCATOR}; use a page-first pool"
         )
     return locator
 

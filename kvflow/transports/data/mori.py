@@ -1,7 +1,8 @@
 """Pages through AMD's MORI-IO: RDMA between host memories.
 
-**Never run on hardware.** The calls were checked against ROCm/mori at 624002c (2026-08-21, after v1.2.2), its
-`python/mori/io/engine.py` and `src/pybind/pybind_io.cpp`, and are tried against a stub of them:
+**Never run on hardware.** The calls were checked against ROCm/mori at 624002c (2026-08-21, after
+v1.2.2), its `python/mori/io/engine.py` and `src/pybind/pybind_io.cpp`, and are tried against a stub
+of them:
 
     IOEngine(key, IOEngineConfig(host, port))
         port 0: a free one, for its control connections
@@ -21,19 +22,23 @@
     session.batch_write(local_offsets, remote_offsets, sizes, uid)
         -> one TransferStatus for all of them
 
-What status means landed?       Only SUCCESS of the TransferStatus of a batch: a completion of each of its work requests
-                                was polled, which over a reliable connection means that the peer's NIC has acknowledged
-                                it. That this is the same as being in memory was not tried.
-Can a write outlive its error?  Unknown. A batch has failed with its first failed completion, while others of it may be
-                                under way in the NIC, and there is no call that stops one. So any end but SUCCESS makes
-                                the whole write UNPROVEN, and what is in doubt stays in quarantine.
-What fences a peer?             Nothing that can be seen from here: a NIC writes without the host, and its queues are no
-                                connections of the host. A loan of a writer that is lost stays in quarantine until the
-                                operator declares it dead.
+What status means landed?       Only SUCCESS of the TransferStatus of a batch: a completion of each
+                                of its work requests was polled, which over a reliable connection
+                                means that the peer's NIC has acknowledged it. That this is the same
+                                as being in memory was not tried.
+Can a write outlive its error?  Unknown. A batch has failed with its first failed completion, while
+                                others of it may be under way in the NIC, and there is no call that
+                                stops one. So any end but SUCCESS makes the whole write UNPROVEN,
+                                and what is in doubt stays in quarantine.
+What fences a peer?             Nothing that can be seen from here: a NIC writes without the host,
+                                and its queues are no connections of the host. A loan of a writer
+                                that is lost stays in quarantine until the operator declares it
+                                dead.
 
-The engine writes the end of a transfer into its TransferStatus, which must live until then: those of transfers that
-were given up are kept for as long as the plane is. Notifications to the receiver are switched off: nothing here takes
-them, and the engine would keep them. The engine's control port authenticates no peer.
+The engine writes the end of a transfer into its TransferStatus, which must live until then: those
+of transfers that were given up are kept for as long as the plane is. Notifications to the receiver
+are switched off: nothing here takes them, and the engine would keep them. The engine's control port
+authenticates no peer.
 """
 
 from __future__ import annotations
@@ -56,7 +61,13 @@ from kvflow.protocols.errors import LayoutError, MisuseError, TransferError, Wir
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
 from kvflow.protocols.wire.codec import parser
-from kvflow.transports.data.locators import is_name_of, new_name, pack_locator, regions_of, unpack_locator
+from kvflow.transports.data.locators import (
+    is_name_of,
+    new_name,
+    pack_locator,
+    regions_of,
+    unpack_locator,
+)
 from kvflow.transports.data.route import BlockList, Planner
 from kvflow.transports.data.threaded import EnginePlane
 from kvflow.transports.data.transfers import DONE, FAILED, RUNNING, Transfer, TransfersRoute
@@ -84,7 +95,9 @@ _parse: Callable[[bytes], Description] = parser(Description)
 class Peer:
     """An engine that ours knows. Implements `transfers.Carrier`."""
 
-    def __init__(self, plane: MoriPlane, description: Description, process: ProcessIdentity) -> None:
+    def __init__(
+        self, plane: MoriPlane, description: Description, process: ProcessIdentity
+    ) -> None:
         """Raises: TransferError for a description that is none, or another process's."""
         self._plane, self.description = plane, description
         try:
@@ -93,9 +106,13 @@ class Peer:
             self.name = str(self.engine.key)
             ends = sorted((memory.data, index) for index, memory in enumerate(self.memory))
         except Exception as error:
-            raise TransferError(f"this is no description of a mori engine: {type(error).__name__}: {error}") from error
+            raise TransferError(
+                f"this is no description of a mori engine: {type(error).__name__}: {error}"
+            ) from error
         if not is_name_of(self.name, process) or not self.memory:
-            raise TransferError(f"mori engine {self.name!r:.80} is not one of process {process.pid}")
+            raise TransferError(
+                f"mori engine {self.name!r:.80} is not one of process {process.pid}"
+            )
         if any(memory.engine_key != self.engine.key for memory in self.memory):
             raise TransferError(f"mori engine {self.name!r:.80} describes memory of another engine")
         self._starts, self._order = [start for start, _ in ends], [index for _, index in ends]
@@ -105,11 +122,15 @@ class Peer:
 
     def prepare(self, blocks: BlockList) -> Transfer:
         """Raises: LayoutError for blocks outside what is registered."""
-        lists: defaultdict[tuple[int, int], tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
+        lists: defaultdict[tuple[int, int], tuple[list[int], list[int], list[int]]] = defaultdict(
+            lambda: ([], [], [])
+        )
         for source, target, size in zip(*blocks, strict=True):
             ours, our_offset = self._plane.region_of(source, size)
             theirs, their_offset = self._region_of(target, size)
-            for column, value in zip(lists[ours, theirs], (our_offset, their_offset, size), strict=True):
+            for column, value in zip(
+                lists[ours, theirs], (our_offset, their_offset, size), strict=True
+            ):
                 column.append(value)
         return Transfer((dict(lists), []), sum(blocks.sizes))
 
@@ -119,7 +140,9 @@ class Peer:
             memory = self.memory[self._order[at]]
             if address + size <= memory.data + memory.size:
                 return self._order[at], address - memory.data
-        raise LayoutError(f"{size} bytes at {address:#x} are not in memory that {self.name} has registered")
+        raise LayoutError(
+            f"{size} bytes at {address:#x} are not in memory that {self.name} has registered"
+        )
 
     def post(self, transfer: Transfer) -> None:
         lists, statuses = transfer.handle
@@ -141,7 +164,9 @@ class Peer:
             transfer.why = f"{failed.Code()}: {failed.Message()}"
 
     def release(self, transfer: Transfer) -> None:
-        """Raises: TransferError while any of it is under way: the engine writes its end into what we hold."""
+        """Raises: TransferError while any of it is under way: the engine writes its end into what
+        we hold.
+        """
         if any(_is_under_way(status) for status in transfer.handle[1]):
             raise TransferError(f"a transfer to {self.name} is under way")
         self._plane.open.discard(transfer)
@@ -170,10 +195,13 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         *,
         library: Any = None,
     ) -> None:
-        """Starts the engine: before the event loop serves anything. `host` is the address peers reach its control port
-        at; `device` an RDMA device, mori's choice without one; `library` the module `mori.io`, unless it is given.
+        """Starts the engine: before the event loop serves anything.
 
-        Raises: MisuseError when the package cannot be loaded, TransferError when the engine does not start.
+        `host` is the address peers reach its control port at; `device` an RDMA device, mori's
+        choice without one; `library` the module `mori.io`, unless it is given.
+
+        Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
+        not start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self.library = mori_library() if library is None else library
@@ -189,12 +217,18 @@ class MoriPlane(EnginePlane[TransfersRoute]):
             with _device_chosen(device):
                 backend = self.library.RdmaBackendConfig(enable_notification=False)
                 self._engine.create_backend(self.library.BackendType.RDMA, backend)
-            self._scratch_memory = self._register(ctypes.addressof(ctypes.c_char.from_buffer(self._scratch)), 4096)
+            self._scratch_memory = self._register(
+                ctypes.addressof(ctypes.c_char.from_buffer(self._scratch)), 4096
+            )
         except Exception as error:
-            raise TransferError(f"the mori engine does not start: {type(error).__name__}: {error}") from error
+            raise TransferError(
+                f"the mori engine does not start: {type(error).__name__}: {error}"
+            ) from error
 
     def __repr__(self) -> str:
-        return f"<MoriPlane at {self._host} over {self._device or 'RDMA'}: {len(self._routes)} routes>"
+        return (
+            f"<MoriPlane at {self._host} over {self._device or 'RDMA'}: {len(self._routes)} routes>"
+        )
 
     @property
     def under_way(self) -> dict[str, int]:
@@ -202,27 +236,37 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         return {**super().under_way, **counted}
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Register the pool. Raises: LayoutError when mori refuses the memory, or when it lies in too many pieces."""
+        """Register the pool.
+
+        Raises: LayoutError when mori refuses the memory, or when it lies in too many pieces.
+        """
         layout.check()
         if self._layout is not None:
             raise LayoutError("a plane exports one pool")
         regions = regions_of(layout)
         if len(regions) > MAX_REGIONS:
             raise LayoutError(
-                f"the pool lies in {len(regions)} pieces, the limit is {MAX_REGIONS}; use a page-first one"
+                f"the pool lies in {len(regions)} pieces, the limit is {MAX_REGIONS}; use a "
+                "page-first one"
             )
         try:
             self._memory = [self._register(address, size) for address, size in regions]
             packed = tuple(memory.pack() for memory in self._memory)
-            described = msgspec.msgpack.encode(Description(self._engine.get_engine_desc().pack(), packed))
+            described = msgspec.msgpack.encode(
+                Description(self._engine.get_engine_desc().pack(), packed)
+            )
         except Exception as error:
-            raise LayoutError(f"mori cannot register the pool: {type(error).__name__}: {error}") from error
+            raise LayoutError(
+                f"mori cannot register the pool: {type(error).__name__}: {error}"
+            ) from error
         locator = pack_locator(described)
         self._layout = layout
         return PlaneAddress(self.name, locator, own_identity()), layout
 
     def _register(self, address: int, size: int) -> Any:
-        memory = self._engine.register_memory(address, size, -1, self.library.MemoryLocationType.CPU)
+        memory = self._engine.register_memory(
+            address, size, -1, self.library.MemoryLocationType.CPU
+        )
         self._registered.append(memory)
         return memory
 
@@ -246,23 +290,31 @@ class MoriPlane(EnginePlane[TransfersRoute]):
             )
         except TimeoutError:
             pid = address.process.pid
-            raise TransferError(f"no mori session with process {pid} within {_CONNECT_S:g} s") from None
+            raise TransferError(
+                f"no mori session with process {pid} within {_CONNECT_S:g} s"
+            ) from None
         if process.is_gone:  # looked at after opening: else another process may have answered
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def _reach(self, description: Description, process: ProcessIdentity) -> Peer:
-        """Have the peer answer, so that no later write has to connect; blocks. Raises: TransferError."""
+        """Have the peer answer, so that no later write has to connect; blocks.
+
+        Raises: TransferError.
+        """
         with self._opening:
             if self._layout is None:
                 raise TransferError("the mori plane is closed")
             found = Peer(self, description, process)
             peer = self._peers.get(found.name)
             if peer is not None and peer.description != description:
-                raise TransferError(f"mori engine {found.name} is another one: its description differs")
+                raise TransferError(
+                    f"mori engine {found.name} is another one: its description differs"
+                )
             if peer is None or peer.is_broken:
-                if peer is not None:  # its routes go on with the sessions that they have, for as long as they may
+                # Its routes go on with the sessions that they have, for as long as they may.
+                if peer is not None:
                     self._forget(peer)
                 self._peers[found.name] = peer = found
                 self._connect_to(peer)
@@ -282,7 +334,9 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                     peer.sessions[ours, theirs] = self._session(mine, memory)
         except Exception as error:
             self._forget(peer)
-            raise TransferError(f"mori cannot reach {peer.name}: {type(error).__name__}: {error}") from error
+            raise TransferError(
+                f"mori cannot reach {peer.name}: {type(error).__name__}: {error}"
+            ) from error
 
     def _session(self, mine: Any, theirs: Any) -> Any:
         session = self._engine.create_session(mine, theirs)
@@ -297,7 +351,9 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         try:
             session = self._session(self._scratch_memory, peer.memory[0])
             self.open.add(probe)
-            probe.handle[1].append(session.read(0, 0, _PROBE_BYTES, session.allocate_transfer_uid()))
+            probe.handle[1].append(
+                session.read(0, 0, _PROBE_BYTES, session.allocate_transfer_uid())
+            )
             peer.look(probe)
             while probe.status == RUNNING and time.monotonic() < give_up_at_s:
                 time.sleep(_ASK_S)
@@ -306,7 +362,9 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                 raise TransferError(probe.why or f"no answer within {_ANSWER_S:g} s")
         except Exception as error:
             peer.is_broken = True
-            raise TransferError(f"mori cannot reach {peer.name}: {type(error).__name__}: {error}") from error
+            raise TransferError(
+                f"mori cannot reach {peer.name}: {type(error).__name__}: {error}"
+            ) from error
         finally:
             with suppress(TransferError):  # under way yet: it is kept
                 peer.release(probe)
@@ -339,9 +397,13 @@ def decode_description(locator: str) -> Description:
     try:
         found = _parse(unpack_locator(locator))
         if not 0 < len(found.memory) <= MAX_REGIONS:
-            raise ValueError(f"{len(found.memory)} pieces of memory, 1 to {MAX_REGIONS} are expected")
+            raise ValueError(
+                f"{len(found.memory)} pieces of memory, 1 to {MAX_REGIONS} are expected"
+            )
     except (ValueError, WireError) as error:
-        raise TransferError(f"{locator!r:.80} is no description of a mori engine: {error}") from None
+        raise TransferError(
+            f"{locator!r:.80} is no description of a mori engine: {error}"
+        ) from None
     return found
 
 
@@ -365,7 +427,11 @@ def mori_library() -> Any:
         return importlib.import_module("mori.io")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "mori":
-            raise MisuseError("mori is not installed: pip install amd_mori, on a machine with ROCm") from error
+            raise MisuseError(
+                "mori is not installed: pip install amd_mori, on a machine with ROCm"
+            ) from error
         raise MisuseError(f"mori cannot be loaded ({error})") from error
     except ImportError as error:
-        raise MisuseError(f"mori cannot be loaded ({error}); it needs ROCm and rdma-core") from error
+        raise MisuseError(
+            f"mori cannot be loaded ({error}); it needs ROCm and rdma-core"
+        ) from error

@@ -1,5 +1,6 @@
-"""From page lists to blocks for one pair of pools: checks on the event loop, planning on the plane's thread (of a write
-that is copied at once, on the event loop too: see `Planner.few_blocks`)."""
+"""From page lists to blocks for one pair of pools: checks on the event loop, planning on the
+plane's thread (of a write that is copied at once, on the event loop too: see
+`Planner.few_blocks`)."""
 
 from __future__ import annotations
 
@@ -26,24 +27,40 @@ class BlockList(NamedTuple):
 
 
 class Planner:
-    """A `Pairing` with the target's buffers placed where this plane reaches them, and a short way for one page."""
+    """A `Pairing` with the target's buffers placed where this plane reaches them, and a short way
+    for one page.
+    """
 
     def __init__(
-        self, source: PoolLayout, target: PoolLayout, *, max_block_bytes: int, target_bases: Addresses | None = None
+        self,
+        source: PoolLayout,
+        target: PoolLayout,
+        *,
+        max_block_bytes: int,
+        target_bases: Addresses | None = None,
     ) -> None:
-        """`target` may have more than `source`, from other ranks. Raises: LayoutError when the pools do not fit."""
+        """`target` may have more than `source`, from other ranks.
+
+        Raises: LayoutError when the pools do not fit.
+        """
         self._given = (target, max_block_bytes, target_bases)
         self._pairing = Pairing(source, target, partly=True)
         self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
         self.page_bytes, self.row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
         self._source, self._target = source, target
         self._source_pages, self._target_pages = source.num_pages, target.num_pages
-        # Where the blocks of page 0 lie, and how far those of page 1 are from them: numpy costs a tiny write more than
-        # the write itself, so one page with few blocks is worked out in plain ints.
-        at_0, at_1 = (self._plan(np.array([page], dtype=np.int32), np.array([page], dtype=np.int32)) for page in (0, 1))
+        # Where the blocks of page 0 lie, and how far those of page 1 are from them: numpy costs a
+        # tiny write more than the write itself, so one page with few blocks is worked out in plain
+        # ints.
+        at_0, at_1 = (
+            self._plan(np.array([page], dtype=np.int32), np.array([page], dtype=np.int32))
+            for page in (0, 1)
+        )
         self._page: list[tuple[int, int, int, int, int]] = []
         if len(at_0.sizes) <= FEW_BLOCKS:
-            steps = zip(at_0.sources, at_1.sources, at_0.targets, at_1.targets, at_0.sizes, strict=True)
+            steps = zip(
+                at_0.sources, at_1.sources, at_0.targets, at_1.targets, at_0.sizes, strict=True
+            )
             self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
 
     def from_source(self, source: PoolLayout) -> Planner:
@@ -52,15 +69,25 @@ class Planner:
         return Planner(source, target, max_block_bytes=max_block_bytes, target_bases=target_bases)
 
     def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
-        """Raises: LayoutError for lists of different length, an index outside its pool, or a row onto a page."""
-        one = source_pages.shape == target_pages.shape == (1,)  # the short way, several times as fast
-        if one and 0 <= source_pages[0] < self._source_pages and 0 <= target_pages[0] < self._target_pages:
+        """Raises: LayoutError for lists of different length, an index outside its pool, or a row
+        onto a page.
+        """
+        # The short way, several times as fast.
+        one = source_pages.shape == target_pages.shape == (1,)
+        if (
+            one
+            and 0 <= source_pages[0] < self._source_pages
+            and 0 <= target_pages[0] < self._target_pages
+        ):
             return
         if source_pages.size == 0:
             raise LayoutError("a write of no pages")
         source, target = self._source.split(source_pages), self._target.split(target_pages)
         self._pairing.check(source.pages, target.pages, source.rows, target.rows)
-        if source.rows.size and ((source_pages < self._source_pages) != (target_pages < self._target_pages)).any():
+        if (
+            source.rows.size
+            and ((source_pages < self._source_pages) != (target_pages < self._target_pages)).any()
+        ):
             raise LayoutError("a row is written onto a page")
 
     def bytes_of(self, source_pages: PageIndices) -> int:
@@ -69,13 +96,18 @@ class Planner:
         split = self._source.split(source_pages)
         return self.page_bytes * int(split.pages.size) + self.row_bytes * int(split.rows.size)
 
-    def first_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
+    def first_blocks(
+        self, source_pages: PageIndices, target_pages: PageIndices
+    ) -> BlockList | None:
         """The whole plan, when it is one page in few blocks; else None: use `blocks`."""
         one = source_pages.size == 1 and source_pages[0] < self._source_pages
         return self.few_blocks(source_pages, target_pages) if one else None
 
     def few_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
-        """The whole plan, page by page, when that makes at most `FEW_BLOCKS`; else None. Neighbours are not joined."""
+        """The whole plan, page by page, when that makes at most `FEW_BLOCKS`; else None.
+
+        Neighbours are not joined.
+        """
         if (
             not self._page
             or source_pages.size * len(self._page) > FEW_BLOCKS
@@ -85,26 +117,32 @@ class Planner:
         sources: list[int] = []
         targets: list[int] = []
         sizes: list[int] = []
-        for source_page, target_page in zip(source_pages.tolist(), target_pages.tolist(), strict=True):
+        for source_page, target_page in zip(
+            source_pages.tolist(), target_pages.tolist(), strict=True
+        ):
             for source, source_step, target, target_step, size in self._page:
                 sources.append(source + source_step * source_page)
                 targets.append(target + target_step * target_page)
                 sizes.append(size)
         return BlockList(sources, targets, sizes)
 
-    def blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> tuple[Addresses, Addresses, Addresses]:
+    def blocks(
+        self, source_pages: PageIndices, target_pages: PageIndices
+    ) -> tuple[Addresses, Addresses, Addresses]:
         """Sources, targets and sizes, int64 [n] each, no block above the plane's limit."""
         source, target = self._source.split(source_pages), self._target.split(target_pages)
         lists = (source.pages, target.pages, source.rows, target.rows)
-        return self._pairing.blocks(*lists, max_block_bytes=self._max_block_bytes, target_bases=self._target_bases)
+        return self._pairing.blocks(
+            *lists, max_block_bytes=self._max_block_bytes, target_bases=self._target_bases
+        )
 
     def _plan(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList:
         return BlockList(*(column.tolist() for column in self.blocks(source_pages, target_pages)))
 
 
 class PlannedRoute:
-    """The event loop's half of `protocols.ports.Route`; a back end adds `begin` (see `write_thread.Work`) and what it
-    lets go of at the end (`release`)."""
+    """The event loop's half of `protocols.ports.Route`; a back end adds `begin` (see
+    `write_thread.Work`) and what it lets go of at the end (`release`)."""
 
     def __init__(self, thread: WriteThread, planner: Planner, siblings: set[Self]) -> None:
         """`siblings`: the open routes of its plane; it leaves them when it is closed."""
@@ -114,7 +152,9 @@ class PlannedRoute:
         self._siblings = siblings
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> ThreadWrite:
-        """Raises: LayoutError (nothing was started), TransferError after the route or the plane was closed."""
+        """Raises: LayoutError (nothing was started), TransferError after the route or the plane was
+        closed.
+        """
         if self.closed:
             raise TransferError("the route is closed; connect again to write to that peer")
         self.planner.check(source_pages, target_pages)
@@ -125,7 +165,9 @@ class PlannedRoute:
         return write
 
     def write_at_once(self, write: ThreadWrite) -> bool:
-        """Make a tiny write on the event loop, where `WriteThread.admit` allows it and the back end knows how."""
+        """Make a tiny write on the event loop, where `WriteThread.admit` allows it and the back end
+        knows how.
+        """
         return False
 
     def begin(self, write: Assignment) -> WriteJob:
@@ -155,11 +197,14 @@ class BlockQueue:
 
     __slots__ = ("_columns", "_ends", "_few", "_given", "_next", "are_small", "left_bytes")
 
-    def __init__(self, planner: Planner, source_pages: PageIndices, target_pages: PageIndices) -> None:
+    def __init__(
+        self, planner: Planner, source_pages: PageIndices, target_pages: PageIndices
+    ) -> None:
         self._few = planner.first_blocks(source_pages, target_pages)
         self.left_bytes = planner.bytes_of(source_pages)
         self._next = self._given = 0
-        self.are_small = False  # and many: `take_small` then serves those better that copy by themselves
+        # And many: `take_small` then serves those better that copy by themselves.
+        self.are_small = False
         if self._few is None:
             self._columns = Blocks(*planner.blocks(source_pages, target_pages))
             self._ends = np.cumsum(self._columns.sizes)
@@ -168,12 +213,16 @@ class BlockQueue:
             self._ends = np.cumsum(self._few.sizes)
 
     def take(self, max_bytes: int, max_blocks: int) -> BlockList:
-        """The next blocks: as many as fit, at least one while there are any and both limits are above 0."""
+        """The next blocks: as many as fit, at least one while there are any and both limits are
+        above 0.
+        """
         if max_bytes <= 0 or max_blocks <= 0 or not self.left_bytes:
             return _NOTHING
         start, stop = self._advance(max_bytes, max_blocks)
         columns = self._few if self._few is not None else self._columns
-        return BlockList(*(c[start:stop] if isinstance(c, list) else c[start:stop].tolist() for c in columns))
+        return BlockList(
+            *(c[start:stop] if isinstance(c, list) else c[start:stop].tolist() for c in columns)
+        )
 
     def take_small(self, max_bytes: int) -> Blocks:
         """The next blocks, as `take`, of a queue whose blocks are small; `max_bytes` above 0."""

@@ -14,11 +14,15 @@ from kvflow.transports.data.nixl.library import nixl_library
 from kvflow.transports.data.nixl.plane import NixlPlane
 
 PLANES = ("local", "mooncake", "nixl", "ascend", "mori")
-UNFENCED = ("ascend", "mori")  # their fence refuses: what a writer that is lost has left in doubt stays in quarantine
+# Their fence refuses: what a writer that is lost has left in doubt stays in quarantine.
+UNFENCED = ("ascend", "mori")
 
 
 def check_plane(name: str, device: str = "", host: str = "") -> None:
-    """What `open_plane` would refuse of a data plane, before there is a pool for it. Raises: MisuseError."""
+    """What `open_plane` would refuse of a data plane, before there is a pool for it.
+
+    Raises: MisuseError.
+    """
     if name not in PLANES:
         raise MisuseError(f"no data plane {name!r}; there are: {', '.join(PLANES)}")
     if name == "local" and device:
@@ -41,10 +45,12 @@ def open_plane(
     host: str = "127.0.0.1",
     device: str = "",
 ) -> DataPlane:
-    """Open one of `PLANES`; takes some milliseconds (a back end may start threads and listen), so do it at start-up.
+    """Open one of `PLANES`; takes some milliseconds (a back end may start threads and listen), so
+    do it at start-up.
 
     `device` names the RDMA device, for planes that have one; for ascend, the number of an NPU.
-    Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the text says which).
+    Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the
+    text says which).
     """
     check_plane(name, device, host)
     if name == "local":
@@ -58,21 +64,26 @@ def open_plane(
     return MooncakePlane(host, rate_limit_bytes_per_s, device)
 
 
-def plane_for(pool: PagedPool, plane: str | DataPlane, *, receives: bool, host: str = "127.0.0.1") -> DataPlane:
+def plane_for(
+    pool: PagedPool, plane: str | DataPlane, *, receives: bool, host: str = "127.0.0.1"
+) -> DataPlane:
     """The data plane of a node over `pool`: one of `PLANES` by name, or the caller's own as it is.
 
     `receives`: peers will write into this pool, so the local plane needs it in shared memory.
-    Raises: MisuseError, as `open_plane`, and for a pool that a plane of that name could not write into.
+    Raises: MisuseError, as `open_plane`, and for a pool that a plane of that name could not write
+    into.
     """
     if not isinstance(plane, str):
         return plane
     if plane == LocalPlane.name and receives and pool.segment is None:
         raise MisuseError(
-            f"plane 'local': {pool!r} is not in shared memory, so no prefill can write into it; make it with "
-            f"PagedPool.allocate(layout), or over a SharedSegment with PagedPool.wrap(..., segment=segment)"
+            f"plane 'local': {pool!r} is not in shared memory, so no prefill can write into it; "
+            "make it with PagedPool.allocate(layout), or over a SharedSegment with "
+            "PagedPool.wrap(..., segment=segment)"
         )
     if plane == LocalPlane.name and not pool.on_host:
         raise MisuseError(
-            f"plane 'local': {pool!r} is not in host memory, the only kind it copies: give the node a Staging"
+            f"plane 'local': {pool!r} is not in host memory, the only kind it copies: give the "
+            "node a Staging"
         )
     return open_plane(plane, pool.segment, host=host)

@@ -1,8 +1,10 @@
-"""Which blocks are tiny for a data plane: where widths differ, each token slot of a page has a slice for each rank.
+"""Which blocks are tiny for a data plane: where widths differ, each token slot of a page has a
+slice for each rank.
 
-An engine takes a block at a time, and each costs it the same, however little it moves. Bringing slices together in
-staging, and apart again, costs by the byte instead. `kvflow bench transfer --tp 2:1` measures both. GB/s of a room as
-they are, and through staging, by the bytes of a slice (one machine of two cores):
+An engine takes a block at a time, and each costs it the same, however little it moves. Bringing
+slices together in staging, and apart again, costs by the byte instead.
+`kvflow bench transfer --tp 2:1` measures both. GB/s of a room as they are, and through staging, by
+the bytes of a slice (one machine of two cores):
 
                    a block    256 B         1 KiB         4 KiB         16 KiB        64 KiB
     mooncake, TCP  20 us      0.02  0.63    0.07  0.81    0.27  1.19    1.03  1.25    1.54  1.37
@@ -15,8 +17,10 @@ from __future__ import annotations
 from kvflow.protocols.pages.arrange import Blocks
 
 TINY_BELOW_BYTES = {"mooncake": 32 << 10, "nixl": 4 << 10, "ascend": 32 << 10, "mori": 4 << 10}
-"""By plane: slices of fewer bytes on average go faster through staging. `ascend` and `mori`, which have not run, have
-what the planes have whose calls theirs are like. `local` copies slices as fast as anything else could."""
+"""By plane: slices of fewer bytes on average go faster through staging.
+
+`ascend` and `mori`, which have not run, have what the planes have whose calls theirs are like.
+`local` copies slices as fast as anything else could."""
 
 
 def are_tiny(plane: str, blocks: Blocks) -> bool:
@@ -27,7 +31,8 @@ def are_tiny(plane: str, blocks: Blocks) -> bool:
 def remedy(plane: str, blocks: Blocks) -> str:
     """What to say where they are, and are moved as they are."""
     return (
-        f"slices of {blocks.mean_bytes} bytes are slow over {plane}, which is fast from {TINY_BELOW_BYTES[plane]} on: "
-        f"where prefill has more shards, start decode with --disaggregation-prefill-tp (in the library, "
-        f"Staging(pool, shards=N)); where decode has more, give prefill a Staging"
+        f"slices of {blocks.mean_bytes} bytes are slow over {plane}, which is fast from "
+        f"{TINY_BELOW_BYTES[plane]} on: where prefill has more shards, start decode with "
+        "--disaggregation-prefill-tp (in the library, Staging(pool, shards=N)); where decode has "
+        "more, give prefill a Staging"
     )

@@ -1,16 +1,19 @@
-"""A data plane over a pool that it cannot read: each slice of a write passes through staging, host memory beside it.
+"""A data plane over a pool that it cannot read: each slice of a write passes through staging, host
+memory beside it.
 
-What status means landed?       What it means to the inner plane, of every slice; a slice is written when it has been
-                                copied out.
-Can a write outlive its error?  As on the inner plane. A copy out that fails ends its write as cancelled and drained.
+What status means landed?       What it means to the inner plane, of every slice; a slice is written
+                                when it has been copied out.
+Can a write outlive its error?  As on the inner plane. A copy out that fails ends its write as
+                                cancelled and drained.
 What fences a peer?             What fences one of the inner plane.
 
-A write ends when its copies have. While one slice travels the next is copied out, in a thread of its own. Every route
-has memory for a few slices, so a peer that takes no writes keeps no other's. A doubtful block may read that memory
-later: it can only reach target pages that are still on loan, of a room that has failed.
+A write ends when its copies have. While one slice travels the next is copied out, in a thread of
+its own. Every route has memory for a few slices, so a peer that takes no writes keeps no other's. A
+doubtful block may read that memory later: it can only reach target pages that are still on loan, of
+a room that has failed.
 
-Where the target takes tiny blocks, slices of each token slot, they are gathered in staging in the target's own order,
-so that what lies together there is one block (`slices`, `pages.arrange`).
+Where the target takes tiny blocks, slices of each token slot, they are gathered in staging in the
+target's own order, so that what lies together there is one block (`slices`, `pages.arrange`).
 """
 
 from __future__ import annotations
@@ -65,13 +68,18 @@ class StagedPlane:
         return self.inner.export(self._staging.host.layout.served)
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
-        """Raises: as the inner plane; TransferError when there is no staging left for another route."""
+        """Raises: as the inner plane; TransferError when there is no staging left for another
+        route.
+        """
         inner = await self.inner.connect(address, layout)
         try:
             if not isinstance(inner, PlannedRoute):
                 raise LayoutError(f"plane {self.name!r} cannot write from staging")
             ours = self._staging.pool.layout.served
-            planner, out = Planner(ours, layout, max_block_bytes=SLICE_BYTES), self._gather(inner, layout)
+            planner, out = (
+                Planner(ours, layout, max_block_bytes=SLICE_BYTES),
+                self._gather(inner, layout),
+            )
             route = StagedRoute(inner, planner, self._staging, self._copying, self._routes, out)
         except BaseException:
             inner.close()
@@ -80,8 +88,8 @@ class StagedPlane:
         return route
 
     def _gather(self, inner: PlannedRoute, target: PoolLayout) -> Pairing | None:
-        """How slices that would be tiny are copied out, for `inner` to write as larger blocks; None where they need not
-        be, or cannot."""
+        """How slices that would be tiny are copied out, for `inner` to write as larger blocks; None
+        where they need not be, or cannot."""
         host = self._staging.host.layout.served
         if not are_tiny(self.name, before := blocks_between(host, target)):
             return None
@@ -92,7 +100,12 @@ class StagedPlane:
         if after.mean_bytes <= before.mean_bytes:
             return None
         sizes = before.mean_bytes, after.mean_bytes
-        _log.info("slices of %d bytes are written over %s in blocks of %d, from staging", sizes[0], self.name, sizes[1])
+        _log.info(
+            "slices of %d bytes are written over %s in blocks of %d, from staging",
+            sizes[0],
+            self.name,
+            sizes[1],
+        )
         inner.planner = inner.planner.from_source(gathered)
         return Pairing(self._staging.pool.layout.served, gathered, ("pool", "staging"))
 
@@ -115,13 +128,24 @@ class StagedPlane:
 
 
 class StagedRoute(PlannedRoute):
-    """Implements `protocols.ports.Route`. `places`, the staging that no slice uses, are the plane's thread's own."""
+    """Implements `protocols.ports.Route`.
+
+    `places`, the staging that no slice uses, are the plane's thread's own.
+    """
 
     def __init__(
-        self, inner: PlannedRoute, planner: Planner, staging: Staging, copying: ThreadPoolExecutor,
-        siblings: set[StagedRoute], out: Pairing | None,
-    ) -> None:  # fmt: skip
-        """`out`: how slices are copied out, where it is not as the staging does by itself. Raises: TransferError."""
+        self,
+        inner: PlannedRoute,
+        planner: Planner,
+        staging: Staging,
+        copying: ThreadPoolExecutor,
+        siblings: set[StagedRoute],
+        out: Pairing | None,
+    ) -> None:
+        """`out`: how slices are copied out, where it is not as the staging does by itself.
+
+        Raises: TransferError.
+        """
         super().__init__(inner.thread, planner, siblings)
         self.inner, self.staging, self.copying, self._out = inner, staging, copying, out
         layout = staging.host.layout
@@ -138,14 +162,16 @@ class StagedRoute(PlannedRoute):
             if not layout.num_rows:
                 return Places(taken, NO_PLACES)
             try:
-                return Places(taken, host.rows.take(min(_SLICES, max(1, layout.num_rows // _ROUTES)), self))
+                return Places(
+                    taken, host.rows.take(min(_SLICES, max(1, layout.num_rows // _ROUTES)), self)
+                )
             except CapacityError:
                 host.pages.give_back(taken, self)
                 raise
         except CapacityError as error:
             raise TransferError(
-                f"no staging is left for another decode ({error}; {len(self._siblings)} have some): raise "
-                f"--staging-bytes"
+                f"no staging is left for another decode ({error}; {len(self._siblings)} have "
+                "some): raise --staging-bytes"
             ) from error
 
     def begin(self, write: Assignment) -> StagedJob:
@@ -160,13 +186,18 @@ class StagedRoute(PlannedRoute):
         if pages > free.pages.size or rows > free.rows.size:
             return None
         found = np.empty(places.size, dtype=np.int32)
-        found[~in_rows], found[in_rows] = free.pages[:pages], free.rows[:rows] + np.int32(host.num_pages)
+        found[~in_rows], found[in_rows] = (
+            free.pages[:pages],
+            free.rows[:rows] + np.int32(host.num_pages),
+        )
         self.places = Places(free.pages[pages:], free.rows[rows:])
         return found
 
     def copy_out(self, write: Assignment, places: PageIndices, staged: PageIndices) -> Future[bool]:
         """Raises: RuntimeError when no thread is to be had."""
-        return self.copying.submit(self.staging.copy_out, places, staged, lambda: write.cancelled, self._out)
+        return self.copying.submit(
+            self.staging.copy_out, places, staged, lambda: write.cancelled, self._out
+        )
 
     def give_back(self, staged: PageIndices) -> None:
         more = self.staging.host.layout.split(staged)
@@ -187,7 +218,12 @@ class _Slice:
     __slots__ = ("copied", "job", "source_pages", "target_pages", "total_bytes", "write")
 
     def __init__(
-        self, write: Assignment, staged: PageIndices, target_pages: PageIndices, total_bytes: int, copied: Future[bool]
+        self,
+        write: Assignment,
+        staged: PageIndices,
+        target_pages: PageIndices,
+        total_bytes: int,
+        copied: Future[bool],
     ) -> None:
         self.write, self.source_pages, self.target_pages = write, staged, target_pages
         self.total_bytes, self.copied = total_bytes, copied
@@ -202,7 +238,17 @@ class StagedJob:
     """Implements `write_thread.WriteJob`: slices are copied out, and written, in their order."""
 
     __slots__ = (
-        *("_at", "_ended_bytes", "_route", "_slices", "_worst", "_write", "error", "landed_bytes", "outcome"),
+        *(
+            "_at",
+            "_ended_bytes",
+            "_route",
+            "_slices",
+            "_worst",
+            "_write",
+            "error",
+            "landed_bytes",
+            "outcome",
+        ),
         "pause_s",
     )
 
@@ -227,7 +273,9 @@ class StagedJob:
             left -= max(0, moved)
             if part.job is not None and part.job.outcome is None:
                 self.pause_s = min(self.pause_s, part.job.pause_s)
-        self.landed_bytes = self._ended_bytes + sum(part.job.landed_bytes for part in self._slices if part.job)
+        self.landed_bytes = self._ended_bytes + sum(
+            part.job.landed_bytes for part in self._slices if part.job
+        )
         whole = self._at == len(self._write.source_pages)
         if not self._slices and (whole or cancelled or self.error):
             landed = self._worst is WriteOutcome.LANDED
@@ -247,9 +295,14 @@ class StagedJob:
                 copied = route.copy_out(write, places, staged)
             except RuntimeError as error:  # no thread is to be had
                 route.give_back(staged)
-                self.error, self._worst = f"no thread copies from the pool: {error}", WriteOutcome.CANCELLED
+                self.error, self._worst = (
+                    f"no thread copies from the pool: {error}",
+                    WriteOutcome.CANCELLED,
+                )
                 return True
-            self._slices.append(_Slice(write, staged, targets, route.planner.bytes_of(places), copied))
+            self._slices.append(
+                _Slice(write, staged, targets, route.planner.bytes_of(places), copied)
+            )
             self._at += places.size
             copied.add_done_callback(lambda _: route.thread.wake())
             begun = True
@@ -263,7 +316,8 @@ class StagedJob:
         try:
             part.job = part.job or self._route.inner.begin(part)
             moved = part.job.advance(max_bytes, stopped)
-        except Exception as error:  # noqa: BLE001 - other slices of this write are still copied: it ends after them
+        except Exception as error:  # noqa: BLE001
+            # Other slices of this write are still copied: it ends after them.
             self._route.thread.surprises += 1
             self.error = self.error or f"{type(error).__name__}: {error}"
             self._end(part, 0, WriteOutcome.UNPROVEN)
@@ -276,8 +330,11 @@ class StagedJob:
     def _was_copied(self, part: _Slice) -> bool:
         try:
             return part.copied.result()  # False: it was cancelled
-        except Exception as error:  # noqa: BLE001 - whatever a copy raises ends this write, drained, and no other
-            self.error = self.error or f"a copy from the pool failed: {str(error) or type(error).__name__}"
+        except Exception as error:  # noqa: BLE001
+            # Whatever a copy raises ends this write, drained, and no other.
+            self.error = (
+                self.error or f"a copy from the pool failed: {str(error) or type(error).__name__}"
+            )
             return False
 
     def _end(self, part: _Slice, landed_bytes: int, outcome: WriteOutcome) -> None:

@@ -1,7 +1,9 @@
-"""What data planes share whose writes go through a `WriteThread`: their routes, how a peer is reached, how they end.
+"""What data planes share whose writes go through a `WriteThread`: their routes, how a peer is
+reached, how they end.
 
-There is one way to close, for all of them: no write is taken any more, what runs is cancelled and drained, the thread
-ends, then the routes let go of their peers, and the back end gives back memory, sessions and threads of its own.
+There is one way to close, for all of them: no write is taken any more, what runs is cancelled and
+drained, the thread ends, then the routes let go of their peers, and the back end gives back memory,
+sessions and threads of its own.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ R = TypeVar("R", bound=PlannedRoute)
 
 
 class ThreadedPlane(Generic[R]):
-    """A base of `protocols.ports.DataPlane`; a back end adds `name`, `export`, `connect` and `fence`."""
+    """A base of `protocols.ports.DataPlane`; a back end adds `name`, `export`, `connect` and
+    `fence`.
+    """
 
     name = ""
     close_grace_s = float("inf")
-    """How long closing waits for what is under way; what a frozen peer holds up ends UNPROVEN then."""
+    """How long closing waits for what is under way;
+    what a frozen peer holds up ends UNPROVEN then.
+    """
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
         """Raises: MisuseError for a rate that is not positive."""
@@ -59,7 +65,10 @@ class ThreadedPlane(Generic[R]):
         return self._layout
 
     def _keep(self, route: R) -> R:
-        """Count a route as open. Raises: TransferError when the plane was closed while it was opened."""
+        """Count a route as open.
+
+        Raises: TransferError when the plane was closed while it was opened.
+        """
         if self._thread.is_closing:
             route.close()
             raise TransferError(f"the {self.name} plane is closed")
@@ -67,7 +76,10 @@ class ThreadedPlane(Generic[R]):
         return route
 
     async def close(self) -> None:
-        """Cancel, drain for at most `close_grace_s`, end the thread, let go of every peer. Idempotent."""
+        """Cancel, drain for at most `close_grace_s`, end the thread, let go of every peer.
+
+        Idempotent.
+        """
         try:
             await self._thread.close(self.close_grace_s)
         finally:  # the thread has ended, cancelled or not
@@ -80,8 +92,10 @@ class ThreadedPlane(Generic[R]):
 
 
 class EnginePlane(ThreadedPlane[R]):
-    """A base of planes that write through a vendor's engine. Its calls may block, so they are made in threads, each
-    kind in its own, and never waited for without end."""
+    """A base of planes that write through a vendor's engine.
+
+    Its calls may block, so they are made in threads, each kind in its own, and never waited for
+    without end."""
 
     close_grace_s = CLOSE_GRACE_S
     max_block_bytes = 4 << 20
@@ -93,15 +107,23 @@ class EnginePlane(ThreadedPlane[R]):
         self._inbound = InboundConnections()
         self._opening = threading.Lock()  # of `_layout`, and of what the engine knows of peers
         self._connecting = Threads(f"{self.name}-connect", self.connects)
-        self._looking, self._closing = Threads(f"{self.name}-fence", 1), Threads(f"{self.name}-close", 1)
+        self._looking, self._closing = (
+            Threads(f"{self.name}-fence", 1),
+            Threads(f"{self.name}-close", 1),
+        )
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> R:
-        """Reach the peer once. Raises: LayoutError (the pools do not fit), TransferError (no answer)."""
+        """Reach the peer once.
+
+        Raises: LayoutError (the pools do not fit), TransferError (no answer).
+        """
         ours = self._own_layout()
         self._check_address(address)
         layout.check()
         self._thread.start()
-        planner = Planner(ours, layout, max_block_bytes=min(self.max_block_bytes, self._thread.slice_bytes))
+        planner = Planner(
+            ours, layout, max_block_bytes=min(self.max_block_bytes, self._thread.slice_bytes)
+        )
         if self.warns_of_slices and are_tiny(self.name, blocks := blocks_between(ours, layout)):
             _log.warning("%s", remedy(self.name, blocks))
         process = PeerProcess(address.process)
@@ -115,7 +137,9 @@ class EnginePlane(ThreadedPlane[R]):
     def _check_address(self, address: PlaneAddress) -> None:
         """Raises: TransferError for an address that cannot be a peer's."""
 
-    async def _open(self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess) -> R:
+    async def _open(
+        self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
+    ) -> R:
         """Have the peer answer, and be sure that it was `process`. Raises: TransferError."""
         raise NotImplementedError
 
@@ -124,10 +148,12 @@ class EnginePlane(ThreadedPlane[R]):
         raise NotImplementedError
 
     async def fence(self, writer: PlaneAddress) -> None:
-        """Return once the writer's process is dead and our engine has closed every connection that may be its.
+        """Return once the writer's process is dead and our engine has closed every connection that
+        may be its.
 
-        Raises: TransferError for a writer that cannot be observed (another host, say), and over anything that nothing
-        here can see into, RDMA for one; OSError when it cannot be observed just now.
+        Raises: TransferError for a writer that cannot be observed (another host, say), and over
+        anything that nothing here can see into, RDMA for one; OSError when it cannot be observed
+        just now.
         """
         if over := self._unprovable():
             raise TransferError(f"over {over} the end of a writer's bytes cannot be observed")
@@ -137,8 +163,13 @@ class EnginePlane(ThreadedPlane[R]):
         try:
             await self._closing.run(self._stop, within_s=CLOSE_S)
         except TimeoutError:
-            _log.warning("the %s plane has not given back the pool's memory within %g s", self.name, CLOSE_S)
+            _log.warning(
+                "the %s plane has not given back the pool's memory within %g s", self.name, CLOSE_S
+            )
 
     def _stop(self) -> None:
-        """Blocks until the engine has given back the pool, which no peer is reached from any more. Idempotent."""
+        """Blocks until the engine has given back the pool, which no peer is reached from any more.
+
+        Idempotent.
+        """
         raise NotImplementedError

@@ -1,4 +1,6 @@
-"""Writes to one peer through an engine that takes lists of blocks: transfers, a few of them under way at a time."""
+"""Writes to one peer through an engine that takes lists of blocks: transfers, a few of them under
+way at a time.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class Transfer:
 
 
 class Carrier(Protocol):
-    """What carries blocks to one peer. Called on the plane's thread; what its calls raise is an error of that write."""
+    """What carries blocks to one peer.
+
+    Called on the plane's thread; what its calls raise is an error of that write.
+    """
 
     @property
     def name(self) -> str:
@@ -54,7 +59,10 @@ class Carrier(Protocol):
 
 
 class TransfersRoute(PlannedRoute):
-    """Implements `protocols.ports.Route`. The window is the route's, so a frozen peer holds up no other route."""
+    """Implements `protocols.ports.Route`.
+
+    The window is the route's, so a frozen peer holds up no other route.
+    """
 
     def __init__(
         self,
@@ -69,7 +77,9 @@ class TransfersRoute(PlannedRoute):
         self.jobs = self.bytes = 0  # under way; the plane's thread only
 
     def begin(self, write: Assignment) -> _TransfersJob:
-        return _TransfersJob(self, write, BlockQueue(self.planner, write.source_pages, write.target_pages))
+        return _TransfersJob(
+            self, write, BlockQueue(self.planner, write.source_pages, write.target_pages)
+        )
 
     def release(self) -> None:
         self.process.close()
@@ -77,10 +87,21 @@ class TransfersRoute(PlannedRoute):
 
 
 class _TransfersJob:
-    """Implements `write_thread.WriteJob`. A call of the engine that raises is an error like any other: what was
-    submitted before is still followed to its end."""
+    """Implements `write_thread.WriteJob`.
 
-    __slots__ = ("_blocks", "_route", "_transfers", "_write", "error", "landed_bytes", "outcome", "pause_s")
+    A call of the engine that raises is an error like any other: what was submitted before is still
+    followed to its end."""
+
+    __slots__ = (
+        "_blocks",
+        "_route",
+        "_transfers",
+        "_write",
+        "error",
+        "landed_bytes",
+        "outcome",
+        "pause_s",
+    )
 
     def __init__(self, route: TransfersRoute, write: Assignment, blocks: BlockQueue) -> None:
         self._route, self._write, self._blocks = route, write, blocks
@@ -103,11 +124,22 @@ class _TransfersJob:
 
     def _submit(self, max_bytes: int) -> int:
         route, submitted = self._route, 0
-        while submitted < max_bytes and self._blocks.left_bytes and not self._write.cancelled and not self.error:
-            if route.process.is_gone:  # its pid, by which pages are written within a machine, may be another's soon
-                self.error = f"process {route.process.identity.pid}, to which {route.carrier.name} belonged, has ended"
+        while (
+            submitted < max_bytes
+            and self._blocks.left_bytes
+            and not self._write.cancelled
+            and not self.error
+        ):
+            # Its pid, by which pages are written within a machine, may be another's soon.
+            if route.process.is_gone:
+                self.error = (
+                    f"process {route.process.identity.pid}, to which {route.carrier.name} "
+                    "belonged, has ended"
+                )
                 break
-            share = WINDOW_BYTES // route.jobs - sum(transfer.size_bytes for transfer in self._transfers)
+            share = WINDOW_BYTES // route.jobs - sum(
+                transfer.size_bytes for transfer in self._transfers
+            )
             limit = min(max_bytes - submitted, TRANSFER_BYTES, share, WINDOW_BYTES - route.bytes)
             blocks = self._blocks.take(limit, TRANSFER_BLOCKS)
             if not blocks.sizes:
@@ -115,7 +147,9 @@ class _TransfersJob:
             try:
                 transfer = route.carrier.prepare(blocks)
             except Exception as error:  # noqa: BLE001 - other writes go on; this one ends unproven
-                self._fail(f"blocks for {route.carrier.name} are refused: {type(error).__name__}: {error}")
+                self._fail(
+                    f"blocks for {route.carrier.name} are refused: {type(error).__name__}: {error}"
+                )
                 break
             self._transfers.append(transfer)
             route.bytes += transfer.size_bytes
@@ -129,29 +163,43 @@ class _TransfersJob:
             route.carrier.post(transfer)
         except Exception as error:  # noqa: BLE001 - other writes go on; this one ends unproven
             transfer.status = FAILED
-            self._fail(f"failed to start a transfer to {route.carrier.name}: {type(error).__name__}: {error}")
+            self._fail(
+                f"failed to start a transfer to {route.carrier.name}: {type(error).__name__}: "
+                f"{error}"
+            )
         if self._has_ended(transfer):
             self._transfers.remove(transfer)
 
     def _follow(self) -> int:
-        """Look at what is under way, whichever of it ends first; returns how many transfers have ended."""
+        """Look at what is under way, whichever of it ends first; returns how many transfers have
+        ended.
+        """
         before = len(self._transfers)
         for transfer in [t for t in self._transfers if t.status == RUNNING]:
             try:
                 self._route.carrier.look(transfer)
             except Exception as error:  # noqa: BLE001 - other writes go on; this one ends unproven
                 transfer.status = FAILED
-                self._fail(f"it cannot be told how a transfer ended: {type(error).__name__}: {error}")
-        self._transfers = [transfer for transfer in self._transfers if not self._has_ended(transfer)]
+                self._fail(
+                    f"it cannot be told how a transfer ended: {type(error).__name__}: {error}"
+                )
+        self._transfers = [
+            transfer for transfer in self._transfers if not self._has_ended(transfer)
+        ]
         return before - len(self._transfers)
 
     def _has_ended(self, transfer: Transfer) -> bool:
-        """Whether a transfer is over and released; one that is not released may still read the source's pages."""
+        """Whether a transfer is over and released; one that is not released may still read the
+        source's pages.
+        """
         route = self._route
         if transfer.status == RUNNING:
             return False
         if transfer.status != DONE:
-            self._fail(f"a transfer to {route.carrier.name} ended with status {transfer.why or transfer.status}")
+            self._fail(
+                f"a transfer to {route.carrier.name} ended with status "
+                f"{transfer.why or transfer.status}"
+            )
         try:
             route.carrier.release(transfer)
         except Exception as error:  # noqa: BLE001 - asked again

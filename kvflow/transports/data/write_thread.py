@@ -1,15 +1,17 @@
 """One thread per data plane that moves the blocks of many writes, round robin and slice by slice.
 
-Fair between rooms (a write moves one slice per turn), and quick to stop: `cancel` takes effect between slices. Work
-arrives through a queue the idle thread blocks on; ends go back to the event loop in batches, one wake-up for all that
-ended since the loop last looked.
+Fair between rooms (a write moves one slice per turn), and quick to stop: `cancel` takes effect
+between slices. Work arrives through a queue the idle thread blocks on; ends go back to the event
+loop in batches, one wake-up for all that ended since the loop last looked.
 
-A back end whose tiny writes cost less than this hand-over makes them on the event loop, while no write is under way
-(so they keep their order, and none of a busy plane's overtakes another) and within a bound per turn of the loop.
+A back end whose tiny writes cost less than this hand-over makes them on the event loop, while no
+write is under way (so they keep their order, and none of a busy plane's overtakes another) and
+within a bound per turn of the loop.
 
-Rate limit (bytes/s over the whole plane): a slice may start once the bytes before it would have been sent at that rate,
-so by any moment at most one slice more than rate x time has been submitted. Idle time is not saved up. Slices shrink
-with the rate (5 ms worth each), which makes the middle of a transfer a place one can reach on purpose.
+Rate limit (bytes/s over the whole plane): a slice may start once the bytes before it would have
+been sent at that rate, so by any moment at most one slice more than rate x time has been submitted.
+Idle time is not saved up. Slices shrink with the rate (5 ms worth each), which makes the middle of
+a transfer a place one can reach on purpose.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class WriteJob(Protocol):
 
     @property
     def pause_s(self) -> float:
-        """0 while more can be submitted; else how soon the next look at what is under way is worth its CPU time."""
+        """0 while more can be submitted; else how soon the next look at what is under way is worth
+        its CPU time.
+        """
 
     @property
     def landed_bytes(self) -> int: ...
@@ -87,12 +91,27 @@ class ThreadWrite:
     """Implements `protocols.ports.Write`."""
 
     __slots__ = (
-        *("_cancelled", "_landed_bytes", "_thread", "done", "error", "job", "outcome", "source_pages", "target_pages"),
+        *(
+            "_cancelled",
+            "_landed_bytes",
+            "_thread",
+            "done",
+            "error",
+            "job",
+            "outcome",
+            "source_pages",
+            "target_pages",
+        ),
         *("total_bytes", "work"),
     )
 
     def __init__(
-        self, thread: WriteThread, work: Work, source_pages: PageIndices, target_pages: PageIndices, total_bytes: int
+        self,
+        thread: WriteThread,
+        work: Work,
+        source_pages: PageIndices,
+        target_pages: PageIndices,
+        total_bytes: int,
     ) -> None:
         self.done: asyncio.Future[WriteOutcome] = thread.loop.create_future()
         self.source_pages, self.target_pages = source_pages, target_pages
@@ -103,9 +122,16 @@ class ThreadWrite:
         self._thread, self._cancelled = thread, False
 
     def __repr__(self) -> str:
-        state = self.outcome.value if self.done.done() else "cancelled, draining" if self._cancelled else "under way"
+        state = (
+            self.outcome.value
+            if self.done.done()
+            else "cancelled, draining"
+            if self._cancelled
+            else "under way"
+        )
         return (
-            f"<ThreadWrite of {len(self.source_pages)} pages: {self.landed_bytes} of {self.total_bytes} bytes, {state}>"
+            f"<ThreadWrite of {len(self.source_pages)} pages: {self.landed_bytes} of "
+            f"{self.total_bytes} bytes, {state}>"
         )
 
     @property
@@ -134,16 +160,23 @@ class ThreadWrite:
 
 
 class WriteThread:
-    """The thread of one plane. Made by the plane, started by the first connect, on the event loop it reports to."""
+    """The thread of one plane.
 
-    def __init__(self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES) -> None:
+    Made by the plane, started by the first connect, on the event loop it reports to.
+    """
+
+    def __init__(
+        self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES
+    ) -> None:
         """Raises: MisuseError for a rate that is not positive."""
         rate = rate_limit_bytes_per_s
         if rate is not None and not rate > 0:
             raise MisuseError(f"rate limit {rate} bytes/s is not above 0")
         self.rate = rate
         self.slice_bytes = (
-            slice_bytes if rate is None else int(max(_SMALLEST_SLICE, min(slice_bytes, rate * _LIMITED_SLICE_S)))
+            slice_bytes
+            if rate is None
+            else int(max(_SMALLEST_SLICE, min(slice_bytes, rate * _LIMITED_SLICE_S)))
         )
         self.loop: asyncio.AbstractEventLoop
         self._name = name
@@ -161,8 +194,10 @@ class WriteThread:
         self.surprises = 0  # exceptions of a back end, each of which ended its write UNPROVEN
 
     def start(self) -> None:
-        """Idempotent; call on the event loop. Raises: MisuseError from a second loop, or after `close`; RuntimeError
-        when no thread is to be had."""
+        """Idempotent; call on the event loop.
+
+        Raises: MisuseError from a second loop, or after `close`; RuntimeError when no thread is to
+        be had."""
         loop = asyncio.get_running_loop()
         if self._thread is None and not self._closing:
             self.loop, self._over = loop, loop.create_future()
@@ -190,7 +225,9 @@ class WriteThread:
         return len(self._open)
 
     def admit(self, size_bytes: int, blocks: int) -> bool:
-        """Whether a write may be made on the event loop now, instead of being submitted; then it counts as made."""
+        """Whether a write may be made on the event loop now, instead of being submitted; then it
+        counts as made.
+        """
         if self._open or self._closing or size_bytes > self.slice_bytes:
             return False
         cost = max(size_bytes, blocks * _BLOCK_COST_BYTES)
@@ -222,7 +259,9 @@ class WriteThread:
         self._inbox.put(None)
 
     async def close(self, grace_s: float = float("inf")) -> None:
-        """Cancel every write, wait until all have ended, end the thread. A second cancel does not skip the wait (I12).
+        """Cancel every write, wait until all have ended, end the thread.
+
+        A second cancel does not skip the wait (I12).
 
         What a back end cannot bring to an end within `grace_s` (a frozen peer) ends UNPROVEN.
         """
@@ -256,9 +295,11 @@ class WriteThread:
     def _run(self) -> None:
         active: deque[ThreadWrite] = deque()
         wait_s = 0.0
-        while active or not (self._closing and self._inbox.empty()):  # `close` wakes us after it set the flag
+        # `close` wakes us after it set the flag.
+        while active or not (self._closing and self._inbox.empty()):
             if self._collect(active, wait_s):
-                wait_s = 0.0  # look as often as at first: what was stopped may have little under way
+                # Look as often as at first: what was stopped may have little under way.
+                wait_s = 0.0
             moved, pause_s = False, _LONGEST_WAIT_S
             now = time.monotonic()
             for _ in range(len(active)):
@@ -281,8 +322,9 @@ class WriteThread:
                 wait_s = max(wait_s, min(self._next_slice_at - now, _LONGEST_WAIT_S))
 
     def _collect(self, active: deque[ThreadWrite], wait_s: float) -> bool:
-        """Take what has arrived; False when nothing has. Blocks while there is nothing to do; waits `wait_s` while only
-        others have to act."""
+        """Take what has arrived; False when nothing has.
+
+        Blocks while there is nothing to do; waits `wait_s` while only others have to act."""
         inbox, found = self._inbox, False
         try:
             if not active:
@@ -300,7 +342,10 @@ class WriteThread:
             return found
 
     def _turn(self, write: ThreadWrite) -> bool:
-        """One slice of one write; a finished write has no job afterwards. True when anything changed."""
+        """One slice of one write; a finished write has no job afterwards.
+
+        True when anything changed.
+        """
         try:
             job = write.job
             if job is None:
@@ -314,11 +359,14 @@ class WriteThread:
                 return True  # its outcome still says UNPROVEN
             submitted = job.advance(self._allowance(), write.cancelled)
             if submitted > 0 and self.rate:
-                self._next_slice_at = max(time.monotonic(), self._next_slice_at) + submitted / self.rate
+                self._next_slice_at = (
+                    max(time.monotonic(), self._next_slice_at) + submitted / self.rate
+                )
             if (outcome := job.outcome) is None:
                 return submitted >= 0
             write.outcome, write.error = outcome, job.error
-        except Exception as error:  # noqa: BLE001 - the thread serves other rooms too; this one ends unproven, counted
+        except Exception as error:  # noqa: BLE001
+            # The thread serves other rooms too; this one ends unproven, counted.
             self.surprises += 1
             write.outcome, write.error = WriteOutcome.UNPROVEN, f"{type(error).__name__}: {error}"
         write.end()
@@ -337,13 +385,17 @@ class WriteThread:
                 self._ended.clear()
 
     def _deliver(self) -> None:
-        """Tell some of what has ended, and come again for the rest: what is told wakes rooms, and others wait (I11)."""
+        """Tell some of what has ended, and come again for the rest: what is told wakes rooms, and
+        others wait (I11).
+        """
         for _ in range(min(_TOLD_AT_ONCE, len(self._ended))):
             write = self._ended.popleft()
             self._open.discard(write)
             if not write.done.done():
                 write.done.set_result(write.outcome)
         self._told = False
-        if self._ended:  # more than one turn's worth, or ended since: the thread may have seen `_told` and said nothing
+        # More than one turn's worth, or ended since: the thread may have seen `_told` and said
+        # nothing.
+        if self._ended:
             self._told = True
             self.loop.call_soon(self._deliver)

@@ -1,20 +1,25 @@
-"""Which writer's connections into our engine are over, so that a dead writer's last bytes are known to be behind us.
+"""Which writer's connections into our engine are over, so that a dead writer's last bytes are known
+to be behind us.
 
-A killed writer's bytes live on: in the kernel, in the engine's thread that reads its connection, and in a child that
-the writer forked, which holds the same sockets and keeps them open. The writer's end of a connection therefore proves
-nothing. Ours does: once our engine has closed its descriptor, nothing reads that connection any more. (The engine
-closes it after it has put into memory what it read before.)
+A killed writer's bytes live on: in the kernel, in the engine's thread that reads its connection,
+and in a child that the writer forked, which holds the same sockets and keeps them open. The
+writer's end of a connection therefore proves nothing. Ours does: once our engine has closed its
+descriptor, nothing reads that connection any more. (The engine closes it after it has put into
+memory what it read before.)
 
-So after a writer's death every connection that our engine has open counts as that writer's, but for those known to be
-another's:
+So after a writer's death every connection that our engine has open counts as that writer's, but for
+those known to be another's:
 
-- while the writer lived, its descriptors were looked at, they did not have the connection, and another watched writer's
-  had; or the connection came up after a look in which that other writer was already running, and so was not inherited;
-- it comes from another machine: not from an address of our network namespace, which is the writer's too.
+- while the writer lived, its descriptors were looked at, they did not have the connection, and
+  another watched writer's had; or the connection came up after a look in which that other writer
+  was already running, and so was not inherited;
+- it comes from another machine: not from an address of our network namespace, which is the writer's
+  too.
 
-Connections that were seen with the writer, and with no other, are shut down from our side: a child may hold them for
-ever. For the rest we wait, for as long as it takes. That is the right answer for what cannot be told apart: a
-connection behind an address translation, or one that was opened in the writer's last moments and that a child holds.
+Connections that were seen with the writer, and with no other, are shut down from our side: a child
+may hold them for ever. For the rest we wait, for as long as it takes. That is the right answer for
+what cannot be told apart: a connection behind an address translation, or one that was opened in the
+writer's last moments and that a child holds.
 """
 
 from __future__ import annotations
@@ -64,11 +69,15 @@ class _Writer:
     fences: int = 0  # that await it
     first_look: int = 0  # looks are counted from 1; 0 means that no look has succeeded yet
     last_look: int = 0
-    suspects: dict[int, int] | None = None  # inode to descriptor; fixed after its death, once all are accepted
+    # Inode to descriptor; fixed after its death, once all are accepted.
+    suspects: dict[int, int] | None = None
 
 
 class InboundConnections:
-    """The connections that one plane's engines have accepted. Its methods read /proc: call them in a thread."""
+    """The connections that one plane's engines have accepted.
+
+    Its methods read /proc: call them in a thread.
+    """
 
     def __init__(self) -> None:
         self._ports: set[int] = set()
@@ -76,8 +85,10 @@ class InboundConnections:
         self._looks = 0
         self._writers: dict[ProcessIdentity, _Writer] = {}
         self._connections: dict[int, _Connection] = {}  # by inode
-        self._closed: set[int] = set()  # inodes that our engine has closed, and a child of ours perhaps has not
-        self._others: set[int] = set()  # inodes of this process's other sockets, and of what it has connected to itself
+        # Inodes that our engine has closed, and a child of ours perhaps has not.
+        self._closed: set[int] = set()
+        # Inodes of this process's other sockets, and of what it has connected to itself.
+        self._others: set[int] = set()
 
     def add_ports(self, ports: set[int]) -> None:
         """Our engines listen there."""
@@ -86,7 +97,9 @@ class InboundConnections:
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
-        """Find out, look by look, which connections are this writer's, until `forget` was called as often."""
+        """Find out, look by look, which connections are this writer's, until `forget` was called as
+        often.
+        """
         with self._lock:
             self._writers.setdefault(writer, _Writer()).fences += 1
 
@@ -97,12 +110,16 @@ class InboundConnections:
                 del self._writers[writer]
 
     def look(self) -> None:
-        """See what has come up and who has it. Raises: OSError when there are no descriptors to look with."""
+        """See what has come up and who has it.
+
+        Raises: OSError when there are no descriptors to look with.
+        """
         with self._lock:
             self._look()
 
     def count_open(self, dead_writer: ProcessIdentity) -> int:
-        """How many connections that may be the dead writer's can still be read, by our engine or once it accepts them.
+        """How many connections that may be the dead writer's can still be read, by our engine or
+        once it accepts them.
 
         The writer is one that is watched. Raises: OSError as `look`.
         """
@@ -110,11 +127,14 @@ class InboundConnections:
             writer = self._writers[dead_writer]
             if writer.suspects is None:
                 readable = {
-                    row.inode for row in rows(ports=self._ports) if row.ends.port in self._ports and row.is_readable
+                    row.inode
+                    for row in rows(ports=self._ports)
+                    if row.ends.port in self._ports and row.is_readable
                 }
                 self._look()
                 self._closed &= readable
-                # Our descriptors were read after the table: what was accepted between the two is among them.
+                # Our descriptors were read after the table: what was accepted between the two is
+                # among them.
                 if pending := readable - self._connections.keys() - self._closed - self._others:
                     return len(pending)
                 writer.suspects = self._suspects(dead_writer)
@@ -137,7 +157,9 @@ class InboundConnections:
                         ours.shutdown(socket.SHUT_RDWR)
         return found
 
-    def _is_anothers(self, connection: _Connection, dead_writer: ProcessIdentity, here: str) -> bool:
+    def _is_anothers(
+        self, connection: _Connection, dead_writer: ProcessIdentity, here: str
+    ) -> bool:
         if dead_writer in connection.holders:
             return False
         if not connection.is_local and dead_writer.network_namespace == here:
@@ -158,7 +180,8 @@ class InboundConnections:
             if namespace not in far_ends:
                 far_ends[namespace] = self._far_ends(identity, here)
             held = sockets(identity.pid)
-            if not held or not is_alive(identity):  # looked at after: else the pid may be another process's by now
+            # Looked at after: else the pid may be another process's by now.
+            if not held or not is_alive(identity):
                 continue
             writer.first_look = writer.first_look or self._looks
             writer.last_look = self._looks
@@ -168,10 +191,16 @@ class InboundConnections:
                     connection.holders.setdefault(identity, writer.first_look)
 
     def _far_ends(self, identity: ProcessIdentity, here: str) -> dict[Ends, int]:
-        """The far ends of our connections that lie in a writer's network namespace, with their inodes."""
+        """The far ends of our connections that lie in a writer's network namespace, with their
+        inodes.
+        """
         is_here = identity.network_namespace == here
         # In another namespace an address of ours means another machine: its own loopback, for one.
-        wanted = {c.ends.reversed() for c in self._connections.values() if c.ends and c.is_local == is_here}
+        wanted = {
+            c.ends.reversed()
+            for c in self._connections.values()
+            if c.ends and c.is_local == is_here
+        }
         if not wanted:
             return {}
         table = rows("self" if is_here else identity.pid, self._ports)
@@ -189,7 +218,11 @@ class InboundConnections:
         known = self._others | self._connections.keys()
         new = [(inode, fd) for inode, fd in ours.items() if inode not in known]
         addresses = own_addresses() if new else set()
-        far_ends = {row.ends.reversed() for row in rows(ports=self._ports) if row.inode in ours} if new else set()
+        far_ends = (
+            {row.ends.reversed() for row in rows(ports=self._ports) if row.inode in ours}
+            if new
+            else set()
+        )
         for inode, fd in new:
             found = self._inspect(inode, fd, addresses)
             if found is None or found.ends in far_ends:
@@ -207,14 +240,17 @@ class InboundConnections:
         with borrow(fd, inode) as ours:
             if ours is None or ours.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
-            if ours.type != socket.SOCK_STREAM or ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if ours.type != socket.SOCK_STREAM or ours.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 return None
             address, port = ours.getsockname()[:2]
             if port not in self._ports:
                 return None
             try:
                 far_address, far_port = ours.getpeername()[:2]
-            except OSError:  # reset: our engine has yet to read what came before that, and to close it
+            except OSError:
+                # Reset: our engine has yet to read what came before that, and to close it.
                 return _Connection(fd, None, True, self._looks)
             ends = Ends(encode_address(address), port, encode_address(far_address), far_port)
             is_local = ends.far_address in own or is_loopback(ends.far_address)
@@ -230,16 +266,21 @@ def _is_open(fd: int, inode: int) -> bool:
         return False
 
 
-async def wait_ended(inbound: InboundConnections, looking: Threads, writer: ProcessIdentity) -> None:
-    """Return once the writer's process is dead and every connection that may be its is closed, however long that takes.
+async def wait_ended(
+    inbound: InboundConnections, looking: Threads, writer: ProcessIdentity
+) -> None:
+    """Return once the writer's process is dead and every connection that may be its is closed,
+    however long that takes.
 
-    Raises: TransferError for a writer that can never be observed, OSError when it cannot be just now.
+    Raises: TransferError for a writer that can never be observed, OSError when it cannot be just
+    now.
     """
     async with watch(writer) as death:
         inbound.watch(writer)
         try:
             while not death.dead:
-                with suppress(OSError):  # no descriptor to look with: what is not known only makes us wait
+                # No descriptor to look with: what is not known only makes us wait.
+                with suppress(OSError):
                     await looking.run(inbound.look)
                 await asyncio.wait([death.died], timeout=_LOOK_S)
             await _wait_closed(inbound, looking, writer)
@@ -247,7 +288,9 @@ async def wait_ended(inbound: InboundConnections, looking: Threads, writer: Proc
             inbound.forget(writer)
 
 
-async def _wait_closed(inbound: InboundConnections, looking: Threads, dead_writer: ProcessIdentity) -> None:
+async def _wait_closed(
+    inbound: InboundConnections, looking: Threads, dead_writer: ProcessIdentity
+) -> None:
     pause_s = _SHORTEST_POLL_S
     while True:
         with suppress(OSError):  # no descriptor to look with: look again

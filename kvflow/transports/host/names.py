@@ -1,4 +1,6 @@
-"""Host names to addresses, in threads of their own: a name server that does not answer holds up nothing else."""
+"""Host names to addresses, in threads of their own: a name server that does not answer holds up
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ class HostNames:
         self._threads = Threads(f"{name}-names", LOOKUPS)
 
     async def addresses(self, host: str, within_s: float) -> list[str]:
-        """The IP addresses of a host, in the system's order; an address is its own. Raises: OSError, TimeoutError."""
+        """The IP addresses of a host, in the system's order; an address is its own.
+
+        Raises: OSError, TimeoutError.
+        """
         with suppress(ValueError):
             ip_address(host.partition("%")[0])
             return [host]
@@ -31,8 +36,9 @@ class HostNames:
     async def connect(
         self, host: str, port: int, within_s: float, limit: int = 1 << 16
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """As `asyncio.open_connection`, whose own lookup shares its threads with everything. Raises: OSError,
-        TimeoutError."""
+        """As `asyncio.open_connection`, whose own lookup shares its threads with everything.
+
+        Raises: OSError, TimeoutError."""
         error: OSError = OSError(f"{host} has no address")
         for address in await self.addresses(host, within_s):
             try:

@@ -10,10 +10,14 @@ from kvflow.transports.host.identity import has_ended, open_process
 
 
 class PeerProcess:
-    """The process that a route was opened to, for as long as it is known to be the one behind the session."""
+    """The process that a route was opened to, for as long as it is known to be the one behind the
+    session.
+    """
 
     def __init__(self, identity: ProcessIdentity) -> None:
-        """Raises: TransferError when it has ended, or when no descriptor is left to watch it with."""
+        """Raises: TransferError when it has ended,
+        or when no descriptor is left to watch it with.
+        """
         self.identity = identity
         self.is_replaced = False  # another process was met at its session
         try:
@@ -22,7 +26,9 @@ class PeerProcess:
             self._fd = -1
             return
         except OSError as error:
-            raise TransferError(f"cannot watch process {identity.pid}: {error.strerror}; try again") from error
+            raise TransferError(
+                f"cannot watch process {identity.pid}: {error.strerror}; try again"
+            ) from error
         if self._fd < 0:
             raise TransferError(f"process {identity.pid} has ended")
 

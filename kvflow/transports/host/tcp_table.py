@@ -1,7 +1,9 @@
-"""TCP sockets as the kernel lists them: /proc/net/tcp{,6} of a network namespace, /proc/PID/fd of a process.
+"""TCP sockets as the kernel lists them: /proc/net/tcp{,6} of a network namespace, /proc/PID/fd of a
+process.
 
-Addresses stay as the tables print them: hexadecimal, four bytes at a time in the machine's byte order, with IPv4-mapped
-IPv6 addresses shortened to IPv4. File input and output: call it in a thread.
+Addresses stay as the tables print them: hexadecimal, four bytes at a time in the machine's byte
+order, with IPv4-mapped IPv6 addresses shortened to IPv4. File input and output: call it in a
+thread.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 _LISTEN = "0A"
-_READABLE = frozenset({"01", "03", "08"})  # ESTABLISHED, SYN_RECV, CLOSE_WAIT: states in which we may still read
+# ESTABLISHED, SYN_RECV, CLOSE_WAIT: states in which we may still read.
+_READABLE = frozenset({"01", "03", "08"})
 _MAPPED_IPV4 = "0" * 16 + f"{int.from_bytes(bytes([0, 0, 255, 255]), sys.byteorder):08X}"
 _LOCAL_IPV4 = re.compile(r"\|-- (\d+\.\d+\.\d+\.\d+)\n\s+/32 host LOCAL")
 
@@ -34,7 +37,9 @@ class Ends(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One socket; its inode is 0 while no process has accepted it, and after its last descriptor was closed."""
+    """One socket; its inode is 0 while no process has accepted it, and after its last descriptor
+    was closed.
+    """
 
     ends: Ends
     state: str
@@ -50,7 +55,9 @@ class Row(NamedTuple):
 
 
 def rows(process: int | str = "self", ports: Collection[int] | None = None) -> Iterator[Row]:
-    """TCP sockets in the network namespace of a process: all, or those with one of `ports` at either end."""
+    """TCP sockets in the network namespace of a process: all, or those with one of `ports` at
+    either end.
+    """
     words = None if ports is None else [f":{port:04X} " for port in ports]
     for table in (f"/proc/{process}/net/tcp", f"/proc/{process}/net/tcp6"):
         try:
@@ -69,7 +76,10 @@ def rows(process: int | str = "self", ports: Collection[int] | None = None) -> I
 
 
 def sockets(process: int | str = "self") -> dict[int, int]:
-    """The sockets of a process: inode to (one) descriptor. Empty when it has ended, or may not be looked at."""
+    """The sockets of a process: inode to (one) descriptor.
+
+    Empty when it has ended, or may not be looked at.
+    """
     found: dict[int, int] = {}
     folder = f"/proc/{process}/fd"
     try:
@@ -81,7 +91,8 @@ def sockets(process: int | str = "self") -> dict[int, int]:
                 continue
             if target.startswith("socket:["):
                 found[int(target[8:-1])] = int(name)
-        ended = not os.listdir(folder)  # a process that ends loses all at once: then what was read is not the whole
+        # A process that ends loses all at once: then what was read is not the whole.
+        ended = not os.listdir(folder)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return {}
     return {} if ended else found
@@ -89,8 +100,8 @@ def sockets(process: int | str = "self") -> dict[int, int]:
 
 @contextmanager
 def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
-    """A duplicate of a descriptor of ours that the engine may close meanwhile; None when it is no socket, or no longer
-    that one. Raises: OSError when no descriptor is left for the duplicate."""
+    """A duplicate of a descriptor of ours that the engine may close meanwhile; None when it is no
+    socket, or no longer that one. Raises: OSError when no descriptor is left for the duplicate."""
     try:
         duplicate = os.dup(fd)
     except OSError as error:

@@ -79,11 +79,15 @@ def values(*numbers: int) -> list[memoryview]:
     return [value(number) for number in numbers]
 
 
-def backend(path: Path, pages: int = 100, *, disk: Disk | None = None, identity: bytes = IDENTITY) -> FileBackend:
+def backend(
+    path: Path, pages: int = 100, *, disk: Disk | None = None, identity: bytes = IDENTITY
+) -> FileBackend:
     return FileBackend(str(path), identity, VALUE_BYTES, pages * FILE_BYTES, disk=disk)
 
 
-def opened(path: Path, pages: int = 100, *, disk: Disk | None = None, identity: bytes = IDENTITY) -> FileBackend:
+def opened(
+    path: Path, pages: int = 100, *, disk: Disk | None = None, identity: bytes = IDENTITY
+) -> FileBackend:
     found = backend(path, pages, disk=disk, identity=identity)
     found.open()
     return found

@@ -53,7 +53,8 @@ def test_late_news_change_nothing_while_it_is_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "pause_s", "text"), [(0, 1.0, "failures 0 is below 1"), (1, 0.0, r"pause_s 0 is outside 0\.\.30")]
+    ("failures", "pause_s", "text"),
+    [(0, 1.0, "failures 0 is below 1"), (1, 0.0, r"pause_s 0 is outside 0\.\.30")],
 )
 def test_limits_are_checked(failures: int, pause_s: float, text: str) -> None:
     with pytest.raises(MisuseError, match=text):

@@ -66,7 +66,8 @@ def test_the_page_that_was_not_used_for_longest_goes_also_after_a_restart(tmp_pa
     assert store.get(keys(1), empty(1)) == [DONE]
     store.put(keys(4), values(4))
     assert store.exists(keys(1, 2, 3, 4)) == [DONE, ABSENT, DONE, DONE]
-    for number, file in zip((3, 1, 4), (3, 1, 4), strict=True):  # a clock tick of the file system apart
+    # A clock tick of the file system apart.
+    for number, file in zip((3, 1, 4), (3, 1, 4), strict=True):
         path = next(p for p in pages_in(tmp_path) if p.name.startswith(key(file).hex()))
         os.utime(path, ns=(0, 10**18 + {3: 0, 1: 1, 4: 2}[number]))
     store.close()
@@ -204,7 +205,9 @@ def test_a_page_that_was_removed_by_hand_is_not_there(tmp_path: Path) -> None:
     store.close()
 
 
-def test_pages_of_another_identity_are_never_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_of_another_identity_are_never_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     other = bytes(32)
     first, second = opened(tmp_path), opened(tmp_path, identity=other)
@@ -229,11 +232,17 @@ def test_leftovers_go_at_the_start_and_what_is_not_ours_stays(tmp_path: Path) ->
     store.close()
     folder = next(tmp_path.iterdir())
     (folder / "writing" / "17").write_bytes(b"half a page")
-    foreign = [folder / "writing" / "notes", folder / "00" / "readme.txt", folder / "00" / f"{key(1).hex()}.1"]
+    foreign = [
+        folder / "writing" / "notes",
+        folder / "00" / "readme.txt",
+        folder / "00" / f"{key(1).hex()}.1",
+    ]
     for path in foreign:
         path.write_bytes(b"not ours")
     newer = pages_in(tmp_path)[0]
-    newer = next(p for p in pages_in(tmp_path) if p.name.startswith(key(1).hex()) and p.parent.name != "00")
+    newer = next(
+        p for p in pages_in(tmp_path) if p.name.startswith(key(1).hex()) and p.parent.name != "00"
+    )
     older = newer.with_name(f"{key(1).hex()}.9")
     older.write_bytes(newer.read_bytes())
     os.utime(older, ns=(0, 0))
@@ -274,13 +283,18 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MisuseError, match=f"storage directory {tmp_path}/file/.*: Not a directory"):
         opened(tmp_path / "file")
-    with pytest.raises(MisuseError, match=f"capacity_bytes 100 does not hold one page, which takes {FILE_BYTES} bytes"):
+    with pytest.raises(
+        MisuseError,
+        match=f"capacity_bytes 100 does not hold one page, which takes {FILE_BYTES} bytes",
+    ):
         FileBackend(str(tmp_path), IDENTITY, VALUE_BYTES, 100)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("call", ["write", "rename"])
-def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(tmp_path: Path, call: str, number: int) -> None:
+def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(
+    tmp_path: Path, call: str, number: int
+) -> None:
     disk = FaultyDisk()
     store = opened(tmp_path, disk=disk)
     store.put(keys(0), values(0))
@@ -330,7 +344,9 @@ def test_what_cannot_be_removed_goes_on_to_count_and_goes_first(tmp_path: Path) 
     store.close()
 
 
-def test_with_sync_files_and_folders_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_sync_files_and_folders_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[str] = []
     real = os.fsync
 

@@ -1,4 +1,6 @@
-"""A disk that is really full: nothing wrong is read, and writing goes on by itself when there is room again."""
+"""A disk that is really full: nothing wrong is read, and writing goes on by itself when there is
+room again.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ asyncio.run(main())
 def test_files_that_may_not_grow(tmp_path: Path) -> None:
     """The limit of the process: a write takes a part of a page, and the next one fails."""
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "errors 3\n"
     assert "File too large" in done.stderr  # what the log said
@@ -53,8 +57,19 @@ def test_files_that_may_not_grow(tmp_path: Path) -> None:
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for some 10 pages."""
     mount, unmount = shutil.which("mount"), shutil.which("umount")
-    options = ["-t", "tmpfs", "-o", f"size={10 * FILE_BYTES},mode=700", "kvflow-test", str(tmp_path)]
-    if not mount or not unmount or subprocess.run([mount, *options], capture_output=True, check=False).returncode:
+    options = [
+        "-t",
+        "tmpfs",
+        "-o",
+        f"size={10 * FILE_BYTES},mode=700",
+        "kvflow-test",
+        str(tmp_path),
+    ]
+    if (
+        not mount
+        or not unmount
+        or subprocess.run([mount, *options], capture_output=True, check=False).returncode
+    ):
         pytest.skip("this user may not mount a tmpfs")
     try:
         yield tmp_path
@@ -67,7 +82,9 @@ async def test_a_file_system_without_room(small_disk: Path) -> None:
         stored = [n for n in range(COUNT) if (await ended(pages.put(keys(n), values(n)))) == [True]]
         assert 5 <= len(stored) < COUNT
         assert pages.counts.trips >= 1
-        assert await ended(pages.get(keys(*range(COUNT)), into := empty(COUNT))) == [n in stored for n in range(COUNT)]
+        assert await ended(pages.get(keys(*range(COUNT)), into := empty(COUNT))) == [
+            n in stored for n in range(COUNT)
+        ]
         assert all(into[n] == values(n)[0] for n in stored)
         assert not list(small_disk.glob("pages/*/writing/*"))
         subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)

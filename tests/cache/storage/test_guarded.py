@@ -1,4 +1,6 @@
-"""Calls end in time whatever the store does, and hold what they were given until it has really ended."""
+"""Calls end in time whatever the store does, and hold what they were given until it has really
+ended.
+"""
 
 from __future__ import annotations
 
@@ -60,17 +62,29 @@ async def test_pages_come_back_and_leading_ones_are_counted(tmp_path: Path) -> N
         into = empty(4)
         assert await ended(pages.get(keys(4, 3, 2, 1), into)) == [True, False, True, True]
         assert [into[n] for n in (0, 2, 3)] == values(4, 2, 1)
-        assert [await pages.exists_prefix(keys(*n)) for n in ((1, 2, 3, 4), (1, 2), (3, 4), ())] == [2, 2, 0, 0]
+        assert [
+            await pages.exists_prefix(keys(*n)) for n in ((1, 2, 3, 4), (1, 2), (3, 4), ())
+        ] == [2, 2, 0, 0]
         counts = pages.counts
         assert (counts.stored, counts.not_stored, counts.stored_bytes) == (3, 0, 3 * VALUE_BYTES)
-        assert (counts.read, counts.not_read, counts.absent, counts.read_bytes) == (3, 1, 1, 3 * VALUE_BYTES)
+        assert (counts.read, counts.not_read, counts.absent, counts.read_bytes) == (
+            3,
+            1,
+            1,
+            3 * VALUE_BYTES,
+        )
         assert (counts.errors, counts.trips, counts.refused) == (0, 0, 0)
         assert await ended(pages.put([], [])) == []
         assert counts.refused == 0
         await ended(pages.put(keys(1, 5), values(1, 5)))
         await ended(pages.get(keys(5, 6, 7), into[:3]))
         assert (counts.stored, counts.stored_bytes) == (5, 5 * VALUE_BYTES)
-        assert (counts.read, counts.not_read, counts.absent, counts.read_bytes) == (4, 3, 3, 4 * VALUE_BYTES)
+        assert (counts.read, counts.not_read, counts.absent, counts.read_bytes) == (
+            4,
+            3,
+            3,
+            4 * VALUE_BYTES,
+        )
 
 
 async def test_pages_that_are_damaged_are_counted_as_such(tmp_path: Path) -> None:
@@ -79,10 +93,17 @@ async def test_pages_that_are_damaged_are_counted_as_such(tmp_path: Path) -> Non
             await ended(pages.put(keys(n), values(n)))
             pages_in(tmp_path)[0].write_bytes(bytes(VALUE_BYTES + HEADER_BYTES))
             assert await ended(pages.get(keys(n), empty(1))) == [False]
-        assert (pages.counts.damaged, pages.counts.not_read, pages.counts.absent, pages.counts.errors) == (2, 2, 0, 0)
+        assert (
+            pages.counts.damaged,
+            pages.counts.not_read,
+            pages.counts.absent,
+            pages.counts.errors,
+        ) == (2, 2, 0, 0)
 
 
-async def test_a_read_that_hangs_is_given_up_and_holds_its_buffers_until_it_returns(tmp_path: Path) -> None:
+async def test_a_read_that_hangs_is_given_up_and_holds_its_buffers_until_it_returns(
+    tmp_path: Path,
+) -> None:
     disk = FaultyDisk()
     limits = msgspec.structs.replace(QUICK, stall_s=0.1)
     async with store(tmp_path, disk=disk, limits=limits) as pages:
@@ -134,7 +155,9 @@ async def test_a_probe_that_answers_too_late_proves_nothing() -> None:
     side.close()
 
 
-async def test_a_store_is_left_alone_while_its_threads_hang_even_if_a_probe_works(tmp_path: Path) -> None:
+async def test_a_store_is_left_alone_while_its_threads_hang_even_if_a_probe_works(
+    tmp_path: Path,
+) -> None:
     disk = FaultyDisk()
     limits = msgspec.structs.replace(ONE_THREAD, stall_s=0.1)
     async with store(tmp_path, disk=disk, limits=limits) as pages:
@@ -262,7 +285,9 @@ async def test_who_cancels_the_answer_cancels_the_call(tmp_path: Path) -> None:
 
 async def test_a_cancelled_call_that_then_hangs_opens_the_breaker_too(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    async with store(tmp_path, disk=disk, limits=msgspec.structs.replace(ONE_THREAD, stall_s=0.1)) as pages:
+    async with store(
+        tmp_path, disk=disk, limits=msgspec.structs.replace(ONE_THREAD, stall_s=0.1)
+    ) as pages:
         disk.waits["write"] = go = threading.Event()
         call = pages.put(keys(1), values(1))
         await begun(disk)
@@ -333,7 +358,9 @@ async def test_close_drains_what_runs(tmp_path: Path) -> None:
 
 async def test_close_waits_for_a_probe_that_fails_and_asks_no_more(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    pages = await GuardedStorage.open(backend(tmp_path, disk=disk), msgspec.structs.replace(QUICK, failures=1))
+    pages = await GuardedStorage.open(
+        backend(tmp_path, disk=disk), msgspec.structs.replace(QUICK, failures=1)
+    )
     disk.fails["write"] = errno.EIO
     assert await ended(pages.put(keys(1), values(1))) == [False]
     disk.waits["write"] = go = threading.Event()
@@ -349,7 +376,9 @@ async def test_close_waits_for_a_probe_that_fails_and_asks_no_more(tmp_path: Pat
 
 async def test_close_ends_a_pause_without_a_probe(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    async with store(tmp_path, disk=disk, limits=msgspec.structs.replace(QUICK, failures=1)) as pages:
+    async with store(
+        tmp_path, disk=disk, limits=msgspec.structs.replace(QUICK, failures=1)
+    ) as pages:
         disk.fails["write"] = errno.EIO
         assert await ended(pages.put(keys(1), values(1))) == [False]
         timer = pages._writes._timer
@@ -360,7 +389,9 @@ async def test_close_ends_a_pause_without_a_probe(tmp_path: Path) -> None:
 
 async def test_close_leaves_what_hangs_alone(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    pages = await GuardedStorage.open(backend(tmp_path, disk=disk), msgspec.structs.replace(QUICK, close_s=0.1))
+    pages = await GuardedStorage.open(
+        backend(tmp_path, disk=disk), msgspec.structs.replace(QUICK, close_s=0.1)
+    )
     disk.waits["write"] = go = threading.Event()
     call = pages.put(keys(1), values(1))
     await begun(disk)
@@ -399,11 +430,21 @@ async def test_nothing_holds_the_buffers_of_a_call_that_has_ended(tmp_path: Path
         (keys(1), [], "1 keys and 0 buffers"),
         (keys(1), empty(1, 10), f"a buffer of 10 bytes: this store's pages have {VALUE_BYTES}"),
         (keys(1), [memoryview(bytes(VALUE_BYTES))], "a buffer to read into is read-only"),
-        (keys(1), [np.zeros(VALUE_BYTES // 5, "V5").data], "a buffer is not a memoryview of bytes in one piece"),
-        (keys(1), [memoryview(bytearray(2 * VALUE_BYTES))[::2]], "a buffer is not a memoryview of bytes in one piece"),
+        (
+            keys(1),
+            [np.zeros(VALUE_BYTES // 5, "V5").data],
+            "a buffer is not a memoryview of bytes in one piece",
+        ),
+        (
+            keys(1),
+            [memoryview(bytearray(2 * VALUE_BYTES))[::2]],
+            "a buffer is not a memoryview of bytes in one piece",
+        ),
     ],
 )
-async def test_misuse_is_named(tmp_path: Path, given: list[bytes], buffers: list[memoryview], text: str) -> None:
+async def test_misuse_is_named(
+    tmp_path: Path, given: list[bytes], buffers: list[memoryview], text: str
+) -> None:
     async with store(tmp_path) as pages:
         with pytest.raises(MisuseError, match=text):
             pages.get(given, buffers)

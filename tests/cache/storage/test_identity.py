@@ -19,12 +19,21 @@ STATE = StateKind("0.ssm", "float32", (4,), ROW)
 
 
 def layout(
-    *kinds: StateKind, page_size: int = 4, num_pages: int = 3, fingerprint: str = "model", order: str = "page_first"
+    *kinds: StateKind,
+    page_size: int = 4,
+    num_pages: int = 3,
+    fingerprint: str = "model",
+    order: str = "page_first",
 ) -> PoolLayout:
     rows = int(any(kind.unit == ROW for kind in kinds))
     return build_layout(
-        kinds, page_size=page_size, num_pages=num_pages, num_rows=rows, fingerprint=fingerprint, order=order  # type: ignore[arg-type]
-    )  # fmt: skip
+        kinds,
+        page_size=page_size,
+        num_pages=num_pages,
+        num_rows=rows,
+        fingerprint=fingerprint,
+        order=order,  # type: ignore[arg-type]
+    )
 
 
 def test_the_number_of_pages_and_the_order_of_the_device_pool_make_no_difference() -> None:
@@ -36,8 +45,13 @@ def test_the_number_of_pages_and_the_order_of_the_device_pool_make_no_difference
 
 
 def test_it_stays_what_it_is_from_release_to_release() -> None:
-    """With another one, what a store holds is lost at an upgrade: this is meant to be changed with `_VERSION` alone."""
-    assert identity_of(layout(K, V)).hex() == "9fea2457c658123265262f9a1fb5f52795044c413c13ffe205aee213390f2a52"
+    """With another one, what a store holds is lost at an upgrade: this is meant to be changed with
+    `_VERSION` alone.
+    """
+    assert (
+        identity_of(layout(K, V)).hex()
+        == "9fea2457c658123265262f9a1fb5f52795044c413c13ffe205aee213390f2a52"
+    )
     assert (
         identity_of(layout(K, V, STATE), ROW).hex()
         == "2dc2491dc3c4cf7f2e76f5384c1cf392e3ce242f0661d8dfcb9dd55abb5398eb"
@@ -55,7 +69,9 @@ def test_it_stays_what_it_is_from_release_to_release() -> None:
         layout(K, V._replace(shape=(4, 4))),
         layout(K, V._replace(format="transposed")),
         layout(K._replace(start=2, whole=4), V._replace(start=2, whole=4)),
-        opaque_layout({"0.k": 128, "0.v": 128}, page_size=4, num_pages=3, tag="x", fingerprint="model"),
+        opaque_layout(
+            {"0.k": 128, "0.v": 128}, page_size=4, num_pages=3, tag="x", fingerprint="model"
+        ),
     ],
 )
 def test_whatever_reads_other_bytes_is_another(other: PoolLayout) -> None:

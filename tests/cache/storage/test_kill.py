@@ -1,4 +1,6 @@
-"""A process that is killed while it writes, evicts and reads: what it leaves is whole, and found again."""
+"""A process that is killed while it writes, evicts and reads: what it leaves is whole, and found
+again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from pathlib import Path
 import pytest
 
 from kvflow.cache.storage.port import Result
-from tests.cache.storage.files import FILE_BYTES, VALUE_BYTES, empty, key, keys, opened, pages_in, value
+from tests.cache.storage.files import (
+    FILE_BYTES,
+    VALUE_BYTES,
+    empty,
+    key,
+    keys,
+    opened,
+    pages_in,
+    value,
+)
 
 PAGES, NAMES, ROUNDS = 40, 60, 40
 
@@ -56,7 +67,8 @@ def test_no_torn_page_is_ever_read(tmp_path: Path, seed: int) -> None:
         assert not list(tmp_path.glob("*/writing/*"))
         names = list(range(NAMES))
         found = store.exists(keys(*names))
-        assert {key(n).hex() for n in names if found[n] is Result.DONE} == left  # the index is what was there
+        # The index is what was there.
+        assert {key(n).hex() for n in names if found[n] is Result.DONE} == left
         results = store.get(keys(*names), into := empty(NAMES))
         torn += results.count(Result.DAMAGED)
         assert all(into[n] == value(n) for n in names if results[n] is Result.DONE)
@@ -64,7 +76,10 @@ def test_no_torn_page_is_ever_read(tmp_path: Path, seed: int) -> None:
         assert store.used_bytes == len(pages_in(tmp_path)) * FILE_BYTES <= PAGES * FILE_BYTES
         most = max(most, len(left))
         store.close()
-    print(f"{ROUNDS} kills: {unfinished} files were not whole, {torn} torn pages, {most} pages of {VALUE_BYTES} bytes")
+    print(
+        f"{ROUNDS} kills: {unfinished} files were not whole, {torn} torn pages, {most} pages of "
+        f"{VALUE_BYTES} bytes"
+    )
     assert torn == 0
     assert unfinished > 0  # some kills have met a write
     assert most == PAGES  # and some an eviction

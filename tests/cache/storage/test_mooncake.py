@@ -1,4 +1,6 @@
-"""A real Mooncake Store: what the death and the silence of its master cost, and that nothing wrong is ever read."""
+"""A real Mooncake Store: what the death and the silence of its master cost, and that nothing wrong
+is ever read.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def master(tmp_path: Path) -> Iterator[Master]:
     made.kill()
 
 
-def backend(master: Master, *, identity: bytes = IDENTITY, lent_bytes: int = LENT_BYTES) -> MooncakeBackend:
+def backend(
+    master: Master, *, identity: bytes = IDENTITY, lent_bytes: int = LENT_BYTES
+) -> MooncakeBackend:
     return MooncakeBackend(master.address, identity, SIZE, lent_bytes=lent_bytes)
 
 
@@ -133,7 +137,9 @@ def test_pages_come_back_whole_and_what_is_damaged_is_removed_and_heals(master: 
     copied = f"{other._prefix}{key(1).hex()}"  # a record of ours under a name of theirs
     record = np.zeros(HEADER_BYTES + SIZE, dtype=np.uint8)
     mine = f"{store._prefix}{key(1).hex()}"
-    assert store._client.batch_get_into([mine], [record.ctypes.data], [record.nbytes]) == [record.nbytes]
+    assert store._client.batch_get_into([mine], [record.ctypes.data], [record.nbytes]) == [
+        record.nbytes
+    ]
     assert other._client.batch_put_from([copied], [record.ctypes.data], [record.nbytes]) == [0]
     assert other.get(keys(1), empty(1, SIZE)) == [DAMAGED]
     other.close()
@@ -187,7 +193,9 @@ async def test_serving_goes_on_without_a_master_and_with_it_when_it_is_back(mast
             assert into == values(*range(8))
         for call in calls:
             await ended(call)
-        assert pages.counts.stalls <= 2 * 2, "one read and one write of each time without a master may wait for it"
+        assert pages.counts.stalls <= 2 * 2, (
+            "one read and one write of each time without a master may wait for it"
+        )
 
 
 async def test_a_frozen_master_keeps_buffers_and_nobody_waiting(master: Master) -> None:
@@ -223,6 +231,10 @@ def test_a_metadata_server_that_does_not_answer_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(mooncake, "ASK_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        store = MooncakeBackend(address, IDENTITY, SIZE, metadata_server="http://nowhere:1/metadata")
-        with pytest.raises(OSError, match=r"metadata server http://nowhere:1/metadata: a child .* within 0\.2 s$"):
+        store = MooncakeBackend(
+            address, IDENTITY, SIZE, metadata_server="http://nowhere:1/metadata"
+        )
+        with pytest.raises(
+            OSError, match=r"metadata server http://nowhere:1/metadata: a child .* within 0\.2 s$"
+        ):
             store.probe_reads()

@@ -1,4 +1,6 @@
-"""What becomes of each answer that a Mooncake Store can give, many of which a real one gives only in trouble."""
+"""What becomes of each answer that a Mooncake Store can give, many of which a real one gives only
+in trouble.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ NOBODY = "127.0.0.1:1"
 
 
 class Client:
-    """A store in this process, which answers as mooncake's client does, or with the status that a test has chosen."""
+    """A store in this process, which answers as mooncake's client does, or with the status that a
+    test has chosen.
+    """
 
     def __init__(self) -> None:
         self.records: dict[str, bytes] = {}
@@ -33,7 +37,9 @@ class Client:
         self.put: list[str] = []
         self.removed: list[tuple[str, bool]] = []
         self.status: dict[str, int] = {}
-        """What a put or a get of a page answers, by the key in hexadecimal digits; then it does nothing."""
+        """What a put or a get of a page answers, by the key in hexadecimal digits; then it does
+        nothing.
+        """
         self.status_of_all = 0
         """What every other put answers."""
         self.late: dict[str, int] = {}
@@ -82,7 +88,10 @@ class Client:
 
     def _check(self, address: int, size: int) -> None:
         """Every transfer is within memory that was registered."""
-        assert any(start <= address and address + size <= start + bytes_ for start, bytes_ in self.registered)
+        assert any(
+            start <= address and address + size <= start + bytes_
+            for start, bytes_ in self.registered
+        )
 
 
 @pytest.fixture
@@ -100,14 +109,18 @@ def values(*numbers: int) -> list[memoryview]:
     return [value(number, SIZE) for number in numbers]
 
 
-def test_pages_come_back_whole_in_batches_and_in_their_order(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_come_back_whole_in_batches_and_in_their_order(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(MooncakeBackend, "pages_at_once", 3)
     store = over(client)
     assert store.put(keys(*range(8)), values(*range(8))) == [DONE] * 8
     assert store.exists(keys(7, 99, 0)) == [DONE, ABSENT, DONE]
     assert store.get(keys(99, *range(7, -1, -1)), into := empty(9, SIZE)) == [ABSENT, *[DONE] * 8]
     assert into[1:] == values(*range(7, -1, -1))
-    assert client.registered == [(client.registered[0][0], 3 * (HEADER_BYTES + SIZE))], "one piece serves them all"
+    assert client.registered == [(client.registered[0][0], 3 * (HEADER_BYTES + SIZE))], (
+        "one piece serves them all"
+    )
     assert {name.rpartition("/")[0] for name in client.records} == {f"kvflow/{IDENTITY.hex()[:32]}"}
     assert {name[-64:] for name in client.records} == {key(n).hex() for n in range(8)}
 
@@ -131,14 +144,21 @@ def test_pages_that_are_larger_than_a_piece_of_memory_pass_one_by_one(
         (mooncake.NOT_READY, ABSENT),  # another client puts it, and has died over that
     ],
 )
-def test_a_put_that_did_not_work_is_told_apart_from_a_full_store(client: Client, status: int, result: Result) -> None:
+def test_a_put_that_did_not_work_is_told_apart_from_a_full_store(
+    client: Client, status: int, result: Result
+) -> None:
     client.status[key(2).hex()] = status
     store = over(client)
     assert store.put(keys(1, 2, 3), values(1, 2, 3)) == [DONE, result, DONE]
 
 
-def test_a_page_that_another_client_puts_is_stored_when_that_one_has_written_it(client: Client) -> None:
-    """A put answers success before that. A few looks later it is there, or it is not counted as stored."""
+def test_a_page_that_another_client_puts_is_stored_when_that_one_has_written_it(
+    client: Client,
+) -> None:
+    """A put answers success before that.
+
+    A few looks later it is there, or it is not counted as stored.
+    """
     store = over(client)
     client.late[key(1).hex()] = mooncake.MORE_LOOKS
     assert store.put(keys(1, 2), values(1, 2)) == [DONE, DONE]
@@ -186,7 +206,9 @@ def test_a_record_of_other_bytes_or_of_another_model_is_damaged(client: Client) 
     assert into == values(1)
 
 
-def test_an_answer_to_a_lookup_that_is_neither_is_a_failure(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_to_a_lookup_that_is_neither_is_a_failure(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = iter([[1, 0, -1], [-1], [0], [1]])
     monkeypatch.setattr(client, "batch_is_exist", lambda names: next(answers))
     store = over(client)
@@ -198,7 +220,9 @@ def test_an_answer_to_a_lookup_that_is_neither_is_a_failure(client: Client, monk
 
 
 @pytest.mark.parametrize("status", [0, mooncake.NO_ROOM])
-def test_a_probe_writes_a_page_of_its_own_each_time_and_removes_it(client: Client, status: int) -> None:
+def test_a_probe_writes_a_page_of_its_own_each_time_and_removes_it(
+    client: Client, status: int
+) -> None:
     store = over(client)
     client.status_of_all = status
     for _ in range(2):
@@ -243,18 +267,28 @@ ASK = "import sys; sys.exit(3 if sys.argv[1:] == {wanted} else 4)"
 
 def backend_at(master: str) -> MooncakeBackend:
     return MooncakeBackend(
-        master, IDENTITY, SIZE, host="10.0.0.7", lent_bytes=5, metadata_server="http://there/metadata", local_bytes=6
+        master,
+        IDENTITY,
+        SIZE,
+        host="10.0.0.7",
+        lent_bytes=5,
+        metadata_server="http://there/metadata",
+        local_bytes=6,
     )
 
 
 def test_a_child_asks_for_all_that_the_client_needs_and_how_it_ended_is_said(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that waits for its master holds the GIL: nothing of the kind happens in this process."""
+    """A client that waits for its master holds the GIL: nothing of the kind happens in this
+    process.
+    """
     wanted = [master, "10.0.0.7", "http://there/metadata", "6"]
     monkeypatch.setattr(mooncake, "_ASK", ASK.format(wanted=wanted))
     text = "metadata server http://there/metadata: a child that tried to ended with status 3$"
-    with pytest.raises(OSError, match=f"^nobody can be a client of the master {master} with the {text}"):
+    with pytest.raises(
+        OSError, match=f"^nobody can be a client of the master {master} with the {text}"
+    ):
         backend_at(master).probe_writes()
 
 
@@ -288,22 +322,30 @@ def test_one_client_is_set_up_where_a_child_could_be_one(
     store.probe_reads()
     store.probe_writes()
     assert store.put(keys(1), [value(1, SIZE)]) == [DONE]
-    assert given == [("10.0.0.7", "http://there/metadata", 5, 6, "tcp", "", master)], "once, whatever it is asked for"
+    assert given == [("10.0.0.7", "http://there/metadata", 5, 6, "tcp", "", master)], (
+        "once, whatever it is asked for"
+    )
     assert repr(store) == f"<MooncakeBackend of the master {master}>"
 
 
-def test_what_is_missing_on_this_machine_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_on_this_machine_is_said_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(mooncake, "_ENVIRONMENT", {})
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for ask in (MooncakeBackend(NOBODY, IDENTITY, SIZE).open, lambda: check_usable(NOBODY)):
-        with pytest.raises(MisuseError, match=r"mooncake is not installed: pip install 'kvflow\[mooncake\]'"):
+        with pytest.raises(
+            MisuseError, match=r"mooncake is not installed: pip install 'kvflow\[mooncake\]'"
+        ):
             ask()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     check_usable(NOBODY)
 
 
-def test_the_engine_is_told_to_use_tcp_and_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_told_to_use_tcp_and_what_a_user_has_set_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in mooncake._ENVIRONMENT:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -318,7 +360,12 @@ def test_the_engine_is_told_to_use_tcp_and_what_a_user_has_set_stays(monkeypatch
     "address",
     [
         *("", "127.0.0.1", "127.0.0.1:", ":50051", "127.0.0.1:0", "127.0.0.1:65536", "a:b"),
-        *("http://127.0.0.1:50051", "a:\N{SUPERSCRIPT TWO}", "a:\N{ARABIC-INDIC DIGIT ONE}", "a:+1"),
+        *(
+            "http://127.0.0.1:50051",
+            "a:\N{SUPERSCRIPT TWO}",
+            "a:\N{ARABIC-INDIC DIGIT ONE}",
+            "a:+1",
+        ),
     ],
 )
 def test_an_address_that_is_none_is_named(address: str) -> None:

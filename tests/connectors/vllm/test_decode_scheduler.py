@@ -1,4 +1,6 @@
-"""Decode in vLLM's scheduler: how much of a prompt is to travel, which rooms it knows, and which blocks it keeps."""
+"""Decode in vLLM's scheduler: how much of a prompt is to travel, which rooms it knows, and which
+blocks it keeps.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,14 @@ PREFILL = FromPrefill(7, "127.0.0.1", 8998, is_computed=True)
 
 def request(tokens: int, name: str = "a") -> Any:
     return SimpleNamespace(
-        request_id=name, prompt_token_ids=list(range(tokens)), num_prompt_tokens=tokens, trace_headers=None,
-        mm_features=(), lora_request=None, cache_salt=None,
-    )  # fmt: skip
+        request_id=name,
+        prompt_token_ids=list(range(tokens)),
+        num_prompt_tokens=tokens,
+        trace_headers=None,
+        mm_features=(),
+        lora_request=None,
+        cache_salt=None,
+    )
 
 
 class Blocks:
@@ -58,7 +65,9 @@ def scheduler(workers: int = 1) -> DecodeScheduler:
         (80, 64, 0),
     ],
 )
-def test_all_travels_but_the_block_of_the_last_token(tokens: int, computed: int, wanted: int) -> None:
+def test_all_travels_but_the_block_of_the_last_token(
+    tokens: int, computed: int, wanted: int
+) -> None:
     made, asked = scheduler(), request(tokens)
     made.new_request(asked, PREFILL)
     assert made.tokens_to_load(asked, computed) == wanted
@@ -74,7 +83,9 @@ def test_it_waits_until_every_worker_of_prefill_has_begun() -> None:
 
 
 def test_blocks_are_offered_once() -> None:
-    """vLLM tells of every block that a request gets, also of those for what it computes by itself."""
+    """vLLM tells of every block that a request gets,
+    also of those for what it computes by itself.
+    """
     made, asked = scheduler(), request(40)
     made.new_request(asked, PREFILL)
     offers = []
@@ -115,7 +126,11 @@ def test_blocks_of_a_failed_load_are_kept_until_every_worker_has_released_them()
     cause = Cause(Code.PEER_LOST, "prefill is gone")
     made.update(StepNews(failures={"a": {0, 1}}, failed={"a": cause}), {"a"})
     made.build_meta(meta := StepMeta())
-    assert made.quarantined_blocks == 3 and made.block_pool.touched == [5, 6, 7] and meta.held == {"a": {0, 1}}
+    assert (
+        made.quarantined_blocks == 3
+        and made.block_pool.touched == [5, 6, 7]
+        and meta.held == {"a": {0, 1}}
+    )
     made.update(StepNews(released={"a": {0}}), set())
     assert made.quarantined_blocks == 3
     made.update(StepNews(released={"a": {1}}), set())

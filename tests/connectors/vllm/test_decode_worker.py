@@ -1,4 +1,6 @@
-"""Decode in a worker: what becomes of a load at every moment of its life, and what is reported of it."""
+"""Decode in a worker: what becomes of a load at every moment of its life, and what is reported of
+it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ def test_a_room_that_is_announced_first() -> None:
         each.send_all(3, 1, 2)
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.received == {NAME: 1} and not each.failed
+        assert (
+            list(each.target_pages[[9, 4, 7]]) == [4, 2, 3]
+            and each.received == {NAME: 1}
+            and not each.failed
+        )
 
 
 def test_an_announced_load_is_ready_when_its_prefill_has_begun() -> None:
@@ -72,7 +78,10 @@ def test_a_deadline_is_that_of_blocks_that_are_lent() -> None:
         other = each.target(room=8, name="other")
         each.step_decode(targets=[other], offers={"other": Offer([1, 2, 3], 0)})
         each.until(lambda: each.failures["other"])
-        assert each.causes["other"].code == Code.DEADLINE and "load_deadline_s" in each.causes["other"].text
+        assert (
+            each.causes["other"].code == Code.DEADLINE
+            and "load_deadline_s" in each.causes["other"].text
+        )
         assert not each.failures[NAME] and not each.ready
         each.step_decode(held={"other": {0}}, offers={NAME: Offer([9, 4, 7], 0)})
         each.hold()
@@ -81,7 +90,9 @@ def test_a_deadline_is_that_of_blocks_that_are_lent() -> None:
 
 @pytest.mark.parametrize(("prefix_tokens", "blocks"), [(4, [9, 4]), (8, [9]), (10, [])])
 @pytest.mark.parametrize("is_announced", [False, True])
-def test_what_decode_has_does_not_travel(prefix_tokens: int, blocks: list[int], is_announced: bool) -> None:
+def test_what_decode_has_does_not_travel(
+    prefix_tokens: int, blocks: list[int], is_announced: bool
+) -> None:
     offers = {NAME: Offer(blocks, prefix_tokens)}
     with pair() as each:
         if is_announced:
@@ -154,7 +165,9 @@ def test_it_fails_while_only_announced() -> None:
         each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
         each.hold()
         each.until_rest()
-        assert each.received == each.failed == {NAME: 1} and each.causes[NAME].code == Code.CLIENT_GONE
+        assert (
+            each.received == each.failed == {NAME: 1} and each.causes[NAME].code == Code.CLIENT_GONE
+        )
 
 
 def test_it_fails_while_only_announced_and_is_over_or_has_all() -> None:
@@ -258,7 +271,9 @@ def test_an_offer_that_does_not_fit_fails() -> None:
         each.step_decode(offers={NAME: Offer([9], 0)})
         each.hold()
         each.until_rest()
-        assert "1 pages given, its prompt needs 3" in each.causes[NAME].text and each.failed == {NAME: 1}
+        assert "1 pages given, its prompt needs 3" in each.causes[NAME].text and each.failed == {
+            NAME: 1
+        }
 
 
 def test_a_room_that_is_in_use_fails() -> None:
@@ -283,11 +298,15 @@ def test_a_prefill_that_is_closed() -> None:
         each.prefill.close()
         each.hold()
         each.until_rest()
-        assert each.causes[NAME].code in (Code.SHUTDOWN, Code.PEER_LOST) and each.failed == {NAME: 1}
+        assert each.causes[NAME].code in (Code.SHUTDOWN, Code.PEER_LOST) and each.failed == {
+            NAME: 1
+        }
 
 
 def test_a_prefill_that_is_silent() -> None:
-    """Its loop stands still in the middle of a write, and so its link is lost; what it may write is held for it."""
+    """Its loop stands still in the middle of a write, and so its link is lost; what it may write is
+    held for it.
+    """
     awake = threading.Event()
     with pair(lost_after_s=0.8) as each:
         each.gate.open.clear()
@@ -298,7 +317,9 @@ def test_a_prefill_that_is_silent() -> None:
         loop.post(lambda: (awake.wait(20), None)[1])
         each.hold()
         assert each.causes[NAME].code == Code.PEER_LOST and not each.released
-        assert sorted(each.decode.thread.pages.busy(range(PAGES))) == [4, 7, 9] and each.failed == {NAME: 1}
+        assert sorted(each.decode.thread.pages.busy(range(PAGES))) == [4, 7, 9] and each.failed == {
+            NAME: 1
+        }
         awake.set()
         each.gate.open.set()
         each.until_rest()

@@ -1,4 +1,6 @@
-"""Pauses in the loops of vLLM's processes: where they are asked for, and as long as messages come."""
+"""Pauses in the loops of vLLM's processes: where they are asked for,
+and as long as messages come.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from kvflow.connectors.vllm import few_cores
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
-def test_nothing_is_changed_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+def test_nothing_is_changed_unless_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would fail
     if value is None:
         monkeypatch.delenv(few_cores.VARIABLE, raising=False)

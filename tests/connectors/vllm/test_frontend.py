@@ -24,7 +24,9 @@ def test_every_cause_has_a_status_that_vllm_can_send(code: Code) -> None:
 
 
 def test_prefills_client_is_not_decodes() -> None:
-    assert _status(Cause(Code.CLIENT_GONE)) is _status(Cause(Code.ABORTED)) is HTTPStatus.BAD_GATEWAY
+    assert (
+        _status(Cause(Code.CLIENT_GONE)) is _status(Cause(Code.ABORTED)) is HTTPStatus.BAD_GATEWAY
+    )
     assert _status(Cause(Code.CAPACITY)) is HTTPStatus.SERVICE_UNAVAILABLE
 
 

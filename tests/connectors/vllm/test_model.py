@@ -1,7 +1,9 @@
-"""Both sides of the connector, in scheduler and workers, against vLLM's rules: random arrivals, aborts, preemptions,
-frozen writers and deadlines over real nodes. What a run meets depends on its seed and on the machine's clock.
+"""Both sides of the connector, in scheduler and workers, against vLLM's rules: random arrivals,
+aborts, preemptions, frozen writers and deadlines over real nodes. What a run meets depends on its
+seed and on the machine's clock.
 
-Where both pools are tight and no deadline helps, every request ends all the same: no two wait for each other.
+Where both pools are tight and no deadline helps, every request ends all the same: no two wait for
+each other.
 """
 
 from __future__ import annotations
@@ -46,11 +48,14 @@ class Registries(FromPrefill, frozen=True):
 class Game:
     """One run: `play` to the end of all requests, or to an assertion."""
 
-    def __init__(self, seed: int, prefill: PrefillEngine, decode: DecodeEngine, gates: list[Gate], wake: Any) -> None:
+    def __init__(
+        self, seed: int, prefill: PrefillEngine, decode: DecodeEngine, gates: list[Gate], wake: Any
+    ) -> None:
         self.random = random.Random(seed)
         self.prefill, self.decode, self._gates, self._wake = prefill, decode, gates, wake
         self._addresses = tuple(worker.thread.registry for worker in prefill.workers)
-        self._coming: list[tuple[Engine, Request, Any]] = []  # legs that their proxy has not posted yet
+        # Legs that their proxy has not posted yet.
+        self._coming: list[tuple[Engine, Request, Any]] = []
         self._sequential: dict[str, Request] = {}  # decode's legs, while prefill computes
         self.preempts = False
         self.patience_s, self.crowds, self.aborts = PATIENCE_S, False, 0.05
@@ -65,7 +70,9 @@ class Game:
             self._coming.clear()
         deadline = monotonic() + self.patience_s
         while not self._is_over():
-            assert monotonic() < deadline, f"{NO_END} {self.patience_s:g} s: {self.prefill.ended} {self.decode.ended}"
+            assert monotonic() < deadline, (
+                f"{NO_END} {self.patience_s:g} s: {self.prefill.ended} {self.decode.ended}"
+            )
             if self._coming or self._sequential:
                 self._turn()
                 continue
@@ -87,7 +94,10 @@ class Game:
             self._coming.append((self.prefill, source, ToDecode(None)))
             self._sequential[name] = target
             return
-        legs = [(self.prefill, source, ToDecode(number + 1)), (self.decode, target, self._address(number + 1))]
+        legs = [
+            (self.prefill, source, ToDecode(number + 1)),
+            (self.decode, target, self._address(number + 1)),
+        ]
         self.random.shuffle(legs)
         self._coming += legs
 
@@ -97,7 +107,9 @@ class Game:
     def _turn(self) -> None:
         chance = self.random.random()
         if chance < 0.25 and self._coming:
-            engine, request, params = self._coming.pop(self.random.randrange(min(3, len(self._coming))))
+            engine, request, params = self._coming.pop(
+                self.random.randrange(min(3, len(self._coming)))
+            )
             engine.add(request, params)
         elif 0.25 <= chance < 0.25 + self.aborts:
             engine = self.random.choice((self.prefill, self.decode))
@@ -119,8 +131,11 @@ class Game:
         self.random.shuffle(calls)
         if len(engine.steps) < 2 and self.random.random() < 0.6:
             if isinstance(engine, PrefillEngine):
-                often = 0.2 if engine.preemptions else 1.0  # a run without one would show nothing of it
-                engine.schedule(self.random.randint(1, 9), self.preempts and self.random.random() < often)
+                # A run without one would show nothing of it.
+                often = 0.2 if engine.preemptions else 1.0
+                engine.schedule(
+                    self.random.randint(1, 9), self.preempts and self.random.random() < often
+                )
             else:
                 assert isinstance(engine, DecodeEngine)
                 engine.schedule()
@@ -135,19 +150,27 @@ class Game:
                 self.decode.add(target, self._address(answer[ROOM], is_computed=True))
 
     def _check_free(self) -> None:
-        """I2: nobody writes into what may be used again. A preemption frees what may be read until its step runs."""
+        """I2: nobody writes into what may be used again.
+
+        A preemption frees what may be read until its step runs.
+        """
         for engine in (self.decode,) if self.preempts else (self.prefill, self.decode):
             free = [block.block_id for block in engine.pool.free]
             for worker in engine.workers:
                 busy = worker.thread.pages.busy(free)
-                assert not busy.size, f"blocks {busy} of {type(worker).__name__} are free and in use"
+                assert not busy.size, (
+                    f"blocks {busy} of {type(worker).__name__} are free and in use"
+                )
 
     def _is_over(self) -> bool:
         engines = (self.prefill, self.decode)
         return not (
             self._coming
             or self._sequential
-            or any(engine.requests or any(worker.is_busy for worker in engine.workers) for engine in engines)
+            or any(
+                engine.requests or any(worker.is_busy for worker in engine.workers)
+                for engine in engines
+            )
             or self.decode.scheduler.quarantined_blocks
         )
 
@@ -179,15 +202,23 @@ def game(
         sources: list[PrefillWorker] = []
         targets: list[DecodeWorker] = []
         for rank, gate in enumerate(gates):
-            prefill = kvflow.PrefillThread(new_pool(1), GatedPlane(gate), registry_port=0, timing=timing)
-            source = PrefillWorker(prefill, Transfers(64, f"0.{rank}"), wake.set, source_deadline_s=source_deadline_s)
+            prefill = kvflow.PrefillThread(
+                new_pool(1), GatedPlane(gate), registry_port=0, timing=timing
+            )
+            source = PrefillWorker(
+                prefill, Transfers(64, f"0.{rank}"), wake.set, source_deadline_s=source_deadline_s
+            )
             source.start()
             stack.callback(source.close)
             sources.append(source)
         for rank in range(workers):
-            decode = kvflow.DecodeThread(new_pool(), "local", resolve=kvflow.RegistryClient().resolve, timing=timing)
+            decode = kvflow.DecodeThread(
+                new_pool(), "local", resolve=kvflow.RegistryClient().resolve, timing=timing
+            )
             stats = Transfers(64, f"0.{rank}")
-            target = DecodeWorker(decode, stats, wake.set, rank=rank, load_deadline_s=load_deadline_s)
+            target = DecodeWorker(
+                decode, stats, wake.set, rank=rank, load_deadline_s=load_deadline_s
+            )
             target.start()
             stack.callback(target.close)
             targets.append(target)
@@ -196,7 +227,9 @@ def game(
         found = Game(
             seed,
             PrefillEngine(PrefillScheduler(PAGE_SIZE, {}), sources, pages),
-            DecodeEngine(DecodeScheduler(PAGE_SIZE, workers), targets, pages, recomputes=recomputes),
+            DecodeEngine(
+                DecodeScheduler(PAGE_SIZE, workers), targets, pages, recomputes=recomputes
+            ),
             gates,
             wake,
         )
@@ -208,7 +241,11 @@ def game(
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_vllms_rules_are_kept(
-    workers: int, recomputes: bool, preempts: bool, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+    workers: int,
+    recomputes: bool,
+    preempts: bool,
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill_worker, "_PREEMPTION_S", 0.005)
     seed = pytestconfig.option.seed
@@ -220,15 +257,21 @@ def test_vllms_rules_are_kept(
 
 @contextmanager
 def tight(seed: int, **more: Any) -> Iterator[Game]:
-    """All come at once, in any order, and no wait is cut off: a deadline is longer than the test is patient."""
-    with game(seed, pages=TIGHT, source_deadline_s=2 * PATIENCE_S, load_deadline_s=None, **more) as found:
+    """All come at once, in any order, and no wait is cut off: a deadline is longer than the test is
+    patient.
+    """
+    with game(
+        seed, pages=TIGHT, source_deadline_s=2 * PATIENCE_S, load_deadline_s=None, **more
+    ) as found:
         found.crowds, found.aborts = True, 0.002
         yield found
 
 
 @pytest.mark.parametrize("preempts", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_no_two_requests_wait_for_each_other(workers: int, preempts: bool, pytestconfig: pytest.Config) -> None:
+def test_no_two_requests_wait_for_each_other(
+    workers: int, preempts: bool, pytestconfig: pytest.Config
+) -> None:
     with tight(pytestconfig.option.seed, workers=workers, preempts=preempts) as found:
         found.play()
 
@@ -239,7 +282,9 @@ def _decode_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         DecodeScheduler,
         "new_request",
-        lambda self, request, params: new_request(self, request, msgspec.structs.replace(params, is_computed=True)),
+        lambda self, request, params: new_request(
+            self, request, msgspec.structs.replace(params, is_computed=True)
+        ),
     )
 
 
@@ -260,7 +305,11 @@ def _prefill_tells_before_it_has_begun(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillWorker, "_open", opens)
 
 
-PLANTS = [_decode_does_not_wait, _prefill_begins_more_than_it_has_blocks_for, _prefill_tells_before_it_has_begun]
+PLANTS = [
+    _decode_does_not_wait,
+    _prefill_begins_more_than_it_has_blocks_for,
+    _prefill_tells_before_it_has_begun,
+]
 
 
 @pytest.mark.slow

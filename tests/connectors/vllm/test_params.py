@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvflow.connectors.vllm.params import MAX_ROOM, FromPrefill, ToDecode, draw_room, prefill_answer, read_params
+from kvflow.connectors.vllm.params import (
+    MAX_ROOM,
+    FromPrefill,
+    ToDecode,
+    draw_room,
+    prefill_answer,
+    read_params,
+)
 from kvflow.protocols.errors import MisuseError
 
 ANSWER: dict[str, Any] = {  # prefill's, as a sequential proxy copies it
@@ -44,19 +51,31 @@ def test_nothing_is_asked_for(params: object) -> None:
 
 
 def test_one_leg_after_the_other() -> None:
-    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
+    asked = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_host": None,
+    }
     assert read_params(asked) == ToDecode(None)
     assert read_params(ANSWER) == FromPrefill(77, "10.0.0.7", 8998, 1)
 
 
 def test_prefills_answer_says_that_it_has_computed_the_prompt() -> None:
     answer = prefill_answer("10.0.0.7", 8998, engine="e", workers=2, tensor_parallel=2)
-    assert read_params(answer | {"kvflow_room": 7}) == FromPrefill(7, "10.0.0.7", 8998, 2, is_computed=True)
+    assert read_params(answer | {"kvflow_room": 7}) == FromPrefill(
+        7, "10.0.0.7", 8998, 2, is_computed=True
+    )
 
 
 def test_both_legs_at_once() -> None:
     assert read_params({"do_remote_decode": True, "kvflow_room": 5}) == ToDecode(5)
-    asked = {"do_remote_prefill": True, "kvflow_room": 5, "remote_host": "prefill-0.prefill", "remote_port": 9000}
+    asked = {
+        "do_remote_prefill": True,
+        "kvflow_room": 5,
+        "remote_host": "prefill-0.prefill",
+        "remote_port": 9000,
+    }
     found = read_params(asked)
     assert found == FromPrefill(5, "prefill-0.prefill", 9000, None)
     assert found.registry(0) == "prefill-0.prefill:9000"
@@ -118,7 +137,10 @@ def test_rooms_are_drawn_from_what_a_double_can_hold(monkeypatch: pytest.MonkeyP
         ({"do_remote_decode": True}, "do_remote_decode and do_remote_prefill are both true"),
         ({"do_remote_decode": 1}, "do_remote_decode 1 is neither true nor false"),
         ({"do_remote_prefill": "true"}, "do_remote_prefill 'true' is neither true nor false"),
-        ({"kvflow_room": None}, "kvflow_room None is not a whole number from 1 to 9007199254740991"),
+        (
+            {"kvflow_room": None},
+            "kvflow_room None is not a whole number from 1 to 9007199254740991",
+        ),
         ({"kvflow_room": 0}, "kvflow_room 0 is not"),
         ({"kvflow_room": 2**53}, "kvflow_room 9007199254740992 is not"),
         ({"kvflow_room": 2.0**53}, "kvflow_room 9007199254740992 is not"),
@@ -134,13 +156,25 @@ def test_rooms_are_drawn_from_what_a_double_can_hold(monkeypatch: pytest.MonkeyP
         ({"remote_port": None}, "remote_port None is not a whole number from 1 to 65535"),
         ({"remote_port": 0}, "remote_port 0 is not"),
         ({"remote_port": 65536}, "remote_port 65536 is not"),
-        ({"kvflow_decode_workers": 0}, "kvflow_decode_workers 0 is not a whole number from 1 to 1024"),
+        (
+            {"kvflow_decode_workers": 0},
+            "kvflow_decode_workers 0 is not a whole number from 1 to 1024",
+        ),
         ({"kvflow_decode_workers": 1025}, "kvflow_decode_workers 1025 is not"),
         ({"remote_bootstrap_addr": 7}, "remote_bootstrap_addr 7 is not http://HOST:PORT"),
         ({"remote_bootstrap_addr": "10.0.0.7"}, "remote_bootstrap_addr '10.0.0.7' is not"),
-        ({"remote_bootstrap_addr": "https://10.0.0.7:1"}, "remote_bootstrap_addr 'https://10.0.0.7:1' is not"),
-        ({"remote_bootstrap_addr": "http://10.0.0.7:65536"}, "remote_bootstrap_addr 'http://10.0.0.7:65536' is not"),
-        ({"remote_bootstrap_addr": "http://10.0.0.7:0"}, "remote_bootstrap_addr 'http://10.0.0.7:0' is not"),
+        (
+            {"remote_bootstrap_addr": "https://10.0.0.7:1"},
+            "remote_bootstrap_addr 'https://10.0.0.7:1' is not",
+        ),
+        (
+            {"remote_bootstrap_addr": "http://10.0.0.7:65536"},
+            "remote_bootstrap_addr 'http://10.0.0.7:65536' is not",
+        ),
+        (
+            {"remote_bootstrap_addr": "http://10.0.0.7:0"},
+            "remote_bootstrap_addr 'http://10.0.0.7:0' is not",
+        ),
         ({"kvflow_room": None, "transfer_id": 7}, "transfer_id 7 is not a text"),
         ({"kvflow_room": None, "transfer_id": ""}, "transfer_id '' is not a text"),
         ({"kvflow_room": None, "transfer_id": "x\ud800"}, r"transfer_id 'x\ud800' is not a text"),
@@ -159,5 +193,7 @@ def test_what_is_wrong_names_itself(change: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("params", [[], "x", 7, True])
 def test_what_is_no_object_is_refused(params: object) -> None:
-    with pytest.raises(MisuseError, match=f"kv_transfer_params: {type(params).__name__} is not an object"):
+    with pytest.raises(
+        MisuseError, match=f"kv_transfer_params: {type(params).__name__} is not an object"
+    ):
         read_params(params)

@@ -1,4 +1,7 @@
-"""Which request may begin at prefill, and what its scheduler side tells the workers. The rest: test_model.py."""
+"""Which request may begin at prefill, and what its scheduler side tells the workers.
+
+The rest: test_model.py.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ class TestPlaces:
 
     def test_none_passes_one_that_is_held_up(self) -> None:
         side, of = self.side(a=4, b=7, c=1)
-        assert side.may_begin(of["a"]) and not side.may_begin(of["b"]) and not side.may_begin(of["c"])
+        assert (
+            side.may_begin(of["a"]) and not side.may_begin(of["b"]) and not side.may_begin(of["c"])
+        )
         planned(side)
         assert side.may_begin(of["c"]), "vLLM does not ask for b now"
 
@@ -63,11 +68,16 @@ class TestPlaces:
 
     def test_a_request_that_is_not_ours_is_not_kept(self) -> None:
         side, _ = self.side()
-        assert side.finished(request("another's", 1, "FINISHED_LENGTH_CAPPED"), ([3],)) == (False, None)
+        assert side.finished(request("another's", 1, "FINISHED_LENGTH_CAPPED"), ([3],)) == (
+            False,
+            None,
+        )
         assert planned(side).computed == {}
 
     @pytest.mark.parametrize("streams", [False, True])
-    def test_an_aborted_request_leaves_its_place_when_its_blocks_are_free(self, streams: bool) -> None:
+    def test_an_aborted_request_leaves_its_place_when_its_blocks_are_free(
+        self, streams: bool
+    ) -> None:
         side = PrefillScheduler(BLOCK, {})
         side.num_blocks = CACHE
         first, second = request("a", CACHE, "FINISHED_ABORTED"), request("b")
@@ -88,7 +98,9 @@ class TestPlaces:
         assert planned(side).begun == []
         for each in (*of.values(), sequential):
             side.allocated(each)
-        assert planned(side).begun == ["a"], "vLLM did not ask for the other: it counts, and is told at its end"
+        assert planned(side).begun == ["a"], (
+            "vLLM did not ask for the other: it counts, and is told at its end"
+        )
         assert not side.may_begin(request_of(side, 2)), "4 and 4 and 1 of 10 are taken"
         of["unasked"].status.name = "FINISHED_LENGTH_CAPPED"
         side.finished(of["unasked"], ([0] * 4,))
@@ -108,5 +120,7 @@ def test_a_preempted_request_that_has_ended_is_waited_for_all_the_same() -> None
     side.new_request(aborted, ToDecode(7))
     assert side.finished(aborted, ([],)) == (True, None)
     meta = StepMeta()
-    side.build_meta(meta, SimpleNamespace(preempted_req_ids={"r", "another's"}, num_scheduled_tokens={}))
+    side.build_meta(
+        meta, SimpleNamespace(preempted_req_ids={"r", "another's"}, num_scheduled_tokens={})
+    )
     assert meta.preempted == ["r"] and meta.finished == {"r": True}

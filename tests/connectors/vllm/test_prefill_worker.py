@@ -59,9 +59,13 @@ def test_what_decode_had_is_neither_sent_nor_counted() -> None:
         each.until(lambda: each.room().matched)
         each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
         each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [0, 2, 3] and each.sent == each.received == {NAME: 1}
+        assert list(each.target_pages[[9, 4, 7]]) == [0, 2, 3] and each.sent == each.received == {
+            NAME: 1
+        }
         moved = each.prefill.stats.take()
-        assert moved is not None and moved["sent_bytes"] == [2 * each.prefill.thread.pool.layout.page_bytes]
+        assert moved is not None and moved["sent_bytes"] == [
+            2 * each.prefill.thread.pool.layout.page_bytes
+        ]
 
 
 def test_blocks_stay_until_nothing_reads_them() -> None:
@@ -91,7 +95,9 @@ def test_vllm_aborts_the_request(has_started: bool) -> None:
         each.hold()
         each.until_rest()
         assert each.sent == each.failed == {NAME: 1}
-        assert not (each.prefill.stats.take() or {"failed": {}})["failed"], "a client that leaves is no failure"
+        assert not (each.prefill.stats.take() or {"failed": {}})["failed"], (
+            "a client that leaves is no failure"
+        )
 
 
 def test_no_decode_comes_before_the_deadline() -> None:
@@ -110,9 +116,14 @@ def test_no_decode_comes_before_the_deadline() -> None:
 def test_one_that_decode_has_announced_is_kept_for_it() -> None:
     with pair(source_deadline_s=0.1) as each:
         each.step_decode(targets=[each.target()])
-        each.until(lambda: each.prefill.thread.ask(lambda node: ROOM in node.shell.endpoint.core.rendezvous.announced))
+        each.until(
+            lambda: each.prefill.thread.ask(
+                lambda node: ROOM in node.shell.endpoint.core.rendezvous.announced
+            )
+        )
         each.send_all(3, 1, 2)
-        other = each.source(room=8, name="other")  # its deadline passes later than the first's would
+        # Its deadline passes later than the first's would.
+        other = each.source(room=8, name="other")
         each.step_prefill(sources=[other], finished={"other": False})
         each.until(lambda: each.sent["other"])
         assert not each.sent[NAME]
@@ -125,12 +136,19 @@ def test_a_room_that_is_in_use_is_not_sent() -> None:
     with pair() as each:
         each.step_prefill(sources=[each.source()])
         again = each.source(name="again")
-        each.step_prefill(sources=[again], computed={"again": Computed([5, 6, 8], True)}, finished={"again": False})
+        each.step_prefill(
+            sources=[again],
+            computed={"again": Computed([5, 6, 8], True)},
+            finished={"again": False},
+        )
         assert each.sent == {"again": 1}
         each.load(9, 4, 7)
         each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
         each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {NAME: 1, "again": 1}
+        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 3] and each.sent == {
+            NAME: 1,
+            "again": 1,
+        }
 
 
 def test_too_few_blocks_fail_the_room() -> None:
@@ -160,7 +178,11 @@ def test_what_was_sent_before_a_preemption_is_not_sent_again() -> None:
         each.step_prefill(computed=computed(10, 11))
         each.step_prefill(computed=computed(10, 11, 12, is_all=True), finished={NAME: False})
         each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [4, 2, 13] and each.received == {NAME: 1} and not each.failed
+        assert (
+            list(each.target_pages[[9, 4, 7]]) == [4, 2, 13]
+            and each.received == {NAME: 1}
+            and not each.failed
+        )
 
 
 def test_a_write_that_outlasts_a_preemption_ends_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +208,11 @@ def test_decodes_half_comes_in_the_middle_of_a_preemption(monkeypatch: pytest.Mo
     """Blocks that are waited for must not be sent meanwhile."""
     with pair() as each:
         each.step_prefill(sources=[each.source()], computed=computed(3, 1, 2, is_all=True))
-        wait_released, handle, handled = each.prefill.thread.wait_released, each.prefill._handle, list[object]()
+        wait_released, handle, handled = (
+            each.prefill.thread.wait_released,
+            each.prefill._handle,
+            list[object](),
+        )
 
         def waits(blocks: Sequence[int], timeout_s: float | None = None) -> bool:
             released = wait_released(blocks, timeout_s)
@@ -209,4 +235,8 @@ def test_decodes_half_comes_in_the_middle_of_a_preemption(monkeypatch: pytest.Mo
         each.gate.open.set()
         each.step_prefill(computed=computed(10, 11, 12, is_all=True), finished={NAME: False})
         each.until_rest()
-        assert list(each.target_pages[[9, 4, 7]]) == [11, 12, 13] and each.received == {NAME: 1} and not each.failed
+        assert (
+            list(each.target_pages[[9, 4, 7]]) == [11, 12, 13]
+            and each.received == {NAME: 1}
+            and not each.failed
+        )

@@ -1,4 +1,6 @@
-"""What the two halves of a room inside vLLM must agree on before decode goes on from prefill's blocks."""
+"""What the two halves of a room inside vLLM must agree on before decode goes on from prefill's
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,17 @@ def test_a_prompt_is_its_ids() -> None:
 
 
 def test_another_adapter_or_other_media_make_another_prompt() -> None:
-    asked = [("", ("cat",)), ("", ("dog",)), ("", ("cat", "dog")), ("x", None), ("y", None), ("x", ("cat",))]
+    asked = [
+        ("", ("cat",)),
+        ("", ("dog",)),
+        ("", ("cat", "dog")),
+        ("x", None),
+        ("y", None),
+        ("x", ("cat",)),
+    ]
     found = [prompt_of(request(*one)).tolist() for one in asked]
-    assert found == [prompt_of(request(*one)).tolist() for one in asked], "both halves compute the same"
+    assert found == [prompt_of(request(*one)).tolist() for one in asked], (
+        "both halves compute the same"
+    )
     assert len({tuple(ids) for ids in [*found, [5, 6, 7]]}) == len(asked) + 1
     assert all(ids[1:] == [6, 7] for ids in found)

@@ -1,4 +1,6 @@
-"""The self-test at start: every layout that vLLM has passes it, and one that is described wrongly does not."""
+"""The self-test at start: every layout that vLLM has passes it, and one that is described wrongly
+does not.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ORDERS = {"HND": (0, 1, 2, 3), "NHD": (0, 2, 1, 3), "width first": (0, 3, 2, 1)}
 
 
 def cache_of(order: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[blocks, heads, slots, width], whose dimensions lie in memory in that order; its bytes count up."""
+    """[blocks, heads, slots, width], whose dimensions lie in memory in that order; its bytes count
+    up.
+    """
     sizes = (BLOCKS, HEADS, SLOTS, WIDTH)
     shape = tuple(sizes[n] for n in order)
     size = BLOCKS * HEADS * SLOTS * WIDTH * dtype.itemsize
@@ -35,14 +39,22 @@ def pool_of(**caches: torch.Tensor) -> PagedPool:
     return PagedPool.wrap({}, SLOTS, per_page=caches)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str
+)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_layouts_that_are_described_as_they_are_pass(order: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_layouts_that_are_described_as_they_are_pass(
+    order: tuple[int, ...], dtype: torch.dtype
+) -> None:
     caches = {"layer.0": cache_of(order, dtype), "layer.1": cache_of(order, dtype)}
     before = {name: cache.contiguous().clone().view(torch.uint8) for name, cache in caches.items()}
-    check_moves(caches, pool_of(**{name: described(cache) for name, cache in caches.items()}), BLOCKS)
+    check_moves(
+        caches, pool_of(**{name: described(cache) for name, cache in caches.items()}), BLOCKS
+    )
     for name, cache in caches.items():
-        assert torch.equal(cache.contiguous().clone().view(torch.uint8), before[name]), "every byte is put back"
+        assert torch.equal(cache.contiguous().clone().view(torch.uint8), before[name]), (
+            "every byte is put back"
+        )
 
 
 def test_blocks_of_all_layers_in_one_piece_pass() -> None:
@@ -69,25 +81,38 @@ def _the_next_block(cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "plant", [_half_a_block, _only_the_keys, _another_memory, _the_next_block], ids=lambda plant: plant.__name__
+    "plant",
+    [_half_a_block, _only_the_keys, _another_memory, _the_next_block],
+    ids=lambda plant: plant.__name__,
 )
-def test_a_layout_that_is_described_wrongly_is_refused(plant: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_a_layout_that_is_described_wrongly_is_refused(
+    plant: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     memory = torch.zeros(BLOCKS + 1, HEADS, SLOTS, WIDTH)
     right, wrong = cache_of((0, 1, 2, 3)), memory[:BLOCKS]
-    with pytest.raises(LayoutError, match="does not read back as it was written, in wrong: ") as raised:
-        check_moves({"right": right, "wrong": wrong}, pool_of(right=right, wrong=plant(wrong)), BLOCKS)
+    with pytest.raises(
+        LayoutError, match="does not read back as it was written, in wrong: "
+    ) as raised:
+        check_moves(
+            {"right": right, "wrong": wrong}, pool_of(right=right, wrong=plant(wrong)), BLOCKS
+        )
     assert "\n" not in str(raised.value)
 
 
 def test_a_layer_that_is_left_out_is_named() -> None:
     caches = {f"layer.{n}": cache_of((0, 1, 2, 3)) for n in range(6)}
-    with pytest.raises(LayoutError, match="in layer.1, layer.2, layer.3 and 2 more".replace(".", r"\.")):
+    with pytest.raises(
+        LayoutError, match="in layer.1, layer.2, layer.3 and 2 more".replace(".", r"\.")
+    ):
         check_moves(caches, pool_of(**{"layer.0": caches["layer.0"]}), BLOCKS)
 
 
 def test_the_first_dimension_is_that_of_blocks() -> None:
     cache = cache_of((0, 1, 2, 3))
-    with pytest.raises(LayoutError, match=r"KV cache of k, \(8, 2, 4, 6\): its first dimension is not vLLM's 4 blocks"):
+    with pytest.raises(
+        LayoutError,
+        match=r"KV cache of k, \(8, 2, 4, 6\): its first dimension is not vLLM's 4 blocks",
+    ):
         check_moves({"k": cache}, pool_of(k=cache), 4)
 
 

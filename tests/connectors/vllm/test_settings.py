@@ -13,23 +13,39 @@ from kvflow.protocols.errors import MisuseError
 
 def test_what_is_set_is_read() -> None:
     found = Settings.read(
-        {"transfer_backend": "local", "source_deadline_s": 5, "lost_after_s": 2.5, "quarantine_share": 0.25}
+        {
+            "transfer_backend": "local",
+            "source_deadline_s": 5,
+            "lost_after_s": 2.5,
+            "quarantine_share": 0.25,
+        }
     )
-    assert found.source_deadline_s == 5.0 and found.load_deadline_s == 300.0 and found.bootstrap_port == 8998
+    assert (
+        found.source_deadline_s == 5.0
+        and found.load_deadline_s == 300.0
+        and found.bootstrap_port == 8998
+    )
     assert not found.verify_transfers, "checksums of all that travels are asked for"
     assert found.timing.lost_after_s == 2.5 and found.bounds.quarantine_share == 0.25
 
 
 def test_the_ranks_of_data_parallel_engines_have_ports_of_their_own() -> None:
     settings, ranks = Settings(bootstrap_port=9000), 3
-    ports = [settings.port_of_engine(engine, ranks) + rank for engine in range(4) for rank in range(ranks)]
+    ports = [
+        settings.port_of_engine(engine, ranks) + rank
+        for engine in range(4)
+        for rank in range(ranks)
+    ]
     assert ports == list(range(9000, 9012))
 
 
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ({"bootstrap_prot": 1}, "unknown field `bootstrap_prot`; it may have transfer_backend, host, bootstrap_port"),
+        (
+            {"bootstrap_prot": 1},
+            "unknown field `bootstrap_prot`; it may have transfer_backend, host, bootstrap_port",
+        ),
         ({"transfer_backend": "tcp"}, "no data plane 'tcp'; there are: local"),
         ({"ib_device": "mlx5_0"}, "the local data plane has no use for one"),
         ({"host": ""}, "host: '' is not a host name or IP address"),

@@ -1,4 +1,6 @@
-"""What a worker answers over HTTP, over real nodes, asked by a client of its own kind and by aiohttp."""
+"""What a worker answers over HTTP, over real nodes, asked by a client of its own kind and by
+aiohttp.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def each() -> Iterator[Pair]:
 async def served(each: Pair, *roles: str, api_key: str = "") -> AsyncIterator[str]:
     """URL of the status server of a worker with these roles."""
     prefill = each.prefill.thread if "prefill" in roles else None
-    server = StatusServer(prefill, each.decode.thread if "decode" in roles else None, engine="e-1", dp_rank=2)
+    server = StatusServer(
+        prefill, each.decode.thread if "decode" in roles else None, engine="e-1", dp_rank=2
+    )
     port = server.start("127.0.0.1", 0, api_key)
     try:
         yield f"http://127.0.0.1:{port}"
@@ -44,7 +48,9 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield found
 
 
-async def test_a_decode_finds_the_prefill_and_a_proxy_its_engine(each: Pair, session: aiohttp.ClientSession) -> None:
+async def test_a_decode_finds_the_prefill_and_a_proxy_its_engine(
+    each: Pair, session: aiohttp.ClientSession
+) -> None:
     async with served(each, "prefill") as url:
         (info,) = await kvflow.RegistryClient().resolve(url.removeprefix("http://"))
         assert info == each.prefill.thread.info
@@ -54,12 +60,16 @@ async def test_a_decode_finds_the_prefill_and_a_proxy_its_engine(each: Pair, ses
             assert answer.status == 404 and "GET /metrics" in await answer.text()
 
 
-async def test_a_key_is_needed_for_all_but_health(each: Pair, session: aiohttp.ClientSession) -> None:
+async def test_a_key_is_needed_for_all_but_health(
+    each: Pair, session: aiohttp.ClientSession
+) -> None:
     async with served(each, "prefill", api_key=KEY) as url:
         for path, status in (("/health", 200), ("/ranks", 401), ("/query", 401), ("/metrics", 401)):
             async with session.get(url + path) as answer:
                 assert answer.status == status, path
-            async with session.get(url + path, headers={"Authorization": f"Bearer {KEY}"}) as answer:
+            async with session.get(
+                url + path, headers={"Authorization": f"Bearer {KEY}"}
+            ) as answer:
                 assert answer.status == 200, path
 
 
@@ -73,7 +83,13 @@ async def test_health_counts_what_is_lent_and_metrics_are_of_each_role(
         async with session.get(f"{url}/health") as answer:
             found = await answer.json()
         assert answer.status == 200 and found["status"] == "ok"
-        assert found.keys() == {"status", "pinned_blocks", "quarantined_blocks", "overdue_blocks", "limit"}
+        assert found.keys() == {
+            "status",
+            "pinned_blocks",
+            "quarantined_blocks",
+            "overdue_blocks",
+            "limit",
+        }
         assert found["quarantined_blocks"] == 0
         texts = {}
         for path in ("", "/prefill", "/decode"):
@@ -81,7 +97,9 @@ async def test_health_counts_what_is_lent_and_metrics_are_of_each_role(
                 assert answer.status == 200 and answer.content_type == "text/plain"
                 texts[path] = await answer.text()
         for path, lent in (("", 0), ("/prefill", 0), ("/decode", 3)):
-            assert f'kvflow_pages{{owner="transfer"}} {lent:.1f}' in texts[path].splitlines(), texts[path]
+            assert f'kvflow_pages{{owner="transfer"}} {lent:.1f}' in texts[path].splitlines(), (
+                texts[path]
+            )
     each.gate.open.set()
     each.step_decode(abandoned=[NAME])
     each.step_prefill(finished={NAME: True})
@@ -100,7 +118,8 @@ def test_a_port_that_is_taken_is_refused_and_nothing_is_left(each: Pair) -> None
 
 
 @pytest.mark.parametrize(
-    ("role", "counted"), [("prefill", {"pinned_blocks"}), ("decode", {"quarantined_blocks", "overdue_blocks", "limit"})]
+    ("role", "counted"),
+    [("prefill", {"pinned_blocks"}), ("decode", {"quarantined_blocks", "overdue_blocks", "limit"})],
 )
 async def test_health_counts_what_its_roles_have(
     each: Pair, session: aiohttp.ClientSession, role: str, counted: set[str]
@@ -113,12 +132,16 @@ async def test_health_says_why_a_worker_cannot_serve(
     each: Pair, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = status._state
-    monkeypatch.setattr(status, "_state", lambda thread: ("its quarantine is full", state(thread)[1]))
+    monkeypatch.setattr(
+        status, "_state", lambda thread: ("its quarantine is full", state(thread)[1])
+    )
     async with served(each, "decode") as url, session.get(f"{url}/health") as answer:
         assert (answer.status, (await answer.json())["status"]) == (503, "its quarantine is full")
 
 
-def test_a_rank_that_its_leader_refuses_asks_again(each: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_its_leader_refuses_asks_again(
+    each: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     leader, follower = (StatusServer(each.prefill.thread, None, engine="e-1") for _ in range(2))
     port = leader.start("127.0.0.1", 0, KEY)
     follower.start("127.0.0.1", 0)

@@ -30,7 +30,8 @@ def test_what_was_counted_is_taken_once() -> None:
 def test_quarantine_is_told_when_it_changes() -> None:
     transfers = Transfers(100, "0.1")
     transfers.quarantine(0)
-    assert transfers.take() == no_transfers() | {"quarantine": {"0.1": 0}}  # the gauge exists from the start
+    # The gauge exists from the start.
+    assert transfers.take() == no_transfers() | {"quarantine": {"0.1": 0}}
     transfers.quarantine(0)
     assert transfers.take() is None
     for blocks in (3, 2, 2):

@@ -1,4 +1,7 @@
-"""Which vLLM the connector is for. A module stands in for vLLM: nothing of it is asked but its version."""
+"""Which vLLM the connector is for.
+
+A module stands in for vLLM: nothing of it is asked but its version.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,12 @@ def install(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", module)
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1", "0.32.1.dev3+gabc"])
-def test_any_build_of_the_release_is_supported(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1", "0.32.1.dev3+gabc"]
+)
+def test_any_build_of_the_release_is_supported(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(version, monkeypatch)
     assert is_supported()
     check_version()

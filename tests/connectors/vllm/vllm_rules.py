@@ -1,6 +1,7 @@
-"""A stand-in for vLLM's engine that keeps its rules where connectors are concerned: a pool with reference counts,
-blocks kept for transfers, the outputs of several workers made one, and steps that are planned before the last one's
-output is known. The rules are those of vLLM 0.32 (v1/core/sched/scheduler.py)."""
+"""A stand-in for vLLM's engine that keeps its rules where connectors are concerned: a pool with
+reference counts, blocks kept for transfers, the outputs of several workers made one, and steps that
+are planned before the last one's output is known. The rules are those of vLLM 0.32
+(v1/core/sched/scheduler.py)."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ class BlockPool:
 class Step:
     meta: bytes  # as vLLM carries it to each worker
     counts: dict[str, int] = field(default_factory=dict)
-    ends: dict[str, tuple[int, int]] = field(default_factory=dict)  # request: its life, tokens when the step is over
+    # Request: its life, tokens when the step is over.
+    ends: dict[str, tuple[int, int]] = field(default_factory=dict)
     preempted_req_ids: set[str] = field(default_factory=set)
     outputs: list[Any] = field(default_factory=list)
 
@@ -94,7 +96,9 @@ class Step:
 
 
 class Engine:
-    """One of either role; `scheduler` is the connector's side there, `workers` those in the workers."""
+    """One of either role; `scheduler` is the connector's side there, `workers` those in the
+    workers.
+    """
 
     def __init__(self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES) -> None:
         self.scheduler, self.workers, self.pool = scheduler, workers, BlockPool(pages)
@@ -132,7 +136,9 @@ class Engine:
         """Run the oldest step that has not run, at all workers."""
         for step in self.steps:
             if not step.outputs:
-                step.outputs = [self._run(worker, step, pickle.loads(step.meta)) for worker in self.workers]
+                step.outputs = [
+                    self._run(worker, step, pickle.loads(step.meta)) for worker in self.workers
+                ]
                 return True
         return False
 
@@ -155,7 +161,9 @@ class Engine:
         for n, worker in enumerate(self.workers):
             slots = worker.thread.pool.array("k")[where].reshape(len(where) * PAGE_SIZE, -1)
             found = slots[: request.num_prompt_tokens]
-            assert (found == request.content[:, None]).all(), f"{request.request_id}: wrong bytes at worker {n}"
+            assert (found == request.content[:, None]).all(), (
+                f"{request.request_id}: wrong bytes at worker {n}"
+            )
 
     def _connector_finished(self, request: Request) -> tuple[bool, Any]:
         raise NotImplementedError
@@ -197,7 +205,9 @@ class PrefillEngine(Engine):
             self._admit(count, step)
         meta = StepMeta()
         self.scheduler.build_meta(meta, step)
-        step.meta = pickle.dumps((meta, {name: self.requests[name].block_ids for name in step.counts}))
+        step.meta = pickle.dumps(
+            (meta, {name: self.requests[name].block_ids for name in step.counts})
+        )
         for name, tokens in step.counts.items():
             self.requests[name].num_computed_tokens += tokens
         self.steps.append(step)
@@ -254,14 +264,17 @@ class PrefillEngine(Engine):
             if (request := self.requests.get(name)) is not None:
                 cache = worker.thread.pool.array("k")
                 for token in range(end - step.counts[name], end):
-                    cache[blocks[name][token // PAGE_SIZE], token % PAGE_SIZE] = request.content[token]
+                    cache[blocks[name][token // PAGE_SIZE], token % PAGE_SIZE] = request.content[
+                        token
+                    ]
         worker.computed(told)
         return worker.finished(told)
 
     def _process(self, step: Step) -> None:
         for name, (life, end) in step.ends.items():
             request = self.requests.get(name)
-            if request is None or request.is_finished or life != request.lives:  # a connector that hands blocks over
+            # A connector that hands blocks over.
+            if request is None or request.is_finished or life != request.lives:
                 continue
             if end == request.num_prompt_tokens:
                 self.answers[name] = self.finish(request, Status.FINISHED_LENGTH_CAPPED)
@@ -272,7 +285,9 @@ class PrefillEngine(Engine):
 
 
 class DecodeEngine(Engine):
-    def __init__(self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES, *, recomputes: bool) -> None:
+    def __init__(
+        self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES, *, recomputes: bool
+    ) -> None:
         super().__init__(scheduler, workers, pages)
         scheduler.block_pool = self.pool
         self._recomputes = recomputes
@@ -285,7 +300,10 @@ class DecodeEngine(Engine):
     def schedule(self) -> None:
         is_full = False
         for request in list(self.requests.values()):
-            if request.status is Status.WAITING_FOR_REMOTE_KVS and request.request_id in self._received:
+            if (
+                request.status is Status.WAITING_FOR_REMOTE_KVS
+                and request.request_id in self._received
+            ):
                 self._promote(request)
             if request.status is Status.WAITING:
                 is_full = is_full or not self._admit(request)

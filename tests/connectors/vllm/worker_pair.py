@@ -1,4 +1,6 @@
-"""The worker sides of one prefill and one decode, over real nodes, stepped as vLLM's worker steps them."""
+"""The worker sides of one prefill and one decode, over real nodes, stepped as vLLM's worker steps
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ NAME, ROOM = "request", 7
 
 
 class Gate:
-    """What stands between a prefill and its writes: while it is shut, none ends, and none can be cancelled."""
+    """What stands between a prefill and its writes: while it is shut, none ends, and none can be
+    cancelled.
+    """
 
     def __init__(self) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
@@ -61,7 +65,9 @@ class GatedPlane(kvflow.LocalPlane):
 def new_pool(first: int = 0, page_bytes: int = 64) -> kvflow.PagedPool:
     """Page p holds first + p everywhere, or 0 without `first`."""
     kinds = [("k", "uint8", (page_bytes // PAGE_SIZE,))]
-    pool = kvflow.PagedPool.allocate(kvflow.build_layout(kinds, page_size=PAGE_SIZE, num_pages=PAGES), shared=True)
+    pool = kvflow.PagedPool.allocate(
+        kvflow.build_layout(kinds, page_size=PAGE_SIZE, num_pages=PAGES), shared=True
+    )
     if first:
         pool.array("k")[:] = np.arange(first, first + PAGES, dtype=np.uint8)[:, None, None]
     return pool
@@ -70,7 +76,9 @@ def new_pool(first: int = 0, page_bytes: int = 64) -> kvflow.PagedPool:
 class Pair:
     """Counts what the sides report, request by request."""
 
-    def __init__(self, prefill: PrefillWorker, decode: DecodeWorker, wake: threading.Event, gate: Gate) -> None:
+    def __init__(
+        self, prefill: PrefillWorker, decode: DecodeWorker, wake: threading.Event, gate: Gate
+    ) -> None:
         self.prefill, self.decode, self.gate, self._wake = prefill, decode, gate, wake
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
@@ -94,7 +102,9 @@ class Pair:
         self.received.update(received)
         self.failed.update(failed)
         if (news := self.decode.take_news()) is not None:
-            self.ready |= {name: self.ready.get(name, set()) | news.ready[name] for name in news.ready}
+            self.ready |= {
+                name: self.ready.get(name, set()) | news.ready[name] for name in news.ready
+            }
             self.failures.update(news.failures.keys())
             self.released.update(news.released.keys())
             self.causes |= news.failed
@@ -103,7 +113,9 @@ class Pair:
         """Step both, with nothing to tell them, as events come."""
         deadline = monotonic() + PATIENCE_S
         while not condition():
-            assert monotonic() < deadline, f"it did not happen within {PATIENCE_S:g} s: {vars(self)}"
+            assert monotonic() < deadline, (
+                f"it did not happen within {PATIENCE_S:g} s: {vars(self)}"
+            )
             self._wake.clear()
             self.step_prefill()
             self.step_decode()
@@ -126,7 +138,11 @@ class Pair:
         return OpenSource(name, room, PROMPT)
 
     def target(
-        self, room: int = ROOM, name: str = NAME, refusal: kvflow.Cause | None = None, workers: int = 1
+        self,
+        room: int = ROOM,
+        name: str = NAME,
+        refusal: kvflow.Cause | None = None,
+        workers: int = 1,
     ) -> OpenTarget:
         return OpenTarget(name, room, [self.prefill.thread.registry] * workers, PROMPT, refusal)
 
@@ -140,7 +156,9 @@ class Pair:
         self.step_decode(targets=[self.target()], offers={NAME: offer})
 
     def hold(self) -> None:
-        """Decode fails, tells so, and is told that its blocks are held: vLLM hears of the failure."""
+        """Decode fails, tells so, and is told that its blocks are held:
+        vLLM hears of the failure.
+        """
         self.until(lambda: self.failures[NAME])
         assert not self.received[NAME], "vLLM was told before anybody held the blocks"
         self.step_decode(held={NAME: {0}})
@@ -164,12 +182,17 @@ class Pair:
 
 @contextmanager
 def pair(
-    *, source_deadline_s: float = 30.0, load_deadline_s: float | None = None, lost_after_s: float = 60.0
+    *,
+    source_deadline_s: float = 30.0,
+    load_deadline_s: float | None = None,
+    lost_after_s: float = 60.0,
 ) -> Iterator[Pair]:
-    """Prefill's page p holds p + 1. At the end both are at rest, and each request was reported at most once.
+    """Prefill's page p holds p + 1.
 
-    Sides that get no CPU for `lost_after_s` take each other for lost, and then a request fails: only a test of that has
-    a short one."""
+    At the end both are at rest, and each request was reported at most once.
+
+    Sides that get no CPU for `lost_after_s` take each other for lost, and then a request fails:
+    only a test of that has a short one."""
     source, target, wake, gate = new_pool(1), new_pool(), threading.Event(), Gate()
     timing = Timing(lost_after_s=lost_after_s, heartbeat_s=min(1.0, lost_after_s / 4))
     prefill = PrefillWorker(

@@ -1,4 +1,6 @@
-"""On a prefill's PYTHONPATH: its model step raises for prompts that begin with token 7, once some pages have left."""
+"""On a prefill's PYTHONPATH: its model step raises for prompts that begin with token 7, once some
+pages have left.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ MOST_CHANGED = 16  # mutants of changed lines of an area, unless `--sample` says
 def main(arguments: list[str] | None = None, root: Path = ROOT, here: Path = lists.HERE) -> int:
     """Exit status: 0 all killed, 1 some survived or a list is out of date, 2 it could not begin.
 
-    Survivors among changed lines are only printed: what was drawn by chance, within a time, proves nothing.
+    Survivors among changed lines are only printed: what was drawn by chance, within a time, proves
+    nothing.
     """
     given, began = parser().parse_args(arguments), monotonic()
     try:
@@ -53,7 +54,9 @@ def judged(given: argparse.Namespace, root: Path, here: Path) -> Report:
     whole = Report([], {}, set())
     areas = [scope for scope in scopes if _files(root, scope, given, lines)]
     if lines is not None:  # in case that time runs out
-        areas.sort(key=lambda scope: -sum(len(lines[file]) for file in _files(root, scope, given, lines)))
+        areas.sort(
+            key=lambda scope: -sum(len(lines[file]) for file in _files(root, scope, given, lines))
+        )
     until_s = monotonic() + given.within_s
     for number, scope in enumerate(areas):
         left_s = until_s - monotonic()
@@ -61,27 +64,38 @@ def judged(given: argparse.Namespace, root: Path, here: Path) -> Report:
             print(f"{scope.name}: not judged, for want of time", file=sys.stderr)
             continue
         share_s = max(LEAST_S, left_s / (len(areas) - number))
-        whole.add(_judged_area(given, root, scope, (equivalent, named, lines), monotonic() + share_s))
+        whole.add(
+            _judged_area(given, root, scope, (equivalent, named, lines), monotonic() + share_s)
+        )
     return whole
 
 
-def _files(root: Path, scope: lists.Scope, given: argparse.Namespace, lines: Lines | None) -> list[str]:
+def _files(
+    root: Path, scope: lists.Scope, given: argparse.Namespace, lines: Lines | None
+) -> list[str]:
     """What is mutated of an area."""
     files = lists.files_of(root, scope, given.files)
     return files if lines is None else [file for file in files if file in lines]
 
 
 def _judged_area(
-    given: argparse.Namespace, root: Path, scope: lists.Scope,
-    known: tuple[dict[str, str], list[Mutant], Lines | None], until_s: float,
-) -> Report:  # fmt: skip
+    given: argparse.Namespace,
+    root: Path,
+    scope: lists.Scope,
+    known: tuple[dict[str, str], list[Mutant], Lines | None],
+    until_s: float,
+) -> Report:
     """`known`: equivalent and named mutants, changed lines. Raises: CannotBegin."""
     equivalent, named, lines = known
     files = _files(root, scope, given, lines)
     mutants = [mutant for file in files for mutant in mutants_of(root, file, scope.texts)]
-    judges = tuple(given.judges) or (scope.judges if lines is None else importing(root, scope.judges, files))
+    judges = tuple(given.judges) or (
+        scope.judges if lines is None else importing(root, scope.judges, files)
+    )
     if not judges:
-        print(f"{scope.name}: no test imports {', '.join(files)} by name: not judged", file=sys.stderr)
+        print(
+            f"{scope.name}: no test imports {', '.join(files)} by name: not judged", file=sys.stderr
+        )
         return Report([], {}, set())
     suite = Suite(root, judges, tuple(f"--deselect={path}" for path in scope.deselect))
     # Of what is bounded in time, half goes to finding out which judges there are.
@@ -98,8 +112,11 @@ def _judged_area(
     report.wanted, report.no_judges = len(wanted), found.failed
     plan = Plan(root, found, given.patience_s, scope.most_s)
     report.verdicts = Run(suite, plan, given.workers, until_s).judge(wanted)
-    if lines is not None:  # other tests may reach the line, which had no time, or do not name its module
-        report.verdicts = [(mutant, found) for mutant, found in report.verdicts if found.outcome != "unreached"]
+    # Other tests may reach the line, which had no time, or do not name its module.
+    if lines is not None:
+        report.verdicts = [
+            (mutant, found) for mutant, found in report.verdicts if found.outcome != "unreached"
+        ]
     return report
 
 
@@ -112,18 +129,46 @@ def chosen(mutants: list[Mutant], given: argparse.Namespace) -> list[Mutant]:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m tests.proof.mutants", description=__doc__)
     add = options.add_argument
-    add("--files", "--under", nargs="*", default=[], metavar="PATH", help="only these files or folders of mutants.toml")
+    add(
+        "--files",
+        "--under",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="only these files or folders of mutants.toml",
+    )
     add(
         "--changed",
         nargs="?",
         const="",
         metavar="COMMIT",
-        help="only lines changed since COMMIT (by default since the branch began, on main since the last commit), "
-        "before the tests that import their modules by name; survivors are no failure",
+        help=(
+            "only lines changed since COMMIT (by default since the branch began, on main since the "
+            "last commit), before the tests that import their modules by name; survivors are no "
+            "failure"
+        ),
     )
-    add("--within-s", type=float, default=float("inf"), metavar="S", help="begin nothing after so many seconds")
-    add("--judges", nargs="*", default=[], metavar="PATH", help="only these tests: what does the walk alone find?")
-    add("--only", nargs="*", default=[], metavar="TEXT", help="only mutants whose key has all of these texts in it")
+    add(
+        "--within-s",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="begin nothing after so many seconds",
+    )
+    add(
+        "--judges",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="only these tests: what does the walk alone find?",
+    )
+    add(
+        "--only",
+        nargs="*",
+        default=[],
+        metavar="TEXT",
+        help="only mutants whose key has all of these texts in it",
+    )
     add("--sample", type=int, default=0, metavar="N", help="only N of each area, drawn by chance")
     add("--seed", type=int, default=0, help="of that chance")
     add("--workers", type=int, default=2, help="processes at a time")
@@ -134,7 +179,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="a judge hangs that takes so long, and ten times its usual time",
     )
-    add("--recheck", action="store_true", help="judge the mutants of equivalent.toml too: one that is killed is not")
+    add(
+        "--recheck",
+        action="store_true",
+        help="judge the mutants of equivalent.toml too: one that is killed is not",
+    )
     add("--stubs", action="store_true", help="print survivors as entries for equivalent.toml")
     add("--json", type=Path, metavar="FILE", help="write every mutant and its verdict")
     return options

@@ -1,4 +1,6 @@
-"""The mutants of a transition table, cell by cell: tables are module data, which no tool for functions touches."""
+"""The mutants of a transition table, cell by cell: tables are module data, which no tool for
+functions touches.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from tests.proof.mutants.mutant import CellChange, Mutant, numbered
 def tables_of(module: ModuleType) -> dict[str, Any]:
     """The tables that this module defines, by name: what has phases, kinds, and cells."""
     found = {name: value for name, value in vars(module).items() if _is_table(value)}
-    return {name: table for name, table in found.items() if table.phases.__module__ == module.__name__}
+    return {
+        name: table for name, table in found.items() if table.phases.__module__ == module.__name__
+    }
 
 
 def cell_mutants(file: str, module: ModuleType) -> list[Mutant]:
-    """Every cell of every table in `module`: another phase, a command more, a command less, two commands swapped, and
-    IGNORE, ERROR and a move in the place of one another."""
+    """Every cell of every table in `module`: another phase, a command more, a command less, two
+    commands swapped, and IGNORE, ERROR and a move in the place of one another."""
     found = []
     for name, table in tables_of(module).items():
         for phase in table.phases:
@@ -27,34 +31,50 @@ def cell_mutants(file: str, module: ModuleType) -> list[Mutant]:
                 text = f"{phase.name} x {kind.name}: {shown(cell)}"
                 for operator, to, commands in _changes(table, phase, kind, _commands_of(table)):
                     change = CellChange(name, phase.name, kind.name, to, commands)
-                    found.append(Mutant(file, name, operator, text, cell=change, names=frozenset({name})))
+                    found.append(
+                        Mutant(file, name, operator, text, cell=change, names=frozenset({name}))
+                    )
     return numbered(found)
 
 
 def change_cell(module: ModuleType, change: CellChange) -> None:
-    """Change the table that stands in an imported module, in place, so that all who hold it see the change."""
+    """Change the table that stands in an imported module, in place, so that all who hold it see the
+    change.
+    """
     table = getattr(module, change.table)
     phase, kind = table.phases[change.phase], table.kinds[change.kind]
     if change.to in ("IGNORE", "ERROR"):
         cell = _constants(table)[change.to]
     else:
         commands = {command.name: command for command in _commands_of(table)}
-        cell = _move_of(table)(table.phases[change.to], tuple(commands[name] for name in change.commands))
+        cell = _move_of(table)(
+            table.phases[change.to], tuple(commands[name] for name in change.commands)
+        )
     table.put(phase, kind, cell)
 
 
 def shown(cell: Any) -> str:
-    return " ".join([cell.phase.name, *(c.name for c in cell.commands)]) if _is_move(cell) else repr(cell)
+    return (
+        " ".join([cell.phase.name, *(c.name for c in cell.commands)])
+        if _is_move(cell)
+        else repr(cell)
+    )
 
 
-def _changes(table: Any, phase: Any, kind: Any, commands: list[Any]) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _changes(
+    table: Any, phase: Any, kind: Any, commands: list[Any]
+) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     cell = table.cell(phase, kind)
     if not _is_move(cell):
         other = {"IGNORE": "ERROR", "ERROR": "IGNORE"}[repr(cell)]
         yield f"cell {other}", other, ()
         moves = [table.cell(p, kind) for p in table.phases if _is_move(table.cell(p, kind))]
         if moves:
-            yield f"cell {shown(moves[0])}", moves[0].phase.name, tuple(c.name for c in moves[0].commands)
+            yield (
+                f"cell {shown(moves[0])}",
+                moves[0].phase.name,
+                tuple(c.name for c in moves[0].commands),
+            )
         return
     names = tuple(command.name for command in cell.commands)
     yield "cell IGNORE", "IGNORE", ()
@@ -73,7 +93,9 @@ def _changes(table: Any, phase: Any, kind: Any, commands: list[Any]) -> Iterator
 
 
 def _is_table(value: Any) -> bool:
-    return all(hasattr(value, name) for name in ("phases", "kinds", "cell", "moves")) and not isinstance(value, type)
+    return all(
+        hasattr(value, name) for name in ("phases", "kinds", "cell", "moves")
+    ) and not isinstance(value, type)
 
 
 def _is_move(cell: Any) -> bool:

@@ -1,4 +1,6 @@
-"""What was changed since a commit: files, lines, and the tests that import what is in these files."""
+"""What was changed since a commit: files, lines,
+and the tests that import what is in these files.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ Lines = dict[str, set[int]]
 
 
 def changed_lines(root: Path, base: str) -> Lines:
-    """Against `base`, or, where that is empty, what this branch has of its own, and on main the last commit.
+    """Against `base`, or, where that is empty, what this branch has of its own, and on main the
+    last commit.
 
     Raises: CannotBegin where git does not know the commit.
     """
-    told = _git(root, "diff", "--unified=0", "--no-ext-diff", base or _base(root), "--", "kvflow/*.py")
+    told = _git(
+        root, "diff", "--unified=0", "--no-ext-diff", base or _base(root), "--", "kvflow/*.py"
+    )
     found: Lines = {}
     lines: set[int] = set()
     for line in told.splitlines():
@@ -32,14 +37,17 @@ def changed_lines(root: Path, base: str) -> Lines:
 
 def touched(mutants: list[Mutant], lines: Lines) -> list[Mutant]:
     """Those that change a changed line."""
-    return [m for m in mutants if lines.get(m.file, set()) & set(range(m.first_line, m.last_line + 1))]
+    return [
+        m for m in mutants if lines.get(m.file, set()) & set(range(m.first_line, m.last_line + 1))
+    ]
 
 
 def importing(root: Path, judges: tuple[str, ...], files: list[str]) -> tuple[str, ...]:
     """The judges' files that name a module of `files`, those that name most of them first."""
     names = [re.escape(module_name(file)) for file in files]
     parents = [
-        r"\.import ".join(map(re.escape, module_name(file).rsplit(".", 1))).replace(r"\.", " ") for file in files
+        r"\.import ".join(map(re.escape, module_name(file).rsplit(".", 1))).replace(r"\.", " ")
+        for file in files
     ]
     word = re.compile(rf"\b(?:{'|'.join([*names, *parents])})\b")
     found: dict[str, int] = {}
@@ -60,7 +68,9 @@ def _base(root: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise CannotBegin(f"git {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout

@@ -21,8 +21,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Start `work` in a new process, without output but what is logged; its process id. Its status is 0 when `work`
-    has returned. It is killed with this process: a mutant may loop for ever."""
+    """Start `work` in a new process, without output but what is logged; its process id.
+
+    Its status is 0 when `work` has returned. It is killed with this process: a mutant may loop for
+    ever."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -73,9 +75,11 @@ def in_a_child(work: Callable[[], T]) -> Callable[[], T]:
 
 
 def own_time_s(pid: int) -> float:
-    """A clock that stands still while this process waits for a core: on a busy machine nothing takes longer by it.
+    """A clock that stands still while this process waits for a core: on a busy machine nothing
+    takes longer by it.
 
-    It counts from anywhere. Where the kernel does not tell how long a process has waited, it is the plain clock.
+    It counts from anywhere. Where the kernel does not tell how long a process has waited, it is the
+    plain clock.
     """
     try:
         waited_ns = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1])

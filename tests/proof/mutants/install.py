@@ -1,4 +1,6 @@
-"""Put a mutant in the place of the shipped code: before it is imported, or afterwards, function by function."""
+"""Put a mutant in the place of the shipped code: before it is imported, or afterwards, function by
+function.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,16 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 def mutated_code(path: Path, mutant: Mutant) -> CodeType:
     content = path.read_bytes()
-    code: CodeType = compile(mutant.edit.applied(content) if mutant.edit else content, str(path), "exec")
+    code: CodeType = compile(
+        mutant.edit.applied(content) if mutant.edit else content, str(path), "exec"
+    )
     return code
 
 
 class Functions:
-    """The functions that exist, by the file and the qualified name of their code: also those behind decorators."""
+    """The functions that exist, by the file and the qualified name of their code: also those behind
+    decorators.
+    """
 
     def __init__(self, files: set[str]) -> None:
         self._found: dict[tuple[str, str], list[FunctionType]] = defaultdict(list)
@@ -66,15 +72,21 @@ class Functions:
                 self._found[one.__code__.co_filename, one.__code__.co_qualname].append(one)
 
     def change(self, path: Path, mutant: Mutant) -> bool:
-        """Give all of them the mutant's code, also those that they have made; False when that is not possible."""
+        """Give all of them the mutant's code, also those that they have made; False when that is
+        not possible.
+        """
         code = _code_named(mutated_code(path, mutant), mutant.function)
         if code is None or (str(path), mutant.function) not in self._found:
             return False
         pairs = [
-            (one, new) for new in (code, *_inside(code)) for one in self._found.get((str(path), new.co_qualname), [])
+            (one, new)
+            for new in (code, *_inside(code))
+            for one in self._found.get((str(path), new.co_qualname), [])
         ]
         names = [(id(one), new.co_qualname) for one, new in pairs]
-        if len(set(names)) < len(names) or any(one.__code__.co_freevars != new.co_freevars for one, new in pairs):
+        if len(set(names)) < len(names) or any(
+            one.__code__.co_freevars != new.co_freevars for one, new in pairs
+        ):
             return False
         for one, new in pairs:
             one.__code__ = new
@@ -88,7 +100,9 @@ def _inside(code: CodeType) -> list[CodeType]:
 
 
 def _code_named(code: CodeType, name: str) -> CodeType | None:
-    """Of a name that is given twice (a property and its setter), none: which one is meant is not known."""
+    """Of a name that is given twice (a property and its setter), none: which one is meant is not
+    known.
+    """
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
     found = [one for one in inner if one.co_qualname == name]
     if found:

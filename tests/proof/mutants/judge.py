@@ -1,4 +1,6 @@
-"""The judges: tests, collected and run by pytest inside this process, in any order and as few as are needed."""
+"""The judges: tests, collected and run by pytest inside this process, in any order and as few as
+are needed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# Own options instead of the project's: no output, no cache, one seed, and no shrinking of what hypothesis finds.
+# Own options instead of the project's: no output, no cache, one seed, and no shrinking of what
+# hypothesis finds.
 ARGUMENTS: tuple[str, ...] = (
     "-o",
     "addopts=",
@@ -23,8 +26,8 @@ ARGUMENTS: tuple[str, ...] = (
     "-s",
 )
 ARGUMENTS += ("-m", "not gpu and not slow", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-# pytest-timeout ends the process, and counts the time that others have taken of a busy machine; the pool has a clock of
-# its own.
+# pytest-timeout ends the process, and counts the time that others have taken of a busy machine; the
+# pool has a clock of its own.
 ARGUMENTS += (
     "-p",
     "no:timeout",
@@ -59,7 +62,9 @@ class Judges:
         return not any(report.failed for report in self._reports)
 
     def first_that_fails(self, names: Iterable[str], starting: Callable[[str], None]) -> str:
-        """Run these tests in this order up to the first that fails; its name, or "" when all pass."""
+        """Run these tests in this order up to the first that fails; its name,
+        or "" when all pass.
+        """
         waiting = [name for name in names if name in self.items]
         for name, following in zip(waiting, [*waiting[1:], ""], strict=True):
             starting(name)
@@ -96,12 +101,15 @@ class Suite(NamedTuple):
         os.environ["KVFLOW_SEED"] = SEED
         _settle_hypothesis()
         plugin = _Plugin(work)
-        pytest.main([*ARGUMENTS, *self.options, "--rootdir", str(self.root), *self.paths], plugins=[plugin])
+        pytest.main(
+            [*ARGUMENTS, *self.options, "--rootdir", str(self.root), *self.paths], plugins=[plugin]
+        )
         return plugin.has_worked
 
 
 def import_what_lasts() -> None:
-    """Import what no mutant changes, so that forked processes have it: half of what a mutant would cost.
+    """Import what no mutant changes, so that forked processes have it: half of what a mutant would
+    cost.
 
     Without threads: what a fork copies of them is their locks.
     """
@@ -120,9 +128,15 @@ def import_what_lasts() -> None:
 
 
 def _settle_hypothesis() -> None:
-    """No examples are kept from one mutant for the next, and none is made smaller: that it fails is enough."""
+    """No examples are kept from one mutant for the next, and none is made smaller: that it fails is
+    enough.
+    """
     from hypothesis import HealthCheck, Phase, settings
 
-    quick: dict[str, Any] = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
+    quick: dict[str, Any] = {
+        "database": None,
+        "deadline": None,
+        "suppress_health_check": list(HealthCheck),
+    }
     settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), **quick)
     settings.load_profile("mutants")

@@ -1,4 +1,6 @@
-"""The three lists kept by hand beside this tool: what is mutated and judged, named mutants, equivalent ones."""
+"""The three lists kept by hand beside this tool: what is mutated and judged, named mutants,
+equivalent ones.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ HERE = Path(__file__).parent
 
 
 class Scope(NamedTuple):
-    """An area of `mutants.toml`: files and folders to mutate, what judges them, and calls that only write texts."""
+    """An area of `mutants.toml`: files and folders to mutate, what judges them, and calls that only
+    write texts.
+    """
 
     name: str
     files: tuple[str, ...]
@@ -29,11 +33,16 @@ def read_scopes(path: Path = HERE / "mutants.toml") -> list[Scope]:
     texts = given.pop("texts")
     return [
         Scope(
-            name, tuple(area["files"]), tuple(area.get("skip", ())), tuple(area["judges"]),
-            tuple(area.get("deselect", ())), texts, float(area.get("most_s", "inf")),
+            name,
+            tuple(area["files"]),
+            tuple(area.get("skip", ())),
+            tuple(area["judges"]),
+            tuple(area.get("deselect", ())),
+            texts,
+            float(area.get("most_s", "inf")),
         )
         for name, area in given.items()
-    ]  # fmt: skip
+    ]
 
 
 def files_of(root: Path, scope: Scope, only: list[str]) -> list[str]:
@@ -68,8 +77,8 @@ def read_named(root: Path, path: Path = HERE / "named.toml") -> list[Mutant]:
         old, new = entry["find"].strip("\n"), entry["replace"].strip("\n")
         if (times := source.content.count(old.encode())) != 1:
             raise CannotBegin(
-                f"named mutant {entry['name']!r}: its text stands {times} times in {entry['file']}, not once; "
-                f"adapt `find` in {path.name}"
+                f"named mutant {entry['name']!r}: its text stands {times} times in "
+                f"{entry['file']}, not once; adapt `find` in {path.name}"
             )
         start = source.content.index(old.encode())
         edit = Edit(start, start + len(old.encode()), new.encode())
@@ -77,10 +86,18 @@ def read_named(root: Path, path: Path = HERE / "named.toml") -> list[Mutant]:
         first = source.content[:start].count(b"\n") + 1
         found.append(
             Mutant(
-                entry["file"], "", entry["name"], entry["why"], 0, first, first + old.count("\n"),
-                edit=edit, function=source.function_at(first, first + old.count("\n")), is_named=True,
+                entry["file"],
+                "",
+                entry["name"],
+                entry["why"],
+                0,
+                first,
+                first + old.count("\n"),
+                edit=edit,
+                function=source.function_at(first, first + old.count("\n")),
+                is_named=True,
             )
-        )  # fmt: skip
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""One mutant: a small change of the shipped code that the judges must notice, and the name by which it is known."""
+"""One mutant: a small change of the shipped code that the judges must notice, and the name by which
+it is known.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Edit(NamedTuple):
 
 
 class CellChange(NamedTuple):
-    """One cell of the table bound to `table`: it becomes "IGNORE", "ERROR", or a move to `to` with `commands`."""
+    """One cell of the table bound to `table`: it becomes "IGNORE", "ERROR", or a move to `to` with
+    `commands`.
+    """
 
     table: str
     phase: str
@@ -35,9 +39,10 @@ class CellChange(NamedTuple):
 class Mutant(NamedTuple):
     """Exactly one of `edit` and `cell` is set.
 
-    `scope` is the qualified name of the function or class around the change ("" at the top of a module), `text` the
-    source line, or the cell as it is. Neither says where in its file the change stands, so that a mutant keeps its key
-    when other lines are edited; `occurrence` counts those that would have the same key otherwise.
+    `scope` is the qualified name of the function or class around the change ("" at the top of a
+    module), `text` the source line, or the cell as it is. Neither says where in its file the change
+    stands, so that a mutant keeps its key when other lines are edited; `occurrence` counts those
+    that would have the same key otherwise.
     """
 
     file: str
@@ -57,7 +62,10 @@ class Mutant(NamedTuple):
     def key(self) -> str:
         if self.is_named:
             return f"named {self.operator}"
-        return f"{self.file} :: {self.scope or '(module)'} :: {self.operator} :: {self.text} :: {self.occurrence}"
+        return (
+            f"{self.file} :: {self.scope or '(module)'} :: {self.operator} :: {self.text} :: "
+            f"{self.occurrence}"
+        )
 
 
 def numbered(mutants: Iterable[Mutant]) -> list[Mutant]:

@@ -1,4 +1,6 @@
-"""What may be changed at one node of a syntax tree: (name of the operator, edit), as edits of the source text."""
+"""What may be changed at one node of a syntax tree: (name of the operator, edit), as edits of the
+source text.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ class Source:
         return self.content[self.start(node) : self.end(node)].decode()
 
     def accepts(self, edit: Edit, first: int, last: int) -> bool:
-        """Python accepts it. Lines `first` to `last`, which hold the edit, can be read by themselves."""
+        """Python accepts it.
+
+        Lines `first` to `last`, which hold the edit, can be read by themselves.
+        """
         start, end = self._starts[first - 1], self._starts[last]
         part = self.content[start : edit.start] + edit.new + self.content[edit.end : end]
         try:
@@ -81,7 +86,9 @@ class Source:
 
         def search(body: list[ast.stmt], scope: str) -> str:
             for node in body:
-                if isinstance(node, ast.ClassDef) and (found := search(node.body, f"{scope}{node.name}.")):
+                if isinstance(node, ast.ClassDef) and (
+                    found := search(node.body, f"{scope}{node.name}.")
+                ):
                     return found
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
                     node.body[0].lineno <= first and last <= (node.end_lineno or 0)
@@ -99,10 +106,14 @@ class Source:
         start, end = self.end(left), self.start(right)
         gap = self.content[start:end].decode()
         found = re.search(pattern, gap)
-        return found and Edit(start, end, (gap[: found.start()] + new + gap[found.end() :]).encode())
+        return found and Edit(
+            start, end, (gap[: found.start()] + new + gap[found.end() :]).encode()
+        )
 
     def without(self, one: ast.AST, others: list[ast.AST]) -> Edit:
-        """An element of a sequence is gone, with the comma after it or, for the last one, before it."""
+        """An element of a sequence is gone, with the comma after it or, for the last one, before
+        it.
+        """
         where = others.index(one)
         if where + 1 < len(others):
             return Edit(self.start(one), self.start(others[where + 1]), b"")
@@ -140,7 +151,9 @@ def _compare(source: Source, node: ast.Compare, _: Around) -> Found:
 
 
 def _boolean(source: Source, node: ast.BoolOp, _: Around) -> Found:
-    old, new, neutral = ("and", "or", "True") if isinstance(node.op, ast.And) else ("or", "and", "False")
+    old, new, neutral = (
+        ("and", "or", "True") if isinstance(node.op, ast.And) else ("or", "and", "False")
+    )
     start, parts = source.start(node), []
     for left, right in zip(node.values, node.values[1:], strict=False):
         if edit := source.between(left, right, rf"\b{old}\b", new):
@@ -164,7 +177,11 @@ def _unary(source: Source, node: ast.UnaryOp, _: Around) -> Found:
 def _binary(source: Source, node: ast.BinOp, around: Around) -> Found:
     if _is_text(node.left) or _is_text(node.right):
         return
-    if isinstance(node.op, ast.BitOr) and isinstance(around.parent, ast.Call) and _is_isinstance(around.parent):
+    if (
+        isinstance(node.op, ast.BitOr)
+        and isinstance(around.parent, ast.Call)
+        and _is_isinstance(around.parent)
+    ):
         yield "left type only", source.replaced(node, source.text(node.left))
         yield "right type only", source.replaced(node, source.text(node.right))
         return
@@ -232,15 +249,26 @@ def _call(source: Source, node: ast.Call, _: Around) -> Found:
 def _elements(source: Source, node: ast.Tuple | ast.List | ast.Set, around: Around) -> Found:
     if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load) or _unpacked(around.parent):
         return
-    if isinstance(around.parent, ast.Subscript) or any(isinstance(one, ast.Starred) for one in node.elts):
-        return  # a pair of indices or type arguments; a tuple built around a slice has its own constants
+    if isinstance(around.parent, ast.Subscript) or any(
+        isinstance(one, ast.Starred) for one in node.elts
+    ):
+        # A pair of indices or type arguments; a tuple built around a slice has its own constants.
+        return
     for number, one in enumerate(node.elts):
         if _is_text(one):
             continue
         if len(node.elts) == 1 or isinstance(node, ast.Tuple):
             rest = [source.text(other) for other in node.elts if other is not one]
-            inside = ", ".join(rest) + ("," if len(rest) == 1 and isinstance(node, ast.Tuple) else "")
-            new = f"({inside})" if isinstance(node, ast.Tuple) else "[]" if isinstance(node, ast.List) else "set()"
+            inside = ", ".join(rest) + (
+                "," if len(rest) == 1 and isinstance(node, ast.Tuple) else ""
+            )
+            new = (
+                f"({inside})"
+                if isinstance(node, ast.Tuple)
+                else "[]"
+                if isinstance(node, ast.List)
+                else "set()"
+            )
             yield f"element {number} dropped", source.replaced(node, new)
         else:
             yield f"element {number} dropped", source.without(one, list(node.elts))
@@ -258,12 +286,17 @@ def _items(source: Source, node: ast.Dict, _: Around) -> Found:
 
 def _case(source: Source, node: ast.match_case, _: Around) -> Found:
     if not all(isinstance(one, ast.Pass) for one in node.body):
-        yield "case does nothing", Edit(source.start(node.body[0]), source.end(node.body[-1]), b"pass")
+        yield (
+            "case does nothing",
+            Edit(source.start(node.body[0]), source.end(node.body[-1]), b"pass"),
+        )
     if node.guard is not None:
         yield "guard True", source.replaced(node.guard, "True")
     if isinstance(node.pattern, ast.MatchOr):
         for number, one in enumerate(node.pattern.patterns):
-            rest = " | ".join(source.text(other) for other in node.pattern.patterns if other is not one)
+            rest = " | ".join(
+                source.text(other) for other in node.pattern.patterns if other is not one
+            )
             yield f"pattern {number} dropped", source.replaced(node.pattern, rest)
 
 
@@ -273,7 +306,10 @@ def _caught(source: Source, node: ast.ExceptHandler, _: Around) -> Found:
 
 
 def _removed(source: Source, node: ast.stmt, around: Around) -> Found:
-    """The statement is gone. The first value of a name or an attribute stays: without it, Python would complain."""
+    """The statement is gone.
+
+    The first value of a name or an attribute stays: without it, Python would complain.
+    """
     match node:
         case ast.Expr(value=ast.Constant() | ast.Yield() | ast.YieldFrom()):
             return
@@ -281,13 +317,24 @@ def _removed(source: Source, node: ast.stmt, around: Around) -> Found:
             if name not in around.bound:
                 return
         case ast.Assign(targets=[ast.Tuple(elts=targets)]):
-            if not all(isinstance(t, ast.Attribute) or getattr(t, "id", "") in around.bound for t in targets):
+            if not all(
+                isinstance(t, ast.Attribute) or getattr(t, "id", "") in around.bound
+                for t in targets
+            ):
                 return
         case ast.Assign() | ast.AnnAssign() if around.is_constructor:
             return
         case ast.AnnAssign(target=ast.Attribute(), value=ast.expr()):
             pass
-        case ast.Expr() | ast.Assign() | ast.AugAssign() | ast.Delete() | ast.Raise() | ast.Continue() | ast.Break():
+        case (
+            ast.Expr()
+            | ast.Assign()
+            | ast.AugAssign()
+            | ast.Delete()
+            | ast.Raise()
+            | ast.Continue()
+            | ast.Break()
+        ):
             pass
         case ast.Return(value=None):
             pass
@@ -297,7 +344,9 @@ def _removed(source: Source, node: ast.stmt, around: Around) -> Found:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+    )
 
 
 def _is_isinstance(call: ast.Call) -> bool:
@@ -306,7 +355,9 @@ def _is_isinstance(call: ast.Call) -> bool:
 
 def _unpacked(parent: ast.AST) -> bool:
     """The elements go to as many targets: one less is a ValueError, which proves nothing."""
-    return isinstance(parent, ast.Assign) and any(isinstance(target, ast.Tuple | ast.List) for target in parent.targets)
+    return isinstance(parent, ast.Assign) and any(
+        isinstance(target, ast.Tuple | ast.List) for target in parent.targets
+    )
 
 
 _OPERATORS: dict[type[ast.AST], Callable[[Source, Any, Around], Found]] = {

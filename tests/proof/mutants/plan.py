@@ -16,10 +16,16 @@ PATIENCE_TIMES = 10.0
 
 
 class Plan:
-    def __init__(self, root: Path, survey: Survey, patience_s: float, most_s: float = float("inf")) -> None:
-        """`most_s`: what the judges of one mutant take together, at most, but for the first of them."""
+    def __init__(
+        self, root: Path, survey: Survey, patience_s: float, most_s: float = float("inf")
+    ) -> None:
+        """`most_s`: what the judges of one mutant take together, at most, but for the first of
+        them.
+        """
         self._survey, self._patience_s, self._most_s = survey, patience_s, most_s
-        self._lines = {file: (root / file).read_text(encoding="utf-8").splitlines() for file in survey.files}
+        self._lines = {
+            file: (root / file).read_text(encoding="utf-8").splitlines() for file in survey.files
+        }
         self._killers: dict[tuple[str, str], list[str]] = defaultdict(list)
         paths = {judge.partition("::")[0] for judge in survey.seconds}
         self._tests = {path: (root / path).read_text(encoding="utf-8") for path in paths}
@@ -38,7 +44,9 @@ class Plan:
         if mutant.cell is not None:
             return True
         imported = self._survey.imported.get(mutant.file, set())
-        return bool(mutant.function) and not imported & set(range(mutant.first_line, mutant.last_line + 1))
+        return bool(mutant.function) and not imported & set(
+            range(mutant.first_line, mutant.last_line + 1)
+        )
 
     def judges_of(self, mutant: Mutant) -> list[str]:
         """Those that killed its neighbours first, then cheap before dear."""
@@ -48,7 +56,9 @@ class Plan:
         asked = sorted(found, key=lambda judge: (rank.get(judge, 0), cost[judge], judge))
         spent = itertools.accumulate(cost[judge] for judge in asked)
         return [
-            judge for n, (judge, all_s) in enumerate(zip(asked, spent, strict=True)) if not n or all_s < self._most_s
+            judge
+            for n, (judge, all_s) in enumerate(zip(asked, spent, strict=True))
+            if not n or all_s < self._most_s
         ]
 
     def note_killer(self, mutant: Mutant, judge: str) -> None:
@@ -62,9 +72,15 @@ class Plan:
     def _reaching(self, mutant: Mutant) -> set[str]:
         survey = self._survey
         if mutant.cell is not None:
-            asked = survey.cells.get((module_name(mutant.file), mutant.cell.phase, mutant.cell.kind), set())
+            asked = survey.cells.get(
+                (module_name(mutant.file), mutant.cell.phase, mutant.cell.kind), set()
+            )
             return set(asked) or self._mentioning(mutant)
-        found = self._at(mutant.file, range(mutant.first_line, mutant.last_line + 1)) if mutant.function else set()
+        found = (
+            self._at(mutant.file, range(mutant.first_line, mutant.last_line + 1))
+            if mutant.function
+            else set()
+        )
         return found if self.is_conclusive(mutant) else found | self._mentioning(mutant)
 
     def _at(self, file: str, lines: Iterable[int]) -> set[str]:
@@ -72,7 +88,8 @@ class Plan:
         return {judge for line in lines for judge in reached.get(line, ())}
 
     def _mentioning(self, mutant: Mutant) -> set[str]:
-        """What runs a line with one of its names on it, in the files under mutation or in the judges' own; else all.
+        """What runs a line with one of its names on it, in the files under mutation or in the
+        judges' own; else all.
 
         A line outside functions passes its own names on.
         """
@@ -83,8 +100,14 @@ class Plan:
             for file, lines in self._lines.items():
                 hits = [number for number, line in enumerate(lines, 1) if word.search(line)]
                 found |= self._at(file, hits)
-                names |= {m[1] for n in hits if (m := re.match(r"([A-Za-z_]\w*)\s*(?::[^=]+)?=", lines[n - 1]))}
+                names |= {
+                    m[1]
+                    for n in hits
+                    if (m := re.match(r"([A-Za-z_]\w*)\s*(?::[^=]+)?=", lines[n - 1]))
+                }
             for path, text in self._tests.items():
                 if word.search(text):
-                    found |= {judge for judge in self._survey.seconds if judge.startswith(path + "::")}
+                    found |= {
+                        judge for judge in self._survey.seconds if judge.startswith(path + "::")
+                    }
         return found or set(self._survey.seconds)

@@ -19,7 +19,9 @@ SETTING_UP_S = 60.0  # to import and collect what a mutant needs, before its fir
 
 
 class Verdict(NamedTuple):
-    """`outcome`: killed, survived, unreached (no judge runs its line), or cold (it must be there when imported)."""
+    """`outcome`: killed, survived, unreached (no judge runs its line), or cold (it must be there
+    when imported).
+    """
 
     outcome: str
     by: str = ""
@@ -28,7 +30,9 @@ class Verdict(NamedTuple):
 
 
 class Say:
-    """How a child tells its parent what it does: a line per judge that starts, then a line with the outcome."""
+    """How a child tells its parent what it does: a line per judge that starts, then a line with the
+    outcome.
+    """
 
     def __init__(self, pipe: int) -> None:
         self._pipe = pipe
@@ -78,10 +82,12 @@ def judged(
     workers: int,
     until_s: float = float("inf"),
 ) -> Iterator[tuple[Mutant, Verdict]]:
-    """Fork a process for every mutant and `work` in it; what came of each, as they end. At `until_s` those that run are
-    ended without a verdict, and no other begins.
+    """Fork a process for every mutant and `work` in it; what came of each, as they end.
 
-    `patience_s` is how long one judge may take. A child that falls silent has been killed by that judge.
+    At `until_s` those that run are ended without a verdict, and no other begins.
+
+    `patience_s` is how long one judge may take. A child that falls silent has been killed by that
+    judge.
     """
     running: dict[int, _Child] = {}
     try:

@@ -1,4 +1,6 @@
-"""Which judge reaches what: lines and cells that each test touches, and those that importing touches already."""
+"""Which judge reaches what: lines and cells that each test touches, and those that importing
+touches already.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ class Report:
         self._mutants, self._reasons = mutants, equivalent
         keys = {mutant.key for mutant in mutants}
         self._equivalent = {key for key in equivalent if key in keys}
-        self._stale = [key for key in equivalent if key not in keys and key.partition(" :: ")[0] in files]
+        self._stale = [
+            key for key in equivalent if key not in keys and key.partition(" :: ")[0] in files
+        ]
         self.verdicts: list[tuple[Mutant, Verdict]] = []
         self.wanted = 0
         self.no_judges: list[str] = []  # they fail without any mutant
@@ -37,7 +39,9 @@ class Report:
     @property
     def wrongly_equivalent(self) -> list[tuple[Mutant, Verdict]]:
         """Said to be equivalent, and killed all the same."""
-        return [(m, v) for m, v in self.verdicts if v.outcome == "killed" and m.key in self._equivalent]
+        return [
+            (m, v) for m, v in self.verdicts if v.outcome == "killed" and m.key in self._equivalent
+        ]
 
     @property
     def is_clean(self) -> bool:
@@ -77,11 +81,15 @@ class Report:
     def text(self, stubs: bool) -> str:
         lines = [self._by_file()]
         if stubs and self.survivors:
-            keys = "\n".join(f"    {json.dumps(mutant.key, ensure_ascii=False)}," for mutant, _ in self.survivors)
+            keys = "\n".join(
+                f"    {json.dumps(mutant.key, ensure_ascii=False)}," for mutant, _ in self.survivors
+            )
             lines.append(f'[[equivalent]]\nreason = ""\nkeys = [\n{keys}\n]')
         else:
             lines += [f"SURVIVED{_unreached(v)}  {m.key}{_after(m)}" for m, v in self.survivors]
-        lines += [f"NOT EQUIVALENT  {m.key}\n    killed by {v.by}" for m, v in self.wrongly_equivalent]
+        lines += [
+            f"NOT EQUIVALENT  {m.key}\n    killed by {v.by}" for m, v in self.wrongly_equivalent
+        ]
         lines += [f"NO JUDGE, for it fails without any mutant  {name}" for name in self.no_judges]
         lines += [f"STALE in equivalent.toml  {key}" for key in self._stale]
         lines.append("  ".join(f"{name} {value}" for name, value in self.figures().items()))
@@ -100,4 +108,8 @@ def _unreached(verdict: Verdict) -> str:
 
 
 def _after(mutant: Mutant) -> str:
-    return f"\n    line {mutant.first_line}, becomes {mutant.edit.new.decode().strip()!r}" if mutant.edit else ""
+    return (
+        f"\n    line {mutant.first_line}, becomes {mutant.edit.new.decode().strip()!r}"
+        if mutant.edit
+        else ""
+    )

@@ -1,5 +1,5 @@
-"""Bring every mutant before its judges: first in a process that has imported the tree, which takes a tenth of the time.
-What survives there, and ran while the tree was imported, is imported anew."""
+"""Bring every mutant before its judges: first in a process that has imported the tree, which takes
+a tenth of the time. What survives there, and ran while the tree was imported, is imported anew."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ SAY_EVERY_S = 20.0
 
 
 class Run:
-    def __init__(self, suite: Suite, plan: Plan, workers: int, until_s: float = float("inf")) -> None:
+    def __init__(
+        self, suite: Suite, plan: Plan, workers: int, until_s: float = float("inf")
+    ) -> None:
         """`until_s`: what has no verdict by then gets none."""
         self._suite, self._plan, self._workers, self._until_s = suite, plan, workers, until_s
 
     def judge(self, mutants: list[Mutant]) -> Verdicts:
         """The verdict on each."""
         judges = {mutant: self._plan.judges_of(mutant) for mutant in mutants}
-        found: Verdicts = [(mutant, Verdict("unreached")) for mutant in mutants if not judges[mutant]]
+        found: Verdicts = [
+            (mutant, Verdict("unreached")) for mutant in mutants if not judges[mutant]
+        ]
         reached = [mutant for mutant in mutants if judges[mutant]]
         warm = [mutant for mutant in reached if self._plan.is_warm(mutant)]
         cold = [mutant for mutant in reached if not self._plan.is_warm(mutant)]
@@ -63,7 +67,9 @@ class Run:
         return found
 
     def _work_cold(self, mutant: Mutant, say: Say) -> None:
-        """Import the mutant, then one file of judges after the other: to collect them all is dearer than most runs."""
+        """Import the mutant, then one file of judges after the other: to collect them all is dearer
+        than most runs.
+        """
         import_with(self._suite.root, mutant)
         files: dict[str, list[str]] = {}
         for judge in self._plan.judges_of(mutant):
@@ -84,19 +90,27 @@ class Run:
         self._suite._replace(paths=(path,)).collected(ask)
         return found[0]
 
-    def _judge_all(self, mutants: list[Mutant], work: Callable[[Mutant, Say], None], how: str) -> Verdicts:
+    def _judge_all(
+        self, mutants: list[Mutant], work: Callable[[Mutant, Say], None], how: str
+    ) -> Verdicts:
         found: Verdicts = []
         began = said = monotonic()
-        for mutant, verdict in judged(iter(mutants), work, self._plan.patience_s, self._workers, self._until_s):
+        for mutant, verdict in judged(
+            iter(mutants), work, self._plan.patience_s, self._workers, self._until_s
+        ):
             found.append((mutant, verdict))
-            if verdict.outcome == "killed" and not verdict.is_hung:  # a judge that hangs is a dear one to begin with
+            # A judge that hangs is a dear one to begin with.
+            if verdict.outcome == "killed" and not verdict.is_hung:
                 self._plan.note_killer(mutant, verdict.by)
             elif verdict.outcome == "survived":
                 print(f"  survived: {mutant.key}", file=sys.stderr, flush=True)
             if monotonic() - said > SAY_EVERY_S:
                 said = monotonic()
                 alive = sum(one.outcome == "survived" for _, one in found)
-                line = f"  {how}: {len(found)} of {len(mutants)} in {said - began:.0f} s, {alive} survived"
+                line = (
+                    f"  {how}: {len(found)} of {len(mutants)} in {said - began:.0f} s, {alive} "
+                    "survived"
+                )
                 print(line, file=sys.stderr, flush=True)
         return found
 

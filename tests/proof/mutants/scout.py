@@ -1,4 +1,6 @@
-"""One run of all judges over the code as it ships: do they pass, how long does each take, and what does it reach."""
+"""One run of all judges over the code as it ships: do they pass, how long does each take, and what
+does it reach.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.proof.mutants.reach import Tracer
 
 
 class Survey(NamedTuple):
-    """`reach` is judges by file and line, `cells` by module, phase and kind; `imported` the lines run before any."""
+    """`reach` is judges by file and line, `cells` by module, phase and kind; `imported` the lines
+    run before any.
+    """
 
     files: tuple[str, ...]
     seconds: dict[str, float]
@@ -32,10 +36,15 @@ class Survey(NamedTuple):
 
 
 def survey(
-    suite: Suite, files: Sequence[str], mutated: Sequence[str], workers: int, until_s: float = float("inf")
+    suite: Suite,
+    files: Sequence[str],
+    mutated: Sequence[str],
+    workers: int,
+    until_s: float = float("inf"),
 ) -> Survey:
-    """`files` are traced, the tables of `mutated` give the mutants of cells. `until_s`: what has not run by then is no
-    judge.
+    """`files` are traced, the tables of `mutated` give the mutants of cells.
+
+    `until_s`: what has not run by then is no judge.
 
     Raises: CannotBegin when the judges cannot be imported.
     """
@@ -67,9 +76,13 @@ def _survey_part(
     def work(judges: Judges) -> None:
         sys.settrace(None)
         modules = {file: module for file in mutated if (module := _imported(file)) is not None}
-        found.cell_mutants.extend(m for file, module in modules.items() for m in cell_mutants(file, module))
+        found.cell_mutants.extend(
+            m for file, module in modules.items() for m in cell_mutants(file, module)
+        )
         kinds = {
-            (type(table), type(table.moves)) for module in modules.values() for table in tables_of(module).values()
+            (type(table), type(table.moves))
+            for module in modules.values()
+            for table in tables_of(module).values()
         }
         for file, line in tracer.lines:
             found.imported.setdefault(file, set()).add(line)
@@ -97,7 +110,9 @@ def _imported(file: str) -> ModuleType | None:
         return None
 
 
-def _measure_file(judges: Judges, names: list[str], tracer: Tracer, found: Survey, until_s: float) -> None:
+def _measure_file(
+    judges: Judges, names: list[str], tracer: Tracer, found: Survey, until_s: float
+) -> None:
     """One test after the other. They share fixtures: what any of them sets up counts for all."""
     shared: set[tuple[str, int]] = set()
     judges.on_set_up = lambda: shared.update(tracer.lines)

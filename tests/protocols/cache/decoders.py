@@ -47,7 +47,8 @@ class VllmAllBlocksCleared(VllmEvent, tag="AllBlocksCleared"):
 
 
 class VllmKVEventBatch(VllmBatch):
-    events: list[Union[VllmBlockStored, VllmBlockRemoved, VllmAllBlocksCleared]]  # noqa: UP007  # as it stands there
+    # As it stands there.
+    events: list[Union[VllmBlockStored, VllmBlockRemoved, VllmAllBlocksCleared]]  # noqa: UP007
 
 
 class SglangEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
@@ -81,7 +82,9 @@ class SglangKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc
 
 
 # As of 2026-06 SGLang sends and reads maps, too.
-class SglangMapEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbid_unknown_fields=True):
+class SglangMapEvent(
+    msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbid_unknown_fields=True
+):
     pass
 
 
@@ -124,7 +127,9 @@ class VllmPositionalAllBlocksCleared(VllmAllBlocksCleared, tag="AllBlocksCleared
 
 
 class VllmPositionalKVEventBatch(VllmBatch):
-    events: list[VllmPositionalBlockStored | VllmPositionalBlockRemoved | VllmPositionalAllBlocksCleared]
+    events: list[
+        VllmPositionalBlockStored | VllmPositionalBlockRemoved | VllmPositionalAllBlocksCleared
+    ]
 
 
 # name: (the decoder, whether it reads the older form)
@@ -136,13 +141,14 @@ DECODERS: dict[str, tuple[msgspec.msgpack.Decoder[Any], bool]] = {
 }
 
 
-# The media of each world: vLLM's `MEDIUM_*` (kv_events.py, 0.32), SGLang's `StorageMedium` (kv_events.py, 0.5).
+# The media of each world: vLLM's `MEDIUM_*` (kv_events.py, 0.32), SGLang's `StorageMedium`
+# (kv_events.py, 0.5).
 MEDIA = {"vllm": ("GPU", "CPU", "STORAGE"), "sglang": ("GPU", "CPU_PINNED", "DISK", "EXTERNAL")}
 
 
 class SglangRouterBlocks:
-    """Where a worker has its blocks, as SGLang's router counts it: a store on a medium that it does not know is
-    dropped, and a removal there removes the block from all media."""
+    """Where a worker has its blocks, as SGLang's router counts it: a store on a medium that it does
+    not know is dropped, and a removal there removes the block from all media."""
 
     def __init__(self) -> None:
         self.media: dict[int, set[str]] = {}
@@ -155,7 +161,9 @@ class SglangRouterBlocks:
                     self.media.setdefault(number, set()).add(event.medium)
             elif hasattr(event, "block_hashes"):
                 for number in event.block_hashes:
-                    self.media.get(number, set()).difference_update({event.medium} if event.medium in known else known)
+                    self.media.get(number, set()).difference_update(
+                        {event.medium} if event.medium in known else known
+                    )
             else:
                 self.media.clear()
 

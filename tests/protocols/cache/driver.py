@@ -1,4 +1,6 @@
-"""The index and the oracle side by side: each call does the same to both, and compares what comes out."""
+"""The index and the oracle side by side: each call does the same to both, and compares what comes
+out.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,15 @@ class Driver:
         return taken
 
     def give_back(self, tier: int, pages: list[int]) -> None:
-        assert len(set(pages)) == len(pages) and not self.free[tier] & set(pages), "a page came back twice"
+        assert len(set(pages)) == len(pages) and not self.free[tier] & set(pages), (
+            "a page came back twice"
+        )
         self.free[tier] |= set(pages)
 
     def give_states_back(self, states: tuple[int, ...]) -> None:
-        assert len(set(states)) == len(states) and not self.states & set(states), "a state came back twice"
+        assert len(set(states)) == len(states) and not self.states & set(states), (
+            "a state came back twice"
+        )
         self.states |= set(states)
 
     def give_all_back(self, freed: Freed, expected: Gone) -> None:
@@ -72,7 +78,9 @@ class Driver:
         assert (found.state, found.branch_pages) == (state, cached)
         return found, len(device)
 
-    def insert(self, namespace: Namespace, prompt: tuple[int, ...], priority: int, share: bool) -> None:
+    def insert(
+        self, namespace: Namespace, prompt: tuple[int, ...], priority: int, share: bool
+    ) -> None:
         shared = self.find(namespace, prompt)[1] if share else 0
         if len(self.free[DEVICE]) < len(prompt):
             return
@@ -98,7 +106,11 @@ class Driver:
     def evict_states(self, count: int) -> None:
         freed = self.index.evict_states(count)
         assert not freed.device.size and not freed.host.size
-        able = [page for key, page in self.oracle.pages.items() if self.oracle.state_evictable(key, page)]
+        able = [
+            page
+            for key, page in self.oracle.pages.items()
+            if self.oracle.state_evictable(key, page)
+        ]
         assert len(freed.states) == min(count, len(able))
         self.oracle.evict_states(set(freed.states), exact=count == 1)
         self.give_states_back(freed.states)
@@ -131,20 +143,28 @@ class Driver:
             self.oracle.pages[key].state_locks -= 1
             self.locked[which] = (node, key, False)
 
-    def begin_write(self, namespace: Namespace, prompt: tuple[int, ...], route: tuple[int, int], cut: int) -> None:
+    def begin_write(
+        self, namespace: Namespace, prompt: tuple[int, ...], route: tuple[int, int], cut: int
+    ) -> None:
         found, _ = self.find(namespace, prompt)
         if found.end is None:
             return
         source, target = Tier(route[0]), Tier(route[1])
-        keys = self.oracle.missing(self.oracle.prefixes(namespace, prompt)[: found.num_pages], source, target)
+        keys = self.oracle.missing(
+            self.oracle.prefixes(namespace, prompt)[: found.num_pages], source, target
+        )
         assert self.index.missing(found.end, source, target) == len(keys)
         keys = keys[: max(1, len(keys) - cut)]
         if not keys or (target is not Tier.STORAGE and len(self.free[target]) < len(keys)):
             return
         given = [] if target is Tier.STORAGE else self.take(target, len(keys))
         write = self.index.begin_write(found.end, source, target, array(given), count=len(keys))
-        assert write.source_pages.tolist() == [self.oracle.pages[key].number[source] for key in keys]
-        assert [page for offsets in write.offsets for page in offsets] == [len(key) - 3 for key in keys]
+        assert write.source_pages.tolist() == [
+            self.oracle.pages[key].number[source] for key in keys
+        ]
+        assert [page for offsets in write.offsets for page in offsets] == [
+            len(key) - 3 for key in keys
+        ]
         self.oracle.begin(write.number, keys, source, target, given)
 
     def end(self, number: int, landed: bool) -> None:
@@ -158,25 +178,39 @@ class Driver:
         assert not len((freed.host, freed.device)[tier])
         assert set(freed.states) == self.oracle.evict(tier, pages, exact=count == 1)
         self.give_states_back(freed.states)
-        assert len(pages) == count or not self.oracle.candidates(tier), "something could have been evicted"
+        assert len(pages) == count or not self.oracle.candidates(tier), (
+            "something could have been evicted"
+        )
         assert len(pages) <= count
         self.give_back(tier, pages)
 
     def evict_copied(self, count: int, wanted: int) -> None:
-        """As write_back does: what the host has goes, and a copy of the rest begins, of `wanted` pages at most."""
+        """As write_back does: what the host has goes, and a copy of the rest begins, of `wanted`
+        pages at most.
+        """
         pages = self.oracle.pages
         freed, ends = self.index.evict_copied(count)
         assert not freed.host.size
-        copied = {page.number[DEVICE] for page in pages.values() if page.phase[HOST] is RunPhase.PRESENT}
+        copied = {
+            page.number[DEVICE] for page in pages.values() if page.phase[HOST] is RunPhase.PRESENT
+        }
         assert set(freed.device.tolist()) <= copied, "a page went that nobody else has"
         self.oracle.evict(DEVICE, freed.device.tolist(), exact=False)
         self.give_back(DEVICE, freed.device.tolist())
-        lonely = [key for key in self.oracle.candidates(DEVICE) if pages[key].phase[HOST] is not RunPhase.PRESENT]
+        lonely = [
+            key
+            for key in self.oracle.candidates(DEVICE)
+            if pages[key].phase[HOST] is not RunPhase.PRESENT
+        ]
         kept = {int(end.pages[DEVICE][-1]) for end in ends}
         assert len(kept) == len(ends) and kept <= {pages[key].number[DEVICE] for key in lonely}
-        assert freed.device.size + sum(end.num_pages for end in ends) >= count or len(kept) == len(lonely)
+        assert freed.device.size + sum(end.num_pages for end in ends) >= count or len(kept) == len(
+            lonely
+        )
         for end in ends:
-            (key,) = [key for key in lonely if pages[key].number[DEVICE] == int(end.pages[DEVICE][-1])]
+            (key,) = [
+                key for key in lonely if pages[key].number[DEVICE] == int(end.pages[DEVICE][-1])
+            ]
             prefix = [key[:length] for length in range(3, len(key) + 1)]
             keys = self.oracle.missing(prefix, Tier.DEVICE, Tier.HOST)[:wanted]
             if len(self.free[HOST]) < len(keys):
@@ -211,7 +245,9 @@ class Driver:
         assert self.index.evictable_pages == len(self.oracle.held(DEVICE)) - self.oracle.pinned()
 
     def subscribers_know_what_can_be_read(self) -> None:
-        """Who replays the events has the index per tier, less what hangs on nothing there; so has a late joiner."""
+        """Who replays the events has the index per tier, less what hangs on nothing there; so has a
+        late joiner.
+        """
         self.subscriber.replay(self.index.take_events())
         expected = [{name(key) for key in self.oracle.connected(tier)} for tier in Tier]
         assert self.subscriber.content() == expected
@@ -225,7 +261,8 @@ class Driver:
             self.end(number, False)
         while self.locked:
             self.unlock(-1)
-        for _ in range(2 * POOL):  # neither tier can be emptied first where pages of one lie below those of the other
+        # Neither tier can be emptied first where pages of one lie below those of the other.
+        for _ in range(2 * POOL):
             pages = [self.index.evict(tier, POOL) for tier in (Tier.DEVICE, Tier.HOST)]
             for freed in pages:
                 self.give_states_back(freed.states)
@@ -237,4 +274,9 @@ class Driver:
         self.subscriber.replay(self.index.take_events())
         assert self.subscriber.content() == [set(), set(), set()]
         stats = self.index.stats()
-        assert (stats.num_pages, stats.num_nodes, stats.num_namespaces, stats.writes_open) == ((0, 0, 0), 0, 0, 0)
+        assert (stats.num_pages, stats.num_nodes, stats.num_namespaces, stats.writes_open) == (
+            (0, 0, 0),
+            0,
+            0,
+            0,
+        )

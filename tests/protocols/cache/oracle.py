@@ -1,4 +1,6 @@
-"""What the index must do, told page by page: a map from whole prefixes to records, with nothing clever in it."""
+"""What the index must do, told page by page: a map from whole prefixes to records, with nothing
+clever in it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from kvflow.protocols.machines.cached_run import RunPhase
 ABSENT, ARRIVING, PRESENT = RunPhase.ABSENT, RunPhase.ARRIVING, RunPhase.PRESENT
 DEVICE, HOST, STORAGE = range(3)
 Gone = tuple[set[int], set[int], set[int]]  # pages of device and host, states
-Key = tuple[Any, ...]  # (epoch, namespace, page, page, ...): all tokens up to the end of the last page
+# (epoch, namespace, page, page, ...): all tokens up to the end of the last page.
+Key = tuple[Any, ...]
 
 
 @dataclass
@@ -46,8 +49,12 @@ class Oracle:
     def prefixes(self, namespace: object, prompt: tuple[int, ...]) -> list[Key]:
         return [(self.epoch, namespace, *prompt[: n + 1]) for n in range(len(prompt))]
 
-    def match(self, namespace: object, prompt: tuple[int, ...], now: float) -> tuple[int, list[int], int | None, int]:
-        """Pages found, those on the device, the state behind these, and how many are cached, whatever their states."""
+    def match(
+        self, namespace: object, prompt: tuple[int, ...], now: float
+    ) -> tuple[int, list[int], int | None, int]:
+        """Pages found, those on the device, the state behind these, and how many are cached,
+        whatever their states.
+        """
         found: list[Page] = []
         for key in self.prefixes(namespace, prompt):
             if key not in self.pages:
@@ -57,9 +64,18 @@ class Oracle:
         self.cut(found)
         for page in found:
             page.used, page.hits = now, page.hits + 1
-        device = found[: next((n for n, page in enumerate(found) if page.phase[DEVICE] is not PRESENT), len(found))]
+        device = found[
+            : next(
+                (n for n, page in enumerate(found) if page.phase[DEVICE] is not PRESENT), len(found)
+            )
+        ]
         self.cut(device)
-        return len(found), [page.number[DEVICE] for page in device], device[-1].state if device else None, cached
+        return (
+            len(found),
+            [page.number[DEVICE] for page in device],
+            device[-1].state if device else None,
+            cached,
+        )
 
     def cut(self, found: list[Page]) -> None:
         while self.needs_state and found and found[-1].state is None:
@@ -86,7 +102,13 @@ class Oracle:
         return key[0] == self.epoch and page.state is not None and not page.state_locks
 
     def insert(
-        self, namespace: object, prompt: tuple[int, ...], given: list[int], shared: int, now: float, priority: int
+        self,
+        namespace: object,
+        prompt: tuple[int, ...],
+        given: list[int],
+        shared: int,
+        now: float,
+        priority: int,
     ) -> list[int]:
         duplicates = []
         for index, key in enumerate(self.prefixes(namespace, prompt)):
@@ -102,9 +124,15 @@ class Oracle:
 
     def missing(self, prefix: list[Key], source: int, target: int) -> list[Key]:
         pages = self.pages
-        return [k for k in prefix if pages[k].phase[target] is ABSENT and pages[k].phase[source] is PRESENT]
+        return [
+            k
+            for k in prefix
+            if pages[k].phase[target] is ABSENT and pages[k].phase[source] is PRESENT
+        ]
 
-    def begin(self, number: int, keys: list[Key], source: int, target: int, given: list[int]) -> None:
+    def begin(
+        self, number: int, keys: list[Key], source: int, target: int, given: list[int]
+    ) -> None:
         for index, key in enumerate(keys):
             page = self.pages[key]
             page.phase[target] = ARRIVING
@@ -126,14 +154,22 @@ class Oracle:
 
     def lose(self, prefix: list[Key], first: int) -> int:
         """How many pages have counted as stored."""
-        after = [] if first >= len(prefix) else [k for k in self.pages if k[: len(prefix[first])] == prefix[first]]
+        after = (
+            []
+            if first >= len(prefix)
+            else [k for k in self.pages if k[: len(prefix[first])] == prefix[first]]
+        )
         stored = [key for key in after if self.pages[key].phase[STORAGE] is PRESENT]
         for key in stored:
             self.pages[key].phase[STORAGE] = ABSENT
         return len(stored)
 
     def children(self, key: Key) -> list[Page]:
-        return [page for other, page in self.pages.items() if len(other) == len(key) + 1 and other[: len(key)] == key]
+        return [
+            page
+            for other, page in self.pages.items()
+            if len(other) == len(key) + 1 and other[: len(key)] == key
+        ]
 
     def evictable(self, key: Key, tier: int) -> bool:
         page, below = self.pages[key], self.children(key)
@@ -153,8 +189,8 @@ class Oracle:
         return KEYS[self.policy](key, self.pages[key])  # type: ignore[no-untyped-call]
 
     def evict(self, tier: int, freed: list[int], *, exact: bool) -> set[int]:
-        """Apply what was freed, one page after the other, and check that each was allowed to go, and was the first.
-        Returns the states that went with them."""
+        """Apply what was freed, one page after the other, and check that each was allowed to go,
+        and was the first. Returns the states that went with them."""
         left, states = set(freed), set()
         assert len(left) == len(freed)
         while left:
@@ -178,7 +214,11 @@ class Oracle:
 
     def reap(self, freed: Gone) -> Gone:
         """Free the flushed pages that nothing at or below them uses any more."""
-        held = [key for key, page in self.pages.items() if page.locks or any(page.readers) or ARRIVING in page.phase]
+        held = [
+            key
+            for key, page in self.pages.items()
+            if page.locks or any(page.readers) or ARRIVING in page.phase
+        ]
         for key in [key for key in self.pages if key[0] < self.epoch]:
             if not any(other[: len(key)] == key for other in held):
                 page = self.pages.pop(key)
@@ -191,14 +231,26 @@ class Oracle:
 
     def connected(self, tier: int) -> list[Key]:
         """Those that can be read in `tier`, as can all pages of the prompt before them."""
-        found = {key for key, page in self.pages.items() if key[0] == self.epoch and page.phase[tier] is PRESENT}
+        found = {
+            key
+            for key, page in self.pages.items()
+            if key[0] == self.epoch and page.phase[tier] is PRESENT
+        }
         return [key for key in found if all(key[:length] in found for length in range(3, len(key)))]
 
     def pinned(self) -> int:
-        """Pages on the device, or on their way there, at or above one that is locked, read, or written there."""
-        used = [k for k, p in self.pages.items() if p.locks or p.readers[DEVICE] or p.phase[DEVICE] is ARRIVING]
+        """Pages on the device, or on their way there, at or above one that is locked, read, or
+        written there.
+        """
+        used = [
+            k
+            for k, p in self.pages.items()
+            if p.locks or p.readers[DEVICE] or p.phase[DEVICE] is ARRIVING
+        ]
         above = {key[:count] for key in used for count in range(3, len(key) + 1)}
-        return sum(key in above and page.phase[DEVICE] is not ABSENT for key, page in self.pages.items())
+        return sum(
+            key in above and page.phase[DEVICE] is not ABSENT for key, page in self.pages.items()
+        )
 
     def held(self, tier: int) -> set[int]:
         """Page numbers that the index has."""

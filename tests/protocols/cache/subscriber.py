@@ -1,4 +1,6 @@
-"""A subscriber that knows nothing but the contract, and an independent computation of the hashes it should see."""
+"""A subscriber that knows nothing but the contract, and an independent computation of the hashes it
+should see.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ class Subscriber:
     """Which blocks are where. Everything a stream must not do is an assertion."""
 
     def __init__(self, media: Sequence[str] = ("GPU", "CPU", "STORAGE")) -> None:
-        self.blocks: dict[str, dict[int, int | None]] = {medium: {} for medium in media}  # to the parent's hash
+        # To the parent's hash.
+        self.blocks: dict[str, dict[int, int | None]] = {medium: {} for medium in media}
         self.num_stored = 0
 
     def stored(self, medium: str, hashes: list[int], parent: int | None) -> None:

@@ -39,15 +39,26 @@ def test_a_batch_is_read_by(name: str, ids: list[int]) -> None:
     assert (batch.ts, msgspec.structs.astuple(batch)[2]) == (1.5, 3)
     stored, removed, _ = batch.events
     expected = [block_hash(digest) for digest in digest_chain(ids, 2)]
-    assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == (expected, None, ids)
-    assert (stored.block_size, stored.lora_id, stored.medium, stored.lora_name) == (2, None, "GPU", None)
+    assert (stored.block_hashes, stored.parent_block_hash, stored.token_ids) == (
+        expected,
+        None,
+        ids,
+    )
+    assert (stored.block_size, stored.lora_id, stored.medium, stored.lora_name) == (
+        2,
+        None,
+        "GPU",
+        None,
+    )
     assert (removed.block_hashes, removed.medium) == (expected[-1:], "GPU")
 
 
 def test_the_maps_are_those_of_the_contract() -> None:
     index, recorded = events(SMALL)
     index.evict(Tier.DEVICE, 2)
-    batch = msgspec.msgpack.decode(BatchEncoder(2).encode([*recorded, *index.take_events(), CLEARED], 0.0))
+    batch = msgspec.msgpack.decode(
+        BatchEncoder(2).encode([*recorded, *index.take_events(), CLEARED], 0.0)
+    )
     first = [block_hash(digest) for digest in digest_chain(SMALL, 2)]
     assert batch == [
         0.0,
@@ -95,7 +106,9 @@ def test_namespaces(namespace: Namespace, lora: str | None, first: Any, later: A
     index.insert(token_bytes([1, 2, 3, 4, 5, 6]), np.arange(3, dtype=np.int32), 1.0, namespace)
     recorded += index.take_events()
     head, tail = msgspec.msgpack.decode(BatchEncoder(2).encode(recorded, 0.0))[1]
-    expected = [block_hash(digest) for digest in digest_chain(range(1, 7), 2, chain_root(namespace))]
+    expected = [
+        block_hash(digest) for digest in digest_chain(range(1, 7), 2, chain_root(namespace))
+    ]
     assert (head["block_hashes"], tail["block_hashes"]) == (expected[:2], expected[2:])
     assert (head["parent_block_hash"], tail["parent_block_hash"]) == (None, expected[1])
     assert (head["lora_name"], head["extra_keys"], tail.get("extra_keys")) == (lora, first, later)
@@ -128,7 +141,9 @@ def test_a_batch_made_bit_by_bit_is_the_same() -> None:
 
 
 def through_the_tiers() -> tuple[PrefixIndex, list[Event]]:
-    """Four pages that go to the host and to storage and leave the host again; two of them are forgotten then."""
+    """Four pages that go to the host and to storage and leave the host again; two of them are
+    forgotten then.
+    """
     index, recorded = events(SMALL + SMALL)
     end = index.match(token_bytes(SMALL + SMALL), 1.0).end
     assert end is not None
@@ -151,7 +166,10 @@ def test_every_world_gets_media_that_it_knows(name: str, shared: bool) -> None:
     expected, subscriber = Subscriber(), Subscriber(media)
     expected.replay(index.snapshot_events())
     assert [len(held) for held in expected.content()] == [2, 0, 2]
-    apply(subscriber, decoder.decode(BatchEncoder(2, positional=positional, media=media).encode(recorded, 0.0)))
+    apply(
+        subscriber,
+        decoder.decode(BatchEncoder(2, positional=positional, media=media).encode(recorded, 0.0)),
+    )
     assert subscriber.content() == expected.content()
 
 
@@ -162,7 +180,10 @@ def test_sglang_s_router_knows_what_stays_when_pages_leave_the_host(positional: 
     first, second, *_ = (block_hash(digest) for digest in digest_chain(SMALL + SMALL, 2))
 
     def told(dialect: Dialect) -> dict[int, set[str]]:
-        encoder, router = BatchEncoder(2, positional=positional, media=media_of(dialect)), SglangRouterBlocks()
+        encoder, router = (
+            BatchEncoder(2, positional=positional, media=media_of(dialect)),
+            SglangRouterBlocks(),
+        )
         router.apply(decoder.decode(encoder.encode(recorded, 0.0)))
         return router.content()
 

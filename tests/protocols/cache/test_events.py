@@ -1,4 +1,6 @@
-"""What subscribers are told, story by story: nothing before it is there, parents first, nothing of what failed."""
+"""What subscribers are told, story by story: nothing before it is there, parents first, nothing of
+what failed.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Cache:
 def brief(event: Event) -> tuple:
     if isinstance(event, Stored):
         return "stored", event.tier, tuple(np.frombuffer(event.tokens, "<u4").tolist())
-    return ("removed", event.tier, len(event.digests)) if isinstance(event, Removed) else ("cleared",)
+    return (
+        ("removed", event.tier, len(event.digests)) if isinstance(event, Removed) else ("cleared",)
+    )
 
 
 def hashes(*ids: int) -> list[int]:
@@ -60,7 +64,9 @@ def hashes(*ids: int) -> list[int]:
 
 
 def test_a_split_before_the_ack() -> None:
-    """Written through, then cut in two: nothing until the copy is there, then both fragments, the parent first."""
+    """Written through, then cut in two: nothing until the copy is there, then both fragments, the
+    parent first.
+    """
     cache = Cache()
     cache.insert(1, 2, 3, 4)
     write = cache.begin(1, 2, 3, 4)
@@ -69,7 +75,10 @@ def test_a_split_before_the_ack() -> None:
     assert cache.told() == [("stored", DEVICE, (5, 6))]
     cache.index.ack(write.number)
     events = cache.index.take_events()
-    assert [brief(event) for event in events] == [("stored", HOST, (1, 2)), ("stored", HOST, (3, 4))]
+    assert [brief(event) for event in events] == [
+        ("stored", HOST, (1, 2)),
+        ("stored", HOST, (3, 4)),
+    ]
     assert [event.hashes for event in events] == [hashes(1, 2, 3, 4)[:2], hashes(1, 2, 3, 4)[2:]]
     assert [event.parent for event in events] == [None, hashes(1, 2)[-1]]
 
@@ -77,8 +86,12 @@ def test_a_split_before_the_ack() -> None:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
 @pytest.mark.parametrize("target", [HOST, STORAGE])
-def test_pending_copies_of_one_path_end_in_any_order(order: tuple, failing: int | None, target: Tier) -> None:
-    """Three copies on one path, cut on both sides: a part is told of once all parts before it are."""
+def test_pending_copies_of_one_path_end_in_any_order(
+    order: tuple, failing: int | None, target: Tier
+) -> None:
+    """Three copies on one path, cut on both sides:
+    a part is told of once all parts before it are.
+    """
     cache = Cache()
     cache.insert(1, 2, 3, 4, 5, 6)
     writes = [cache.begin(*range(1, length + 1), target=target) for length in (2, 4, 6)]
@@ -101,7 +114,9 @@ def test_pending_copies_of_one_path_end_in_any_order(order: tuple, failing: int 
 
 
 def test_write_back_of_a_child_first() -> None:
-    """The child's copy has landed and the parent's has not: the child waits; the parent fails: it is never told of."""
+    """The child's copy has landed and the parent's has not: the child waits; the parent fails: it
+    is never told of.
+    """
     cache = Cache()
     cache.insert(1, 2)
     parent = cache.begin(1, 2)
@@ -173,7 +188,9 @@ def test_flush_clears_once_and_what_ends_after_it_is_silent() -> None:
     write = cache.begin(1, 2, 3)
     cache.index.lock(cache.end(1, 2))
     cache.index.flush()
-    assert cache.index.take_events() == [CLEARED], "what was not taken before does not matter any more"
+    assert cache.index.take_events() == [CLEARED], (
+        "what was not taken before does not matter any more"
+    )
     cache.index.ack(write.number)
     assert cache.told() == []
     cache.insert(1, 2)
@@ -187,7 +204,9 @@ def test_a_namespace_begins_its_chain_with_its_root() -> None:
     cache.insert(1, 2, namespace=own)
     plain, other = cache.index.take_events()
     assert plain.hashes == hashes(1, 2)
-    assert other.hashes == [block_hash(digest) for digest in digest_chain((1, 2), 1, chain_root(own))]
+    assert other.hashes == [
+        block_hash(digest) for digest in digest_chain((1, 2), 1, chain_root(own))
+    ]
     assert (other.parent, other.namespace) == (None, own)
 
 
@@ -218,7 +237,9 @@ def test_pages_are_cut_short_bit_by_bit() -> None:
     (rest,) = cache.index.snapshot_events()
     assert cache.index.snapshot_events()[0].digests is rest.digests, "a page is hashed once"
     assert rest.hashes == hashes(0) and len(rest.tokens) == 4
-    assert rest.digests.base is None or rest.digests.base.size <= 8, "a page that is left keeps no long array"
+    assert rest.digests.base is None or rest.digests.base.size <= 8, (
+        "a page that is left keeps no long array"
+    )
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:

@@ -1,4 +1,6 @@
-"""Two pending writes and two splits of one path, in every order, whatever each write ends with (I10)."""
+"""Two pending writes and two splits of one path, in every order, whatever each write ends with
+(I10).
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,25 @@ STEPS = ("begin short", "begin long", "end first", "end second", "split high", "
 def possible(order: tuple[str, ...]) -> bool:
     """A write ends after it began: the first end needs one that has begun, the second both."""
     begun = [order.index("begin short"), order.index("begin long")]
-    return order.index("end first") > min(begun) and order.index("end second") > max([*begun, order.index("end first")])
+    return order.index("end first") > min(begun) and order.index("end second") > max(
+        [*begun, order.index("end first")]
+    )
 
 
 ORDERS = [order for order in itertools.permutations(STEPS) if possible(order)]
 
 
-@pytest.mark.parametrize("route", [(Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.STORAGE), (Tier.HOST, Tier.DEVICE)])
+@pytest.mark.parametrize(
+    "route", [(Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.STORAGE), (Tier.HOST, Tier.DEVICE)]
+)
 @pytest.mark.parametrize("outcomes", list(itertools.product([True, False], repeat=2)))
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_every_order(route: tuple[Tier, Tier], outcomes: tuple[bool, bool], newest_first: bool) -> None:
-    """After each step the subscriber knows what can be read per tier, and nothing else; a late joiner does, too."""
+def test_every_order(
+    route: tuple[Tier, Tier], outcomes: tuple[bool, bool], newest_first: bool
+) -> None:
+    """After each step the subscriber knows what can be read per tier, and nothing else; a late
+    joiner does, too.
+    """
     for order in ORDERS:
         driver = Driver("lru")
         driver.insert(ANY, LONG, 0, False)
@@ -49,7 +59,8 @@ def actions(
     driver: Driver, route: tuple[Tier, Tier], outcomes: tuple[bool, bool], newest_first: bool
 ) -> dict[str, Callable[[], None]]:
     def end(landed: bool) -> None:
-        if writes := sorted(driver.oracle.writes):  # the longer one may have found nothing left to copy
+        # The longer one may have found nothing left to copy.
+        if writes := sorted(driver.oracle.writes):
             driver.end(writes[-1 if newest_first else 0], landed)
 
     return {

@@ -1,4 +1,6 @@
-"""Page hashes are what subscribers of KV events compute: SHA256(previous digest || u32 little-endian token ids)."""
+"""Page hashes are what subscribers of KV events compute: SHA256(previous digest || u32
+little-endian token ids).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import struct
 
 import pytest
 
-from kvflow.protocols.cache.hashes import ANY, Namespace, chain_root, event_hash, page_hashes, token_bytes
+from kvflow.protocols.cache.hashes import (
+    ANY,
+    Namespace,
+    chain_root,
+    event_hash,
+    page_hashes,
+    token_bytes,
+)
 from kvflow.protocols.errors import MisuseError
 
 

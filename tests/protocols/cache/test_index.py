@@ -1,4 +1,6 @@
-"""Single stories of the index: splits under copies, stale acknowledgements, locks, order, states, bad input."""
+"""Single stories of the index: splits under copies, stale acknowledgements, locks, order, states,
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -44,31 +46,43 @@ class Cache:
 
 @pytest.mark.parametrize("start", [1, 2, 3])
 def test_stored_pages_in_the_middle_of_what_came_meanwhile_are_not_taken(start: int) -> None:
-    """While they were read, somebody has handed over all of the prompt as one run, which has no host pages."""
+    """While they were read, somebody has handed over all of the prompt as one run, which has no
+    host pages.
+    """
     cache = Cache()
     cache.insert(1, 2, 3, 4)
     given = pages(*range(start, 4))
-    back = cache.index.insert_stored(token_bytes((1, 2, 3, 4)), given, next(cache.clock), start=start)
+    back = cache.index.insert_stored(
+        token_bytes((1, 2, 3, 4)), given, next(cache.clock), start=start
+    )
     assert back.tolist() == given.tolist() and cache.index.stats().num_pages == (4, 0, 0)
     assert cache.match(1, 2, 3, 4).device_pages.tolist() == [100, 101, 102, 103]
-    assert not cache.index.evict(HOST, 4).host.size and cache.index.evict(DEVICE, 4).device.size == 4
+    assert (
+        not cache.index.evict(HOST, 4).host.size and cache.index.evict(DEVICE, 4).device.size == 4
+    )
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("failing", [None, 0, 1, 2])
-def test_splits_on_both_sides_of_three_pending_copies(order: tuple[int, ...], failing: int | None) -> None:
+def test_splits_on_both_sides_of_three_pending_copies(
+    order: tuple[int, ...], failing: int | None
+) -> None:
     cache = Cache()
     cache.insert(1, 2, 3, 4, 5, 6)
     writes = []
     for length in (2, 4, 6):  # each is what the host lacks so far
         found = cache.match(*range(1, length + 1))
-        writes.append(cache.index.begin_write(found.end, DEVICE, HOST, pages(length - 2, length - 1)))
+        writes.append(
+            cache.index.begin_write(found.end, DEVICE, HOST, pages(length - 2, length - 1))
+        )
     for fork in ((1, 9), (1, 2, 3, 9), (1, 2, 3, 4, 5, 9)):
         cache.insert(*fork)
     assert len(cache.index.evict(DEVICE, 50).device) == 3, "only the forks' ends can go"
     for number in order:
         freed = (cache.index.fail if number == failing else cache.index.ack)(writes[number].number)
-        assert sorted(freed.host.tolist()) == ([2 * number, 2 * number + 1] if number == failing else [])
+        assert sorted(freed.host.tolist()) == (
+            [2 * number, 2 * number + 1] if number == failing else []
+        )
     hole = [] if failing is None else [100 + 2 * failing, 101 + 2 * failing]
     end = cache.match(1, 2, 3, 4, 5, 6).end
     assert cache.index.missing(end, DEVICE, HOST) == len(hole)
@@ -140,10 +154,17 @@ def test_states_bound_what_a_model_with_states_matches() -> None:
     cache = Cache(needs_state=True)
     cache.insert(1, 2, 3, 4)
     found = cache.match(1, 2, 3, 4)
-    assert (found.num_pages, found.end, found.device_pages.size, found.branch_pages) == (0, None, 0, 4)
+    assert (found.num_pages, found.end, found.device_pages.size, found.branch_pages) == (
+        0,
+        None,
+        0,
+        4,
+    )
     assert cache.index.put_state(token_bytes([1, 2, 3, 4]), 7)
     assert (cache.match(1, 2).num_pages, cache.match(1, 2).branch_pages) == (0, 2)
-    assert cache.index.put_state(token_bytes([1, 2]), 8), "a state is put into the middle of what was inserted at once"
+    assert cache.index.put_state(token_bytes([1, 2]), 8), (
+        "a state is put into the middle of what was inserted at once"
+    )
     assert not cache.index.put_state(token_bytes([1, 2]), 9), "it has one"
     assert not cache.index.put_state(token_bytes([1, 2, 5]), 9), "nothing is cached there"
     assert not cache.index.put_state(token_bytes([1, 2]), 9, Namespace("other"))
@@ -159,7 +180,9 @@ def test_a_state_goes_with_its_page_or_before_it() -> None:
         assert cache.index.put_state(token_bytes(range(1, length + 1)), length)
     freed = cache.index.evict(DEVICE, 1)
     assert (freed.device.tolist(), freed.states) == ([103], (4,))
-    assert (cache.match(1, 2, 3).num_pages, cache.match(1, 2, 3).branch_pages) == (2, 3), "the other pages stay"
+    assert (cache.match(1, 2, 3).num_pages, cache.match(1, 2, 3).branch_pages) == (2, 3), (
+        "the other pages stay"
+    )
     assert cache.index.evict_states(5).states == (2,)
     assert cache.index.stats().num_pages[DEVICE] == 3 and cache.match(1, 2, 3).num_pages == 0
     assert cache.index.put_state(token_bytes([1, 2]), 2), "it may be put again"
@@ -172,7 +195,9 @@ def test_a_state_stays_as_long_as_one_tier_has_its_page() -> None:
     cache.index.ack(cache.back_up(1, 2).number)
     assert cache.index.evict(DEVICE, 2).states == ()
     found = cache.match(1, 2)
-    assert (found.num_pages, found.device_pages.size, found.state) == (2, 0, None), "to be loaded first"
+    assert (found.num_pages, found.device_pages.size, found.state) == (2, 0, None), (
+        "to be loaded first"
+    )
     cache.index.ack(cache.index.begin_write(found.end, HOST, DEVICE, pages(0, 1)).number)
     assert cache.match(1, 2).state == 5
 
@@ -246,7 +271,10 @@ def test_bad_input_is_one_line() -> None:
     index.evict(DEVICE, 1)
     cases = [
         (lambda: PrefixIndex(0), "page_size 0: at least 1 token is needed"),
-        (lambda: PrefixIndex(1, "fifo"), "unknown eviction policy 'fifo'; use lru, lfu, slru, priority, depth"),
+        (
+            lambda: PrefixIndex(1, "fifo"),
+            "unknown eviction policy 'fifo'; use lru, lfu, slru, priority, depth",
+        ),
         (lambda: index.match(b"12345", 99), "tokens must be bytes, 4 for each token id"),
         (lambda: index.match([1], 99), "tokens must be bytes, 4 for each token id"),
         (lambda: index.match(b"", -1), "time went back from 2 s to -1 s"),
@@ -255,15 +283,24 @@ def test_bad_input_is_one_line() -> None:
             lambda: index.insert(token_bytes([8]), pages(), 99, shared=1),
             "1 pages are said to be shared, and the device has 0",
         ),
-        (lambda: index.insert(token_bytes([8]), [1], 99), "pages must be a numpy array of int32, not list"),
-        (lambda: index.insert(token_bytes([8]), pages(1).astype("u8"), 99), "pages must be a numpy array of int32 [n]"),
+        (
+            lambda: index.insert(token_bytes([8]), [1], 99),
+            "pages must be a numpy array of int32, not list",
+        ),
+        (
+            lambda: index.insert(token_bytes([8]), pages(1).astype("u8"), 99),
+            "pages must be a numpy array of int32 [n]",
+        ),
         (lambda: index.lock(gone), "cannot lock a prefix that is not all on the device"),
         (lambda: index.unlock(gone), "cannot unlock a prefix that is not locked"),
         (
             lambda: index.begin_write(end, DEVICE, HOST, pages(1, 2, 3)),
             "a write of 3 pages: host lacks 2 of this prefix",
         ),
-        (lambda: index.begin_write(end, DEVICE, HOST, pages(1), count=2), "1 pages given for a write of 2"),
+        (
+            lambda: index.begin_write(end, DEVICE, HOST, pages(1), count=2),
+            "1 pages given for a write of 2",
+        ),
         (lambda: index.begin_write(end, DEVICE, DEVICE, pages(1)), "no copy from device to device"),
         (lambda: index.missing(gone, DEVICE, HOST), "this prefix is no longer in the cache"),
         (lambda: index.evict(STORAGE, 1), "only device and host have pages that can be evicted"),

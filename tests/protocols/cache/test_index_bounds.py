@@ -72,7 +72,9 @@ def test_what_was_flushed_is_offered_to_no_queue() -> None:
         (DEVICE, HOST, np.zeros((2, 1), np.int32), r"of shape \(2, 1\)"),
     ],
 )
-def test_a_write_that_cannot_be_is_refused_and_takes_nothing(source: Tier, target: Tier, given, said: str) -> None:
+def test_a_write_that_cannot_be_is_refused_and_takes_nothing(
+    source: Tier, target: Tier, given, said: str
+) -> None:
     cache = Cache()
     end = cache.insert(1, 2).end
     assert end is not None

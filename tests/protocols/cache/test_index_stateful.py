@@ -1,4 +1,6 @@
-"""The index against the oracle: any order of inserts, splits, copies, acknowledgements, evictions and flushes."""
+"""The index against the oracle: any order of inserts, splits, copies, acknowledgements, evictions
+and flushes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ class IndexMachine(RuleBasedStateMachine):
     def start(self, policy: str, needs_state: bool) -> None:
         self.driver = Driver(policy, needs_state=needs_state)
 
-    @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS, priority=st.integers(0, 2), share=st.booleans())
+    @rule(
+        namespace=st.sampled_from(NAMESPACES),
+        prompt=PROMPTS,
+        priority=st.integers(0, 2),
+        share=st.booleans(),
+    )
     def insert(self, **arguments) -> None:
         self.driver.insert(**arguments)
 
@@ -54,7 +61,12 @@ class IndexMachine(RuleBasedStateMachine):
     def evict_states(self, count) -> None:
         self.driver.evict_states(count)
 
-    @rule(namespace=st.sampled_from(NAMESPACES), prompt=PROMPTS, route=st.sampled_from(ROUTES), cut=st.integers(0, 2))
+    @rule(
+        namespace=st.sampled_from(NAMESPACES),
+        prompt=PROMPTS,
+        route=st.sampled_from(ROUTES),
+        cut=st.integers(0, 2),
+    )
     def begin_write(self, **arguments) -> None:
         self.driver.begin_write(**arguments)
 

@@ -1,4 +1,6 @@
-"""Streams of batches: what a subscriber ends with that loses some, joins late, or asks for what is not kept."""
+"""Streams of batches: what a subscriber ends with that loses some, joins late, or asks for what is
+not kept.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.protocols.cache.test_index_stateful import step
 
 
 class Knower(Subscriber):
-    """Applies batches in the order of their numbers; events are about sets, so that some may come twice."""
+    """Applies batches in the order of their numbers; events are about sets, so that some may come
+    twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,9 +75,13 @@ def add(index: PrefixIndex, *ids: int) -> None:
     index.insert(token_bytes(ids), np.arange(len(ids), dtype=np.int32), 9.0)
 
 
-@pytest.mark.parametrize("limits", [StreamLimits(), StreamLimits(3, 1 << 20, 1 << 20), StreamLimits(50, 400, 300)])
+@pytest.mark.parametrize(
+    "limits", [StreamLimits(), StreamLimits(3, 1 << 20, 1 << 20), StreamLimits(50, 400, 300)]
+)
 def test_whoever_loses_batches_ends_with_what_is_cached(limits: StreamLimits, seed: int) -> None:
-    """Inserts, copies and evictions in any order; subscribers that lose what they may, and hear of it by a number."""
+    """Inserts, copies and evictions in any order; subscribers that lose what they may, and hear of
+    it by a number.
+    """
     rng = random.Random(f"{seed} {limits}")
     for _ in range(15):
         driver = Driver("lru")
@@ -167,7 +175,9 @@ def test_bytes_are_bounded_too() -> None:
     assert stream.kept_from(0) is None
 
 
-@pytest.mark.parametrize("limits", [StreamLimits(0), StreamLimits(kept_bytes=0), StreamLimits(waiting_bytes=-1)])
+@pytest.mark.parametrize(
+    "limits", [StreamLimits(0), StreamLimits(kept_bytes=0), StreamLimits(waiting_bytes=-1)]
+)
 def test_limits_that_are_none(limits: StreamLimits) -> None:
     with pytest.raises(MisuseError, match="at least 1"):
         EventStream(index_of(1), BatchEncoder(1), limits)
@@ -212,7 +222,9 @@ def test_as_many_bytes_are_kept_as_may_be() -> None:
         kept = next(batches for seq in range(40) if (batches := stream.kept_from(seq)))
         total = sum(len(batch.payload) for batch in kept)
         assert total <= 1_000
-        assert len(kept) == len(sizes) or total + sizes[-len(kept) - 1] > 1_000, "one more could have been kept"
+        assert len(kept) == len(sizes) or total + sizes[-len(kept) - 1] > 1_000, (
+            "one more could have been kept"
+        )
         add(index, 0, fork)
     assert sum(sizes) > 2_000
 

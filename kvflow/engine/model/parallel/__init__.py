@@ -1,1 +1,3 @@
-"""One model over several processes: stages of layers (pipeline), and shards of each layer (tensor parallelism)."""
+"""One model over several processes: stages of layers (pipeline), and shards of each layer (tensor
+parallelism).
+"""

@@ -1,4 +1,6 @@
-"""What the processes of one model agree on while it is loaded, through a file in their meeting directory."""
+"""What the processes of one model agree on while it is loaded, through a file in their meeting
+directory.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ class OtherRankError(MisuseError):
 
 
 class Agreement:
-    """One process among those of a model. Each states the same facts in the same order, and waits for all others."""
+    """One process among those of a model.
+
+    Each states the same facts in the same order, and waits for all others.
+    """
 
     def __init__(self, part: ModelPart, meeting: Meeting) -> None:
         """Raises: MisuseError (a directory that others may enter)."""
-        from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, and not in its stubs
+        # Public, and not in its stubs.
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         meeting.check()
         self._part, self._attempt, self._timeout_s = part, meeting.attempt, meeting.load_timeout_s
@@ -47,14 +53,17 @@ class Agreement:
         self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
     def wait_for_weights(self) -> None:
-        """Block until all shards of this stage have loaded their weights, in this attempt. Raises: as `exchange`."""
+        """Block until all shards of this stage have loaded their weights, in this attempt.
+
+        Raises: as `exchange`.
+        """
         self.exchange(f"weights/{self._attempt}", True, self._part.beside)
 
     def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:
         """The statements of `ranks`, by default all, about `what`; blocks until all are there.
 
-        Raises: OtherRankError when a rank could not load its part, LostError when one has ended, or says nothing for
-        too long.
+        Raises: OtherRankError when a rank could not load its part, LostError when one has ended, or
+        says nothing for too long.
         """
         self.store.set(f"{what}/{self._part.rank}", msgspec.json.encode(mine).decode())
         deadline, found = time.monotonic() + self._timeout_s, []
@@ -63,7 +72,10 @@ class Agreement:
                 self._check_failures()
                 self._check_runs(rank)
                 if time.monotonic() > deadline:
-                    raise LostError(f"rank {rank} has said nothing of its part of the model for {self._timeout_s:g} s")
+                    raise LostError(
+                        f"rank {rank} has said nothing of its part of the model for "
+                        f"{self._timeout_s:g} s"
+                    )
                 time.sleep(_POLL_S)
             found.append(msgspec.json.decode(self.store.get(f"{what}/{rank}"), type=type(mine)))
         return found
@@ -86,5 +98,9 @@ class Agreement:
     def _check_failures(self) -> None:
         for rank in range(self._part.ranks):
             key = f"failed/{rank}"
-            if rank != self._part.rank and self.store.check([key]) and (text := self.store.get(key).decode()):
+            if (
+                rank != self._part.rank
+                and self.store.check([key])
+                and (text := self.store.get(key).decode())
+            ):
                 raise OtherRankError(f"rank {rank} cannot load its part of the model: {text}")

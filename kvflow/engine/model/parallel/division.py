@@ -1,7 +1,9 @@
-"""What a shard keeps of each stream: found by comparing a forward before and after the layers were divided.
+"""What a shard keeps of each stream: found by comparing a forward before and after the layers were
+divided.
 
-How many K/V heads a shard has, and which, does not follow from the number of shards: some plans divide attention,
-others leave it whole on every shard, and latents and states are whole on all of them.
+How many K/V heads a shard has, and which, does not follow from the number of shards: some plans
+divide attention, others leave it whole on every shard, and latents and states are whole on all of
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _ALLOWED = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
 
 
 class Observed(NamedTuple):
-    """The logits of a forward, and what every layer kept: tensors [1, heads or channels, ...] by their path."""
+    """The logits of a forward, and what every layer kept: tensors [1, heads or channels, ...] by
+    their path.
+    """
 
     logits: torch.Tensor
     kept: list[dict[str, torch.Tensor]]
@@ -35,7 +39,9 @@ class Observed(NamedTuple):
 def observe(model: Any) -> Observed:
     cache = stock_cache(model)
     vocabulary = model.get_input_embeddings().num_embeddings
-    ids = torch.tensor([[(i * i * 7 + 3) % min(vocabulary, 997) for i in range(_TOKENS)]], device=model.device)
+    ids = torch.tensor(
+        [[(i * i * 7 + 3) % min(vocabulary, 997) for i in range(_TOKENS)]], device=model.device
+    )
     more: dict[str, Any] = {"use_cache": True, cache_argument(model) or "": cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
         more["position_ids"] = torch.arange(_TOKENS, device=model.device)[None]
@@ -43,16 +49,19 @@ def observe(model: Any) -> Observed:
     return Observed(logits, [dict(tensors_of(vars(layer))) for layer in cache.layers])
 
 
-def annotated(layers: Layers, before: Observed, after: Observed, part: ModelPart, name: str) -> Layers:
-    """`layers`, which the whole model has, as this shard has them: with their shapes, and what they are parts of.
+def annotated(
+    layers: Layers, before: Observed, after: Observed, part: ModelPart, name: str
+) -> Layers:
+    """`layers`, which the whole model has, as this shard has them: with their shapes, and what they
+    are parts of.
 
     Raises: MisuseError when the shards together do not compute what the whole did.
     """
     allowed = _ALLOWED.get(str(before.logits.dtype).removeprefix("torch."), 0.3)
     if not (error := _distance(after.logits, before.logits)) <= allowed:
         raise MisuseError(
-            f"model {name!r} cannot be divided among {part.shards} shards: their logits differ from those of the whole "
-            f"(relative error {error:.2g}, allowed {allowed:g})"
+            f"model {name!r} cannot be divided among {part.shards} shards: their logits differ "
+            f"from those of the whole (relative error {error:.2g}, allowed {allowed:g})"
         )
     found: list[Any] = []
     for i, layer in enumerate(layers):
@@ -67,8 +76,9 @@ def annotated(layers: Layers, before: Observed, after: Observed, part: ModelPart
             split = split_of(whole.shape[1], mine.shape[1], part)
             if split is None or not _is_part(whole, mine, split, allowed):
                 raise MisuseError(
-                    f"model {name!r} cannot be divided among {part.shards} shards: {kind.name} is {list(whole.shape)} "
-                    f"of the whole, and {list(mine.shape)} of shard {part.shard}, which is no part of it"
+                    f"model {name!r} cannot be divided among {part.shards} shards: {kind.name} is "
+                    f"{list(whole.shape)} of the whole, and {list(mine.shape)} of shard "
+                    f"{part.shard}, which is no part of it"
                 )
             return _with(kind, mine.shape[1], split)
 
@@ -78,15 +88,17 @@ def annotated(layers: Layers, before: Observed, after: Observed, part: ModelPart
                 values=one(layer.values, "values"),
                 indexer=one(layer.indexer, "indexer_keys"),
                 conv=tuple(one(kind, f"conv_states[{n}]") for n, kind in enumerate(layer.conv)),
-                recurrent=tuple(one(kind, f"recurrent_states[{n}]") for n, kind in enumerate(layer.recurrent)),
+                recurrent=tuple(
+                    one(kind, f"recurrent_states[{n}]") for n, kind in enumerate(layer.recurrent)
+                ),
             )
         )
     return tuple(found)
 
 
 def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
-    """Which of `whole` entries a shard with `mine` of them has, where each has as many and they are in order; None when
-    the numbers do not fit."""
+    """Which of `whole` entries a shard with `mine` of them has, where each has as many and they are
+    in order; None when the numbers do not fit."""
     if mine == whole:
         return Part(replica=part.shard, replicas=part.shards)
     if not mine or whole % mine or part.shards % (whole // mine):

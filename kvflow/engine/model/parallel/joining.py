@@ -22,7 +22,10 @@ from kvflow.protocols.errors import MisuseError
 
 
 class _PartFit(msgspec.Struct, frozen=True):
-    """How one part runs. `rings`: whether it keeps windows in rows; None where no layer of it has a window."""
+    """How one part runs.
+
+    `rings`: whether it keeps windows in rows; None where no layer of it has a window.
+    """
 
     fingerprint: str
     stages: int
@@ -43,29 +46,45 @@ class Joined:
         """Whether any part keeps conv or recurrent states; known when its fit is."""
 
     def divide(self, model: Any, layers: Layers, name: str) -> Layers:
-        """Leave this shard's part of the model's `layers`, and describe it. Raises: MisuseError, LostError."""
+        """Leave this shard's part of the model's `layers`, and describe it.
+
+        Raises: MisuseError, LostError.
+        """
         if self.part.shards == 1:
             return layers
         before = observe(model)
-        self._agreement.wait_for_weights()  # from now on one shard waits for another only for a moment
+        # From now on one shard waits for another only for a moment.
+        self._agreement.wait_for_weights()
         self._shards = ShardGroup(self.part, self._meeting, self._agreement)
         divide(model, self._shards, name)
         return annotated(layers, before, observe(model), self.part, name)
 
     def choose_fit(
-        self, model: Any, layers: Layers, name: str, attention: str, rings: RingChoice, fingerprint: str
+        self,
+        model: Any,
+        layers: Layers,
+        name: str,
+        attention: str,
+        rings: RingChoice,
+        fingerprint: str,
     ) -> Fit:
-        """The self-test's choice, the same for all parts: a packed row of one stage is no padded batch of the next.
+        """The self-test's choice, the same for all parts: a packed row of one stage is no padded
+        batch of the next.
 
         Raises: MisuseError, LostError.
         """
         fit = choose_fit(model, layers, name, attention, rings)
         found = self._agreement.exchange("fit", self._stated(fit, fingerprint))
         for rank, other in enumerate(found):
-            if (other.fingerprint, other.stages, other.shards) != (fingerprint, self.part.stages, self.part.shards):
+            if (other.fingerprint, other.stages, other.shards) != (
+                fingerprint,
+                self.part.stages,
+                self.part.shards,
+            ):
                 raise MisuseError(
-                    f"rank {rank} has loaded a part of {other.stages} x {other.shards} of {other.fingerprint!r}, rank "
-                    f"{self.part.rank} of {self.part.stages} x {self.part.shards} of {fingerprint!r}"
+                    f"rank {rank} has loaded a part of {other.stages} x {other.shards} of "
+                    f"{other.fingerprint!r}, rank {self.part.rank} of {self.part.stages} x "
+                    f"{self.part.shards} of {fingerprint!r}"
                 )
         mode: Mode = "pad" if any(other.mode == "pad" for other in found) else "packed"
         in_rings = all(other.rings is not False for other in found) and mode == "packed"
@@ -73,13 +92,20 @@ class Joined:
         if mine.mode != mode or mine.rings not in (None, in_rings):
             if rings == "need":
                 raise MisuseError(
-                    f"--sliding-window-rows always: other stages of model {name!r} run so that it cannot be"
+                    f"--sliding-window-rows always: other stages of model {name!r} run so that it "
+                    "cannot be"
                 )
             set_packed(model, False)
             fit = choose_fit(model, layers, name, mode, "try" if in_rings else "never")
         settled = self._agreement.exchange("settled", self._stated(fit, fingerprint))
-        if len({(s.mode, s.rings) for s in settled if s.rings is not None} | {(mode, in_rings)}) > 1:
-            raise MisuseError(f"the stages of model {name!r} do not agree on an attention mode; give --attention pad")
+        if (
+            len({(s.mode, s.rings) for s in settled if s.rings is not None} | {(mode, in_rings)})
+            > 1
+        ):
+            raise MisuseError(
+                f"the stages of model {name!r} do not agree on an attention mode; give --attention "
+                "pad"
+            )
         self.has_states = any(other.has_states for other in settled)
         return fit._replace(whole_prompts=any(other.whole_prompts for other in settled))
 
@@ -96,9 +122,14 @@ class Joined:
         windows = [bool(layer.ring) for layer in fit.layers if layer and layer.window]
         states = any(layer.has_states for layer in fit.layers if layer)
         return _PartFit(
-            fingerprint, self.part.stages, self.part.shards, fit.mode, any(windows) if windows else None,
-            fit.whole_prompts, states,
-        )  # fmt: skip
+            fingerprint,
+            self.part.stages,
+            self.part.shards,
+            fit.mode,
+            any(windows) if windows else None,
+            fit.whole_prompts,
+            states,
+        )
 
 
 class Whole:
@@ -110,7 +141,13 @@ class Whole:
         return layers
 
     def choose_fit(
-        self, model: Any, layers: Layers, name: str, attention: str, rings: RingChoice, fingerprint: str
+        self,
+        model: Any,
+        layers: Layers,
+        name: str,
+        attention: str,
+        rings: RingChoice,
+        fingerprint: str,
     ) -> Fit:
         return choose_fit(model, layers, name, attention, rings)
 

@@ -1,12 +1,14 @@
-"""Hidden states between two stages that follow each other: one ZMQ socket at each end, used by its model thread.
+"""Hidden states between two stages that follow each other: one ZMQ socket at each end, used by its
+model thread.
 
-The later stage binds. Each frame carries its generation and step, its shape and dtype, and then the bytes of the
-tensor, which are sent from where they lie. The receiver gives a credit back for each, so at most `MAX_IN_FLIGHT` are
-under way: an earlier stage runs ahead by so many calls of the model and then waits. Frames and credits of an earlier
-generation are dropped. A wait ends with `abort` only: who has died is for others to see.
+The later stage binds. Each frame carries its generation and step, its shape and dtype, and then the
+bytes of the tensor, which are sent from where they lie. The receiver gives a credit back for each,
+so at most `MAX_IN_FLIGHT` are under way: an earlier stage runs ahead by so many calls of the model
+and then waits. Frames and credits of an earlier generation are dropped. A wait ends with `abort`
+only: who has died is for others to see.
 
-Nothing is authenticated. The address is a Unix socket in a directory that only its owner can enter, or a port of a
-loopback interface, which any user of the machine can reach.
+Nothing is authenticated. The address is a Unix socket in a directory that only its owner can enter,
+or a port of a loopback interface, which any user of the machine can reach.
 """
 
 from __future__ import annotations
@@ -36,11 +38,14 @@ class HiddenLink(Protocol):
     """One end of the way of hidden states from a stage to the next one."""
 
     def begin(self, generation: int) -> None:
-        """From now on, steps of `generation`, which is larger than every earlier one, from the first step on. Ends an
-        abort."""
+        """From now on, steps of `generation`, which is larger than every earlier one, from the
+        first step on. Ends an abort."""
 
     def next_step(self) -> None:
-        """What follows belongs to the next step. A step may send several tensors, one for each call of the model."""
+        """What follows belongs to the next step.
+
+        A step may send several tensors, one for each call of the model.
+        """
 
     def abort(self) -> None:
         """From any thread: a call that waits, and every later one until `begin`, raises."""
@@ -64,7 +69,8 @@ class HiddenSource(HiddenLink, Protocol):
     def receive(self, like: torch.Tensor) -> torch.Tensor:
         """The next hidden states, which have shape and dtype of `like`, on its device.
 
-        Raises: LostError (aborted, or the other end has begun a later generation), PeerError (they are others).
+        Raises: LostError (aborted, or the other end has begun a later generation), PeerError (they
+        are others).
         """
 
 
@@ -103,7 +109,9 @@ class _End:
             (self._socket.bind if bind else self._socket.connect)(address)
         except zmq.ZMQError as error:
             self.close()
-            raise MisuseError(f"hidden states cannot be passed at {address}: {error.strerror}") from None
+            raise MisuseError(
+                f"hidden states cannot be passed at {address}: {error.strerror}"
+            ) from None
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -116,7 +124,8 @@ class _End:
     def begin(self, generation: int) -> None:
         if generation < self.generation:
             raise MisuseError(
-                f"generation {generation} of hidden states is older than the present one, {self.generation}"
+                f"generation {generation} of hidden states is older than the present one, "
+                f"{self.generation}"
             )
         self.generation, self.step, self.call = generation, -1, 0
         self._aborted = False
@@ -143,7 +152,9 @@ class _End:
     def _take(self, *, wait: bool) -> list[zmq.Frame] | None:
         """The next message. None when there is none yet, or, after a wait, perhaps."""
         if self._aborted:
-            raise LostError(f"passing hidden states at {self._address} was aborted in step {self.step}")
+            raise LostError(
+                f"passing hidden states at {self._address} was aborted in step {self.step}"
+            )
         try:
             frames: list[zmq.Frame] = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -176,14 +187,20 @@ class HiddenSender(_End):
         tensor = hidden.detach().to("cpu").contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         header = _Header(self.generation, self.step, self.call, dtype, list(tensor.shape))
-        self._socket.send_multipart([encode(header), tensor.view(torch.uint8).numpy().data], copy=False)
+        self._socket.send_multipart(
+            [encode(header), tensor.view(torch.uint8).numpy().data], copy=False
+        )
         self._sent += 1
         self.call += 1
 
     def _take_credits(self, *, wait: bool) -> None:
         while (frames := self._take(wait=wait)) is not None:
             credit = _credit(frames)
-            if credit is None or credit.generation != self.generation or not 0 <= credit.received <= self._sent:
+            if (
+                credit is None
+                or credit.generation != self.generation
+                or not 0 <= credit.received <= self._sent
+            ):
                 self.dropped += 1
             else:
                 self._received = max(self._received, credit.received)
@@ -214,7 +231,8 @@ class HiddenReceiver(_End):
         into = hidden.view(torch.uint8).reshape(-1).numpy()
         if len(data.buffer) != into.size:
             raise PeerError(f"hidden states {found} have {len(data.buffer)} bytes, not {into.size}")
-        into[:] = np.frombuffer(data.buffer, np.uint8)  # copied: kernels may compute other bits where it is not aligned
+        # Copied: kernels may compute other bits where it is not aligned.
+        into[:] = np.frombuffer(data.buffer, np.uint8)
         self._received += 1
         with contextlib.suppress(zmq.Again):  # the other end has gone
             self._socket.send(encode(_Credit(self.generation, self._received)), zmq.NOBLOCK)
@@ -234,7 +252,10 @@ class HiddenReceiver(_End):
                 return found
             if generation > self.generation:
                 self._early = found
-                raise LostError(f"generation {self.generation} has ended: the stage before is in {generation} already")
+                raise LostError(
+                    f"generation {self.generation} has ended: the stage before is in {generation} "
+                    "already"
+                )
             self.dropped += 1
 
 
@@ -258,7 +279,9 @@ def check_address(address: str) -> None:
     """Raises: MisuseError for one that other machines can reach."""
     if address.startswith("ipc://") and not address.startswith("ipc://@"):
         if len(os.fsencode(address.removeprefix("ipc://"))) > _MAX_IPC_PATH:
-            raise MisuseError(f"address {address!r}: the path of a Unix socket has at most {_MAX_IPC_PATH} bytes")
+            raise MisuseError(
+                f"address {address!r}: the path of a Unix socket has at most {_MAX_IPC_PATH} bytes"
+            )
         return
     host = urlsplit(address).hostname or ""
     try:
@@ -267,6 +290,6 @@ def check_address(address: str) -> None:
     except ValueError:
         pass
     raise MisuseError(
-        f"address {address!r} for hidden states is neither ipc://PATH nor tcp:// of a loopback address: nothing is "
-        f"authenticated there"
+        f"address {address!r} for hidden states is neither ipc://PATH nor tcp:// of a loopback "
+        "address: nothing is authenticated there"
     )

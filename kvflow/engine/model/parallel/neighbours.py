@@ -1,4 +1,6 @@
-"""The other processes that a step of this one needs: the stages before and after it, and the shards beside it."""
+"""The other processes that a step of this one needs: the stages before and after it, and the shards
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from kvflow.protocols.errors import LostError
 
 
 class Followers(Protocol):
-    """The other shards of a model whose engine is in this process: they run the steps of this one."""
+    """The other shards of a model whose engine is in this process:
+    they run the steps of this one.
+    """
 
     def announce(self, rows: list[Row]) -> None:
         """This step begins here. Raises: LostError."""
@@ -26,20 +30,28 @@ class Followers(Protocol):
         """No step follows soon."""
 
     def failed(self, error: Exception) -> LostError:
-        """A step that was announced, and in which they are, has failed here: none can follow. Returns what to raise."""
+        """A step that was announced, and in which they are, has failed here: none can follow.
+
+        Returns what to raise.
+        """
 
     def wait(self) -> None:
-        """Return when each of them has ended every step that was announced, or its process has ended. From any thread;
-        blocks."""
+        """Return when each of them has ended every step that was announced, or its process has
+        ended. From any thread; blocks."""
 
 
 class Neighbours:
     """Those of one part. All but `abort` belongs to the model thread."""
 
     def __init__(
-        self, source: HiddenSource | None = None, sink: HiddenSink | None = None, shards: ShardGroup | None = None
+        self,
+        source: HiddenSource | None = None,
+        sink: HiddenSink | None = None,
+        shards: ShardGroup | None = None,
     ) -> None:
-        """`source` is None in the first stage, `sink` in the last, and `shards` where a stage is one process."""
+        """`source` is None in the first stage, `sink` in the last, and `shards` where a stage is
+        one process.
+        """
         self._source, self._sink, self._shards = source, sink, shards
         self._followers: Followers | None = None
         self._aborted = self._broken = False
@@ -54,7 +66,9 @@ class Neighbours:
             self._followers.rest()
 
     def wait_for_followers(self) -> None:
-        """Return when no other process reads or writes for a step that has begun here; see `Followers.wait`."""
+        """Return when no other process reads or writes for a step that has begun here; see
+        `Followers.wait`.
+        """
         if self._followers is not None:
             self._followers.wait()
 
@@ -64,13 +78,17 @@ class Neighbours:
         return self._sink is None
 
     def begin(self, generation: int) -> None:
-        """Steps are counted anew; what is still under way of an earlier generation is dropped. `generation` is the same
-        in all processes, and larger than every earlier one.
+        """Steps are counted anew; what is still under way of an earlier generation is dropped.
+
+        `generation` is the same in all processes, and larger than every earlier one.
 
         Raises: LostError when the group of shards has ended, by an abort or with one of them.
         """
         if self._broken:
-            raise LostError("the shards of this stage have lost each other: start all processes of the stage again")
+            raise LostError(
+                "the shards of this stage have lost each other: start all processes of the stage "
+                "again"
+            )
         self._aborted = False
         for link in (self._source, self._sink):
             if link is not None:
@@ -82,10 +100,11 @@ class Neighbours:
         return self._broken
 
     def abort(self, *, shards: bool = True) -> None:
-        """From any thread: a step that waits for another process raises, and so does every later one until `begin`.
+        """From any thread: a step that waits for another process raises, and so does every later
+        one until `begin`.
 
-        `shards` False: those of this stage go on with each other, and all of them have to run the same steps to their
-        end; what they wait for from another stage, or send to one, raises.
+        `shards` False: those of this stage go on with each other, and all of them have to run the
+        same steps to their end; what they wait for from another stage, or send to one, raises.
         """
         if shards or self._shards is None:
             self._aborted, self._broken = True, self._shards is not None
@@ -100,8 +119,9 @@ class Neighbours:
 
     @contextlib.contextmanager
     def step(self, rows: list[Row]) -> Iterator[None]:
-        """Around each step, of `rows`: its forwards receive and send. Raises: LostError for a shard or a stage that is
-        gone."""
+        """Around each step, of `rows`: its forwards receive and send.
+
+        Raises: LostError for a shard or a stage that is gone."""
         if self._aborted:
             raise LostError("the step was aborted before it began")
         for link in (self._source, self._sink):
@@ -142,8 +162,11 @@ def _cause(error: RuntimeError) -> str:
 ALONE = Neighbours()
 
 
-def hidden_links(part: ModelPart, directory: Path) -> tuple[HiddenReceiver | None, HiddenSender | None]:
-    """This part's links from the stage before it and to the one after it, by sockets in `directory`.
+def hidden_links(
+    part: ModelPart, directory: Path
+) -> tuple[HiddenReceiver | None, HiddenSender | None]:
+    """This part's links from the stage before it and to the one after it, by sockets in
+    `directory`.
 
     Raises: MisuseError.
     """

@@ -14,8 +14,8 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Stage `stage` of `stages`, which are runs of consecutive layers, and shard `shard` of the `shards` that compute
-    each of its layers together. The default is all of a model."""
+    """Stage `stage` of `stages`, which are runs of consecutive layers, and shard `shard` of the
+    `shards` that compute each of its layers together. The default is all of a model."""
 
     stage: int = 0
     stages: int = 1
@@ -24,9 +24,15 @@ class ModelPart:
 
     def __post_init__(self) -> None:
         """Raises: MisuseError."""
-        for what, index, count in (("stage", self.stage, self.stages), ("shard", self.shard, self.shards)):
+        for what, index, count in (
+            ("stage", self.stage, self.stages),
+            ("shard", self.shard, self.shards),
+        ):
             if not 1 <= count <= MAX_RANKS or not 0 <= index < count:
-                raise MisuseError(f"{what} {index} of {count}: a {what} is 0..count-1, and the count 1..{MAX_RANKS}")
+                raise MisuseError(
+                    f"{what} {index} of {count}: a {what} is 0..count-1, and the count "
+                    f"1..{MAX_RANKS}"
+                )
 
     @property
     def ranks(self) -> int:
@@ -66,11 +72,12 @@ WHOLE = ModelPart()
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the processes of one model find each other: a directory of this machine that only its owner can enter. It
-    begins empty, and the process that made it removes it.
+    """Where the processes of one model find each other: a directory of this machine that only its
+    owner can enter. It begins empty, and the process that made it removes it.
 
-    `attempt`: how often all shards of a stage have been started before. `load_timeout_s`: how long one waits until
-    all have loaded their weights; `collective_timeout_s`: how long one shard waits for another in a step.
+    `attempt`: how often all shards of a stage have been started before. `load_timeout_s`: how long
+    one waits until all have loaded their weights; `collective_timeout_s`: how long one shard waits
+    for another in a step.
     """
 
     directory: Path
@@ -83,11 +90,14 @@ class Meeting:
         try:
             found = os.stat(self.directory)
         except OSError as error:
-            raise MisuseError(f"meeting directory {str(self.directory)!r}: {error.strerror}") from None
+            raise MisuseError(
+                f"meeting directory {str(self.directory)!r}: {error.strerror}"
+            ) from None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise MisuseError(
-                f"meeting directory {str(self.directory)!r} has mode {stat.S_IMODE(found.st_mode):o} and owner "
-                f"{found.st_uid}: it has to be a directory of user {os.geteuid()} with mode 700"
+                f"meeting directory {str(self.directory)!r} has mode "
+                f"{stat.S_IMODE(found.st_mode):o} and owner {found.st_uid}: it has to be a "
+                f"directory of user {os.geteuid()} with mode 700"
             )
 
 
@@ -98,9 +108,13 @@ def own_layers(config: Any, part: ModelPart, name: str) -> range:
     if part.stages == 1:
         return range(count or 0)
     if not isinstance(count, int):
-        raise MisuseError(f"model {name!r} cannot be cut into stages: its configuration has no num_hidden_layers")
+        raise MisuseError(
+            f"model {name!r} cannot be cut into stages: its configuration has no num_hidden_layers"
+        )
     if part.stages > count:
-        raise MisuseError(f"model {name!r} has {count} layers: they cannot be cut into {part.stages} stages")
+        raise MisuseError(
+            f"model {name!r} has {count} layers: they cannot be cut into {part.stages} stages"
+        )
     _check_sharing(text, part, count, name)
     return part.layers(count)
 
@@ -110,13 +124,20 @@ def _check_sharing(text: Any, part: ModelPart, count: int, name: str) -> None:
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not shared:
         return
-    first, kinds = count - shared, list(getattr(text, "layer_types", None) or ["full_attention"] * count)
-    sources = [max((i for i in range(first) if kinds[i] == kind), default=0) for kind in sorted(set(kinds[first:]))]
+    first, kinds = (
+        count - shared,
+        list(getattr(text, "layer_types", None) or ["full_attention"] * count),
+    )
+    sources = [
+        max((i for i in range(first) if kinds[i] == kind), default=0)
+        for kind in sorted(set(kinds[first:]))
+    ]
     for stage in range(1, part.stages):
         cut = stage * count // part.stages
         if cut > min(sources, default=count):
             used = " and ".join(map(str, sorted(sources)))
             raise MisuseError(
-                f"model {name!r} cannot be cut into {part.stages} stages before layer {cut}: layers {first}.."
-                f"{count - 1} use the K and V of layers {used}, so all of these have to be in one stage"
+                f"model {name!r} cannot be cut into {part.stages} stages before layer {cut}: "
+                f"layers {first}..{count - 1} use the K and V of layers {used}, so all of these "
+                "have to be in one stage"
             )

@@ -1,7 +1,9 @@
-"""The shards of one stage: a gloo group on the loopback interface, over which transformers' layers add up their parts.
+"""The shards of one stage: a gloo group on the loopback interface, over which transformers' layers
+add up their parts.
 
-A shard that dies ends what the others wait for, since its connections close. One that does not come leaves them
-waiting until the group's timeout, or until `abort`, for which gloo has no call: it closes the connections themselves.
+A shard that dies ends what the others wait for, since its connections close. One that does not come
+leaves them waiting until the group's timeout, or until `abort`, for which gloo has no call: it
+closes the connections themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 class ShardGroup:
-    """The group of this process's stage. There is one in a process, since it is torch's default group."""
+    """The group of this process's stage.
+
+    There is one in a process, since it is torch's default group.
+    """
 
     def __init__(self, part: ModelPart, meeting: Meeting, agreement: Agreement) -> None:
         """Blocks until all shards are there. Raises: MisuseError, LostError."""
@@ -36,23 +41,32 @@ class ShardGroup:
         from torch.distributed.distributed_c10d import PrefixStore
 
         if dist.is_initialized():
-            raise MisuseError("this process is in a group of torch.distributed already: it can run one shard only")
+            raise MisuseError(
+                "this process is in a group of torch.distributed already: it can run one shard only"
+            )
         self.part, self._lock = part, threading.Lock()
         store = PrefixStore(f"shards/{part.stage}/{meeting.attempt}", agreement.store)
         before = _open_files()
         try:
             with _on_loopback():
                 dist.init_process_group(
-                    "gloo", store=store, rank=part.shard, world_size=part.shards,
+                    "gloo",
+                    store=store,
+                    rank=part.shard,
+                    world_size=part.shards,
                     timeout=timedelta(seconds=meeting.collective_timeout_s),
-                )  # fmt: skip
+                )
         except RuntimeError as error:
-            raise LostError(f"the shards of stage {part.stage} do not find each other: {_first_line(error)}") from None
+            raise LostError(
+                f"the shards of stage {part.stage} do not find each other: {_first_line(error)}"
+            ) from None
         self.mesh: DeviceMesh = init_device_mesh("cpu", (part.shards,), mesh_dim_names=("tp",))
         self._connections = _connections(before, store, part)
 
     def abort(self) -> None:
-        """From any thread: a wait for another shard ends, here and there, and nothing works any more."""
+        """From any thread: a wait for another shard ends, here and there, and nothing works any
+        more.
+        """
         with self._lock:
             for connection in self._connections:
                 with contextlib.suppress(OSError):
@@ -85,13 +99,18 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _open_files() -> set[int]:
-    # The listing has a descriptor of its own while it is read: the next file that is opened gets that number.
-    return {number for number in map(int, os.listdir("/proc/self/fd")) if os.path.exists(f"/proc/self/fd/{number}")}
+    # The listing has a descriptor of its own while it is read: the next file that is opened gets
+    # that number.
+    return {
+        number
+        for number in map(int, os.listdir("/proc/self/fd"))
+        if os.path.exists(f"/proc/self/fd/{number}")
+    }
 
 
 def _connections(before: set[int], store: Any, part: ModelPart) -> list[socket.socket]:
-    """The group's own connections to the other shards, duplicated: of all that have been opened meanwhile, those whose
-    other ends the other shards have."""
+    """The group's own connections to the other shards, duplicated: of all that have been opened
+    meanwhile, those whose other ends the other shards have."""
     import msgspec
 
     opened: dict[tuple[str, str], socket.socket] = {}
@@ -107,7 +126,9 @@ def _connections(before: set[int], store: Any, part: ModelPart) -> list[socket.s
     store.set(f"connections/{part.shard}", msgspec.json.encode(list(opened)).decode())
     theirs: set[tuple[str, str]] = set()
     for shard in set(range(part.shards)) - {part.shard}:
-        theirs.update(msgspec.json.decode(store.get(f"connections/{shard}"), type=list[tuple[str, str]]))
+        theirs.update(
+            msgspec.json.decode(store.get(f"connections/{shard}"), type=list[tuple[str, str]])
+        )
     kept = []
     for (here, there), found in opened.items():
         if (there, here) in theirs:

@@ -1,9 +1,11 @@
-"""Stages: every process calls the whole model with the same tokens and positions, and has only its own layers.
+"""Stages: every process calls the whole model with the same tokens and positions, and has only its
+own layers.
 
-In the place of other layers stand modules that return the hidden states they are given. So embeddings, masks, rotary
-tables and whatever else a model computes from tokens come out of its own code. The first own layer takes the hidden
-states that have been received, and the layer after the last own one ends the forward. While no step of `Neighbours`
-runs, nothing is received or sent: the stage is a small model by itself, as probe and self-test need it.
+In the place of other layers stand modules that return the hidden states they are given. So
+embeddings, masks, rotary tables and whatever else a model computes from tokens come out of its own
+code. The first own layer takes the hidden states that have been received, and the layer after the
+last own one ends the forward. While no step of `Neighbours` runs, nothing is received or sent: the
+stage is a small model by itself, as probe and self-test need it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from kvflow.protocols.errors import MisuseError
 
 
 class StageEnd(BaseException):
-    """Ends a forward after the last own layer; carries its hidden states. No error, and not to be taken for one."""
+    """Ends a forward after the last own layer; carries its hidden states.
+
+    No error, and not to be taken for one.
+    """
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__("the layers of this stage end here")
@@ -40,10 +45,12 @@ passage = _Passage()
 
 
 class _Convention:
-    """What the model's layers return: the hidden states, or a tuple of `length` that begins with them.
+    """What the model's layers return: the hidden states, or a tuple of `length` that begins with
+    them.
 
-    An own layer shows it. Before one has run a tuple is returned: a model that expects none passes it on as it is, to
-    the next layer, while one that does would take a bare tensor apart without an error.
+    An own layer shows it. Before one has run a tuple is returned: a model that expects none passes
+    it on as it is, to the next layer, while one that does would take a bare tensor apart without an
+    error.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,17 +69,27 @@ class _Convention:
         self._more = [more for more in output[1:] if more is not None] if self.length else []
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the next layer is given. Raises: MisuseError where it depends on more than hidden states."""
-        if self._more and any(value is more for value in (*args, *kwargs.values()) for more in self._more):
+        """What the next layer is given.
+
+        Raises: MisuseError where it depends on more than hidden states.
+        """
+        if self._more and any(
+            value is more for value in (*args, *kwargs.values()) for more in self._more
+        ):
             what = "its layers hand on more than hidden states"
             raise MisuseError(f"model {self._name!r} cannot be cut into stages: {what}")
         self._more = []
 
 
 class ForeignLayer(nn.Module):
-    """In the place of layer `index`, which another stage has. `follows`: it comes right after this stage's last one."""
+    """In the place of layer `index`, which another stage has.
 
-    def __init__(self, layer: nn.Module, index: int, convention: _Convention, *, follows: bool) -> None:
+    `follows`: it comes right after this stage's last one.
+    """
+
+    def __init__(
+        self, layer: nn.Module, index: int, convention: _Convention, *, follows: bool
+    ) -> None:
         super().__init__()
         self.index = index
         self._convention, self._follows = convention, follows
@@ -98,10 +115,17 @@ class ForeignLayer(nn.Module):
 
 
 def decoder_layers(model: Any, name: str) -> nn.ModuleList:
-    """The list of the model's layers: the outermost that is as long as the configuration says. Raises: MisuseError."""
+    """The list of the model's layers: the outermost that is as long as the configuration says.
+
+    Raises: MisuseError.
+    """
     count = model.config.get_text_config().num_hidden_layers
     for inside in (model.get_decoder(), model):
-        found = [(path, m) for path, m in inside.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        found = [
+            (path, m)
+            for path, m in inside.named_modules()
+            if isinstance(m, nn.ModuleList) and len(m) == count
+        ]
         if found:
             layers: nn.ModuleList = min(found, key=lambda item: item[0].count("."))[1]
             return layers
@@ -115,10 +139,14 @@ def keep_layers(model: Any, own: range, name: str) -> None:
         if i not in own:
             layers[i] = ForeignLayer(layers[i], i, convention, follows=i == own.stop)
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = convention.plain(args[0] if args else kwargs["hidden_states"])
         hidden = found if passage.source is None else passage.source.receive(found)
-        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        return (
+            ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        )
 
     def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         convention.learn(output)
@@ -138,12 +166,13 @@ def is_stage(model: Any) -> bool:
 
 
 def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
-    """A class of transformers whose models have only their `own` layers, so that no other weights are read, and the
-    configuration that it is loaded with. Raises: MisuseError."""
+    """A class of transformers whose models have only their `own` layers, so that no other weights
+    are read, and the configuration that it is loaded with. Raises: MisuseError."""
     mapping = getattr(AutoModelForCausalLM, "_model_mapping", None)
     if mapping is None:
         raise MisuseError(
-            f"model {name!r} cannot be cut into stages with transformers {transformers.__version__}: it works with 5.23"
+            f"model {name!r} cannot be cut into stages with transformers "
+            f"{transformers.__version__}: it works with 5.23"
         )
     base = mapping[type(config)]
     if isinstance(base, (list, tuple)):
@@ -159,8 +188,10 @@ def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
 
 
 def stock_cache(model: Any) -> DynamicCache:
-    """transformers' own cache. Models ask its layer 0, or the first one of a kind, how long a sequence is, so in a
-    stage layers of its own stand for foreign ones: of the same kind where there are any."""
+    """transformers' own cache.
+
+    Models ask its layer 0, or the first one of a kind, how long a sequence is, so in a stage layers
+    of its own stand for foreign ones: of the same kind where there are any."""
     cache = DynamicCache(config=model.config.get_text_config())
     foreign = {module.index for module in model.modules() if isinstance(module, ForeignLayer)}
     own = [layer for i, layer in enumerate(cache.layers) if i not in foreign]

@@ -1,8 +1,8 @@
 """TCP pacing is for links that are shared; a machine's way to itself is not one.
 
-Where the system's congestion control is BBR, every 64 KiB that a sender hands to the kernel arms a pacing timer. From a
-machine to itself that took two thirds of the throughput mooncake has without (1.5 against 4 GB/s, two cores). Over a
-real link the algorithm is the operator's choice and stays.
+Where the system's congestion control is BBR, every 64 KiB that a sender hands to the kernel arms a
+pacing timer. From a machine to itself that took two thirds of the throughput mooncake has without
+(1.5 against 4 GB/s, two cores). Over a real link the algorithm is the operator's choice and stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _UNPACED = b"reno"  # the one algorithm that every kernel has and every user may
 
 
 def unpace_local_connections() -> int:
-    """Take pacing off this process's TCP connections whose two ends have one address; returns how many were changed.
+    """Take pacing off this process's TCP connections whose two ends have one address; returns how
+    many were changed.
 
     Some 100 us of system calls: not on the event loop.
     """
@@ -37,7 +38,10 @@ def _unpaced(fd: int) -> bool:
 
 
 def _unpace(connection: socket.socket) -> bool:
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+    if (
+        connection.family not in (socket.AF_INET, socket.AF_INET6)
+        or connection.type != socket.SOCK_STREAM
+    ):
         return False
     if connection.getpeername()[0] != connection.getsockname()[0]:
         return False

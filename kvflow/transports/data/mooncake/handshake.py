@@ -1,8 +1,9 @@
-"""Ask whether a mooncake engine answers, without one: the engine's own call blocks a thread for up to a minute where
-something accepts connections and says nothing, as a frozen process does.
+"""Ask whether a mooncake engine answers, without one: the engine's own call blocks a thread for up
+to a minute where something accepts connections and says nothing, as a frozen process does.
 
-What is spoken is the engine's handshake (its `transfer_metadata_plugin.cpp`): u64 length, little-endian, of what
-follows; one byte for the kind of request; a JSON object. The answer has the same form and kind.
+What is spoken is the engine's handshake (its `transfer_metadata_plugin.cpp`): u64 length,
+little-endian, of what follows; one byte for the kind of request; a JSON object. The answer has the
+same form and kind.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from kvflow.transports.host.names import HostNames
 _PROBE = 3
 _REQUEST = bytes([_PROBE]) + b"{}"
 _MAX_ANSWER_BYTES = 4 << 10  # some 20 in fact
-_PATIENCE_S = 5.0  # the engine hangs up on whoever has said nothing for so long: on us, where our process was held up
+# The engine hangs up on whoever has said nothing for so long: on us, where our process was held up.
+_PATIENCE_S = 5.0
 
 
 async def check_answers(session: str, names: HostNames, within_s: float) -> None:
     """Return once the engine at `session` ("host:port") has answered a probe.
 
-    Raises: TransferError when nobody listens there, what listens is no engine, or nothing has come after `within_s`.
+    Raises: TransferError when nobody listens there, what listens is no engine, or nothing has come
+    after `within_s`.
     """
     host, _, port = session.rpartition(":")
     clock = asyncio.get_running_loop().time
@@ -31,14 +34,18 @@ async def check_answers(session: str, names: HostNames, within_s: float) -> None
             while True:
                 began_s = clock()
                 try:
-                    await _probe(host.removeprefix("[").removesuffix("]"), int(port), names, within_s)
+                    await _probe(
+                        host.removeprefix("[").removesuffix("]"), int(port), names, within_s
+                    )
                 except EOFError:
                     if clock() - began_s < _PATIENCE_S:
                         raise
                 else:
                     return
     except TimeoutError:
-        raise TransferError(f"no mooncake engine answers at {session} within {within_s:g} s") from None
+        raise TransferError(
+            f"no mooncake engine answers at {session} within {within_s:g} s"
+        ) from None
     except (OSError, OverflowError, EOFError, ValueError) as error:
         raise TransferError(f"no mooncake engine answers at {session}: {error}") from None
 
@@ -49,7 +56,10 @@ async def _probe(host: str, port: int, names: HostNames, within_s: float) -> Non
     try:
         writer.write(len(_REQUEST).to_bytes(8, "little") + _REQUEST)
         size_bytes = int.from_bytes(await reader.readexactly(8), "little")
-        if not 1 <= size_bytes <= _MAX_ANSWER_BYTES or (await reader.readexactly(size_bytes))[0] != _PROBE:
+        if (
+            not 1 <= size_bytes <= _MAX_ANSWER_BYTES
+            or (await reader.readexactly(size_bytes))[0] != _PROBE
+        ):
             raise ValueError("what listens there speaks another language")
     finally:
         writer.close()  # the engine serves nobody else until we have

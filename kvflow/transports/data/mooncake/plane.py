@@ -1,30 +1,37 @@
-"""Pages through the Mooncake Transfer Engine: TCP, or RDMA where the machine has it, through the same calls.
+"""Pages through the Mooncake Transfer Engine: TCP, or RDMA where the machine has it, through the
+same calls.
 
 What status means landed?       Only 1 of `transfer_check_status`, handle by handle.
-Can a write outlive its error?  Yes. Over TCP blocks that ended -1, or had not ended when the engine's time-out passed,
-                                were seen to land later, with whatever the source held by then. So any other end makes
-                                the whole write UNPROVEN, once its other handles have ended; a handle that does not end
-                                is waited for.
-What fences a peer?             Its process is known to be dead (pidfd) and our engine has closed every connection that
-                                may have been its (`inbound`): bytes it sent before it died are read until then.
-                                Another host's process cannot be observed, so its writes can never be proven over.
+Can a write outlive its error?  Yes. Over TCP blocks that ended -1, or had not ended when the
+                                engine's time-out passed, were seen to land later, with whatever the
+                                source held by then. So any other end makes the whole write
+                                UNPROVEN, once its other handles have ended; a handle that does not
+                                end is waited for.
+What fences a peer?             Its process is known to be dead (pidfd) and our engine has closed
+                                every connection that may have been its (`inbound`): bytes it sent
+                                before it died are read until then. Another host's process cannot be
+                                observed, so its writes can never be proven over.
 
-Blocks are submitted one by one into a window that is bounded in handles and in bytes: after an abort what is in the
-window has to land before the pages are free. The engine has no authentication: any process that reaches its ports
-can write into registered memory, and it listens on every interface. Keep it on a private network.
+Blocks are submitted one by one into a window that is bounded in handles and in bytes: after an
+abort what is in the window has to land before the pages are free. The engine has no authentication:
+any process that reaches its ports can write into registered memory, and it listens on every
+interface. Keep it on a private network.
 
-A peer is asked whether it answers before the engine is given its address (`handshake`): while the engine opens a
-session it takes no blocks for others, and where nobody answers it waits for a minute. A peer that answers us and then
-leaves the engine waiting can still do that; nothing here can stop it.
+A peer is asked whether it answers before the engine is given its address (`handshake`): while the
+engine opens a session it takes no blocks for others, and where nobody answers it waits for a
+minute. A peer that answers us and then leaves the engine waiting can still do that; nothing here
+can stop it.
 
-The engine closes no connection to a peer that has gone: each process that was written to costs the writer one socket in
-CLOSE_WAIT until it ends itself (12 of 12 decodes that came and went; none was given back within a minute). Nothing here
-can close it: the number is the engine's. So sessions are bounded by half of the descriptors that the process may have,
-and by 16,384; beyond that a new decode is refused, with the reason.
+The engine closes no connection to a peer that has gone: each process that was written to costs the
+writer one socket in CLOSE_WAIT until it ends itself (12 of 12 decodes that came and went; none was
+given back within a minute). Nothing here can close it: the number is the engine's. So sessions are
+bounded by half of the descriptors that the process may have, and by 16,384; beyond that a new
+decode is refused, with the reason.
 
-A route belongs to one process. Once that process is known to have ended, or another one was met at its session, nothing
-more is submitted. What the engine holds by then (one window) it fails within about a second; a new process that takes
-over both ports in that time, with memory registered at the same addresses, would be written to.
+A route belongs to one process. Once that process is known to have ended, or another one was met at
+its session, nothing more is submitted. What the engine holds by then (one window) it fails within
+about a second; a new process that takes over both ports in that time, with memory registered at the
+same addresses, would be written to.
 """
 
 from __future__ import annotations
@@ -54,16 +61,18 @@ from kvflow.transports.host.tcp_table import listening_ports, rows, sockets
 
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
-MAX_ENGINES = 8  # two threads and five descriptors each; freeing one holds the GIL for a second, so none is
+# Two threads and five descriptors each; freeing one holds the GIL for a second, so none is.
+MAX_ENGINES = 8
 MAX_SESSIONS = 16_384
 # An engine serves one handshake at a time, and gives one that says nothing 5 s.
 _ANSWER_S, _CONNECT_S = 12.0, 10.0
 _QUESTIONS = 256  # at a time: a descriptor each
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
-# Read by the engine when it is imported. A peer that reaches its default limit of queued transfers stays wedged. One
-# that reads nothing for 30 s it gives up, and then nobody can say where the blocks under way have gone: pages lent to
-# it would wait for its process to end. A machine that is moved, or a debugger, may take longer, and then they land as
-# they should; until they have, or the kernel has given the connection up, our pages wait, too.
+# Read by the engine when it is imported. A peer that reaches its default limit of queued transfers
+# stays wedged. One that reads nothing for 30 s it gives up, and then nobody can say where the
+# blocks under way have gone: pages lent to it would wait for its process to end. A machine that is
+# moved, or a debugger, may take longer, and then they land as they should; until they have, or the
+# kernel has given the connection up, our pages wait, too.
 _ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "600",
     "MC_TCP_STATUS_TIMEOUT_SEC": "600",
@@ -74,7 +83,9 @@ _ENVIRONMENT = {
 
 
 class _Session(NamedTuple):
-    """Who was reached at a session last, and the engines that have met it, the last one's at the end."""
+    """Who was reached at a session last, and the engines that have met it, the last one's at the
+    end.
+    """
 
     process: ProcessIdentity
     met: tuple[Any, ...]
@@ -87,12 +98,16 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
     max_block_bytes = MAX_BLOCK_BYTES
     protocol = ""  # as the engine is told; empty: RDMA with a device, TCP without one
 
-    def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = "") -> None:
-        """Starts the engine, which holds the GIL for some milliseconds: before the event loop serves anything.
+    def __init__(
+        self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = ""
+    ) -> None:
+        """Starts the engine, which holds the GIL for some milliseconds: before the event loop
+        serves anything.
 
-        `host` is the address peers reach us at, of the one family, IPv4 or IPv6, that this process's engines speak;
-        `device` an RDMA device, TCP without one.
-        Raises: MisuseError when the package cannot be loaded, TransferError when the engine does not start.
+        `host` is the address peers reach us at, of the one family, IPv4 or IPv6, that this
+        process's engines speak; `device` an RDMA device, TCP without one.
+        Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
+        not start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
@@ -122,23 +137,33 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return {**super().under_way, **counted}
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Register every buffer (some 20 us per GiB). Raises: LayoutError when the engine refuses one."""
+        """Register every buffer (some 20 us per GiB).
+
+        Raises: LayoutError when the engine refuses one.
+        """
         layout.check()
         if self._layout is not None:
             raise LayoutError("a plane exports one pool")
         if len(layout.buffers) > MAX_REGIONS:
             raise LayoutError(
-                f"{len(layout.buffers)} buffers are more than {MAX_REGIONS} regions; use a page-first pool"
+                f"{len(layout.buffers)} buffers are more than {MAX_REGIONS} regions; use a "
+                "page-first pool"
             )
         self._register(self.engine, layout)
         self._layout = layout
         return PlaneAddress(self.name, self._session, own_identity()), layout
 
     def _check_address(self, address: PlaneAddress) -> None:
-        if not _SESSION.match(address.locator) or not 0 < int(address.locator.rpartition(":")[2]) < 1 << 16:
+        if (
+            not _SESSION.match(address.locator)
+            or not 0 < int(address.locator.rpartition(":")[2]) < 1 << 16
+        ):
             raise TransferError(f"{address.locator!r:.80} is not a mooncake session (host:port)")
         if (family := _family(address.locator.rpartition(":")[0])) and family != (own := _spoken()):
-            raise TransferError(f"mooncake speaks {own} in this process, and the peer's session is {address.locator}")
+            raise TransferError(
+                f"mooncake speaks {own} in this process, and the peer's session is "
+                f"{address.locator}"
+            )
 
     async def _open(
         self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
@@ -149,16 +174,22 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             if other.session == address.locator and other.process.identity != address.process:
                 other.process.is_replaced = True
         over_tcp = not self._device and not self.protocol
-        return MooncakeRoute(self._thread, planner, engine, address.locator, process, self._routes, over_tcp=over_tcp)
+        return MooncakeRoute(
+            self._thread, planner, engine, address.locator, process, self._routes, over_tcp=over_tcp
+        )
 
     async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """The engine that has a session with a peer. Raises: TransferError."""
         async with self._asking:
             await check_answers(peer.locator, self._names, _ANSWER_S)
         try:
-            return await self._connecting.run(lambda: self._reach(peer, ours, theirs), within_s=_CONNECT_S)
+            return await self._connecting.run(
+                lambda: self._reach(peer, ours, theirs), within_s=_CONNECT_S
+            )
         except TimeoutError:
-            raise TransferError(f"no mooncake session with {peer.locator} within {_CONNECT_S:g} s") from None
+            raise TransferError(
+                f"no mooncake session with {peer.locator} within {_CONNECT_S:g} s"
+            ) from None
 
     def _reach(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
         """Open the session, so that no later submit has to connect (up to 5 s)."""
@@ -167,7 +198,9 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             if self._layout is None:
                 raise TransferError("the mooncake plane is closed")
             engine = self._engine_for(peer, ours)
-        if not self._probe(engine, peer.locator, ours.buffers[0].address, theirs.buffers[0].address):
+        if not self._probe(
+            engine, peer.locator, ours.buffers[0].address, theirs.buffers[0].address
+        ):
             raise TransferError(f"cannot open a {self.name} session with {peer.locator}")
         return engine
 
@@ -177,8 +210,10 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return bool(handle) and engine.transfer_check_status(handle) == 1
 
     def _engine_for(self, peer: PlaneAddress, ours: PoolLayout) -> Any:
-        """An engine that has never met another process at this session. It never forgets what it learned of a session,
-        so a new process behind a re-used port (one in some 2,000) would be written to at its predecessor's ports."""
+        """An engine that has never met another process at this session.
+
+        It never forgets what it learned of a session, so a new process behind a re-used port (one
+        in some 2,000) would be written to at its predecessor's ports."""
         known = self._sessions.get(peer.locator)
         if known is not None and known.process == peer.process:
             return known.met[-1]
@@ -190,8 +225,8 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         if engine is None:
             if len(self._engines) >= MAX_ENGINES:
                 raise TransferError(
-                    f"session {peer.locator} was that of {len(met)} other processes; more than {MAX_ENGINES} engines "
-                    "are not started: restart this process"
+                    f"session {peer.locator} was that of {len(met)} other processes; more than "
+                    f"{MAX_ENGINES} engines are not started: restart this process"
                 )
             engine = self._start_engine()
             self._register(engine, ours)
@@ -202,7 +237,9 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         before = listening_ports()
         engine = self._engine_class()
         protocol = self.protocol or ("rdma" if self._device else "tcp")
-        if engine.initialize(self._host, "P2PHANDSHAKE", protocol, "" if self.protocol else self._device):
+        if engine.initialize(
+            self._host, "P2PHANDSHAKE", protocol, "" if self.protocol else self._device
+        ):
             raise TransferError(f"the {self.name} engine does not start on {self._host}")
         self._inbound.add_ports(listening_ports() - before)
         self._engines.append(engine)
@@ -213,7 +250,9 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             if status := engine.register_memory(b.address, b.size_bytes):
                 for done in layout.buffers[:i]:
                     engine.unregister_memory(done.address)
-                raise LayoutError(f"{self.name} cannot register buffer {b.name!r} (status {status})")
+                raise LayoutError(
+                    f"{self.name} cannot register buffer {b.name!r} (status {status})"
+                )
 
     def _unprovable(self) -> str:
         return "RDMA" if self._device else ""
@@ -234,23 +273,28 @@ def _spoken() -> str:
 def _family(host: str) -> str:
     """Of an IP address; empty for a name."""
     try:
-        return f"IPv{ip_address(host.removeprefix('[').removesuffix(']').partition('%')[0]).version}"
+        return (
+            f"IPv{ip_address(host.removeprefix('[').removesuffix(']').partition('%')[0]).version}"
+        )
     except ValueError:
         return ""
 
 
 def _check_owner(peer: PlaneAddress) -> None:
-    """A session is the process's that listens there: another's claim to it would end the routes of its owner. Of other
-    hosts and users nothing is known. Raises: TransferError."""
+    """A session is the process's that listens there: another's claim to it would end the routes of
+    its owner. Of other hosts and users nothing is known. Raises: TransferError."""
     try:
         check_same_host(peer.process)
     except TransferError:
         return
     pid, port = peer.process.pid, int(peer.locator.rpartition(":")[2])
     try:
-        for _ in range(2):  # the table is read in pieces: a row may be missed that others' coming and going has moved
+        # The table is read in pieces: a row may be missed that others' coming and going has moved.
+        for _ in range(2):
             held = sockets(pid)
-            listening = {row.inode for row in rows(pid, {port}) if row.is_listening and row.ends.port == port}
+            listening = {
+                row.inode for row in rows(pid, {port}) if row.is_listening and row.ends.port == port
+            }
             if not held or not listening.isdisjoint(held):
                 return
     except OSError as error:
@@ -259,7 +303,10 @@ def _check_owner(peer: PlaneAddress) -> None:
 
 
 def engine_class(host: str = "", *, force_tcp: bool) -> Any:
-    """mooncake.engine.TransferEngine, for peers that use our address `host`. Raises: MisuseError, with what to do."""
+    """mooncake.engine.TransferEngine, for peers that use our address `host`.
+
+    Raises: MisuseError, with what to do.
+    """
     family = _family(host)
     if "%" in host:
         raise MisuseError(f"host {host}: peers cannot use an address with a zone")
@@ -267,9 +314,12 @@ def engine_class(host: str = "", *, force_tcp: bool) -> Any:
         os.environ["MC_USE_IPV6"] = "1"
     if family and family != (spoken := _spoken()):
         raise MisuseError(
-            f"host {host}: mooncake speaks {spoken} in this process (MC_USE_IPV6, read when it is loaded)"
+            f"host {host}: mooncake speaks {spoken} in this process (MC_USE_IPV6, read when it is "
+            "loaded)"
         )
-    if force_tcp:  # else the engine takes RDMA by itself wherever it finds a device, and the fence would prove nothing
+    # Else the engine takes RDMA by itself wherever it finds a device, and the fence would prove
+    # nothing.
+    if force_tcp:
         os.environ.setdefault("MC_FORCE_TCP", "1")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -278,4 +328,6 @@ def engine_class(host: str = "", *, force_tcp: bool) -> Any:
     except ModuleNotFoundError as error:
         raise MisuseError("mooncake is not installed: pip install 'kvflow[mooncake]'") from error
     except ImportError as error:
-        raise MisuseError(f"mooncake cannot be loaded ({error}): apt install libibverbs1 libnuma1 libcurl4") from error
+        raise MisuseError(
+            f"mooncake cannot be loaded ({error}): apt install libibverbs1 libnuma1 libcurl4"
+        ) from error

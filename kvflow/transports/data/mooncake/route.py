@@ -1,4 +1,6 @@
-"""Writes to one peer through a mooncake engine: a window of handles that the writes of a route share."""
+"""Writes to one peer through a mooncake engine: a window of handles that the writes of a route
+share.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,19 @@ from kvflow.transports.host.peer_process import PeerProcess
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
-# A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few: it is taken a few
-# times while the window empties, and not before the last of a write can have landed at the best speed seen; twice as
-# often once the write is stopped, because its pages wait for the last of one window.
+# A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few:
+# it is taken a few times while the window empties, and not before the last of a write can have
+# landed at the best speed seen; twice as often once the write is stopped, because its pages wait
+# for the last of one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
 
 
 class MooncakeRoute(PlannedRoute):
-    """Implements `protocols.ports.Route`. The window is the route's, so a frozen peer holds up no other route."""
+    """Implements `protocols.ports.Route`.
+
+    The window is the route's, so a frozen peer holds up no other route.
+    """
 
     def __init__(
         self,
@@ -42,13 +48,18 @@ class MooncakeRoute(PlannedRoute):
         self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
         self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
         self._next_unpace = _FIRST_UNPACE_BYTES
-        self._until_unpace = 0 if over_tcp else float("inf")  # bytes; RDMA has no connections to look at
+        # bytes; RDMA has no connections to look at.
+        self._until_unpace = 0 if over_tcp else float("inf")
 
     def begin(self, write: Assignment) -> _WindowJob:
-        return _WindowJob(self, write, BlockQueue(self.planner, write.source_pages, write.target_pages))
+        return _WindowJob(
+            self, write, BlockQueue(self.planner, write.source_pages, write.target_pages)
+        )
 
     def moved(self, submitted_bytes: int) -> None:
-        """The engine opens its connections while it has work, so they are looked for often at first, then seldom."""
+        """The engine opens its connections while it has work, so they are looked for often at
+        first, then seldom.
+        """
         self._until_unpace -= submitted_bytes
         if self._until_unpace <= 0 and submitted_bytes:
             unpace_local_connections()
@@ -56,18 +67,29 @@ class MooncakeRoute(PlannedRoute):
             self._next_unpace = min(2 * self._next_unpace, _LAST_UNPACE_BYTES)
 
     def release(self) -> None:
-        """The engine keeps its session: it has no call to drop one (see `MooncakePlane._engine_for`)."""
+        """The engine keeps its session: it has no call to drop one (see
+        `MooncakePlane._engine_for`).
+        """
         self.process.close()
 
 
 class _WindowJob:
     """Implements `write_thread.WriteJob`: some handles of the route's window.
 
-    A call of the engine that raises is an error like any other: what was submitted before it is still followed to its
-    end, and every slot of the window comes back.
+    A call of the engine that raises is an error like any other: what was submitted before it is
+    still followed to its end, and every slot of the window comes back.
     """
 
-    __slots__ = ("_blocks", "_handles", "_route", "_write", "error", "landed_bytes", "outcome", "pause_s")
+    __slots__ = (
+        "_blocks",
+        "_handles",
+        "_route",
+        "_write",
+        "error",
+        "landed_bytes",
+        "outcome",
+        "pause_s",
+    )
 
     def __init__(self, route: MooncakeRoute, write: Assignment, blocks: BlockQueue) -> None:
         self._route, self._write, self._blocks = route, write, blocks
@@ -91,7 +113,9 @@ class _WindowJob:
         return submitted if submitted or ended else -1
 
     def _follow(self) -> int:
-        """Take what has ended off the front of the window; each handle is asked until it has ended, and never again."""
+        """Take what has ended off the front of the window; each handle is asked until it has ended,
+        and never again.
+        """
         handles, ended = self._handles, 0
         while handles and (status := self._status(handles[0][0])):
             _, size = handles.popleft()
@@ -107,24 +131,35 @@ class _WindowJob:
     def _status(self, handle: int) -> int:
         try:
             return int(self._route.check(handle))
-        except Exception as error:  # noqa: BLE001 - the window is shared: this write ends unproven, the others go on
-            self.error = self.error or f"mooncake cannot tell how a block ended: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001
+            # The window is shared: this write ends unproven, the others go on.
+            self.error = (
+                self.error
+                or f"mooncake cannot tell how a block ended: {type(error).__name__}: {error}"
+            )
             return -1
 
     def _submit(self, max_bytes: int) -> int:
         route, submitted = self._route, 0
         if route.process.is_gone:
-            self.error = f"process {route.process.identity.pid}, to which {route.session} belonged, has ended"
+            self.error = (
+                f"process {route.process.identity.pid}, to which {route.session} belonged, has "
+                "ended"
+            )
             return 0
         share = max(1, WINDOW_HANDLES // route.jobs) - len(self._handles)
         free_bytes = WINDOW_BYTES - route.bytes
-        blocks = self._blocks.take(min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles))
+        blocks = self._blocks.take(
+            min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles)
+        )
         for source, target, size in zip(*blocks, strict=True):
-            if self._write.cancelled:  # looked at once more per block: after an abort, one window at most may land
+            # Looked at once more per block: after an abort, one window at most may land.
+            if self._write.cancelled:
                 break
             try:
                 handle = route.submit(route.session, source, target, size)
-            except Exception as error:  # noqa: BLE001 - the window is shared: this write ends unproven, the others go on
+            except Exception as error:  # noqa: BLE001
+                # The window is shared: this write ends unproven, the others go on.
                 self.error = f"mooncake failed to take a block: {type(error).__name__}: {error}"
                 break
             if not handle:

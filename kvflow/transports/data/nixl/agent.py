@@ -19,11 +19,15 @@ from kvflow.transports.data.transfers import Transfer
 from kvflow.transports.host.tcp_table import rows, sockets
 
 PROBE_BYTES = 8
-_NAME_AT = b"nixlSerDes|Agent"  # how metadata begins: the agent's name follows, after its length (u64, little-endian)
+# How metadata begins: the agent's name follows, after its length (u64, little-endian).
+_NAME_AT = b"nixlSerDes|Agent"
 
 
 def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]:
-    """The agent's name and its metadata. Raises: TransferError for what is none, or is another process's."""
+    """The agent's name and its metadata.
+
+    Raises: TransferError for what is none, or is another process's.
+    """
     try:
         metadata = unpack_locator(locator)
         if not metadata.startswith(_NAME_AT):
@@ -38,19 +42,26 @@ def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]
 
 
 class Agent:
-    """An agent without a thread of its own: transfers move on when its owner looks at them. Thread-safe; calls wait for
-    one another, a post for as long as its copies take."""
+    """An agent without a thread of its own: transfers move on when its owner looks at them.
+
+    Thread-safe; calls wait for one another, a post for as long as its copies take."""
 
     def __init__(self, name: str, host: str, device: str) -> None:
-        """Raises: MisuseError when the library cannot be loaded, TransferError when the agent does not start."""
+        """Raises: MisuseError when the library cannot be loaded, TransferError when the agent does
+        not start.
+        """
         library = nixl_library()
         before = descriptors()
         try:
             with environment(host, device):
-                config = library.nixl_agent_config(enable_prog_thread=bool(device), backends=["UCX"])
+                config = library.nixl_agent_config(
+                    enable_prog_thread=bool(device), backends=["UCX"]
+                )
                 self._agent = library.nixl_agent(name, config)
         except Exception as error:
-            raise TransferError(f"the nixl agent does not start: {type(error).__name__}: {error}") from error
+            raise TransferError(
+                f"the nixl agent does not start: {type(error).__name__}: {error}"
+            ) from error
         if "UCX" not in self._agent.backends:
             raise TransferError("the nixl agent does not start: this build of nixl has no UCX")
         self.name = name
@@ -72,16 +83,22 @@ class Agent:
                 described = [(address, size, 0, "") for address, size in regions]
                 self._registered.append(self._agent.register_memory(described, "DRAM"))
             except Exception as error:
-                raise LayoutError(f"nixl cannot register the pool: {type(error).__name__}: {error}") from error
+                raise LayoutError(
+                    f"nixl cannot register the pool: {type(error).__name__}: {error}"
+                ) from error
 
     def metadata(self) -> bytes:
         """What another agent needs to write into what is registered here."""
         with self._lock:
-            described: bytes = self._agent.get_partial_agent_metadata(self._registered[-1], True, ["UCX"])
+            described: bytes = self._agent.get_partial_agent_metadata(
+                self._registered[-1], True, ["UCX"]
+            )
             return described
 
     def add(self, metadata: bytes) -> None:
-        """Get to know another agent. What is refused may spoil its name, a random one, for this agent.
+        """Get to know another agent.
+
+        What is refused may spoil its name, a random one, for this agent.
 
         Raises: TransferError.
         """
@@ -89,28 +106,43 @@ class Agent:
             try:
                 self._agent.add_remote_agent(metadata)
             except Exception as error:
-                raise TransferError(f"nixl refuses the peer's metadata: {type(error).__name__}: {error}") from error
+                raise TransferError(
+                    f"nixl refuses the peer's metadata: {type(error).__name__}: {error}"
+                ) from error
 
     def remove(self, peer: str) -> None:
         """Disconnect. What is under way to that peer ends in error."""
         with self._lock:
             self._agent.remove_remote_agent(peer)
 
-    def prepare(self, operation: str, peer: str, ours: list[int], theirs: list[int], sizes: list[int]) -> Transfer:
-        """A transfer of blocks, not started. Raises: what NIXL raises, for blocks outside what is registered too."""
+    def prepare(
+        self, operation: str, peer: str, ours: list[int], theirs: list[int], sizes: list[int]
+    ) -> Transfer:
+        """A transfer of blocks, not started.
+
+        Raises: what NIXL raises, for blocks outside what is registered too.
+        """
         here, there = self._described(ours, sizes), self._described(theirs, sizes)
         with self._lock:
-            transfer = Transfer(self._agent.initialize_xfer(operation, here, there, peer), sum(sizes))
+            transfer = Transfer(
+                self._agent.initialize_xfer(operation, here, there, peer), sum(sizes)
+            )
             self._open.add(transfer)
         return transfer
 
     def prepare_probe(self, peer: str, address: int) -> Transfer:
-        """A transfer that reads some bytes of the peer's pool: done once it has answered. Raises: as `prepare`."""
-        return self.prepare("READ", peer, [ctypes.addressof(self._scratch)], [address], [PROBE_BYTES])
+        """A transfer that reads some bytes of the peer's pool: done once it has answered.
+
+        Raises: as `prepare`.
+        """
+        return self.prepare(
+            "READ", peer, [ctypes.addressof(self._scratch)], [address], [PROBE_BYTES]
+        )
 
     def post(self, transfer: Transfer) -> None:
-        """Start it; small copies within a machine end within the call. Raises: what NIXL raises; whether any of it is
-        under way then is unknown."""
+        """Start it; small copies within a machine end within the call.
+
+        Raises: what NIXL raises; whether any of it is under way then is unknown."""
         with self._lock:
             transfer.status = self._agent.transfer(transfer.handle)
 
@@ -147,8 +179,10 @@ class Agent:
             self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Disconnect from all, and stop listening. Transfers under way are given up: what the kernel has of their bytes
-        may still land. Idempotent."""
+        """Disconnect from all, and stop listening.
+
+        Transfers under way are given up: what the kernel has of their bytes may still land.
+        Idempotent."""
         with self._lock:
             if self._agent is None:
                 return
@@ -163,8 +197,8 @@ class Agent:
 
 
 def _watches_connections(fd: int) -> bool:
-    """Of UCX's two kinds of epoll descriptor, whether it is the one that is readable when there is work. The other one
-    wakes UCX's own thread, through a pipe among others."""
+    """Of UCX's two kinds of epoll descriptor, whether it is the one that is readable when there is
+    work. The other one wakes UCX's own thread, through a pipe among others."""
     if _target(fd) != "anon_inode:[eventpoll]":
         return False
     return not any(_target(each).startswith(("pipe:", "anon_inode:")) for each in watched(fd))

@@ -17,10 +17,12 @@ from typing import Any
 
 from kvflow.protocols.errors import MisuseError
 
-# The second and third are what the first, which chooses by the CUDA version that it finds, is made of.
+# The second and third are what the first, which chooses by the CUDA version that it finds, is made
+# of.
 MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
-# Without a device: the ways of writing whose end a fence can prove. Shared memory queues (posix, sysv) are not among
-# them: what a dead writer has left in one is read later, and nothing tells that it was.
+# Without a device: the ways of writing whose end a fence can prove. Shared memory queues (posix,
+# sysv) are not among them: what a dead writer has left in one is read later, and nothing tells that
+# it was.
 PROVABLE = ("tcp", "cma", "self")
 # UCX writes its log to standard output, which belongs to the program.
 _LOGGING = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
@@ -29,7 +31,10 @@ _loading = threading.Lock()
 
 
 def nixl_library() -> Any:
-    """The module with `nixl_agent`; takes a second when it is first loaded. Raises: MisuseError, with what to do."""
+    """The module with `nixl_agent`; takes a second when it is first loaded.
+
+    Raises: MisuseError, with what to do.
+    """
     with _loading:
         for name, value in _LOGGING.items():
             os.environ.setdefault(name, value)
@@ -47,10 +52,16 @@ def _load() -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in {module.partition(".")[0] for module in MODULES}:
-                raise MisuseError(f"nixl cannot be loaded ({error}): pip install 'kvflow[nixl]'") from error
+            if (error.name or "").partition(".")[0] not in {
+                module.partition(".")[0] for module in MODULES
+            }:
+                raise MisuseError(
+                    f"nixl cannot be loaded ({error}): pip install 'kvflow[nixl]'"
+                ) from error
         except ImportError as error:
-            raise MisuseError(f"nixl cannot be loaded ({error}); `kvflow doctor` tells more") from error
+            raise MisuseError(
+                f"nixl cannot be loaded ({error}); `kvflow doctor` tells more"
+            ) from error
     raise MisuseError("nixl is not installed: pip install 'kvflow[nixl]'")
 
 
@@ -61,11 +72,16 @@ def transports() -> frozenset[str]:
 
 @contextmanager
 def environment(host: str, device: str) -> Iterator[None]:
-    """What UCX reads while an agent is made: the interface that has the address `host`, or an RDMA device.
+    """What UCX reads while an agent is made: the interface that has the address `host`, or an RDMA
+    device.
 
     What the operator has set stays.
     """
-    chosen = {"UCX_NET_DEVICES": device} if device else {"UCX_TLS": ",".join(PROVABLE), **_interface(host)}
+    chosen = (
+        {"UCX_NET_DEVICES": device}
+        if device
+        else {"UCX_TLS": ",".join(PROVABLE), **_interface(host)}
+    )
     with _loading:
         added = {name: value for name, value in chosen.items() if name not in os.environ}
         os.environ.update(added)
@@ -77,8 +93,9 @@ def environment(host: str, device: str) -> Iterator[None]:
 
 
 def _interface(host: str) -> dict[str, str]:
-    """Restricts UCX to the interface of an address of ours. Any other host (behind an address translation, say) leaves
-    it all."""
+    """Restricts UCX to the interface of an address of ours.
+
+    Any other host (behind an address translation, say) leaves it all."""
     with suppress(OSError, ValueError):
         address = ip_address(str(socket.getaddrinfo(host, None)[0][4][0]).partition("%")[0])
         name = "lo" if address.is_loopback else _interfaces().get(str(address), "")
@@ -92,10 +109,13 @@ def _interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         rows = bytearray(_ROW_BYTES * _MAX_ROWS)
-        pointer = struct.pack("iP", len(rows), ctypes.addressof((ctypes.c_char * len(rows)).from_buffer(rows)))
+        pointer = struct.pack(
+            "iP", len(rows), ctypes.addressof((ctypes.c_char * len(rows)).from_buffer(rows))
+        )
         filled = struct.unpack("iP", fcntl.ioctl(any_socket, _LIST_ADDRESSES, pointer))[0]
     for at in range(0, filled, _ROW_BYTES):
-        name = rows[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]  # without the label of an alias
+        # Without the label of an alias.
+        name = rows[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]
         found[socket.inet_ntoa(rows[at + 20 : at + 24])] = name
     with suppress(FileNotFoundError), open("/proc/self/net/if_inet6", encoding="ascii") as file:
         for line in file:

@@ -1,18 +1,24 @@
-"""Pages through NVIDIA NIXL over UCX: copies within a machine (CMA), TCP between machines, RDMA with a device.
+"""Pages through NVIDIA NIXL over UCX: copies within a machine (CMA), TCP between machines, RDMA
+with a device.
 
-What status means landed?       Only DONE, transfer by transfer: UCX has flushed the blocks to the peer's memory.
-Can a write outlive its error?  Yes. Over TCP bytes that a frozen peer has not read land when it thaws, whatever has
-                                become of the transfer, and releasing a transfer stops none of its blocks. So any end
-                                but DONE makes the whole write UNPROVEN, once its other transfers have ended.
-What fences a peer?             Its process is known to be dead (pidfd) and our agent has closed every connection that
-                                may have been its own: bytes it sent before it died are read until then. Copies within a
-                                machine are system calls of the writer's and end with it. Deregistering memory is no
-                                fence: over TCP it is the receiver that writes, and it does not look. Another host's
-                                process cannot be observed, so its writes can never be proven over.
+What status means landed?       Only DONE, transfer by transfer: UCX has flushed the blocks to the
+                                peer's memory.
+Can a write outlive its error?  Yes. Over TCP bytes that a frozen peer has not read land when it
+                                thaws, whatever has become of the transfer, and releasing a transfer
+                                stops none of its blocks. So any end but DONE makes the whole write
+                                UNPROVEN, once its other transfers have ended.
+What fences a peer?             Its process is known to be dead (pidfd) and our agent has closed
+                                every connection that may have been its own: bytes it sent before it
+                                died are read until then. Copies within a machine are system calls
+                                of the writer's and end with it. Deregistering memory is no fence:
+                                over TCP it is the receiver that writes, and it does not look.
+                                Another host's process cannot be observed, so its writes can never
+                                be proven over.
 
-Two agents: peers write through one, which has a thread that sleeps until they do (`progress`); our own writes go
-through the other, on the plane's thread. An agent of UCX over TCP has no authentication, and what reaches its port can
-write *anywhere* in the process, not only into the pool. It listens on the one interface that `host` is an address of.
+Two agents: peers write through one, which has a thread that sleeps until they do (`progress`); our
+own writes go through the other, on the plane's thread. An agent of UCX over TCP has no
+authentication, and what reaches its port can write *anywhere* in the process, not only into the
+pool. It listens on the one interface that `host` is an address of.
 
 A route belongs to one process. Once that process is known to have ended, nothing more is submitted.
 """
@@ -42,7 +48,9 @@ _ASK_S = 0.0005  # between looks for an answer
 class Peer:
     """An agent that ours knows. Implements `transfers.Carrier`."""
 
-    def __init__(self, name: str, process: ProcessIdentity, metadata: bytes, plane: NixlPlane) -> None:
+    def __init__(
+        self, name: str, process: ProcessIdentity, metadata: bytes, plane: NixlPlane
+    ) -> None:
         self.name, self.process, self.metadata = name, process, metadata
         self.routes = 0
         self.is_broken = False  # a transfer to it has failed, and with it its connection
@@ -64,11 +72,15 @@ class NixlPlane(EnginePlane[TransfersRoute]):
 
     name = "nixl"
 
-    def __init__(self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = "") -> None:
-        """Starts both agents, half a second for the first of a process: before the event loop serves anything.
+    def __init__(
+        self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = ""
+    ) -> None:
+        """Starts both agents, half a second for the first of a process: before the event loop
+        serves anything.
 
-        `host` is the address peers reach us at; `device` an RDMA device, TCP and copies within a machine without one.
-        Raises: MisuseError when the package cannot be loaded, TransferError when an agent does not start.
+        `host` is the address peers reach us at; `device` an RDMA device, TCP and copies within a
+        machine without one. Raises: MisuseError when the package cannot be loaded, TransferError
+        when an agent does not start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
@@ -101,7 +113,8 @@ class NixlPlane(EnginePlane[TransfersRoute]):
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Register the pool, and begin to serve peers.
 
-        Raises: LayoutError when NIXL refuses the memory, or when it has too many buffers to describe.
+        Raises: LayoutError when NIXL refuses the memory, or when it has too many buffers to
+        describe.
         """
         layout.check()
         if self._layout is not None:
@@ -132,7 +145,10 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def reach(self, name: str, process: ProcessIdentity, metadata: bytes, address: int) -> Peer:
-        """Have the peer answer, so that no later write has to connect; blocks. Raises: TransferError."""
+        """Have the peer answer, so that no later write has to connect; blocks.
+
+        Raises: TransferError.
+        """
         with self._opening:
             if self._layout is None:
                 raise TransferError("the nixl plane is closed")
@@ -158,12 +174,18 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         return peer
 
     def _forget_dead(self) -> None:
-        """Peers that live are kept: a connection to one stays open, by its other end, when NIXL has disconnected."""
-        for peer in [peer for peer in self._peers.values() if not peer.routes and has_died(peer.process)]:
+        """Peers that live are kept: a connection to one stays open, by its other end, when NIXL has
+        disconnected.
+        """
+        for peer in [
+            peer for peer in self._peers.values() if not peer.routes and has_died(peer.process)
+        ]:
             del self._peers[peer.name]
             self.agent.remove(peer.name)
         if len(self._peers) >= MAX_PEERS:
-            raise TransferError(f"more than {MAX_PEERS} peers, which are never forgotten: restart this process")
+            raise TransferError(
+                f"more than {MAX_PEERS} peers, which are never forgotten: restart this process"
+            )
 
     def _ask(self, peer: Peer, address: int) -> None:
         give_up_at_s = time.monotonic() + _ANSWER_S
@@ -178,7 +200,9 @@ class NixlPlane(EnginePlane[TransfersRoute]):
                 self.agent.release(probe)
         except Exception as error:
             peer.is_broken = True
-            raise TransferError(f"nixl cannot reach {peer.name}: {type(error).__name__}: {error}") from error
+            raise TransferError(
+                f"nixl cannot reach {peer.name}: {type(error).__name__}: {error}"
+            ) from error
         if probe.status == RUNNING:
             raise TransferError(f"no answer from {peer.name} within {_ANSWER_S:g} s")
         if probe.status != DONE:

@@ -1,7 +1,8 @@
-"""A thread that moves on what peers send: over TCP a write is carried out by the process that it is meant for.
+"""A thread that moves on what peers send: over TCP a write is carried out by the process that it is
+meant for.
 
-It sleeps until a connection of its agent has something: UCX watches its connections through an epoll descriptor, and so
-does this thread, through the same one. An idle agent costs nothing.
+It sleeps until a connection of its agent has something: UCX watches its connections through an
+epoll descriptor, and so does this thread, through the same one. An idle agent costs nothing.
 """
 
 from __future__ import annotations
@@ -55,5 +56,7 @@ class ProgressThread:
             except Exception as error:  # noqa: BLE001 - other peers' writes are to go on; counted
                 self.errors += 1
                 if self.errors == 1:
-                    _log.warning("nixl cannot move on what peers send: %s: %s", type(error).__name__, error)
+                    _log.warning(
+                        "nixl cannot move on what peers send: %s: %s", type(error).__name__, error
+                    )
                 time.sleep(_AFTER_ERROR_S)
