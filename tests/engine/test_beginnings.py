@@ -52,3 +52,17 @@ def test_those_that_are_short_begin_in_order_and_no_later_one_passes() -> None:
     steps.free = 6
     beginnings.take_missing()
     assert begun == [first, large, small] and not beginnings.are_short
+
+
+def test_one_that_has_ended_meanwhile_takes_no_places() -> None:
+    steps, begun = Steps(), list[Any]()
+    beginnings = Beginnings(steps, None, begun.append)  # type: ignore[arg-type]
+    request: Any = SimpleNamespace(
+        wants=2, is_asking=True, agreed=None, sequence=SimpleNamespace(computed=8), cached_tokens=8
+    )
+    beginnings.agreed(request, 0)
+    beginnings.forget(request)
+    beginnings.forget(request)
+    steps.free = 9
+    beginnings.take_missing()
+    assert begun == steps.taken == [] and not beginnings.are_short

@@ -383,3 +383,19 @@ async def test_closing_spares_those_whose_wait_was_cancelled_in_the_same_turn() 
     await asyncio.wait([gone, waits])
     assert gone.cancelled() and isinstance(waits.exception(), AbortedError)
     held.release()
+
+
+async def test_who_is_short_is_ended_only_where_nothing_may_come_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed: list[Any] = []
+    pages = PageAllocator(8)
+    pages.take(8, "others")
+    growth = Growth(PageBudget(pages), pages, lambda request, error: failed.append(request))
+    monkeypatch.setattr(growth._shortage, "lasts", lambda: True)
+    request: Any = Growing(1, 1)
+    assert growth.grow([request], 8)[0] == [] and growth.short == {request: 1}
+    growth.fail_stuck(may_come=True)
+    assert failed == []
+    growth.fail_stuck(may_come=False)
+    assert failed == [request] and growth.short == {}

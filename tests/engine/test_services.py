@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -235,16 +236,13 @@ async def test_the_ranks_of_a_prefill_are_reported(grouped: Stages) -> None:
     first, second = service.report().ranks
     assert (first.rank, first.up, first.pages_total) == (0, True, PAGES)
     assert (second.rank, second.up) == (1, False)
-    statuses[1] = grouped._status()
-    first, second = service.report().ranks
-    assert (second.rank, second.up, second.pid, second.pages_free, second.pages_total) == (
-        1,
-        True,
-        1,
-        0,
-        PAGES,
+    statuses[1] = msgspec.structs.replace(
+        grouped._status(), pages_free=3, handler_errors=4, failed_steps=5, pinned_pages=6, tickets=7
     )
-    assert second.internal_errors == {"handler": 0, "step": 0}
+    first, second = service.report().ranks
+    assert (second.rank, second.up, second.pid) == (1, True, 1)
+    assert (second.pages_free, second.pages_total, second.pinned_pages) == (3, PAGES, 6)
+    assert second.internal_errors == {"handler": 4, "step": 5} and second.tickets == 7
     assert (service.report().pp_size, service.report().tp_size) == (2, 1)
 
 

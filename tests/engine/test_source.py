@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.engine.model.load import load_model
-from kvflow.engine.model.source import folder_of, locate
+from kvflow.engine.model.source import check_files, folder_of, locate
 from kvflow.protocols.errors import MisuseError
 
 WEIGHTS = "model.safetensors"
@@ -181,3 +181,16 @@ def test_without_a_hub_the_cache_is_enough(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert locate("some/body") == str(snapshot)
     assert folder_of("some/body") == snapshot and folder_of(str(snapshot)) == snapshot
+
+
+def test_a_document_that_the_system_does_not_let_us_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def refused(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(MisuseError, match=r"config\.json cannot be read: .*Permission denied"):
+        check_files(tmp_path)

@@ -8,6 +8,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
 from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.engine.scheduler import token_bytes
 from kvflow.engine.scheduler.token_bytes import TokenBytes
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level
 
@@ -47,3 +48,10 @@ def test_added_tokens_are_themselves_and_unused_rows_are_empty() -> None:
 
 def test_words_are_their_text() -> None:
     assert TokenBytes(Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))(1) == b"b"
+
+
+def test_each_byte_has_a_character_of_its_own() -> None:
+    """As GPT-2's `bytes_to_unicode`: printable ones are themselves."""
+    alphabet = token_bytes._byte_alphabet()
+    assert sorted(alphabet.values()) == list(range(0x100)) and len(alphabet) == 0x100
+    assert alphabet["A"] == ord("A") and alphabet["Ġ"] == ord(" ") and alphabet["ÿ"] == 0xFF

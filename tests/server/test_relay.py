@@ -95,9 +95,11 @@ async def test_an_event_that_comes_apart_within_a_line_waits_for_its_end() -> No
     out = Out()
     answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
     answer._stream = out
-    pieces: list[Any] = [b"data: a\n\n", b"id: 1\n", b"data: b\n", b"\n", b"data: c\n\n"]
+    within = [b"id: 1\n", b"data: b\n", b"\n", b"id: 2", b"\ndata: c", b"\n\n"]
+    pieces: list[Any] = [b"data: a\n\n", *within, b"data: d\n\n"]
     await answer.relay(_Decode(pieces), None)  # type: ignore[arg-type]
-    assert out.written == [b"data: a\n\n", b"id: 1\ndata: b\n\n", b"data: c\n\n"]
+    whole = [b"data: a\n\n", b"id: 1\ndata: b\n\n", b"id: 2\ndata: c\n\n", b"data: d\n\n"]
+    assert out.written == whole
 
 
 OPENING = (

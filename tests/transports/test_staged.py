@@ -265,8 +265,17 @@ async def test_a_plane_of_another_making_is_refused(sides: Sides) -> None:
     network = FakeNetwork()
     plane, peer = StagedPlane(FakePlane(network), sides.staging), FakePlane(network)
     plane.export(sides.source.layout)
+    routes: list[Any] = []
+    connect = plane.inner.connect
+
+    async def connected(*to: Any) -> Any:
+        routes.append(await connect(*to))
+        return routes[-1]
+
+    plane.inner.connect = connected  # type: ignore[method-assign]
     with pytest.raises(LayoutError, match="plane 'fake' cannot write from staging"):
         await plane.connect(*peer.export(sides.target.layout))
+    assert [route.closed for route in routes] == [True], "nobody else knows of it"
     await plane.close()
 
 

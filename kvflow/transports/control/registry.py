@@ -238,7 +238,7 @@ def _document(url: str, raw: bytes) -> Any:
         body = response.read()
     except IncompleteRead:
         raise LostError(f"{url}: the connection was closed before the end of the answer") from None
-    except (HTTPException, ValueError, OSError) as error:
+    except (HTTPException, ValueError) as error:
         if not raw:
             raise LostError(f"{url}: the connection was closed without an answer") from None
         raise WireError(f"{url}: the answer is not HTTP: {type(error).__name__}") from None
