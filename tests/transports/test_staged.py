@@ -261,18 +261,20 @@ async def test_a_write_is_refused_as_by_the_pool_itself(sides: Sides) -> None:
         route.write(numbers(1, 2), numbers(0))
 
 
-async def test_a_plane_of_another_making_is_refused(sides: Sides) -> None:
+async def test_a_plane_of_another_making_is_refused(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
     network = FakeNetwork()
     plane, peer = StagedPlane(FakePlane(network), sides.staging), FakePlane(network)
     plane.export(sides.source.layout)
     routes: list[Any] = []
-    connect = plane.inner.connect
+    connect = FakePlane.connect
 
-    async def connected(*to: Any) -> Any:
-        routes.append(await connect(*to))
+    async def connected(*given: Any) -> Any:
+        routes.append(await connect(*given))
         return routes[-1]
 
-    plane.inner.connect = connected  # type: ignore[method-assign]
+    monkeypatch.setattr(FakePlane, "connect", connected)
     with pytest.raises(LayoutError, match="plane 'fake' cannot write from staging"):
         await plane.connect(*peer.export(sides.target.layout))
     assert [route.closed for route in routes] == [True], "nobody else knows of it"
