@@ -100,7 +100,7 @@ def _any_grant_asked(core: Any, peer: Any, message: Any, now: float) -> None:
             if command is GrantCommand.RESEND:
                 prefill_inbox.resend(core, peer, belief.grant, belief.next_seq)
             else:
-                core.send(peer, wire.Resync(rooms=(belief,), **core.between(peer)))
+                core.send(peer, wire.Resync(rooms=(belief,), **core.lives(peer.incarnation)))
 
 
 _lend = DecodeEndpoint.lend
