@@ -398,22 +398,18 @@ def _loan_task(
     return feed
 
 
-_REPEAT = _loan_task(LoanKind.REPEAT_DUE, (LoanPhase.RECALLED, LoanPhase.WITHDRAWN))
-
-
 def _repeat(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """The timer is the peer's: a lease that was recalled a moment before it is due is not overdue
-    yet.
+    """Send an Abort again that is not acknowledged.
+
+    The timer is the peer's: a lease that was recalled just before it expires is not overdue yet.
     """
     assert task.peer is not None
     lease = core.ledger.find(task.peer, grant)
-    if (
-        lease is not None
-        and lease.cause is not None
-        and now - lease.recalled_at_s >= core.timing.repeat_after_s
-    ):
+    if lease is None or lease.loans[task.peer] not in (LoanPhase.RECALLED, LoanPhase.WITHDRAWN):
+        return
+    if now - lease.recalled_at_s >= core.timing.repeat_after_s:
         core.ledger.note_overdue(lease)
-    _REPEAT(core, task, grant, now)
+    core.feed_loan(lease, task.peer, LoanKind.REPEAT_DUE, now)
 
 
 def _close(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
