@@ -12,6 +12,9 @@ CODE := kvflow tests docs $(wildcard examples)
 ARGS ?=
 WORKERS ?= 2
 export PYTHON TORCH_INDEX
+# The tests start hundreds of processes, and without cached bytecode each of them compiles all of kvflow anew: half of the
+# CPU time of tests/transports. An empty value is the same to Python as none.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test slow vllm prove mutants check format lint types workflows docs bench gpu clean
 
@@ -25,12 +28,13 @@ demo: setup
 	$(BIN)/kvflow demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=15 --durations-min=2 \
+	    -m "not slow and not gpu" $(ARGS)
 
 # They freeze and kill whole fleets and measure growth. With ARGS="-n 2 --dist loadgroup" two run at a time: those that
 # start processes belong to a group (xdist_group "fleets", "processes", "printed"), and no two of one group meet.
 slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu and not vllm" $(ARGS)
+	$(BIN)/python -m pytest --durations=25 --durations-min=5 -m "slow and not gpu and not vllm" $(ARGS)
 
 # `vllm serve` runs in an environment of its own: its pins are not ours.
 vllm: setup $(VLLM_DONE)
