@@ -203,7 +203,7 @@ class IOEngine:
     def register_memory(
         self, ptr: int, size: int, device_id: int, mem_loc: MemoryLocationType
     ) -> MemoryDesc:
-        assert isinstance(mem_loc, MemoryLocationType)
+        assert mem_loc is MemoryLocationType.CPU and device_id == -1, "host memory has no device"
         made = MemoryDesc(self._key, next(self._ids), device_id, ptr, size, mem_loc.value)
         self._memory[made.id] = made
         return made

@@ -11,16 +11,21 @@ import pytest
 
 from kvflow.transports.data.mooncake import congestion, route
 from kvflow.transports.data.write_thread import WriteThread
+from tests.ipv6 import needs_ipv6
 
 
 def algorithm(connection: socket.socket) -> bytes:
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
-def test_local_connections_lose_a_paced_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+def test_local_connections_lose_a_paced_algorithm(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as near,
+        socket.create_server((address, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]) as near,
     ):
         far, _ = server.accept()
         with far:
@@ -35,6 +40,15 @@ def test_local_connections_lose_a_paced_algorithm(monkeypatch: pytest.MonkeyPatc
             assert far.recv(64) == b"still open"
             # What earlier tests have left may be closed.
             assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_sockets_that_are_no_tcp_connections_are_let_be() -> None:
+    """An event loop wakes itself through a pair of them."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with here, there, socket.socket(socket.AF_INET, socket.SOCK_DGRAM):
+        congestion.unpace_local_connections()
+        here.sendall(b"still open")
+        assert there.recv(64) == b"still open"
 
 
 def test_other_algorithms_are_the_operators_choice(monkeypatch: pytest.MonkeyPatch) -> None:

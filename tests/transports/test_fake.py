@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -172,5 +173,7 @@ async def test_wrong_use_is_refused() -> None:
         await pair.prefill.connect(nowhere, pair.theirs)
     with pytest.raises(TransferError):
         await pair.decode.fence(nowhere)
+    with pytest.raises(LayoutError):
+        pair.decode.export(msgspec.structs.replace(pair.target.layout, buffers=()))
     with pytest.raises(LayoutError, match="export"):
         await FakePlane(pair.network).connect(pair.decode_end, pair.theirs)

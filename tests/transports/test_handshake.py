@@ -34,8 +34,10 @@ class Listener:
         self.asked += 1
         self._open += 1
         self._idle.clear()
-        await reader.readexactly(8)
-        if self.asked <= self._silent:
+        size_bytes = int.from_bytes(await reader.readexactly(8), "little")
+        if size_bytes > 64 or await reader.readexactly(size_bytes) != bytes([3]) + b"{}":
+            pass  # hung up on, at once
+        elif self.asked <= self._silent:
             await asyncio.sleep(self._after_s)
         else:
             writer.write(len(self._answer).to_bytes(8, "little") + self._answer)

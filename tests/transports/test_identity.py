@@ -19,6 +19,7 @@ from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.host import identity
 from kvflow.transports.host.identity import is_alive, is_seen_alive, own_identity, wait_dead, watch
+from kvflow.transports.host.peer_process import PeerProcess
 
 pytest_plugins = ["kvflow.testing.fixtures"]
 
@@ -52,6 +53,38 @@ async def test_a_death_is_seen_by_every_watcher() -> None:
     await process.wait()
     assert not is_alive(observed)
     await asyncio.wait_for(wait_dead(observed), 20)
+
+
+def test_a_zombie_is_dead() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    _, ticks = identity._stat(process.pid)
+    observed = msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=ticks)
+    assert is_alive(observed)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still listed
+    assert identity._stat(process.pid) == (b"Z", ticks) and not is_alive(observed)
+    process.wait()
+
+
+def test_the_process_of_a_route_is_seen_to_end() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    _, ticks = identity._stat(process.pid)
+    observed = msgspec.structs.replace(own_identity(), pid=process.pid, start_ticks=ticks)
+    elsewhere = PeerProcess(msgspec.structs.replace(observed, boot_id="another host's"))
+    peer = PeerProcess(observed)
+    assert [peer.is_gone, elsewhere.is_gone] == [False, False]
+    peer.check()
+    process.kill()
+    process.wait()
+    assert [peer.is_gone, elsewhere.is_gone] == [True, False], "another host's is not observed"
+    with pytest.raises(TransferError, match="has ended"):
+        peer.check()
+    with pytest.raises(TransferError, match="has ended"):
+        PeerProcess(observed)
+    for each in (peer, elsewhere):
+        each.close()
+        each.close()
+    assert [peer.is_gone, elsewhere.is_gone] == [False, False], "nobody looks any more"
 
 
 async def test_a_reused_pid_is_a_death() -> None:
@@ -118,6 +151,29 @@ async def test_no_descriptor_is_left_behind() -> None:
             await waiting
     assert death.died.cancelled() and not death.dead
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+FIRST_DESCRIPTOR = """
+import asyncio, os
+from kvflow.transports.host.identity import own_identity, watch
+
+async def main():
+    os.close(0)  # as in a daemon that has no standard input
+    death = watch(own_identity())
+    print(os.readlink("/proc/self/fd/0"))
+    death.close()
+    print(os.path.lexists("/proc/self/fd/0"))
+
+asyncio.run(main())
+"""
+
+
+def test_a_watch_gives_back_the_first_descriptor_too() -> None:
+    told = subprocess.check_output(
+        [sys.executable, "-c", FIRST_DESCRIPTOR], stdin=subprocess.DEVNULL, text=True
+    )
+    opened, is_left = told.split()
+    assert "pidfd" in opened and is_left == "False"
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])

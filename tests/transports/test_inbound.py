@@ -4,22 +4,25 @@ closed.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
 import pytest
 
+from kvflow.aio import Threads
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.transports.host import inbound
 from kvflow.transports.host.identity import own_identity
-from kvflow.transports.host.inbound import InboundConnections
+from kvflow.transports.host.inbound import InboundConnections, wait_ended
 from kvflow.transports.host.tcp_table import (
     encode_address,
     is_loopback,
@@ -148,6 +151,38 @@ def test_a_dead_writers_connection_counts_until_our_end_is_closed(
         accepted.close()
         assert engine.inbound.count_open(writer.identity) == 0
     assert engine.port not in listening_ports()
+
+
+async def test_a_dead_writers_connection_is_looked_at_until_our_end_is_closed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted, looks = engine.inbound.count_open, threading.Semaphore(0)
+
+    def count(writer: ProcessIdentity) -> int:
+        try:
+            return counted(writer)
+        finally:
+            looks.release()
+
+    monkeypatch.setattr(engine.inbound, "count_open", count)
+    writer = engine.writer(watched=False)
+    accepted = engine.connection(writer)
+    writer.kill()
+    ended = asyncio.ensure_future(wait_ended(engine.inbound, Threads("test", 1), writer.identity))
+    for _ in range(3):
+        assert await asyncio.to_thread(looks.acquire, timeout=20)
+    assert not ended.done()
+    accepted.close()
+    await asyncio.wait_for(ended, 20)
+
+
+def test_what_our_process_has_connected_to_itself_is_no_writers(engine: Engine) -> None:
+    writer = engine.writer()
+    with socket.create_connection(("127.0.0.1", engine.port)):
+        accepted, _ = engine.server.accept()
+        engine.accepted.append(accepted)
+        writer.kill()
+        assert engine.inbound.count_open(writer.identity) == 0
 
 
 def test_a_child_that_holds_its_dead_parents_connection_cannot_keep_it_open(engine: Engine) -> None:

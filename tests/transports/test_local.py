@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import cast
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from kvflow.memory.pool import PagedPool
+from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.layout import build_layout
-from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.testing.conformance.bench import let_write
 from kvflow.transports.data import local
 from kvflow.transports.data.local import LocalPlane
@@ -128,6 +130,24 @@ async def test_only_a_sealed_segment_of_that_process_is_opened(side: Side, addre
             await side.plane.connect(
                 msgspec.structs.replace(peer.address, locator=address), peer.layout
             )
+
+
+async def test_a_pool_that_is_long_in_being_mapped_is_given_up(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapping, map_peer = threading.Event(), local.map_peer
+
+    def slowly(address: PlaneAddress) -> SharedSegment:
+        assert mapping.wait(20)
+        return map_peer(address)
+
+    monkeypatch.setattr(local, "map_peer", slowly)
+    monkeypatch.setattr(local, "_CONNECT_S", 0.05)
+    try:
+        with pytest.raises(TransferError, match=r"could not be mapped within 0\.05 s"):
+            await side.plane.connect(side.address, side.layout)
+    finally:
+        mapping.set()
 
 
 async def test_a_pool_is_opened_for_its_owner_only(side: Side) -> None:

@@ -26,6 +26,8 @@ from kvflow.transports.data.locators import pack_locator
 from kvflow.transports.data.mori import MAX_REGIONS, Description, MoriPlane, decode_description
 from kvflow.transports.data.route import BlockList
 from kvflow.transports.data.select import open_plane
+from kvflow.transports.data.transfers import Transfer, TransfersRoute
+from kvflow.transports.data.write_thread import ThreadWrite
 from tests.transports import stub_mori
 from tests.transports.peer_process import until
 from tests.transports.stub_planes import Mori
@@ -75,6 +77,46 @@ async def test_statuses_of_transfers_that_were_given_up_are_kept(
         monkeypatch.undo()
         await asyncio.to_thread(plane_of(side)._stop)
         side.pool.close()
+
+
+async def test_a_transfer_is_held_until_its_last_status_is_written() -> None:
+    """It has one for each pair of regions, and the engine writes them in any order."""
+    async with sides() as side:
+        route = await side.plane.connect(side.address, side.layout)
+        statuses = [stub_mori.TransferStatus() for _ in range(2)]
+        codes = stub_mori.StatusCode
+        for status in statuses:
+            status.update(codes.IN_PROGRESS)
+        transfer = Transfer(({}, statuses), 16)
+        [known] = plane_of(side)._peers.values()
+        plane_of(side).open.add(transfer)
+        for ended in (statuses[1], statuses[0]):
+            with pytest.raises(TransferError, match=r"a transfer to .* is under way"):
+                known.release(transfer)
+            assert plane_of(side).open == {transfer}
+            ended.update(codes.SUCCESS)
+        known.release(transfer)
+        assert not plane_of(side).open
+        route.close()
+
+
+async def test_more_is_submitted_at_once_and_what_is_under_way_is_looked_at_soon() -> None:
+    async with sides() as side:
+        route = await side.plane.connect(side.address, side.layout)
+        assert isinstance(route, TransfersRoute)
+        page_bytes = side.pool.layout.page_bytes
+        write = ThreadWrite(route.thread, route, pages(0, 2), pages(1, 3), 2 * page_bytes)
+        job = route.begin(write)
+        stub_mori.go_on.clear()
+        try:
+            assert job.advance(page_bytes, False) == page_bytes and job.pause_s == 0.0
+            assert job.advance(page_bytes, False) == page_bytes and 0.0 < job.pause_s < 0.01
+            assert job.advance(page_bytes, False) == -1 and 0.0 < job.pause_s < 0.01
+        finally:
+            stub_mori.go_on.set()
+        await until(lambda: job.advance(page_bytes, False) >= 0 and job.outcome is not None)
+        assert job.outcome is WriteOutcome.LANDED and job.landed_bytes == 2 * page_bytes
+        route.close()
 
 
 async def test_blocks_outside_what_the_peer_has_registered_are_refused() -> None:

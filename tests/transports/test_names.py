@@ -62,6 +62,18 @@ async def test_an_address_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert not server.asked
 
 
+async def test_each_address_of_a_name_stands_once_in_the_systems_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(host: str, *_: Any, **__: Any) -> list[tuple[Any, ...]]:
+        places = [("10.0.0.2", 0), ("10.0.0.1", 0), ("10.0.0.2", 0), ("::1", 0, 0, 0)]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    found = await HostNames("test").addresses("a-name", 5.0)
+    assert found == ["10.0.0.2", "10.0.0.1", "::1"]
+
+
 async def test_a_name_is_tried_at_each_of_its_addresses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]

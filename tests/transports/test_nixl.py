@@ -20,7 +20,8 @@ from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.testing.conformance.bench import let_write
 from kvflow.testing.freezing import freeze
-from kvflow.transports.data.locators import new_name, pack_locator
+from kvflow.transports.data import locators
+from kvflow.transports.data.locators import new_name, pack_locator, unpack_locator
 from kvflow.transports.data.nixl import library
 from kvflow.transports.data.nixl import plane as nixl
 from kvflow.transports.data.nixl.agent import Agent, decode_metadata, watched
@@ -331,9 +332,18 @@ async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connecte
     await side.close()
 
 
-def test_more_buffers_than_a_locator_describes_are_refused() -> None:
+def test_more_buffers_than_a_locator_describes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(LayoutError, match="page-first"):
         pack_locator(os.urandom(4000))
+    described = os.urandom(100)
+    length = len(pack_locator(described))
+    monkeypatch.setattr(locators, "MAX_LOCATOR", length)
+    assert unpack_locator(pack_locator(described)) == described
+    monkeypatch.setattr(locators, "MAX_LOCATOR", length - 1)
+    with pytest.raises(LayoutError, match=f"take {length} characters to describe"):
+        pack_locator(described)
 
 
 def test_memory_is_registered_once() -> None:

@@ -18,7 +18,7 @@ from kvflow.protocols.pages.layout import NO_PLACES, Order, Places
 from kvflow.protocols.ports import DataPlane, WriteOutcome
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 from kvflow.transports.data.local import LocalPlane
-from kvflow.transports.data.route import Planner
+from kvflow.transports.data.route import BlockQueue, Planner
 from tests.memory.kinds import KINDS, check_restored, contents, has_rows, layout_of, names_of
 from tests.memory.test_snapshot import forgetting
 
@@ -124,3 +124,15 @@ def test_a_plan_that_forgets_a_name_is_found(kind: str, name: str) -> None:
             ctypes.memmove(int(end), int(start), int(size))
         with pytest.raises(AssertionError, match=name) if lost else nullcontext():
             check_restored(kind, before, here, was, there, b)
+
+
+@pytest.mark.parametrize(("max_bytes", "max_blocks"), [(0, 8), (-1, 8), (1 << 20, 0)])
+def test_a_limit_of_nothing_gives_no_block(max_bytes: int, max_blocks: int) -> None:
+    a, b = pair_of(next(iter(KINDS)), ("page_first", "layer_first"), shared=False)
+    blocks = BlockQueue(
+        Planner(a.layout, b.layout, max_block_bytes=100), numbers(1, 3), numbers(2, 5)
+    )
+    whole = blocks.left_bytes
+    assert blocks.take(max_bytes, max_blocks) == ([], [], [])
+    assert blocks.left_bytes == whole == sum(blocks.take(1 << 20, 1 << 20).sizes)
+    assert blocks.take(1 << 20, 1 << 20) == ([], [], [])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,9 +23,12 @@ from kvflow.protocols.ports import WriteOutcome
 from kvflow.transports.data import staged
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 from kvflow.transports.data.local import LocalPlane, LocalRoute
+from kvflow.transports.data.mori import MoriPlane
 from kvflow.transports.data.staged import StagedPlane, StagedRoute
 from tests.memory.gate import CopyGate
 from tests.memory.kinds import KINDS, check_restored, contents
+from tests.ranks.shards import PAGE_SIZE, heads, shard_of
+from tests.transports import stub_mori
 from tests.transports.test_rows import moved_places, pair_of
 
 PAGES = 64
@@ -110,6 +114,74 @@ async def test_many_writes_share_little_staging(sides: Sides) -> None:
     ]
     assert {await asyncio.shield(write.done) for write in writes} == {WriteOutcome.LANDED}
     assert sides.landed(numbers()) and sorted(route.places.pages) == list(range(6))
+
+
+@pytest.mark.parametrize(("staging_pages", "slice_bytes"), [(6, 2 << 10), (PAGES, 1 << 10)])
+async def test_a_route_takes_three_slices_and_leaves_the_rest_to_others(
+    staging_pages: int, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one page: a slice holds no more, or the staging."""
+    monkeypatch.setattr(staged, "SLICE_BYTES", slice_bytes)
+    sides = Sides(staging_pages)
+    routes = [await sides.connect() for _ in range(2)]
+    for route in routes:
+        assert route.slice_pages == 1 and route.places.pages.size == 3
+        route.close()
+    assert isinstance(sides.plane.inner, LocalPlane) and not sides.plane.inner._routes
+    assert sides.staging.host.pages.at_rest()
+    await sides.close()
+
+
+class Part:
+    """Implements `write_thread.Assignment`: the first two pages."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.source_pages = self.target_pages = numbers(0, 1)
+        self.total_bytes, self.cancelled = 2 * page_bytes, False
+
+
+async def test_a_turn_says_what_was_submitted_and_whether_anything_has_changed(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was submitted counts against the rate; -1 lets the plane's thread wait for longer."""
+    gate, route = CopyGate(monkeypatch), await sides.connect()
+    moves = [-1, 0, 100, 0]
+
+    class Scripted:
+        pause_s, landed_bytes, error = 0.001, 0, ""
+        outcome: WriteOutcome | None = None
+
+        def advance(self, max_bytes: int, cancelled: bool) -> int:
+            moved = moves.pop(0)
+            if not moves:
+                self.landed_bytes, self.outcome = 2 * sides.page_bytes, WriteOutcome.LANDED
+            return moved
+
+    monkeypatch.setattr(route.inner, "begin", lambda write: Scripted())
+    write = Part(sides.page_bytes)
+    job = route.begin(write)
+    assert job.advance(1000, False) == 0, "a copy was begun"
+    await gate.reached()
+    assert job.advance(1000, False) == -1, "it goes on"
+    gate.go.set()
+    [part] = job._slices
+    assert await asyncio.wrap_future(part.copied)
+    assert [job.advance(1000, False) for _ in range(4)] == [-1, 0, 100, 0]
+    assert job.outcome is WriteOutcome.LANDED and job.landed_bytes == 2 * sides.page_bytes
+    for cancelled in (False, True):
+        write.cancelled = cancelled
+        assert part.cancelled is cancelled, "the inner plane looks at it between two blocks"
+
+    def fail(write: Any) -> None:
+        raise ValueError("no plan")
+
+    monkeypatch.setattr(route.inner, "begin", fail)
+    job = route.begin(Part(sides.page_bytes))
+    assert job.advance(1000, False) == 0
+    [part] = job._slices
+    assert await asyncio.wrap_future(part.copied)
+    assert job.advance(1000, False) == 0, "it has ended, and nothing was submitted"
+    assert job.outcome is WriteOutcome.UNPROVEN
 
 
 async def test_a_slice_is_copied_while_another_travels(
@@ -294,3 +366,29 @@ async def test_large_slices_are_cut_where_a_cancel_is_looked_at(
     staged_bytes = sides.staging.host.pages_bytes(numbers(3, 4, 5)).reshape(-1)
     assert np.count_nonzero(staged_bytes) == 3 * 512
     await sides.close()
+
+
+async def test_slices_that_are_gathered_are_warned_of_by_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The engine's plane, by itself, would: it sees staging and target, whose blocks are tiny."""
+    kinds = [
+        [kind for shard in range(shards) for kind in shard_of(heads(2, 8), shard, shards)]
+        for shards in (1, 2)
+    ]
+    source, target = (
+        PagedPool.allocate(build_layout(each, page_size=PAGE_SIZE, num_pages=4)) for each in kinds
+    )
+    staging = Staging(source, 4 * source.layout.page_bytes)
+    plane = StagedPlane(MoriPlane(library=stub_mori), staging)
+    peer = MoriPlane(library=stub_mori)
+    plane.export(source.layout)
+    with caplog.at_level(logging.INFO):
+        await plane.connect(*peer.export(target.layout))
+    assert "are written over mori in blocks of" in caplog.text
+    assert "are slow" not in caplog.text
+    for each in (plane, peer):
+        await each.close()
+    staging.close()
+    for pool in (source, target):
+        pool.close()

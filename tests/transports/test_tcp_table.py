@@ -1,4 +1,4 @@
-"""Descriptors of connections that belong to somebody else: borrowed for a moment, or not there."""
+"""What the kernel lists, and descriptors that belong to others: borrowed for a moment, or gone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
-from kvflow.transports.host.tcp_table import borrow
+from kvflow.transports.host import tcp_table
+from kvflow.transports.host.tcp_table import borrow, encode_address, own_addresses, rows
+from tests.ipv6 import needs_ipv6
 
 
 def test_what_is_no_socket_or_not_that_one_any_more_is_not_borrowed() -> None:
@@ -38,3 +40,27 @@ def test_that_no_descriptor_is_left_is_an_error() -> None:
         borrow(mine.fileno()),
     ):
         raise AssertionError("it was borrowed all the same")
+
+
+@pytest.mark.parametrize("gone", [FileNotFoundError, ProcessLookupError])
+def test_a_process_that_has_ended_has_no_rows(
+    gone: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its namespace goes with it, at any moment of the look."""
+
+    def missing(*_: object, **__: object) -> None:
+        raise gone
+
+    monkeypatch.setattr(tcp_table, "open", missing, raising=False)
+    assert list(rows(1)) == []
+
+
+def test_addresses_of_this_machine_are_its_own() -> None:
+    assert encode_address("127.0.0.1") in own_addresses()
+    assert encode_address("8.8.8.8") not in own_addresses()
+
+
+@needs_ipv6
+def test_ipv6_addresses_of_this_machine_are_its_own() -> None:
+    assert encode_address("::1") in own_addresses()
+    assert encode_address("2001:db8::1") not in own_addresses()

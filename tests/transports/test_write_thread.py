@@ -300,6 +300,44 @@ async def test_a_thread_that_has_grown_patient_looks_as_often_as_at_first_after_
     await works.thread.close()
 
 
+class Paced(Slices):
+    """A job that follows a script: of each turn, what it submitted and how long it says to wait."""
+
+    def __init__(self, *turns: tuple[int, float]) -> None:
+        super().__init__("paced", len(turns), [], [True])
+        self.turns = list(turns)
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        moved, self.pause_s = self.turns.pop(0)
+        self.outcome = None if self.turns else WriteOutcome.LANDED
+        return moved
+
+
+async def test_the_thread_waits_as_a_job_says_longer_each_time_that_nothing_has_moved() -> None:
+    works = Works(WriteThread("test"))
+    inbox = works.thread._inbox = Inbox()
+    works.thread.start()
+    write = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
+    works.jobs[write] = Paced(
+        *[(-1, 0.0005), (-1, 0.0005), (10, 0.0005), (10, 0.0), (10, 0.0), (-1, 0.002), (10, 0.0)]
+    )
+    works.thread.submit(write)
+    assert await asyncio.shield(write.done) is WriteOutcome.LANDED
+    assert [wait for wait in inbox.waits if wait] == [0.0005, 0.00075, 0.0005, 0.002]
+    await works.thread.close()
+
+
+async def test_a_thread_that_is_closing_admits_nothing() -> None:
+    thread = WriteThread("test")
+    thread.start()
+    assert thread.admit(1, 1)
+    closing = asyncio.ensure_future(thread.close())
+    await asyncio.sleep(0)
+    assert [thread.is_closing, closing.done(), thread.admit(1, 1)] == [True, False, False]
+    await closing
+    assert [thread.is_closing, thread.admit(1, 1)] == [True, False]
+
+
 async def test_a_hanging_back_end_is_seen_and_an_idle_thread_is_none() -> None:
     works = started()
     assert works.thread.stalled_s == 0

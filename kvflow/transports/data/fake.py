@@ -106,10 +106,10 @@ class FakePlane:
     def land_late(self) -> int:
         """The rest of every `Fault.LATE` write arrives now; returns its bytes.
 
-        Nothing arrives of a dead plane.
+        Nothing arrives of a dead plane, which has forgotten them.
         """
         late, self._late = self._late, []
-        return 0 if self._dead.is_set() else sum(write.copy(_ALL) for write in late)
+        return sum(write.copy(_ALL) for write in late)
 
     def die(self) -> None:
         """The process of this plane is gone: nothing of it is copied any more,
