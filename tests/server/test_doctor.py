@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes.util
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -14,6 +15,18 @@ import pytest
 
 from kvflow.engine.model import device
 from kvflow.launch import doctor
+
+
+# Doctor imports four libraries, each in a process, and reads the metadata of all that is installed:
+# neither changes between two tests.
+import_error = functools.cache(doctor._import_error)
+distributions = functools.cache(importlib.metadata.packages_distributions)
+
+
+@pytest.fixture(autouse=True)
+def _looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_import_error", import_error)
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", distributions)
 
 
 def finding(name: str) -> doctor.Finding:
@@ -106,6 +119,7 @@ def test_a_library_that_is_missing_is_named_with_its_package(
         [], 1, "", "Traceback\nImportError: libnuma.so.1: cannot open"
     )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(doctor, "_import_error", import_error.__wrapped__)
     reason = doctor.mooncake_unavailable_reason()
     assert reason == (
         "mooncake cannot be loaded (ImportError: libnuma.so.1: cannot open): apt-get install "
