@@ -16,7 +16,6 @@ import pytest
 from kvflow.engine.model import device
 from kvflow.launch import doctor
 
-
 # Doctor imports four libraries, each in a process, and reads the metadata of all that is installed:
 # neither changes between two tests.
 import_error = functools.cache(doctor._import_error)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -124,6 +125,11 @@ class _Unpickler(pickle.Unpickler):
         return self._shared[number]
 
 
+Way = Callable[[Any, dict[int, int]], Hashable]
+# A walk freezes millions of values, so what is done with a type is looked up, not found out again.
+_WAYS: dict[type, Way] = {}
+
+
 def freeze(value: Any, seen: dict[int, int]) -> Hashable:
     """The object graph from `value` on; an object that was met before is a reference to its place
     in the order.
@@ -131,46 +137,64 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
     kind = type(value)
     if kind in _ATOMS:
         return value  # type: ignore[no-any-return]
+    way = _WAYS.get(kind)
+    if way is None:
+        way = _WAYS[kind] = _way_of(value)
+    return way(value, seen)
+
+
+def _way_of(value: Any) -> Way:
+    """How to freeze objects of the type of `value`."""
+    kind = type(value)
     if kind is Cause:
-        return "cause"
-    if isinstance(value, Enum):
-        return value
+        return lambda value, seen: "cause"
+    if issubclass(kind, Enum) or kind in (RankInfo, PlaneAddress, PeerKey):
+        return lambda value, seen: value  # type: ignore[no-any-return]
     if kind is np.ndarray:
-        return tuple(value.tolist())
+        return lambda value, seen: tuple(value.tolist())
     if kind is Deadlines:
-        return tuple(sorted(map(repr, value)))
+        return lambda value, seen: tuple(sorted(map(repr, value)))
     if kind is PrefillIdentity or kind is DecodeIdentity:
-        return value.incarnation  # type: ignore[no-any-return]
-    if kind is RankInfo or kind is PlaneAddress:
-        return value  # type: ignore[no-any-return]
-    if kind is PeerKey:
-        return value  # type: ignore[no-any-return]
+        return lambda value, seen: value.incarnation  # type: ignore[no-any-return]
     if issubclass(kind, msgspec.Struct):
-        return (
-            kind,
-            *(
-                freeze(getattr(value, name), seen)
-                for name in kind.__struct_fields__
-                if name not in LEFT_OUT
-            ),
-        )
-    if issubclass(kind, tuple):
-        return tuple([freeze(one, seen) for one in value])
-    if kind is list or kind is deque:
-        return tuple([freeze(one, seen) for one in value])
+        names = [name for name in kind.__struct_fields__ if name not in LEFT_OUT]
+        fields = _getter(names)
+        return lambda value, seen: (kind, *_freeze_each(fields(value), seen))
+    if issubclass(kind, tuple) or kind is list or kind is deque:
+        return _freeze_each
     if kind is dict or kind is OrderedDict:
-        items = list(value.items())
-        if items and type(items[0][0]) is PeerKey:
-            items.sort()
-        elif items and type(items[0][0]) in (PrefillPeer, EarlierWriter):
-            items.sort(key=_key_of)
-        return tuple([(freeze(k, seen), freeze(v, seen)) for k, v in items])
+        return _freeze_items
     if kind is set:
-        return frozenset(value)
-    if (known := seen.get(id(value))) is not None:
-        return ("ref", known)
-    seen[id(value)] = len(seen)
-    return tuple([freeze(getattr(value, name), seen) for name in _attributes(value)])
+        return lambda value, seen: frozenset(value)
+    attributes = _getter(_attributes(value))
+
+    def freeze_once(value: Any, seen: dict[int, int]) -> Hashable:
+        if (known := seen.get(id(value))) is not None:
+            return ("ref", known)
+        seen[id(value)] = len(seen)
+        return _freeze_each(attributes(value), seen)
+
+    return freeze_once
+
+
+def _freeze_each(values: Iterable[Any], seen: dict[int, int]) -> tuple[Hashable, ...]:
+    return tuple([one if type(one) in _ATOMS else freeze(one, seen) for one in values])
+
+
+def _freeze_items(value: dict[Any, Any], seen: dict[int, int]) -> Hashable:
+    items = list(value.items())
+    if items and type(items[0][0]) is PeerKey:
+        items.sort()
+    elif items and type(items[0][0]) in (PrefillPeer, EarlierWriter):
+        items.sort(key=_key_of)
+    return tuple([(freeze(k, seen), freeze(v, seen)) for k, v in items])
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that reads these attributes of an object; `attrgetter` makes no tuple of one."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda value: tuple([getattr(value, name) for name in names])
 
 
 def _key_of(item: tuple[PrefillPeer | EarlierWriter, Any]) -> tuple[bool, PeerKey]:
@@ -181,17 +205,9 @@ def _key_of(item: tuple[PrefillPeer | EarlierWriter, Any]) -> tuple[bool, PeerKe
     return False, source.key
 
 
-_SLOTS: dict[type, tuple[str, ...]] = {}
-
-
 def _attributes(value: Any) -> tuple[str, ...]:
-    kind = type(value)
-    if kind not in _SLOTS:
-        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-        _SLOTS[kind] = tuple(
-            sorted({*slots, *getattr(value, "__dict__", ())} - LEFT_OUT - {"__orig_class__"})
-        )
-    return _SLOTS[kind]
+    slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+    return tuple(sorted({*slots, *getattr(value, "__dict__", ())} - LEFT_OUT - {"__orig_class__"}))
 
 
 # --- what is the same in every endpoint of one key
