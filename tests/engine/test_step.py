@@ -21,6 +21,7 @@ from tests.engine import tiny_models
 from tests.engine.pair import prompt_of
 
 PAGE = 4
+ORDERS: tuple[Order, ...] = ("page_first", "layer_first")
 
 
 def decoding(lengths: list[int], num_pages: int = 4096) -> list[Sequence]:
@@ -138,16 +139,20 @@ def test_another_batch_is_not_what_was_planned() -> None:
     assert step.advance([Row(a, 1), Row(b, 1)])
 
 
-@pytest.mark.parametrize("order", ["page_first", "layer_first"])
 @pytest.mark.parametrize("attention", ["packed", "pad"])
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, "gpt_oss", "gemma4_shared_kv"])
 def test_a_batch_equals_its_rows_alone(
-    family: str, attention: str, order: Order, tiny: Callable[[str], object]
+    family: str, attention: str, tiny: Callable[[str], object]
 ) -> None:
     """Windows, soft caps, sinks, grouped heads, latents: short rows, and one that is in a call of
     its own.
     """
-    model: LoadedModel = load_model(str(tiny(family)), attention=attention)
+    model = load_model(str(tiny(family)), attention=attention)
+    for order in ORDERS:
+        check_rows(model, attention, order)
+
+
+def check_rows(model: LoadedModel, attention: str, order: Order) -> None:
     *sequences, chunk = decoding([3, 30, 300, 17, 40, 18, 31, 16, 9, 2, 21], 400)
     layout = build_layout(
         model.streams, page_size=PAGE, num_pages=400, num_rows=12 * model.has_rows, order=order
@@ -179,8 +184,6 @@ def test_a_batch_equals_its_rows_alone(
         assert torch.allclose(some, alone[::2], atol=2e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("share", [0, 0.5, 1])
-@pytest.mark.parametrize("order", ["page_first", "layer_first"])
 @pytest.mark.parametrize(
     ("family", "rings"),
     [
@@ -193,19 +196,20 @@ def test_a_batch_equals_its_rows_alone(
     ],
 )
 def test_steps_over_kept_states_equal_steps_that_gather(
-    family: str,
-    rings: str,
-    order: Order,
-    share: float,
-    tiny: Callable[[str], object],
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, rings: str, tiny: Callable[[str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing, some streams, or all of them are kept: the logits, pages and rings are those of
     steps made anew.
     """
-    model: LoadedModel = load_model(
-        str(tiny(family)), attention="packed", sliding_window_rows=rings
-    )
+    model = load_model(str(tiny(family)), attention="packed", sliding_window_rows=rings)
+    for order in ORDERS:
+        for share in (0, 0.5, 1):
+            check_kept(model, order, share, monkeypatch)
+
+
+def check_kept(
+    model: LoadedModel, order: Order, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layout = build_layout(
         model.streams, page_size=PAGE, num_pages=400, num_rows=6 * model.has_rows, order=order
     )
