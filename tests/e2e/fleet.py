@@ -13,10 +13,11 @@ import aiohttp
 import msgspec
 
 from kvflow.config.sources import resolve
-from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.supervisor import Fleet
 
 WITHIN_S = 10.0
+LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
 
 
 @asynccontextmanager
@@ -38,6 +39,18 @@ async def running(**changes: Any) -> AsyncIterator[Fleet]:
 async def ask(session: aiohttp.ClientSession, url: str) -> Any:
     async with session.get(url) as answer:
         return msgspec.json.decode(await answer.read())
+
+
+async def generate(session: aiohttp.ClientSession, url: str, **changes: Any) -> tuple[int, Any]:
+    """The status and the answer of a /generate, whose body has these changes."""
+    body = {
+        "text": DEMO_PROMPTS[0],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8},
+        **changes,
+    }
+    async with session.post(f"{url}/generate", json=body) as answer:
+        raw = await answer.read()
+        return answer.status, (raw if changes.get("stream") else msgspec.json.decode(raw))
 
 
 def is_home(info: Any) -> bool:

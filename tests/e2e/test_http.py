@@ -1,12 +1,11 @@
-"""Real roles behind real HTTP: the official client, sglang_router, disconnects, and roles killed
-under load.
+"""Real roles behind real HTTP: the official client, sglang_router, disconnects, and what changes
+the chosen tokens, against stock transformers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,40 +16,24 @@ import msgspec
 import openai
 import pytest
 import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvflow.config.sources import resolve
 from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.launch.supervisor import Fleet
 from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import connect_dealer
-from tests.e2e.fleet import WITHIN_S, all_home, ask, running
+from tests.e2e.fleet import LONG, WITHIN_S, all_home, ask, generate, running
 from tests.e2e.sglang import sglang_router
 
 pytestmark = pytest.mark.xdist_group("http")  # one fleet for the module
-LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+PROMPT, NEW = DEMO_PROMPTS[0], 24
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet() -> AsyncIterator[Fleet]:
     async with running() as made:
         yield made
-
-
-@pytest.fixture
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as made:
-        yield made
-
-
-async def generate(session: aiohttp.ClientSession, url: str, **changes: Any) -> tuple[int, Any]:
-    body = {
-        "text": DEMO_PROMPTS[0],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 8},
-        **changes,
-    }
-    async with session.post(f"{url}/generate", json=body) as answer:
-        raw = await answer.read()
-        return answer.status, (raw if changes.get("stream") else msgspec.json.decode(raw))
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -241,153 +224,6 @@ async def test_an_http2_preface_prints_nothing(fleet: Fleet) -> None:
         assert list(child.last_lines) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["prefill", "decode", "router"])
-@pytest.mark.parametrize(
-    ("num_pages", "backend"), [(512, "local"), (160, "mooncake")], ids=["for some", "for one"]
-)
-async def test_a_role_killed_under_load(
-    victim: str, backend: str, num_pages: int, session: aiohttp.ClientSession
-) -> None:
-    """Clients get an answer, survivors get their pages back, within ten seconds; those that wait
-    for pages too.
-    """
-    if backend == "mooncake":
-        pytest.importorskip("mooncake.engine")
-    rate = 2 << 20  # slow enough that some rooms are in mid-transfer
-    limits = {"transfer_rate_limit": rate, "num_pages": num_pages, "retry_timeout_s": 0.5}
-    async with running(disaggregation_transfer_backend=backend, **limits) as fleet:
-        roles = {child.role: child for child in fleet.children}
-        long_prompt = " ".join(DEMO_PROMPTS) * 4
-        loads = [
-            asyncio.create_task(
-                generate(
-                    session,
-                    fleet.url,
-                    text=f"{long_prompt} {i}",
-                    stream=bool(i % 2),
-                    sampling_params=LONG,
-                )
-            )
-            for i in range(8)
-        ]
-        async with asyncio.timeout(WITHIN_S):
-            info = await ask(session, f"{roles['decode'].url}/server_info")
-            while not info["running"]:
-                await asyncio.sleep(0.01)
-                info = await ask(session, f"{roles['decode'].url}/server_info")
-        roles[victim].process.kill()
-        survivors = [child.url for role, child in roles.items() if role not in (victim, "router")]
-        # Who had not landed has an error now; who had landed goes on, until its client leaves.
-        if victim == "prefill":
-            await until_no_rooms(session, roles["decode"].url)
-            done, landed = await asyncio.wait(
-                loads, timeout=WITHIN_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            for load in landed:
-                load.cancel()
-            await asyncio.wait(loads)
-            assert done
-        else:
-            done, pending = await asyncio.wait(loads, timeout=WITHIN_S)
-            assert not pending
-        for load in done:
-            error = load.exception()
-            if error is not None:
-                assert victim == "router" and isinstance(error, aiohttp.ClientError)
-            else:
-                status, answer = load.result()
-                has_landed = victim == "prefill" and status == 200  # and has come to its end
-                assert has_landed or status in (502, 503) or b'"error"' in answer, (status, answer)
-        assert await all_home(session, *survivors)
-
-
-async def until_no_rooms(session: aiohttp.ClientSession, url: str) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while (await ask(session, f"{url}/server_info"))["rooms"]:  # another process: no event
-            await asyncio.sleep(0.02)
-
-
-@pytest.mark.slow
-async def test_pools_that_do_not_fit_are_a_clear_error(
-    tmp_path: Path, session: aiohttp.ClientSession
-) -> None:
-    config = tmp_path / "kvflow.toml"
-    config.write_text("[prefill]\npage_size = 16\n[decode]\npage_size = 32\n")
-    given = {"model_path": str(DEMO_MODEL_DIR), "port": 0, "num_pages": 64}
-    settings = resolve("up", given, env={})
-    async with Fleet(settings, given, str(config), quiet=True) as fleet:
-        async with asyncio.timeout(WITHIN_S):
-            status, answer = await generate(session, fleet.url)
-        assert status == 502
-        assert "page_size: prefill 16, decode 32" in answer["error"]["message"]
-        assert await all_home(session, fleet.prefills[0].url, fleet.decodes[0].url)
-
-
-async def test_up_ends_together_when_one_role_is_killed() -> None:
-    command = (sys.executable, "-m", "kvflow.cli", "up", "--port", "0", "--num-pages", "64")
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None and process.stderr is not None
-    async with asyncio.timeout(60):
-        lines = [(await process.stdout.readline()).decode() for _ in range(3)]
-        pids = {line.split()[0]: int(line.split()[-1]) for line in lines}
-        assert set(pids) == {"prefill", "decode", "router"}
-        os.kill(pids["decode"], signal.SIGKILL)
-        _, stderr = await process.communicate()
-    assert process.returncode == 1
-    assert b"decode was killed by SIGKILL" in stderr
-    for pid in pids.values():
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-WITH_STORE = ("--prefix-cache", "lru", "--cache-host-bytes", str(1 << 24), "--l3", "mooncake")
-
-
-@pytest.mark.parametrize(
-    ("number", "more"),
-    [
-        pytest.param(signal.SIGINT, (), marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, WITH_STORE, marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, (), marks=pytest.mark.slow),
-    ],
-)
-async def test_up_leaves_no_orphan(number: signal.Signals, more: tuple[str, ...]) -> None:
-    if more:
-        pytest.importorskip("mooncake")
-    command = (
-        sys.executable,
-        "-m",
-        "kvflow.cli",
-        "up",
-        "--port",
-        "0",
-        "--num-pages",
-        "64",
-        "--decode-workers",
-        "2",
-    )
-    process = await asyncio.create_subprocess_exec(
-        *command, *more, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
-    assert process.stdout is not None
-    async with asyncio.timeout(60):
-        lines = [(await process.stdout.readline()).decode() for _ in range(5 if more else 4)]
-        descriptors = [os.pidfd_open(int(line.split()[-1])) for line in lines]
-        process.send_signal(number)
-        status = await process.wait()
-        assert status == (-number if number is signal.SIGKILL else 0)
-        loop = asyncio.get_running_loop()
-        for descriptor in descriptors:
-            ended = asyncio.Event()
-            loop.add_reader(descriptor, ended.set)
-            await ended.wait()
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-
-
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_chat_example(fleet: Fleet) -> None:
     example = Path(__file__).parents[2] / "examples" / "chat.py"
@@ -400,3 +236,187 @@ async def test_the_chat_example(fleet: Fleet) -> None:
     out, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0
     assert out.strip()
+
+
+class Stock:
+    """The demo model without kvflow."""
+
+    def __init__(self) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            DEMO_MODEL_DIR, dtype=torch.float32
+        ).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)
+
+    def generate(self, **options: Any) -> list[int]:
+        ids = torch.tensor([self.tokenizer.encode(PROMPT)])
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            pad_token_id=0,
+            **options,
+        )
+        found: list[int] = out[0, ids.shape[1] :].tolist()
+        return found
+
+    def logprobs(self, text: str) -> tuple[list[int], torch.Tensor]:
+        """Token ids, and the distribution [tokens, vocabulary] behind each."""
+        ids: list[int] = self.tokenizer.encode(text)
+        with torch.inference_mode():
+            return ids, torch.log_softmax(self.model(torch.tensor([ids])).logits[0], -1)
+
+    def text(self, **options: Any) -> str:
+        """Without the token that ended it."""
+        ids = self.generate(**options)
+        text: str = self.tokenizer.decode(
+            ids[:-1] if len(ids) < NEW else ids, skip_special_tokens=True
+        )
+        return text
+
+
+@pytest.fixture(scope="module")
+def stock() -> Stock:
+    return Stock()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_official_client_gets_what_transformers_generates(
+    fleet: Fleet, stock: Stock
+) -> None:
+    plain = stock.generate()
+    word = stock.tokenizer.decode(plain[2:3]).strip()
+    banned = {
+        (i,)
+        for text in (word, " " + word)
+        for i in stock.tokenizer.encode(text, add_special_tokens=False)
+    }
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"extra_body": {"repetition_penalty": 1.3}}, {"repetition_penalty": 1.3}),
+        (
+            {"logit_bias": {str(plain[0]): -100, str(plain[4]): 2.5}},
+            {"sequence_bias": {(plain[0],): -100.0, (plain[4],): 2.5}},
+        ),
+        ({"extra_body": {"bad_words": [word]}}, {"bad_words_ids": [list(one) for one in banned]}),
+        (
+            {"extra_body": {"min_tokens": 9, "stop_token_ids": plain[:6]}},
+            {"min_new_tokens": 9, "eos_token_id": plain[:6]},
+        ),
+    ]
+    async with openai.AsyncOpenAI(
+        base_url=f"{fleet.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        for ours, theirs in pairs:
+            answer = await client.completions.create(
+                model="default", prompt=PROMPT, max_tokens=NEW, temperature=0, **ours
+            )
+            assert answer.choices[0].text == stock.text(**theirs) != stock.text()
+        strong = await client.completions.create(
+            model="default",
+            prompt=PROMPT,
+            max_tokens=NEW,
+            temperature=0,
+            frequency_penalty=2,
+            presence_penalty=2,
+            n=2,
+        )
+        assert strong.choices[0].text == strong.choices[1].text != stock.text()
+        # min_p 1: the most likely token alone is left, whatever the seed.
+        only = await client.completions.create(
+            model="default",
+            prompt=PROMPT,
+            max_tokens=NEW,
+            temperature=1,
+            seed=5,
+            extra_body={"min_p": 1},
+        )
+        assert only.choices[0].text == stock.text()
+        with pytest.raises(
+            openai.BadRequestError, match=r"frequency_penalty 3\.0 is outside -2\.\.2"
+        ):
+            await client.completions.create(model="default", prompt=PROMPT, frequency_penalty=3)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_echo_has_the_logprobs_of_a_plain_forward(fleet: Fleet, stock: Stock) -> None:
+    """As evaluation harnesses score texts; the prompt alone, and with new tokens; streamed too."""
+    ids, want = stock.logprobs(" ".join(DEMO_PROMPTS) * 4)
+    assert len(ids) > 256, "the prompt must be longer than what is scored in one step"
+    async with openai.AsyncOpenAI(
+        base_url=f"{fleet.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        arguments: Any = {
+            "model": "default",
+            "prompt": ids,
+            "echo": True,
+            "logprobs": 3,
+            "temperature": 0,
+        }
+        arguments["extra_body"] = {"ignore_eos": True, "skip_special_tokens": False}
+        for count in (0, 5):
+            answer = await client.completions.create(**arguments, max_tokens=count, n=2)
+            assert answer.usage is not None
+            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
+                len(ids),
+                2 * count,
+            )
+            for choice in answer.choices:
+                found = choice.logprobs
+                assert (
+                    found is not None
+                    and found.token_logprobs is not None
+                    and found.top_logprobs is not None
+                )
+                assert found.tokens is not None and "".join(found.tokens) == choice.text
+                assert len(found.token_logprobs) == len(ids) + count
+                assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+                own = want[torch.arange(len(ids) - 1), torch.tensor(ids[1:])]
+                assert found.token_logprobs[1 : len(ids)] == pytest.approx(own.tolist(), abs=2e-4)
+                best = [max(top.values()) for top in found.top_logprobs[1 : len(ids)]]
+                assert best == pytest.approx(want[:-1].max(-1).values.tolist(), abs=2e-4)
+            stream = await client.completions.create(**arguments, max_tokens=count, stream=True)
+            parts = [chunk.choices[0] async for chunk in stream]
+            assert "".join(part.text for part in parts) == answer.choices[0].text
+            values = [
+                value
+                for part in parts
+                if part.logprobs
+                for value in part.logprobs.token_logprobs or ()
+            ]
+            # Two requests beside one: a batch of another composition rounds otherwise.
+            assert values[0] is None and values[1:] == pytest.approx(
+                answer.choices[0].logprobs.token_logprobs[1:], abs=1e-4
+            )
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_input_logprobs_through_both_routers(fleet: Fleet, stock: Stock) -> None:
+    """sglang_router puts those of prefill's answer before decode's: they must be there once."""
+    ids, want = stock.logprobs(" ".join(DEMO_PROMPTS[:5]))
+    own = want[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].tolist()
+    body = {
+        "input_ids": ids,
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "sampling_params": {"max_new_tokens": 2},
+    }
+    async with sglang_router(fleet) as url, aiohttp.ClientSession() as session:
+        for router in (fleet.url, url):
+            for start in (0, 5):
+                asked = {**body, "logprob_start_len": start}
+                async with session.post(f"{router}/generate", json=asked) as answer:
+                    assert answer.status == 200, await answer.text()
+                    meta = (await answer.json(content_type=None))["meta_info"]
+                assert [token_id for _, token_id, _ in meta["input_token_logprobs"]] == ids[start:]
+                assert meta["input_token_logprobs"][0][0] is None
+                assert [p for p, _, _ in meta["input_token_logprobs"][1:]] == pytest.approx(
+                    own[start:], abs=2e-4
+                )
+                for row, top in zip(want[start:-1], meta["input_top_logprobs"][1:], strict=True):
+                    assert [token_id for _, token_id, _ in top] == row.topk(2).indices.tolist()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_room_is_left(fleet: Fleet) -> None:
+    async with aiohttp.ClientSession() as session:
+        assert await all_home(session, fleet.prefills[0].url, fleet.decodes[0].url)

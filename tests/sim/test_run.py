@@ -15,7 +15,7 @@ from tests.sim.both import (
     check_that_it_is_the_same_run_in_another_process,
 )
 
-SEEDS = 150
+SEEDS = 100
 
 
 def test_seeds_without_a_plant_break_nothing() -> None:
