@@ -149,13 +149,13 @@ def _way_of(value: Any) -> Way:
     if kind is Cause:
         return lambda value, seen: "cause"
     if issubclass(kind, Enum) or kind in (RankInfo, PlaneAddress, PeerKey):
-        return lambda value, seen: value  # type: ignore[no-any-return]
+        return lambda value, seen: value
     if kind is np.ndarray:
         return lambda value, seen: tuple(value.tolist())
     if kind is Deadlines:
         return lambda value, seen: tuple(sorted(map(repr, value)))
     if kind is PrefillIdentity or kind is DecodeIdentity:
-        return lambda value, seen: value.incarnation  # type: ignore[no-any-return]
+        return lambda value, seen: value.incarnation
     if issubclass(kind, msgspec.Struct):
         names = [name for name in kind.__struct_fields__ if name not in LEFT_OUT]
         fields = _getter(names)
