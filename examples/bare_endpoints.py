@@ -18,14 +18,14 @@ import numpy as np
 from kvflow import Cause, Code, RankInfo, build_layout
 from kvflow.protocols import commands as c
 from kvflow.protocols.arguments import check_prompt
-from kvflow.protocols.decode import DecodeEndpoint
-from kvflow.protocols.decode_links import DecodeIdentity
-from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.links import DecodeIdentity
+from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
-from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.prefill_peers import PrefillIdentity
-from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill.peers import PrefillIdentity
+from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank
 from kvflow.telemetry.counters import Counts

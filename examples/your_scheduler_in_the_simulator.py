@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from kvflow.aio import in_thread
 from kvflow.node import PrefillNode
-from kvflow.testing.sim.engine import Job, PlainScheduler
-from kvflow.testing.sim.run import simulate
+from kvflow.proof.sim.engine import Job, PlainScheduler
+from kvflow.proof.sim.run import simulate
 
 AT_ONCE = 3
 

@@ -18,8 +18,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvflow.engine.scheduler.handoff import HandOff
-    from kvflow.engine.scheduler.packed_array import PackedArray
     from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
     from kvflow.memory.allocator import PageAllocator
     from kvflow.memory.external import ExternalPages
@@ -29,6 +27,9 @@ if TYPE_CHECKING:
     from kvflow.memory.snapshot import SnapshotStore
     from kvflow.memory.staging import Staging
     from kvflow.node import DecodeNode, PrefillNode
+    from kvflow.node.threads.decode import DecodeThread
+    from kvflow.node.threads.prefill import PrefillThread
+    from kvflow.node.threads.rooms import DecodeThreadRoom, PrefillThreadRoom, RoomEvent
     from kvflow.protocols.errors import (
         AbortedError,
         CapacityError,
@@ -47,9 +48,8 @@ if TYPE_CHECKING:
     from kvflow.protocols.limits import Bounds, Timing
     from kvflow.protocols.pages.layout import Places, build_layout
     from kvflow.protocols.wire.ranks import RankInfo
-    from kvflow.threads.decode import DecodeThread
-    from kvflow.threads.prefill import PrefillThread
-    from kvflow.threads.rooms import DecodeThreadRoom, PrefillThreadRoom, RoomEvent
+    from kvflow.serve.engine.scheduler.handoff import HandOff
+    from kvflow.serve.engine.scheduler.packed_array import PackedArray
     from kvflow.transports.control.rank_server import serve_ranks
     from kvflow.transports.control.registry import RankTable, RegistryClient
     from kvflow.transports.data.local import LocalPlane
@@ -113,10 +113,10 @@ _HOMES = {
     "Code": _ERRORS,
     "DecodeNode": "kvflow.node",
     "DecodeRoom": "kvflow.handlers.rooms",
-    "DecodeThread": "kvflow.threads.decode",
-    "DecodeThreadRoom": "kvflow.threads.rooms",
+    "DecodeThread": "kvflow.node.threads.decode",
+    "DecodeThreadRoom": "kvflow.node.threads.rooms",
     "ExternalPages": "kvflow.memory.external",
-    "HandOff": "kvflow.engine.scheduler.handoff",
+    "HandOff": "kvflow.serve.engine.scheduler.handoff",
     "KvflowError": _ERRORS,
     "LayoutError": _ERRORS,
     "LocalPlane": "kvflow.transports.data.local",
@@ -125,21 +125,21 @@ _HOMES = {
     "MooncakePlane": "kvflow.transports.data.mooncake.plane",
     "NixlPlane": "kvflow.transports.data.nixl.plane",
     "OwnershipError": _ERRORS,
-    "PackedArray": "kvflow.engine.scheduler.packed_array",
+    "PackedArray": "kvflow.serve.engine.scheduler.packed_array",
     "PageAllocator": "kvflow.memory.allocator",
     "PagedPool": "kvflow.memory.pool",
     "PeerError": _ERRORS,
     "Places": "kvflow.protocols.pages.layout",
     "PrefillNode": "kvflow.node",
     "PrefillRoom": "kvflow.handlers.rooms",
-    "PrefillThread": "kvflow.threads.prefill",
-    "PrefillThreadRoom": "kvflow.threads.rooms",
+    "PrefillThread": "kvflow.node.threads.prefill",
+    "PrefillThreadRoom": "kvflow.node.threads.rooms",
     "RankInfo": "kvflow.protocols.wire.ranks",
     "RankTable": "kvflow.transports.control.registry",
     "RefusedError": _ERRORS,
     "RegistryClient": "kvflow.transports.control.registry",
     "Resident": "kvflow.memory.residency",
-    "RoomEvent": "kvflow.threads.rooms",
+    "RoomEvent": "kvflow.node.threads.rooms",
     "SharedSegment": "kvflow.memory.shared",
     "SnapshotStore": "kvflow.memory.snapshot",
     "Staging": "kvflow.memory.staging",

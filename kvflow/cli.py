@@ -20,11 +20,11 @@ import typer
 
 import kvflow
 from kvflow.bench.commands import app as bench_commands
-from kvflow.config import catalog
-from kvflow.config.settings import Role, Settings
-from kvflow.config.sources import resolve, resolve_other
+from kvflow.proof.sim.commands import app as sim_commands
 from kvflow.protocols.errors import KvflowError, MisuseError
-from kvflow.testing.sim.commands import app as sim_commands
+from kvflow.serve.config import catalog
+from kvflow.serve.config.settings import Role, Settings
+from kvflow.serve.config.sources import resolve, resolve_other
 from kvflow.usage import App
 
 app = App(
@@ -121,7 +121,7 @@ def _run(
 ) -> None:
     settings = resolve(role, given, config=path)
     _limit_threads(settings.threads)
-    from kvflow.launch import process, roles
+    from kvflow.serve.launch import process, roles
 
     def settings_of(other: Role) -> Settings:
         return resolve_other(other, given, config=path)
@@ -153,12 +153,12 @@ def prefill(given: dict[str, Any], path: str | None) -> None:
 @app.command("prefill-rank", hidden=True)
 def prefill_rank() -> None:
     """One rank of a prefill over several, started by the first one."""
-    from kvflow.launch.ranks import PrefillRankSpec
+    from kvflow.serve.launch.ranks import PrefillRankSpec
 
     spec = PrefillRankSpec.from_environment()
     _limit_threads(spec.settings.threads)
-    from kvflow.launch import process
-    from kvflow.launch.group import run_rank
+    from kvflow.serve.launch import process
+    from kvflow.serve.launch.group import run_rank
 
     process.run_role("prefill", lambda _: run_rank(spec), spec.settings)
 
@@ -166,12 +166,12 @@ def prefill_rank() -> None:
 @app.command("decode-rank", hidden=True)
 def decode_rank() -> None:
     """Another shard of a decode than the first, which starts it."""
-    from kvflow.launch.ranks import DecodeRankSpec
+    from kvflow.serve.launch.ranks import DecodeRankSpec
 
     spec = DecodeRankSpec.from_environment()
     _limit_threads(spec.settings.threads)
-    from kvflow.launch import process
-    from kvflow.launch.shards import run_shard
+    from kvflow.serve.launch import process
+    from kvflow.serve.launch.shards import run_shard
 
     process.run_role("decode", lambda _: run_shard(spec), spec.settings)
 
@@ -198,8 +198,8 @@ def up(given: dict[str, Any], path: str | None) -> None:
     Each role is a process; when one ends, the others are ended too.
     """
     settings = resolve("up", given, config=path)
-    from kvflow.launch.logs import set_up_logging
-    from kvflow.launch.supervisor import run_up
+    from kvflow.serve.launch.logs import set_up_logging
+    from kvflow.serve.launch.supervisor import run_up
 
     set_up_logging(settings.log_level, log_format=settings.log_format, role="up")
     raise typer.Exit(asyncio.run(run_up(settings, given, path)))
@@ -236,7 +236,7 @@ def demo(
     One further request is aborted in mid-transfer. The exit status is 0 when all outputs are
     identical and every page is free again.
     """
-    from kvflow.demo.run import run_demo
+    from kvflow.serve.demo.run import run_demo
 
     _limit_threads(0)
     raise typer.Exit(
@@ -249,7 +249,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> None:
     """Check packages, libraries and limits; print what to install."""
-    from kvflow.launch.doctor import run_doctor
+    from kvflow.serve.launch.doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=as_json))
 
@@ -298,7 +298,7 @@ def declare_dead(
     The pages lent to that prefill leave quarantine without proof. Use it only when the prefill's
     machine is off or its process has ended: anything it still writes corrupts other requests.
     """
-    from kvflow.launch.operator import declare_dead
+    from kvflow.serve.launch.operator import declare_dead
 
     declare_dead(url, admin_api_key, incarnation, why)
 

@@ -210,7 +210,7 @@ def _started(block: str) -> str:
 
 
 def _model_m() -> str:
-    return "ln -sfn kvflow/demo_model M\n"
+    return "ln -sfn kvflow/serve/demo_model M\n"
 
 
 def _two_machines() -> Step:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from kvflow.config.settings import Settings
-from kvflow.config.sources import ConfigError
-from kvflow.launch import pool
-from kvflow.launch.roles import run_decode, run_prefill, run_router
 from kvflow.memory.available import Available
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.config.sources import ConfigError
+from kvflow.serve.launch import pool
+from kvflow.serve.launch.roles import run_decode, run_prefill, run_router
 
 Role = Callable[[Settings], Awaitable[None]]
 HUGE = 1 << 60

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import kvflow
-from kvflow.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, env_of, flag_of
-from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, env_of, flag_of
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
 
 COMMANDS = (
     "prefill",
@@ -297,8 +297,8 @@ def test_a_server_without_an_engine_names_the_extra() -> None:
 
 def test_a_module_that_no_extra_brings_is_not_explained_away() -> None:
     program = (
-        "import sys; sys.modules['kvflow.config'] = None\nfrom kvflow.__main__ import "
+        "import sys; sys.modules['kvflow.serve.config'] = None\nfrom kvflow.__main__ import "
         "main\nmain()\n"
     )
     done = start(program, cwd="/")
-    assert done.returncode == 1 and "kvflow.config" in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "kvflow.serve.config" in done.stderr.splitlines()[-1]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, flag_of
-from kvflow.config.kv_events import KvEvents
-from kvflow.config.settings import DEFAULT_PORTS, Role, Settings
-from kvflow.config.sources import ConfigError, resolve, resolve_other
-from kvflow.launch.process import PARENT_PID, READY_FD
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.config.catalog import FIELDS_OF_ROLE, GROUPS, describe, flag_of
+from kvflow.serve.config.kv_events import KvEvents
+from kvflow.serve.config.settings import DEFAULT_PORTS, Role, Settings
+from kvflow.serve.config.sources import ConfigError, resolve, resolve_other
+from kvflow.serve.launch.process import PARENT_PID, READY_FD
 
 MODEL = {"model_path": "m"}
 

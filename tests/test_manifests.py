@@ -11,10 +11,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvflow.config.catalog import FIELDS_OF_ROLE
-from kvflow.config.sources import resolve
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.server.http.authorization import ROUTES, Access
+from kvflow.http.authorization import ROUTES, Access
+from kvflow.serve.config.catalog import FIELDS_OF_ROLE
+from kvflow.serve.config.sources import resolve
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from tests.shells import ROOT
 
 FILES = sorted((ROOT / "examples/kubernetes").glob("*.yaml"))

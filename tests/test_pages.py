@@ -14,8 +14,8 @@ import pytest
 import kvflow
 from docs.scripts import reference
 from kvflow.cli import app
-from kvflow.config import catalog
-from kvflow.config.kv_events import KvEvents
+from kvflow.serve.config import catalog
+from kvflow.serve.config.kv_events import KvEvents
 from tests.printed import PAGES, README, blocks_of, commands_of
 from tests.shells import ROOT
 

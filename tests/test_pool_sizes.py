@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from kvflow.config.settings import Settings
-from kvflow.config.sources import ConfigError
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.launch import pool
-from kvflow.launch.parts import described, say_what_fits
 from kvflow.memory.available import Available
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.config.sources import ConfigError
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.launch import pool
+from kvflow.serve.launch.parts import described, say_what_fits
 
 # 128 bytes a token, 2048 a page.
 SLOTS = [StateKind("k", "bfloat16", (2, 16)), StateKind("v", "bfloat16", (2, 16))]

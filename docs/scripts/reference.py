@@ -25,11 +25,11 @@ from typing import (
 import msgspec
 from prometheus_client.metrics import MetricWrapperBase
 
-from kvflow.config import catalog
-from kvflow.server.http.completion_service import Report
-from kvflow.server.http.metrics import Metrics
-from kvflow.server.router.measures import RouterMeasures
-from kvflow.server.router.vllm_engine import VllmEngine
+from kvflow.router.measures import RouterMeasures
+from kvflow.router.vllm_engine import VllmEngine
+from kvflow.serve.config import catalog
+from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.metrics import Metrics
 from kvflow.telemetry.histogram import QUEUE_SECONDS, Histogram
 
 if TYPE_CHECKING:

@@ -375,7 +375,7 @@ def offload(
     if environment != dict(os.environ):
         os.execve(sys.executable, sys.orig_argv, environment)
     if device != "cpu":
-        from kvflow.engine.model.device import find_device
+        from kvflow.serve.engine.model.device import find_device
 
         device = str(find_device(device))
     where = None if device == "cpu" else device

@@ -23,8 +23,8 @@ from typing import Any
 import aiohttp
 
 from kvflow.bench.serve import Server, serving
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.protocols.errors import KvflowError
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 
 PROMPT = " ".join(DEMO_PROMPTS * 12)  # a thousand tokens
 _rooms = itertools.count(1)

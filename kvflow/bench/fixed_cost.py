@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
 
 LAYERS, WIDTH, HEAD_DIM, VOCABULARY_SIZE, CONTEXT_TOKENS = 16, 32, 8, 4096, 4096
 

@@ -24,8 +24,8 @@ from kvflow.bench.child import StallTicker, cpu_s, serve
 from kvflow.handlers.group import LeaderShell, MemberShell
 from kvflow.handlers.rooms import Answer, PrefillRoom
 from kvflow.protocols.errors import Cause, Code, room_error
-from kvflow.protocols.group_leader import GroupLeader
-from kvflow.protocols.group_member import GroupMember
+from kvflow.protocols.group.leader import GroupLeader
+from kvflow.protocols.group.member import GroupMember
 from kvflow.protocols.wire.messages import Incarnation, RoomId
 from kvflow.telemetry.counters import Counts
 from kvflow.transports.control.zmq import bind_router, connect_dealer

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.engine.model.ahead import MOST_STEPS
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.engine.model.ahead import MOST_STEPS
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
 
 PAGE_SIZE, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 128
 Times = dict[str, list[float]]

@@ -30,8 +30,8 @@ import numpy as np
 
 from kvflow.bench.fixed_cost import build_fixed_cost_model
 from kvflow.bench.serve import Server, serving
-from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.protocols.errors import KvflowError
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
 
 PAGE_SIZE = 16
 ROOMY, SAFE, OVER = "all fit", "safe mode", "over-committed"

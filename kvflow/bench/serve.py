@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kvflow.bench.pair import Process
-from kvflow.demo_model import DEMO_MODEL_DIR
 from kvflow.protocols.errors import KvflowError
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
 
 PROMPT_TOKENS = 32
 PING_PAUSE_S = 0.01

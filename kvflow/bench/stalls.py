@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 
 from kvflow.bench.crowds import crowds
 from kvflow.bench.pair import Process
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.engine.scheduler.stops import MAX_STOP_CHARACTERS, MAX_STOPS
+from kvflow.http.app import MAX_BODY_BYTES
 from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
-from kvflow.server.http.app import MAX_BODY_BYTES
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.engine.scheduler.stops import MAX_STOP_CHARACTERS, MAX_STOPS
 
 ROLES = ("prefill", "decode", "idle")
 STREAM_TOKENS = 4_000

@@ -21,26 +21,26 @@ import uvloop
 
 from kvflow.bench.child import StallTicker, serve
 from kvflow.bench.crowds import allow_many_connections
-from kvflow.engine.model.sequence import Prompt, Sequence
-from kvflow.engine.scheduler.budget import Admission, PageBudget
-from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
-from kvflow.engine.scheduler.rooms import DecodeRoomPort, PrefillRoomPort
+from kvflow.http.app import build_app
+from kvflow.http.listening import bound_socket, listening_on
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
-from kvflow.server.http import generate, openai
-from kvflow.server.http.app import build_app
-from kvflow.server.http.completion_service import ModelCard
-from kvflow.server.http.engine_services import DecodeService, PrefillService
-from kvflow.server.http.listening import bound_socket, listening_on
-from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.pipeline import CompletionPipeline
-from kvflow.server.http.registry import registry_app
-from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.serve.engine.model.sequence import Prompt, Sequence
+from kvflow.serve.engine.scheduler.budget import Admission, PageBudget
+from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.rooms import DecodeRoomPort, PrefillRoomPort
+from kvflow.serve.http import generate, openai
+from kvflow.serve.http.completion_service import ModelCard
+from kvflow.serve.http.engine_services import DecodeService, PrefillService
+from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.pipeline import CompletionPipeline
+from kvflow.serve.http.registry import registry_app
+from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.testing.pair import until
 from kvflow.transports.control.registry import RankTable, RegistryClient
 from kvflow.transports.control.zmq import ZmqSocket

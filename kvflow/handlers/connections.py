@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvflow.handlers.shell import Shell, fenced
 from kvflow.protocols import commands as c
 from kvflow.protocols.commands import PeerKey
-from kvflow.protocols.decode import DecodeEndpoint
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.ports import ControlSocket, DataPlane
 

@@ -19,8 +19,8 @@ from kvflow.handlers.shell import Shell
 from kvflow.handlers.verify import ChunkVerifier
 from kvflow.protocols import commands as c
 from kvflow.protocols.arguments import page_indices
-from kvflow.protocols.decode import DecodeEndpoint
-from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.pages.layout import NO_PLACES, PoolLayout

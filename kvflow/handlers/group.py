@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable
 
 from kvflow.handlers.rooms import Answer, PrefillRoom
 from kvflow.handlers.shell import Shell, seen_ended
-from kvflow.protocols import group_leader, group_member
 from kvflow.protocols.arguments import check_cause
 from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, room_error
-from kvflow.protocols.group_leader import GroupLeader
-from kvflow.protocols.group_member import GroupMember, TicketKey
+from kvflow.protocols.group import leader as group_leader
+from kvflow.protocols.group import member as group_member
+from kvflow.protocols.group.leader import GroupLeader
+from kvflow.protocols.group.member import GroupMember, TicketKey
 from kvflow.protocols.ports import ControlSocket, ProcessIdentity
 from kvflow.protocols.wire.group import Ticket
 from kvflow.protocols.wire.messages import Incarnation, RoomId

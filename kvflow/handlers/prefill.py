@@ -29,8 +29,8 @@ from kvflow.protocols.ports import (
     Write,
     WriteOutcome,
 )
-from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.prefill_peers import DecodePeer
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill.peers import DecodePeer
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.telemetry.counters import Counts
 

@@ -18,14 +18,14 @@ from kvflow.protocols.arguments import (
     page_indices,
     pages_wanted,
 )
-from kvflow.protocols.decode_rooms import DecodeRoomRecord
+from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.ports import PageStore, Quarantine, Write
-from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.messages import GrantId, RoomId
 from kvflow.telemetry.requests import CURRENT
 

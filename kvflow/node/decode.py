@@ -23,9 +23,9 @@ from kvflow.protocols.arguments import (
     check_prompt,
     pages_wanted,
 )
-from kvflow.protocols.decode import DecodeEndpoint
-from kvflow.protocols.decode_links import DecodeIdentity
-from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.links import DecodeIdentity
+from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, KvflowError, LostError, MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PageIndices

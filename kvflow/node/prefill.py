@@ -16,9 +16,9 @@ from kvflow.protocols.errors import Cause
 from kvflow.protocols.limits import Bounds, Timing, check_time
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import Checksums, ControlSocket, DataPlane, PageStore
-from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.prefill_peers import PrefillIdentity
-from kvflow.protocols.prefill_rooms import pinned_pages
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill.peers import PrefillIdentity
+from kvflow.protocols.prefill.records import pinned_pages
 from kvflow.protocols.wire.messages import Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.zmq import bind_router

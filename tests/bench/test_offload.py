@@ -10,8 +10,8 @@ import pytest
 
 from kvflow.bench.offload import OffloadPlan, bench_offload
 from kvflow.bench.offload_steps import NEW_TOKENS, DecodeBatch
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.engine.model.load import load_model
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.engine.model.load import load_model
 
 
 @pytest.mark.parametrize("order", ["page_first", "layer_first"])

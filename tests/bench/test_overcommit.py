@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.bench.fixed_cost import LAYERS, build_fixed_cost_model
 from kvflow.bench.overcommit import _ratio, _step_cost, _Turn
-from kvflow.engine.model.load import load_model
+from kvflow.serve.engine.model.load import load_model
 
 
 def test_the_cost_of_a_step_and_of_a_row() -> None:

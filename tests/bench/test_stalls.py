@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvflow.bench import crowds, stalls
+from kvflow.http.app import MAX_BODY_BYTES
 from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
-from kvflow.server.http.app import MAX_BODY_BYTES
 
 
 def test_the_cases_are_the_largest_legal_ones() -> None:

@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
-from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import Prefix, PrefixCache
-from kvflow.cache.storage.port import Storage
-from kvflow.cache.stored import StorageTier
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
+from kvflow.serve.cache.host import HostTier
+from kvflow.serve.cache.prefix import Prefix, PrefixCache
+from kvflow.serve.cache.storage.port import Storage
+from kvflow.serve.cache.stored import StorageTier
 from tests.engine.pair import until
 
 PAGE_SIZE, PAGES = 2, 12

@@ -11,10 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import Prefix, PrefixCache
-from kvflow.cache.states import StateStore
-from kvflow.cache.tiers import OWNER
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.choices import WritePolicy
@@ -24,6 +20,10 @@ from kvflow.protocols.errors import CapacityError, MisuseError, TransferError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.pages.plan import Blocks
+from kvflow.serve.cache.host import HostTier
+from kvflow.serve.cache.prefix import Prefix, PrefixCache
+from kvflow.serve.cache.states import StateStore
+from kvflow.serve.cache.tiers import OWNER
 from tests.cache.prefix_bench import PAGE_SIZE, PAGES, bench
 from tests.engine.pair import until
 from tests.memory.gate import CopyGate

@@ -17,9 +17,6 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvflow.cache import publisher as module
-from kvflow.cache.publisher import EventPublisher
-from kvflow.config.kv_events import KvEvents
 from kvflow.protocols.cache import stream
 from kvflow.protocols.cache.addresses import DEFAULT_ADDRESS, is_loopback, numbered_address
 from kvflow.protocols.cache.hashes import token_bytes
@@ -27,6 +24,9 @@ from kvflow.protocols.cache.index import PrefixIndex
 from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import Batch, StreamLimits
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.cache import publisher as module
+from kvflow.serve.cache.publisher import EventPublisher
+from kvflow.serve.config.kv_events import KvEvents
 from kvflow.testing.cancellation import Steps
 from kvflow.transports.control.curve import ControlKey, read_key, write_key
 from tests.engine.pair import until

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvflow.cache.storage.file import FileBackend
-from kvflow.cache.storage.guarded import GuardedStorage, Limits
-from kvflow.cache.storage.identity import identity_of
-from kvflow.cache.storage.port import Result
 from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.cache.nodes import Tier
+from kvflow.serve.cache.storage.file import FileBackend
+from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
+from kvflow.serve.cache.storage.identity import identity_of
+from kvflow.serve.cache.storage.port import Result
 from tests.cache.prefix_bench import PAGE_SIZE, PAGES, Bench, bench, layout_of
 from tests.cache.storage.files import QUICK, FaultyDisk, pages_in
 from tests.engine.pair import until

@@ -8,8 +8,8 @@ import asyncio
 
 import pytest
 
-from kvflow.cache.tiers import OWNER
 from kvflow.protocols.cache.nodes import Tier
+from kvflow.serve.cache.tiers import OWNER
 from tests.cache.prefix_bench import PAGES, Bench, bench
 from tests.engine.pair import until
 from tests.memory.gate import CopyGate

@@ -16,9 +16,9 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvflow.demo_model import DEMO_PROMPTS
-from kvflow.launch.child import Child
-from kvflow.launch.supervisor import Fleet
+from kvflow.serve.demo_model import DEMO_PROMPTS
+from kvflow.serve.launch.child import Child
+from kvflow.serve.launch.supervisor import Fleet
 from tests.chaos.pair import until
 from tests.chaos.proxy import FAULTS, Proxy, disturb
 from tests.e2e.fleet import all_home, running

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from kvflow.launch.doctor import nixl_unavailable_reason
+from kvflow.serve.launch.doctor import nixl_unavailable_reason
 from tests.chaos.pair import begin, in_the_middle, pair, quarantined, station, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from tests.chaos.machines import Line, Machine, two_machines, unavailable_reason
 from tests.chaos.pair import until
 from tests.e2e.fleet import ask, is_home, running

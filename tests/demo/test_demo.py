@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvflow.demo.client import Streamed, _writing_s
-from kvflow.demo.run import TICK_S, Outcome, _prompts
-from kvflow.demo.show import TerminalOutput
-from kvflow.launch.doctor import nixl_unavailable_reason
+from kvflow.serve.demo.client import Streamed, _writing_s
+from kvflow.serve.demo.run import TICK_S, Outcome, _prompts
+from kvflow.serve.demo.show import TerminalOutput
+from kvflow.serve.launch.doctor import nixl_unavailable_reason
 
 KEYS = [
     "backend",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvflow.demo.timeline import WIDTH, draw
+from kvflow.serve.demo.timeline import WIDTH, draw
 
 
 def side(opened_unix_s: float, *events: tuple[float, str, str, str]) -> dict[str, Any]:

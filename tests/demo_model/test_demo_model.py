@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 
 SIZE_BYTES_MAX = 8 * 1024 * 1024
 NEW_TOKENS = 64

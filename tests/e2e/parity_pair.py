@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvflow.launch.process import PARENT_PID
+from kvflow.serve.launch.process import PARENT_PID
 
 ROOT = Path(__file__).parents[2]
 REPLY_S = 60.0

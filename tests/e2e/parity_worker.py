@@ -24,13 +24,6 @@ import msgspec
 import numpy as np
 import uvloop
 
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler.decode import DecodeEngine
-from kvflow.engine.scheduler.params import SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefill import PrefillEngine
-from kvflow.engine.scheduler.single import SingleEngine
-from kvflow.launch.process import die_with_parent
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.pool import PagedPool
@@ -38,6 +31,13 @@ from kvflow.memory.snapshot import SnapshotStore
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.pages.layout import PageIndices, build_layout
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.scheduler.decode import DecodeEngine
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+from kvflow.serve.engine.scheduler.single import SingleEngine
+from kvflow.serve.launch.process import die_with_parent
 from kvflow.testing.pair import until
 from kvflow.transports.data.select import open_plane
 

@@ -26,9 +26,9 @@ import aiohttp
 import msgspec
 from safetensors.torch import load_file, save_file
 
-from kvflow.config.catalog import flag_of
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.launch.child import Child
+from kvflow.serve.config.catalog import flag_of
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
+from kvflow.serve.launch.child import Child
 from tests.e2e.fleet import ask
 from tests.e2e.sglang import router_of
 

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvflow.config.catalog import FIELDS_OF_ROLE, flag_of
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.launch.child import Child
-from kvflow.server.http.authorization import NO_KEYS, Keys
+from kvflow.http.authorization import NO_KEYS, Keys
+from kvflow.serve.config.catalog import FIELDS_OF_ROLE, flag_of
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.launch.child import Child
 
 START_S = 120.0
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 
-from kvflow.launch.supervisor import Fleet
+from kvflow.serve.launch.supervisor import Fleet
 
 ONE = {"text": "class", "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.launch.process import PARENT_PID
+from kvflow.serve.launch.process import PARENT_PID
 from tests.engine.pair import prompt_of
 
 NEW = 16

@@ -18,9 +18,9 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.launch.supervisor import Fleet
-from kvflow.server.http.fields import BODIES, HARMLESS, REFUSED, TABLE, WORKS, names_of
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
+from kvflow.serve.http.fields import BODIES, HARMLESS, REFUSED, TABLE, WORKS, names_of
+from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home, running
 
 pytestmark = pytest.mark.xdist_group("fields")  # one fleet for the module

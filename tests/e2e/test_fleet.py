@@ -20,8 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.server.http.authorization import Keys, bearer
+from kvflow.http.authorization import Keys, bearer
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from tests.e2e.service import START_S, Service, free_port, serving
 from tests.e2e.sglang import router_over
 from tests.engine import tiny_models

@@ -13,17 +13,17 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.launch import mooncake_master
-from kvflow.launch.mooncake_master import MooncakeMaster
-from kvflow.launch.supervisor import Fleet
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.launch import mooncake_master
+from kvflow.serve.launch.mooncake_master import MooncakeMaster
+from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home, running
 from tests.e2e.test_prefix import Turn, cache_of, say
 
 PAGE_SIZE, TOKENS = 16, 8
 _MASTER = """
 import asyncio
-from kvflow.launch.mooncake_master import MooncakeMaster
+from kvflow.serve.launch.mooncake_master import MooncakeMaster
 
 async def main():
     master = MooncakeMaster()

@@ -15,8 +15,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.demo_model import DEMO_PROMPTS
-from kvflow.launch.child import Child
+from kvflow.serve.demo_model import DEMO_PROMPTS
+from kvflow.serve.launch.child import Child
 from kvflow.testing.freezing import freeze
 from kvflow.transports.control.curve import write_key
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvflow.demo_model import DEMO_PROMPTS
+from kvflow.serve.demo_model import DEMO_PROMPTS
 from tests.e2e.fleet import WITHIN_S, all_home, ask, rank_is_home, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]

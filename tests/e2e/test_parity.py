@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.model.probe import RINGS
-from kvflow.launch.doctor import mooncake_unavailable_reason, nixl_unavailable_reason
+from kvflow.serve.engine.model.probe import RINGS
+from kvflow.serve.launch.doctor import mooncake_unavailable_reason, nixl_unavailable_reason
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair, WorkerError
 from tests.engine.pair import prompt_of
 from tests.engine.tiny_models import FAMILIES

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from tests.e2e.fleet import all_home, ask, running
 from tests.e2e.test_prefix import PAGE_SIZE, say
 from tests.e2e.test_ranks import gauges, ranks_home

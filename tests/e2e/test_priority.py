@@ -10,8 +10,8 @@ import aiohttp
 import openai
 import pytest
 
-from kvflow.demo_model import DEMO_PROMPTS
-from kvflow.launch.supervisor import Fleet
+from kvflow.serve.demo_model import DEMO_PROMPTS
+from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import WITHIN_S, all_home, ask, running
 
 LONG = 1000  # tokens: some seconds, in which the others join the queue

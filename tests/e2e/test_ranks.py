@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.launch.doctor import nixl_unavailable_reason
+from kvflow.serve.launch.doctor import nixl_unavailable_reason
 from tests.e2e.fleet import WITHIN_S, all_home, ask, rank_is_home, running
 from tests.engine.pair import prompt_of
 

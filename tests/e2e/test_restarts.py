@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.demo_model import DEMO_PROMPTS
+from kvflow.serve.demo_model import DEMO_PROMPTS
 from tests.e2e.fleet import all_home, ask
 from tests.e2e.service import START_S, Service, serving
 from tests.e2e.sglang import router_over

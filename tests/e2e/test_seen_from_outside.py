@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.launch.child import Child
+from kvflow.serve.launch.child import Child
 from tests.e2e.fleet import WITHIN_S, all_home, running
 from tests.server.test_measures import QUEUES, TRANSFER_NAMES, labelled, samples
 

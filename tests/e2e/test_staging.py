@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.demo_model import DEMO_PROMPTS
+from kvflow.serve.demo_model import DEMO_PROMPTS
 from tests.e2e.fleet import all_home, ask, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]

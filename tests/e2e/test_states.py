@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.model.probe import RINGS
+from kvflow.serve.engine.model.probe import RINGS
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair
 from tests.engine import tiny_models
 from tests.engine.pair import prompt_of

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.config.catalog import flag_of
-from kvflow.launch.child import Child
+from kvflow.serve.config.catalog import flag_of
+from kvflow.serve.launch.child import Child
 from tests.e2e.fleet import all_home, ask, running
 
 PROMPT, NEW = [(i * i * 31 + i * 7) % 509 + 2 for i in range(50)], 12

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.parallel.part import Meeting, ModelPart
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.parallel.part import Meeting, ModelPart
 from tests.engine import tiny_models
 from tests.engine.stages import STAGES
 

@@ -13,18 +13,18 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import PrefixCache
-from kvflow.cache.states import StateStore
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler.decode import DecodeEngine
-from kvflow.engine.scheduler.params import SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
+from kvflow.serve.cache.host import HostTier
+from kvflow.serve.cache.prefix import PrefixCache
+from kvflow.serve.cache.states import StateStore
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler.decode import DecodeEngine
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
 
 class Side:

@@ -13,18 +13,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from time import monotonic
 from typing import Any
 
-from kvflow.cache.host import HostTier
-from kvflow.cache.prefix import PrefixCache
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.ranks import wire
-from kvflow.engine.ranks.following import StepFollower
-from kvflow.engine.ranks.group import PrefillGroup
-from kvflow.engine.ranks.leading import StepLeader
-from kvflow.engine.ranks.loading import ready
-from kvflow.engine.scheduler.decode import DecodeEngine
-from kvflow.engine.scheduler.params import SamplingParams, TokenOut
-from kvflow.engine.scheduler.prefill import PrefillEngine
-from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.handlers.group import LeaderShell, MemberShell, OpenRoom
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.memory.pool import PagedPool
@@ -33,12 +21,24 @@ from kvflow.protocols.arguments import check_prompt
 from kvflow.protocols.cache.choices import WritePolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, KvflowError
-from kvflow.protocols.group_leader import GroupLeader
-from kvflow.protocols.group_member import GroupMember, TicketKey
+from kvflow.protocols.group.leader import GroupLeader
+from kvflow.protocols.group.member import GroupMember, TicketKey
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
+from kvflow.serve.cache.host import HostTier
+from kvflow.serve.cache.prefix import PrefixCache
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.ranks.following import StepFollower
+from kvflow.serve.engine.ranks.group import PrefillGroup
+from kvflow.serve.engine.ranks.leading import StepLeader
+from kvflow.serve.engine.ranks.loading import ready
+from kvflow.serve.engine.scheduler.decode import DecodeEngine
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+from kvflow.serve.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.telemetry.counters import Counts
 from kvflow.transports.control.zmq import bind_router, connect_dealer
 from kvflow.transports.host.identity import wait_dead

@@ -19,13 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.scheduler.adjustments import adjustments_of
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, SamplingParams
-from kvflow.engine.scheduler.sampling import Draw, choose
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.scheduler.adjustments import adjustments_of
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import MAX_BAD_WORD_TOKENS, MAX_LOGIT_BIAS, SamplingParams
+from kvflow.serve.engine.scheduler.sampling import Draw, choose
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 from tests.engine.test_parity import single, together
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvflow.engine.scheduler.beginnings import Beginnings
+from kvflow.serve.engine.scheduler.beginnings import Beginnings
 
 
 class Steps:

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.scheduler.budget import MOST_TOKENS_AHEAD, NewTokenRatio, PageBudget, Shortage
-from kvflow.engine.scheduler.growth import Growth
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import AbortedError, CapacityError
+from kvflow.serve.engine.scheduler.budget import (
+    MOST_TOKENS_AHEAD,
+    NewTokenRatio,
+    PageBudget,
+    Shortage,
+)
+from kvflow.serve.engine.scheduler.growth import Growth
 
 
 async def settled() -> None:
@@ -143,7 +148,7 @@ async def test_no_more_than_most_run_and_the_others_come_in_their_order() -> Non
 async def test_who_waits_for_pages_that_nobody_will_free_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
+    monkeypatch.setattr("kvflow.serve.engine.scheduler.budget.STUCK_S", 0.05)
     pages = PageAllocator(10)
     budget = PageBudget(pages)
     running = await budget.admit(2)
@@ -160,7 +165,7 @@ async def test_who_waits_for_pages_that_nobody_will_free_is_told(
 
 
 async def test_a_shortage_that_has_ended_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.02)
+    monkeypatch.setattr("kvflow.serve.engine.scheduler.budget.STUCK_S", 0.02)
     shortage = Shortage()
     for _ in range(2):
         assert not shortage.lasts(), "it begins here"
@@ -289,7 +294,7 @@ async def test_nobody_gives_cached_pages_up_for_a_row() -> None:
 
 
 async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.05)
+    monkeypatch.setattr("kvflow.serve.engine.scheduler.budget.STUCK_S", 0.05)
     rows = PageAllocator(1, unit="row")
     rows.take(1, "quarantine")
     with pytest.raises(

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.model.ahead import MOST_STEPS
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler import budget, burst, decode
-from kvflow.engine.scheduler.burst import DecodeRequest
-from kvflow.engine.scheduler.params import TokenOut
 from kvflow.protocols.errors import KvflowError
+from kvflow.serve.engine.model.ahead import MOST_STEPS
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.scheduler import budget, burst, decode
+from kvflow.serve.engine.scheduler.burst import DecodeRequest
+from kvflow.serve.engine.scheduler.params import TokenOut
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvflow.engine.model.parallel.stage import _Convention
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.model.parallel.stage import _Convention
 
 
 def length_of(convention: _Convention) -> int | None:

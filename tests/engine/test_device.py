@@ -15,20 +15,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvflow.engine.model import device, thread
-from kvflow.engine.model.device import find_device
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.runner import Runner
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler.adjustments import adjustments_of
-from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.engine.scheduler.sampling import Draw, choose
-from kvflow.engine.scheduler.scoring import PromptScorer
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.engine.model import device, thread
+from kvflow.serve.engine.model.device import find_device
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.runner import Runner
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.scheduler.adjustments import adjustments_of
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.engine.scheduler.sampling import Draw, choose
+from kvflow.serve.engine.scheduler.scoring import PromptScorer
 from tests.engine.pair import prompt_of
 from tests.engine.test_runner import sequence_of
 

@@ -12,15 +12,15 @@ from typing import Any, Self
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.step import Row
-from kvflow.engine.ranks import wire
-from kvflow.engine.scheduler.params import TokenOut
-from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.handlers.group import MemberShell, RankRequest
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError
-from kvflow.protocols.group_member import TicketKey
+from kvflow.protocols.group.member import TicketKey
 from kvflow.protocols.machines.prefill_room import PrefillPhase
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.engine.scheduler.prefill_steps import PrefillSteps
 from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until
 from tests.engine.stages import PAGE_SIZE, Stages, group

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from kvflow.cache.tiers import OWNER as CACHED
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.ranks import wire
-from kvflow.engine.ranks.followed import Followed
-from kvflow.engine.ranks.following import StepFollower
-from kvflow.engine.ranks.leading import StepLeader
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.serve.cache.tiers import OWNER as CACHED
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.ranks.followed import Followed
+from kvflow.serve.engine.ranks.following import StepFollower
+from kvflow.serve.engine.ranks.leading import StepLeader
 from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until
 from tests.engine.stages import Stages, group

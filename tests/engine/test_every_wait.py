@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.model.load import LoadedModel
 from kvflow.protocols.errors import KvflowError
+from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.testing.cancellation import Steps
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import Code, MisuseError
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler.params import SamplingParams
 from tests.engine.pair import EnginePair, prompt_of, until
 
 WARM: dict[str, Any] = {"temperature": 0.7, "seed": 5, "max_new_tokens": 4}

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflow.engine.ranks import wire
-from kvflow.engine.ranks.following import StepFollower
-from kvflow.engine.ranks.leading import StepLeader
-from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, OwnershipError
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank
+from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.ranks.following import StepFollower
+from kvflow.serve.engine.ranks.leading import StepLeader
+from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.testing.pair import until
 
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from kvflow import DecodeNode, HandOff, MisuseError, PackedArray, PrefillNode
-from kvflow.engine.scheduler.handoff import MAX_DRAFT_ENTRIES, MAX_HIDDEN_BYTES
-from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import WireError
+from kvflow.serve.engine.scheduler.handoff import MAX_DRAFT_ENTRIES, MAX_HIDDEN_BYTES
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.testing.pair import QUICK, pair, small_layout
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 

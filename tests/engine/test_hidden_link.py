@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.model.parallel.link import (
+from kvflow.protocols.errors import LostError, MisuseError, PeerError
+from kvflow.serve.engine.model.parallel.link import (
     MAX_IN_FLIGHT,
     HiddenReceiver,
     HiddenSender,
     check_address,
 )
-from kvflow.protocols.errors import LostError, MisuseError, PeerError
 
 Ends = tuple[HiddenReceiver, HiddenSender]
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import MisuseError, WireError
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import SamplingParams
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
 ASKED = {"hidden_states": True}

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.cache.prefix import PrefixCache
-from kvflow.cache.storage.identity import identity_of
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.ranks import wire
-from kvflow.engine.ranks.following import StepFollower
-from kvflow.engine.ranks.hits import Agreed, HitVotes
-from kvflow.engine.ranks.leading import StepLeader
-from kvflow.engine.scheduler.beginnings import Beginnings
-from kvflow.engine.scheduler.prefill import PrefillEngine
-from kvflow.engine.scheduler.prefill_steps import PrefillSteps
 from kvflow.memory.copies import host_layout
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.cache.prefix import PrefixCache
+from kvflow.serve.cache.storage.identity import identity_of
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.ranks.following import StepFollower
+from kvflow.serve.engine.ranks.hits import Agreed, HitVotes
+from kvflow.serve.engine.ranks.leading import StepLeader
+from kvflow.serve.engine.scheduler.beginnings import Beginnings
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+from kvflow.serve.engine.scheduler.prefill_steps import PrefillSteps
 from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until
 from tests.engine.stages import PAGE_SIZE, Stages, group

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvflow.engine.model import identity
-from kvflow.engine.model.identity import STRETCH_BYTES, STRETCHES, config_digest
-from kvflow.engine.model.load import load_model
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import MAX_LABEL, build_layout
+from kvflow.serve.engine.model import identity
+from kvflow.serve.engine.model.identity import STRETCH_BYTES, STRETCHES, config_digest
+from kvflow.serve.engine.model.load import load_model
 
 Tiny = Callable[[str], Path]
 

@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicIndexedLayer
 from transformers.utils import logging as transformers_logging
 
-from kvflow.engine.model import load, quiet, selftest
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.probe import probe
-from kvflow.engine.model.quiet import explained
-from kvflow.engine.model.tokenizer import load_tokenizer
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.engine.model import load, quiet, selftest
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.probe import probe
+from kvflow.serve.engine.model.quiet import explained
+from kvflow.serve.engine.model.tokenizer import load_tokenizer
 
 Tiny = Callable[[str], Path]
 
@@ -353,7 +353,7 @@ def test_a_pool_of_another_model_is_refused(loaded: Callable[..., LoadedModel]) 
 
 
 def test_a_name_on_a_hub_is_no_folder_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads = "kvflow.engine.model.tokenizer.AutoTokenizer.from_pretrained"
+    loads = "kvflow.serve.engine.model.tokenizer.AutoTokenizer.from_pretrained"
     monkeypatch.setattr(loads, lambda source: ("tokenizer of", source))
     assert load_tokenizer("somebody/model", "somebody/model") == ("tokenizer of", "somebody/model")
 

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.thread import ModelThread
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.thread import ModelThread
 
 KINDS = [StateKind("k", "uint8", (1,)), StateKind("state", "float32", (4,), ROW)]
 

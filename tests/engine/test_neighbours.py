@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.model.parallel.link import HiddenReceiver, HiddenSender
-from kvflow.engine.model.parallel.neighbours import Neighbours
 from kvflow.protocols.errors import LostError, PeerError
+from kvflow.serve.engine.model.parallel.link import HiddenReceiver, HiddenSender
+from kvflow.serve.engine.model.parallel.neighbours import Neighbours
 
 GROUP: Any = SimpleNamespace()
 GONE = (

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.optimistic import OptimisticStarts
-from kvflow.engine.scheduler.params import EngineOptimism, SamplingParams, TokenOut
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.optimistic import OptimisticStarts
+from kvflow.serve.engine.scheduler.params import EngineOptimism, SamplingParams, TokenOut
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.params import SamplingParams, finish
 from kvflow.protocols.errors import MisuseError, WireError
+from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.params import SamplingParams, finish
 
 
 @pytest.mark.parametrize(

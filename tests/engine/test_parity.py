@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler.params import SamplingParams, TokenOut
-from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.protocols.pages.layout import Order
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.single import SingleEngine
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, until
 

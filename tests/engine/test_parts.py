@@ -22,20 +22,20 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from transformers import AutoConfig, PretrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.parallel import joining
-from kvflow.engine.model.parallel.agreement import Agreement, ProcessOfRank
-from kvflow.engine.model.parallel.division import split_of
-from kvflow.engine.model.parallel.part import Meeting, ModelPart, own_layers
-from kvflow.engine.model.parallel.shards import _connections, _open_files
-from kvflow.engine.model.parallel.stage import ForeignLayer, _Convention, _stand_in
-from kvflow.engine.model.probe import Layers
-from kvflow.engine.model.selftest import Fit
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, LostError, MisuseError
 from kvflow.protocols.pages.components import Part
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.parallel import joining
+from kvflow.serve.engine.model.parallel.agreement import Agreement, ProcessOfRank
+from kvflow.serve.engine.model.parallel.division import split_of
+from kvflow.serve.engine.model.parallel.part import Meeting, ModelPart, own_layers
+from kvflow.serve.engine.model.parallel.shards import _connections, _open_files
+from kvflow.serve.engine.model.parallel.stage import ForeignLayer, _Convention, _stand_in
+from kvflow.serve.engine.model.probe import Layers
+from kvflow.serve.engine.model.selftest import Fit
 from kvflow.transports.host.identity import own_identity
 from tests.engine import tiny_models
 from tests.engine.world import NEW, PAGE_SIZE, PROMPTS, Ran, World, run, world

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvflow.cache.tiers import OWNER
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.errors import KvflowError
+from kvflow.serve.cache.tiers import OWNER
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler.params import SamplingParams
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 from tests.engine.test_prefill import watch
 

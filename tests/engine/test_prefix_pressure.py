@@ -9,14 +9,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvflow.cache.prefix import PrefixCache
-from kvflow.cache.tiers import OWNER
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler import budget as budget_module
-from kvflow.engine.scheduler import decode as decode_module
-from kvflow.engine.scheduler import prefill as prefill_module
-from kvflow.engine.scheduler.budget import PageBudget
 from kvflow.memory.allocator import PageAllocator
+from kvflow.serve.cache.prefix import PrefixCache
+from kvflow.serve.cache.tiers import OWNER
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler import budget as budget_module
+from kvflow.serve.engine.scheduler import decode as decode_module
+from kvflow.serve.engine.scheduler import prefill as prefill_module
+from kvflow.serve.engine.scheduler.budget import PageBudget
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 from tests.engine.test_optimistic import Early
 

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.cache.states import StateStore
-from kvflow.config.sources import resolve
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.scheduler.prefill import PrefillEngine
-from kvflow.engine.scheduler.prefill_states import PromptStates
-from kvflow.launch.caching import prefix_cache
-from kvflow.launch.parts import Parts
 from kvflow.memory.available import Available
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.cache.states import StateStore
+from kvflow.serve.config.sources import resolve
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+from kvflow.serve.engine.scheduler.prefill_states import PromptStates
+from kvflow.serve.launch.caching import prefix_cache
+from kvflow.serve.launch.parts import Parts
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 from tests.engine.test_optimistic import LateRoom
 from tests.engine.test_prefill import watch

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.cache.storage.file import FileBackend
-from kvflow.cache.storage.guarded import GuardedStorage, Limits
-from kvflow.cache.stored import StorageTier
-from kvflow.engine.model.load import LoadedModel
+from kvflow.serve.cache.storage.file import FileBackend
+from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
+from kvflow.serve.cache.stored import StorageTier
+from kvflow.serve.engine.model.load import LoadedModel
 from tests.cache.storage.files import FaultyDisk, pages_in
 from tests.engine.pair import EnginePair, greedy, until
 from tests.engine.test_prefix_storm import MOST_TOKENS, expected_of, prompts

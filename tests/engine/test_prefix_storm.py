@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvflow.cache.tiers import OWNER
-from kvflow.engine.model.load import LoadedModel
 from kvflow.protocols.errors import Code, KvflowError
+from kvflow.serve.cache.tiers import OWNER
+from kvflow.serve.engine.model.load import LoadedModel
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 
 LANES, REQUESTS, MOST_TOKENS = 8, 40, 24

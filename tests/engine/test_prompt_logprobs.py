@@ -13,17 +13,17 @@ import msgspec
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler import limits, scoring
-from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs, ScoredToken
-from kvflow.engine.scheduler.sampling import Draw, choose
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.scheduler import limits, scoring
+from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs, ScoredToken
+from kvflow.serve.engine.scheduler.sampling import Draw, choose
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 from tests.engine.test_parity import single
 

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.step import Row
-from kvflow.engine.ranks import wire
-from kvflow.engine.ranks.group import PrefillGroup
-from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, RefusedError, WireError
 from kvflow.protocols.wire.messages import Incarnation, Rank
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.ranks.group import PrefillGroup
+from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.transports.control.zmq import connect_dealer
 from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until

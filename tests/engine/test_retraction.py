@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler.budget import DECAY_STEPS, LEAST_SHARE, NewTokenRatio
-from kvflow.engine.scheduler.burst import DecodeRequest
-from kvflow.engine.scheduler.handoff import HandOff
-from kvflow.engine.scheduler.packed_array import PackedArray
-from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.launch.logs import RequestFields
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.residency import Resident
 from kvflow.protocols.errors import AbortedError, CapacityError, HostMemoryError, KvflowError
 from kvflow.protocols.machines.residency import ResidencyPhase
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.scheduler.budget import DECAY_STEPS, LEAST_SHARE, NewTokenRatio
+from kvflow.serve.engine.scheduler.burst import DecodeRequest
+from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.packed_array import PackedArray
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.launch.logs import RequestFields
 from kvflow.telemetry.requests import CURRENT, RequestTrace
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
@@ -115,7 +115,7 @@ async def test_nobody_else_leaves_while_pages_that_are_enough_are_copied_out(
 async def test_the_log_tells_of_a_short_pool_once_and_of_each_request_at_debug_level(
     llama: LoadedModel, host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "kvflow.engine")
+    caplog.set_level(logging.DEBUG, "kvflow.serve.engine")
     caplog.handler.addFilter(names := RequestFields())
 
     async def named(pair: EnginePair, number: int) -> None:
@@ -228,7 +228,7 @@ async def test_a_long_prompt_is_computed_again_as_it_was_at_first(
     loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Some tokens a step, beside those of others; a prompt that cannot be divided, all at once."""
-    monkeypatch.setattr("kvflow.engine.scheduler.burst.RECOMPUTED_PER_STEP", 16)
+    monkeypatch.setattr("kvflow.serve.engine.scheduler.burst.RECOMPUTED_PER_STEP", 16)
     model, params, prompts = loaded(family), greedy(12), [prompt_of(n, n) for n in (100, 41, 9)]
     async with EnginePair(model, page_size=4) as roomy:
         want = await together(roomy, prompts, params, set())
@@ -381,7 +381,7 @@ async def test_a_failed_copy_ends_its_request_alone(
 async def test_a_request_that_nobody_can_make_room_for_is_told(
     llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvflow.engine.scheduler.budget.STUCK_S", 0.1)
+    monkeypatch.setattr("kvflow.serve.engine.scheduler.budget.STUCK_S", 0.1)
     async with EnginePair(llama, **SMALL) as pair:
         stream = pair_stream(pair, PROMPTS[0], greedy(NEW_TOKENS))
         await anext(stream)

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model import ahead
-from kvflow.engine.model.ahead import DecodeSteps
-from kvflow.engine.model.paged_cache import RingStream
-from kvflow.engine.model.probe import LayerStreams
-from kvflow.engine.model.rings import RingLayers
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row, Step
 from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.serve.engine.model import ahead
+from kvflow.serve.engine.model.ahead import DecodeSteps
+from kvflow.serve.engine.model.paged_cache import RingStream
+from kvflow.serve.engine.model.probe import LayerStreams
+from kvflow.serve.engine.model.rings import RingLayers
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row, Step
 
 PAGE, TOKENS, MANY = 4, 1200, 10_000
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.runner import hidden_size_of
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import Order, PageIndices, build_layout
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.runner import hidden_size_of
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
 from tests.engine.pair import prompt_of
 
 PAGE = 4

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.engine.scheduler import sampling
-from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.engine.scheduler.sampling import Draw, choose, uniform
+from kvflow.serve.engine.scheduler import sampling
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.engine.scheduler.sampling import Draw, choose, uniform
 
 
 def draws(count: int, position: int = 0, **params: Any) -> list[Draw]:

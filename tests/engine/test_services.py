@@ -17,18 +17,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler.decode import DecodeEngine
-from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.ranks import RankInfo
-from kvflow.server.http.completion_service import CompletionService, GenerationRequest, ModelCard
-from kvflow.server.http.engine_services import DecodeService, PrefillService
-from kvflow.server.http.group_service import GroupPrefillService, ShardedDecodeService
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler.decode import DecodeEngine
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+from kvflow.serve.http.completion_service import CompletionService, GenerationRequest, ModelCard
+from kvflow.serve.http.engine_services import DecodeService, PrefillService
+from kvflow.serve.http.group_service import GroupPrefillService, ShardedDecodeService
 from kvflow.testing.pair import until
 from tests.engine.pair import greedy, prompt_of
 from tests.engine.stages import PAGES, Stages, group

@@ -21,20 +21,20 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.parallel.division import of_every_shard
-from kvflow.engine.model.parallel.neighbours import Neighbours
-from kvflow.engine.model.parallel.part import ModelPart
-from kvflow.engine.model.step import Row
-from kvflow.engine.ranks import shard_wire as wire
-from kvflow.engine.ranks.shard_following import ShardFollower
-from kvflow.engine.ranks.shard_leading import ShardLeader
-from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols.errors import KvflowError, LostError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import ProcessIdentity
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.parallel.division import of_every_shard
+from kvflow.serve.engine.model.parallel.neighbours import Neighbours
+from kvflow.serve.engine.model.parallel.part import ModelPart
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.ranks import shard_wire as wire
+from kvflow.serve.engine.ranks.shard_following import ShardFollower
+from kvflow.serve.engine.ranks.shard_leading import ShardLeader
+from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.transports.host.identity import is_alive, own_identity
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, greedy, prompt_of, until

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 import pytest
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler.params import TokenOut
-from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.protocols.errors import CapacityError
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.engine.scheduler.single import SingleEngine
 from kvflow.testing.cancellation import Steps
 from tests.engine.pair import EnginePair, Side, greedy, prompt_of, until
 

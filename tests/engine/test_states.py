@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.model.runner import Runner
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row
-from kvflow.engine.scheduler import limits
-from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import ROW
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.runner import Runner
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.scheduler import limits
+from kvflow.serve.engine.scheduler.single import SingleEngine
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, until
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model import ahead
-from kvflow.engine.model.ahead import DecodeSteps, KeptMemory
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.runner import Runner
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.layout import Order, build_layout
+from kvflow.serve.engine.model import ahead
+from kvflow.serve.engine.model.ahead import DecodeSteps, KeptMemory
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.runner import Runner
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
 from tests.engine import tiny_models
 from tests.engine.pair import prompt_of
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
-from kvflow.engine.scheduler.stops import MAX_STOP_CHARACTERS, MAX_STOPS, StopStrings
-from kvflow.engine.scheduler.text import TextStream
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.scheduler.stops import MAX_STOP_CHARACTERS, MAX_STOPS, StopStrings
+from kvflow.serve.engine.scheduler.text import TextStream
 
 PIECES = ("a", "b", "ab", "ba", "aab", "bbaba", "c", "é🙂", "aaaaaaaaaaaaaaaa")
 

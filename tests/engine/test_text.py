@@ -7,8 +7,8 @@ import random
 import pytest
 from tokenizers import Tokenizer
 
-from kvflow.engine.scheduler.text import TextStream
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.scheduler.text import TextStream
 from tests.engine.tiny_tokenizers import byte_level
 
 

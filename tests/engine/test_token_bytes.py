@@ -7,9 +7,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.engine.scheduler import token_bytes
-from kvflow.engine.scheduler.token_bytes import TokenBytes
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.engine.scheduler import token_bytes
+from kvflow.serve.engine.scheduler.token_bytes import TokenBytes
 from tests.engine.tiny_tokenizers import byte_fallback, byte_level
 
 TEXTS = [

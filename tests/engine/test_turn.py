@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler import prefill as prefill_module
-from kvflow.engine.scheduler.prefill import PrefillEngine
-from kvflow.engine.scheduler.prefill_steps import PrefillRequest
-from kvflow.engine.scheduler.turn import Turn
+from kvflow.proof.sim.swap import swapped
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.testing.sim.swap import swapped
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler import prefill as prefill_module
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
+from kvflow.serve.engine.scheduler.turn import Turn
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 from tests.memory.gate import CopyGate
 

@@ -14,14 +14,14 @@ from functools import partial
 
 import pytest
 
-from kvflow.cache.prefix import PrefixCache
-from kvflow.engine.model.load import LoadedModel
-from kvflow.engine.scheduler.decode import DecodeEngine
-from kvflow.engine.scheduler.params import TokenOut
-from kvflow.engine.scheduler.prefill import PrefillEngine
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.cache.prefix import PrefixCache
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.scheduler.decode import DecodeEngine
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 from tests.engine.pair import greedy, prompt_of, until
 
 PAGE_SIZE, PAGES, NEW_TOKENS = 4, 96, 4

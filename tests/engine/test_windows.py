@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model import selftest
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.paged_cache import RingStream
-from kvflow.engine.model.probe import LayerStreams
-from kvflow.engine.model.runner import Runner
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row, Step
-from kvflow.engine.model.windows import choose_rings
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, SLOT, StateKind
 from kvflow.protocols.pages.layout import Places, build_layout
+from kvflow.serve.engine.model import selftest
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.paged_cache import RingStream
+from kvflow.serve.engine.model.probe import LayerStreams
+from kvflow.serve.engine.model.runner import Runner
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row, Step
+from kvflow.serve.engine.model.windows import choose_rings
 from tests.engine import tiny_models
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 
@@ -153,7 +153,7 @@ def test_the_self_test_fills_the_rings_it_tests(
     """
     path = str(tiny_models.build("gemma2", tmp_path, sliding_window=window))
     assert load_model(path).has_rows
-    monkeypatch.setattr("kvflow.engine.model.paged_cache.RingStream", Stuck)
+    monkeypatch.setattr("kvflow.serve.engine.model.paged_cache.RingStream", Stuck)
     assert (load_model(path).has_rows, load_model(path).mode) == (False, "packed")
     with pytest.raises(MisuseError, match=r"windows in rows: logits differ by"):
         load_model(path, sliding_window_rows="always")

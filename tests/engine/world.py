@@ -23,15 +23,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.model.paged_cache import memory_of
-from kvflow.engine.model.parallel.part import Meeting, ModelPart
-from kvflow.engine.model.sequence import Sequence
-from kvflow.engine.model.step import Row
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LostError
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.model.paged_cache import memory_of
+from kvflow.serve.engine.model.parallel.part import Meeting, ModelPart
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
 
 PROMPTS = [[(i * i * 7 + i * 13 + n * 5 + 3) % 251 + 3 for i in range(n)] for n in (53, 21)]
 NEW, PAGE_SIZE, CHUNK = 12, 4, 16

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.engine.model.load import LoadedModel, load_model
-from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.engine.scheduler.single import SingleEngine
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.kinds import ROW
 from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.engine.scheduler.single import SingleEngine
 from tests.engine import tiny_models
 from tests.engine.pair import prompt_of
 from tests.engine.tiny_models import INDEXED, STATEFUL

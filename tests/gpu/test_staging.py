@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import kvflow
-from kvflow.demo_model import DEMO_PROMPTS
 from kvflow.protocols.errors import KvflowError
+from kvflow.serve.demo_model import DEMO_PROMPTS
 from kvflow.testing.pair import until
 from tests.e2e.fleet import all_home, running
 from tests.memory.kinds import has_rows, in_rows, layout_of, names_of

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from kvflow.proof.sim.loop import VirtualLoop
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.protocols.limits import Timing
 from kvflow.testing import pair as pair_module
 from kvflow.testing.pair import Pair, pair
-from kvflow.testing.sim.loop import VirtualLoop
 
 Ending = Callable[[Pair], Awaitable[tuple[Awaitable[object], Code, str]]]
 """Ends a room, and returns what the other side's client waits for, and what it must be told."""

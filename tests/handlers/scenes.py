@@ -10,10 +10,10 @@ import numpy as np
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.decode_links import PrefillPeer
+from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.ledger import Ledger
-from kvflow.protocols.prefill_peers import DecodePeer
+from kvflow.protocols.prefill.peers import DecodePeer
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import Message
 from kvflow.testing.pair import PAGE_SIZE, Pair

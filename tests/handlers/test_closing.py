@@ -13,7 +13,7 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.commands import PeerKey
-from kvflow.protocols.decode_core import Timer
+from kvflow.protocols.decode.core import Timer
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase

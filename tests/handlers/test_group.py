@@ -28,8 +28,8 @@ from kvflow.protocols.errors import (
     RefusedError,
     RoomInUseError,
 )
-from kvflow.protocols.group_leader import GroupLeader
-from kvflow.protocols.group_member import GroupMember, TicketKey
+from kvflow.protocols.group.leader import GroupLeader
+from kvflow.protocols.group.member import GroupMember, TicketKey
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.rendezvous import Side
 from kvflow.protocols.ports import ProcessIdentity

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.protocols.decode_core import Timer
+from kvflow.protocols.decode.core import Timer
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
 from kvflow.testing.pair import Pair, until

@@ -22,9 +22,9 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from kvflow.config.sources import resolve
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.launch.supervisor import Fleet
+from kvflow.serve.config.sources import resolve
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home
 from tests.hostile.nodes import Report
 

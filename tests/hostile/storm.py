@@ -21,8 +21,8 @@ import aiohttp
 import msgspec
 import psutil
 
-from kvflow.demo_model import DEMO_PROMPTS
-from kvflow.launch.supervisor import Fleet
+from kvflow.serve.demo_model import DEMO_PROMPTS
+from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import all_home, ask, running
 from tests.e2e.sglang import sglang_router
 from tests.hostile.nodes import Report

@@ -50,7 +50,7 @@ def test_every_cited_page_is_in_the_repository() -> None:
 
 def test_a_page_that_is_elsewhere_is_found() -> None:
     text = (
-        "See ARCHITECTURE.md, kvflow/demo_model/PROVENANCE.md, [it](plan.md) and "
+        "See ARCHITECTURE.md, kvflow/serve/demo_model/PROVENANCE.md, [it](plan.md) and "
         "../elsewhere/notes.md."
     )
     assert missing_pages(text) == ["plan.md", "../elsewhere/notes.md"]

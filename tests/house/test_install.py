@@ -174,7 +174,7 @@ def test_the_bare_library_moves_a_room(bare: Path, example: str) -> None:
 
 
 def test_the_bare_library_plays_the_simulator(bare: Path) -> None:
-    play = "from kvflow.testing.sim.run import simulate; print(simulate(7).violation)"
+    play = "from kvflow.proof.sim.run import simulate; print(simulate(7).violation)"
     assert run(bare / "bin/python", "-c", play) == "None\n"
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.launch.child import Child, ChildEndedError
-from kvflow.launch.doctor import _import_error
+from kvflow.serve.launch.child import Child, ChildEndedError
+from kvflow.serve.launch.doctor import _import_error
 
 # Of the standard library: imported early, or by many.
 MODULES = ("dataclasses", "pickle", "queue", "typing")

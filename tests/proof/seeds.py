@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.testing.sim.run import simulate
+from kvflow.proof.sim.run import simulate
 
 SEEDS = 24
 

@@ -11,15 +11,15 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvflow.proof.walk import run
+from kvflow.proof.walk.decode_side import DecodeSide, Pages
+from kvflow.proof.walk.mirror import mirrored
+from kvflow.proof.walk.search import Faults, Walk
+from kvflow.proof.walk.tables import deaf
+from kvflow.proof.walk.world import Bounds, Price
+from kvflow.proof.walk.worlds import SETS, WORLDS
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire import messages as wire
-from kvflow.testing.walk import run
-from kvflow.testing.walk.decode_side import DecodeSide, Pages
-from kvflow.testing.walk.mirror import mirrored
-from kvflow.testing.walk.search import Faults, Walk
-from kvflow.testing.walk.tables import deaf
-from kvflow.testing.walk.world import Bounds, Price
-from kvflow.testing.walk.worlds import SETS, WORLDS
 from tests.protocols.joined import Joined, State
 
 TINY = Bounds(
@@ -36,8 +36,8 @@ def test_nothing_is_broken_within_small_bounds() -> None:
     assert all(world["states"] > 1_000 and world["rest_states"] > 5 for world in report["worlds"])
     assert not any(cells["impossible"] for cells in report["cells"].values())
     assert report["endpoints"] == [
-        "kvflow.protocols.decode.DecodeEndpoint",
-        "kvflow.protocols.prefill.PrefillEndpoint",
+        "kvflow.protocols.decode.endpoint.DecodeEndpoint",
+        "kvflow.protocols.prefill.endpoint.PrefillEndpoint",
     ]
 
 

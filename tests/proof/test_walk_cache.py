@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kvflow.proof.walk import run
+from kvflow.proof.walk.breadth_first import walk
+from kvflow.proof.walk.cache import CacheWorld
+from kvflow.proof.walk.cache_life import Life
+from kvflow.proof.walk.cache_plants import PLANTS, CachePlant
+from kvflow.proof.walk.cache_worlds import WORLDS
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.cached_run import TABLE, RunKind, RunPhase
-from kvflow.testing.walk import run
-from kvflow.testing.walk.breadth_first import walk
-from kvflow.testing.walk.cache import CacheWorld
-from kvflow.testing.walk.cache_life import Life
-from kvflow.testing.walk.cache_plants import PLANTS, CachePlant
-from kvflow.testing.walk.cache_worlds import WORLDS
 
 NOT_WALKED_HERE = {"writes", "stored", "through", "loaded", "locked", "stale"}
 """`kvflow sim --exhaust --bounds cache` does, in about a minute and a half."""

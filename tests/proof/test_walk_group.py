@@ -9,8 +9,11 @@ from unittest.mock import patch
 
 import pytest
 
-from kvflow.protocols.group_leader import GroupLeader
-from kvflow.protocols.group_member import GroupMember
+from kvflow.proof.walk.breadth_first import walk
+from kvflow.proof.walk.group import GroupWorld
+from kvflow.proof.walk.group_worlds import WORLDS, GroupBounds
+from kvflow.protocols.group.leader import GroupLeader
+from kvflow.protocols.group.member import GroupMember
 from kvflow.protocols.machines import group as tables
 from kvflow.protocols.machines.group import (
     LeaderKind,
@@ -21,9 +24,6 @@ from kvflow.protocols.machines.group import (
 )
 from kvflow.protocols.machines.tables import Move
 from kvflow.protocols.wire.group import Vote
-from kvflow.testing.walk.breadth_first import walk
-from kvflow.testing.walk.group import GroupWorld
-from kvflow.testing.walk.group_worlds import WORLDS, GroupBounds
 
 QUICK = ("loss", "failure-loss", "silence", "refused")
 Plant = Callable[[], AbstractContextManager[Any]]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols import decode_core, decode_inbox, prefill_inbox
+from kvflow.proof.walk import run
+from kvflow.proof.walk.plants import PLANTS
+from kvflow.proof.walk.plants_tables import Plant
+from kvflow.protocols.decode import core as decode_core
+from kvflow.protocols.decode import inbox as decode_inbox
 from kvflow.protocols.machines import decode_room, grants, link, peer, prefill_room
 from kvflow.protocols.machines import loan as loans
-from kvflow.testing.walk import run
-from kvflow.testing.walk.plants import PLANTS
-from kvflow.testing.walk.plants_tables import Plant
+from kvflow.protocols.prefill import inbox as prefill_inbox
 
 MODULES = (decode_room, grants, link, loans, peer, prefill_room)
 PATCHED = (decode_core, decode_inbox, prefill_inbox)

@@ -19,18 +19,18 @@ from kvflow.protocols.commands import (
     SendToDecode,
     SendToPrefill,
 )
-from kvflow.protocols.decode import DecodeEndpoint
-from kvflow.protocols.decode_links import DecodeIdentity
-from kvflow.protocols.decode_rooms import DecodeRoomRecord, Prompt
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.links import DecodeIdentity
+from kvflow.protocols.decode.records import DecodeRoomRecord, Prompt
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import PageIndices, build_layout, pack_pages
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
-from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.prefill_peers import PrefillIdentity
-from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill.peers import PrefillIdentity
+from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, parse_at_decode, parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank, RoomId

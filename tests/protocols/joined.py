@@ -1,7 +1,7 @@
 """The shipped endpoints joined without tables and bounds, one step at a time: for random walks over
 several ranks.
 
-What each side does is `kvflow.testing.walk`, the same as in the exhaustive walk.
+What each side does is `kvflow.proof.walk`, the same as in the exhaustive walk.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from kvflow.testing.walk.acts import Acts
-from kvflow.testing.walk.decode_side import Decode, Pages
-from kvflow.testing.walk.neighbours import neighbour, orphaned, start, target
-from kvflow.testing.walk.prefill_side import Prefill
-from kvflow.testing.walk.tables import deaf
-from kvflow.testing.walk.world import Act, Bounds, Price, ViolationError, Words, World, described
+from kvflow.proof.walk.acts import Acts
+from kvflow.proof.walk.decode_side import Decode, Pages
+from kvflow.proof.walk.neighbours import neighbour, orphaned, start, target
+from kvflow.proof.walk.prefill_side import Prefill
+from kvflow.proof.walk.tables import deaf
+from kvflow.proof.walk.world import Act, Bounds, Price, ViolationError, Words, World, described
 
 
 class Lane(NamedTuple):

@@ -141,7 +141,7 @@ class TestDecode:
     ) -> None:
         found = []
         monkeypatch.setattr(
-            "kvflow.protocols.decode_links.uncovered",
+            "kvflow.protocols.decode.links.uncovered",
             lambda *asked: found.append(asked) or uncovered(*asked),
         )
         decode = LoneDecode().up(TWO)

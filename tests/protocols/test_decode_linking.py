@@ -14,7 +14,7 @@ from kvflow.protocols.commands import (
     StopWatch,
     WatchWriter,
 )
-from kvflow.protocols.decode import TICK_WORK
+from kvflow.protocols.decode.endpoint import TICK_WORK
 from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.link import LinkPhase

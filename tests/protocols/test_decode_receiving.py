@@ -16,7 +16,7 @@ from kvflow.protocols.commands import (
     StopVerifying,
     VerifyChunk,
 )
-from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code, LostError, MisuseError, QuarantineError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.decode_room import DecodePhase

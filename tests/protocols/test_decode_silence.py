@@ -11,7 +11,7 @@ from kvflow.protocols.commands import (
     RoomFailed,
     StopWatch,
 )
-from kvflow.protocols.decode import TICK_WORK
+from kvflow.protocols.decode.endpoint import TICK_WORK
 from kvflow.protocols.errors import Cause, Code, LostError, MisuseError
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.wire import messages as wire

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from kvflow.protocols.commands import FreePages, StopEarlierWatch, WatchEarlierWriter
-from kvflow.protocols.decode import TICK_WORK, DecodeEndpoint
-from kvflow.protocols.decode_links import DecodeIdentity
+from kvflow.protocols.decode.endpoint import TICK_WORK, DecodeEndpoint
+from kvflow.protocols.decode.links import DecodeIdentity
 from kvflow.protocols.earlier import EarlierLoans
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.machines.loan import LoanPhase
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, UnprovenLoan
-from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.prefill_peers import PrefillIdentity
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill.peers import PrefillIdentity
 from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank
 from kvflow.telemetry.counters import Counts
 

@@ -2,7 +2,7 @@
 drawn by hypothesis.
 
 The world knows what neither endpoint can: which writes run or may still land, which pages are free,
-what users were told. `kvflow.testing.bare` plays whole scenarios this way, `kvflow.testing.walk`
+what users were told. `kvflow.proof.bare` plays whole scenarios this way, `kvflow.proof.walk`
 everything that small worlds can do.
 """
 
@@ -23,10 +23,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvflow.proof.bare.plants import planted
 from kvflow.protocols import commands as c
-from kvflow.protocols.decode import DecodeEndpoint
-from kvflow.protocols.decode_links import DecodeIdentity
-from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.links import DecodeIdentity
+from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.decode_room import TERMINAL as OVER_AT_DECODE
@@ -34,14 +35,13 @@ from kvflow.protocols.machines.prefill_room import TERMINAL as OVER_AT_PREFILL
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, WriteOutcome
-from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.prefill_peers import PrefillIdentity
-from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill.peers import PrefillIdentity
+from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
-from kvflow.testing.bare.plants import planted
 
 PAGES, TOKENS, DIGEST, CONTROL = 2, 8, b"d" * 32, "tcp://prefill:1"
 LAYOUT = build_layout([("k", "uint8", (8,))], page_size=4, num_pages=16)

@@ -11,8 +11,8 @@ from kvflow.protocols.errors import Code
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
-from kvflow.protocols.prefill import PrefillEndpoint
-from kvflow.protocols.prefill_peers import PrefillIdentity
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill.peers import PrefillIdentity
 from kvflow.protocols.wire.codec import encode, parse_at_decode, routing_id
 from kvflow.protocols.wire.messages import (
     WIRE_VERSION,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols import prefill_core
 from kvflow.protocols.commands import (
     CloseRoute,
     FreePages,
@@ -20,6 +19,7 @@ from kvflow.protocols.errors import AbortedError, Cause, Code, LostError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.prefill import core as prefill_core
 from kvflow.protocols.wire.messages import Goodbye, GoodbyeAck, GrantId, Incarnation
 from tests.protocols.alone import (
     AT,

@@ -22,14 +22,14 @@ from kvflow.protocols.errors import (
     MisuseError,
     RoomInUseError,
 )
-from kvflow.protocols.group_leader import (
+from kvflow.protocols.group.leader import (
     GroupLeader,
     RequestDecided,
     SendToMember,
     UnwatchMember,
     WatchMember,
 )
-from kvflow.protocols.group_member import (
+from kvflow.protocols.group.member import (
     CloseRoom,
     GroupMember,
     OpenRoom,

@@ -8,9 +8,9 @@ the time the Register had got through, decode asked once in eight seconds only.
 from __future__ import annotations
 
 from kvflow.protocols.commands import PeerKey, SendToPrefill
-from kvflow.protocols.decode import DecodeEndpoint
-from kvflow.protocols.decode_links import DecodeIdentity
-from kvflow.protocols.decode_rooms import Prompt
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.links import DecodeIdentity
+from kvflow.protocols.decode.records import Prompt
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvflow.testing.walk import run
-from kvflow.testing.walk.acts import Acts
-from kvflow.testing.walk.decode_side import Decode, DecodeSide, Pages
-from kvflow.testing.walk.plants import PLANTS
-from kvflow.testing.walk.prefill_side import PrefillSide
-from kvflow.testing.walk.world import Act, Bounds, Price
+from kvflow.proof.walk import run
+from kvflow.proof.walk.acts import Acts
+from kvflow.proof.walk.decode_side import Decode, DecodeSide, Pages
+from kvflow.proof.walk.plants import PLANTS
+from kvflow.proof.walk.prefill_side import PrefillSide
+from kvflow.proof.walk.world import Act, Bounds, Price
 from tests.protocols.joined import Joined, State, is_fault, meddle
 
 WALKS, STEPS = 15, 40

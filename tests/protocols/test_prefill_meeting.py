@@ -11,7 +11,7 @@ from kvflow.protocols.commands import RoomMatched, RoomReleased, RoomStopped
 from kvflow.protocols.errors import AbortedError, Cause, Code, MisuseError, RoomInUseError
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.prefill_room import PrefillPhase
-from kvflow.protocols.prefill_rooms import PrefillRoomRecord
+from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     BROKEN,

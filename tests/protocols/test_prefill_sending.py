@@ -26,7 +26,7 @@ from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.prefill_rooms import pinned_pages
+from kvflow.protocols.prefill.records import pinned_pages
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from tests.protocols.alone import (
     BROKEN,

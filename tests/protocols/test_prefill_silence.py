@@ -11,7 +11,7 @@ from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
-from kvflow.protocols.prefill import TICK_WORK
+from kvflow.protocols.prefill.endpoint import TICK_WORK
 from kvflow.protocols.wire import messages as wire
 from tests.protocols.alone import (
     DECODE,

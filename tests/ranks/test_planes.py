@@ -18,7 +18,7 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols import decode_links, prefill_core
+from kvflow.protocols.decode import links as decode_links
 from kvflow.protocols.errors import (
     AbortedError,
     Cause,
@@ -35,6 +35,7 @@ from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import NO_PLACES, Order, PageIndices, Places, build_layout
 from kvflow.protocols.ports import ChecksumTask
+from kvflow.protocols.prefill import core as prefill_core
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.conformance.bench import SETTLE_S
 from kvflow.testing.pair import until

@@ -8,8 +8,8 @@ import aiohttp
 import openai
 import pytest
 
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 

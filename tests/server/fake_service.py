@@ -16,25 +16,26 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.packed_array import PackedArray
-from kvflow.engine.scheduler.params import (
+from kvflow.http import aborts
+from kvflow.http.app import build_app
+from kvflow.http.authorization import NO_KEYS, Keys
+from kvflow.http.listening import bound_socket, listening_on
+from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
+from kvflow.protocols.wire.ranks import PoolShape
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.packed_array import PackedArray
+from kvflow.serve.engine.scheduler.params import (
     EngineOptimism,
     EngineRetractions,
     SamplingParams,
     TokenOut,
 )
-from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
-from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
-from kvflow.protocols.wire.ranks import PoolShape
-from kvflow.server.http import aborts, generate, openai, operations, role_switch, tokenize
-from kvflow.server.http.app import build_app
-from kvflow.server.http.authorization import NO_KEYS, Keys
-from kvflow.server.http.completion_service import GenerationRequest, ModelCard, Report
-from kvflow.server.http.listening import bound_socket, listening_on
-from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.pipeline import CompletionPipeline
-from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.serve.http import generate, openai, operations, role_switch, tokenize
+from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
+from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.pipeline import CompletionPipeline
+from kvflow.serve.http.tokenizer import ThreadedTokenizer
 
 WORDS = [f"w{i}" for i in range(100)]
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 from aiohttp import web
 
 from kvflow.connectors.vllm.params import prefill_answer
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
-from kvflow.server.router.vllm_engine import VllmEngine
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.vllm_engine import VllmEngine
 from tests.server.fake_service import Server, served
 
 Connector = Literal["nixl", "kvflow", ""]

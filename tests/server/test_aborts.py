@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvflow.http.aborts import AbortRequest, RunningChoices
 from kvflow.protocols.errors import Code
-from kvflow.server.http.aborts import AbortRequest, RunningChoices
 from tests.server.fake_service import Role, Server
 
 Session = aiohttp.ClientSession

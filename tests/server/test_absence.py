@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 import kvflow
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.wire.ranks import RankInfo
-from kvflow.server.http.completion_service import GenerationRequest, ModelCard
-from kvflow.server.http.engine_services import DecodeService
-from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.registry import registry_app
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
+from kvflow.serve.http.completion_service import GenerationRequest, ModelCard
+from kvflow.serve.http.engine_services import DecodeService
+from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.registry import registry_app
 from kvflow.testing.pair import Pair, pair, small_layout, until
 from kvflow.transports.control.registry import RankTable, RegistryClient
 from tests.server.fake_service import Role, served

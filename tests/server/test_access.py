@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.launch.logs import RequestFields
 from kvflow.protocols.errors import Cause, Code
+from kvflow.serve.launch.logs import RequestFields
 from kvflow.telemetry.requests import MAX_REQUEST_ID, clean_request_id
 from tests.server.fake_service import Role, Server
 

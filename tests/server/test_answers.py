@@ -14,15 +14,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from kvflow.config.sources import resolve
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.engine.scheduler.params import TokenOut
-from kvflow.launch import parts
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.http.completion import Completion, Delta
-from kvflow.server.http.openai import ChatCall, TextCompletionCall
-from kvflow.server.http.schemas import ChatRequest, CompletionRequest, parse
-from kvflow.server.http.tokenizer import ThreadedTokenizer
+from kvflow.serve.config.sources import resolve
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.http.completion import Completion, Delta
+from kvflow.serve.http.openai import ChatCall, TextCompletionCall
+from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, parse
+from kvflow.serve.http.tokenizer import ThreadedTokenizer
+from kvflow.serve.launch import parts
 from tests.server.fake_service import FakeService, Meeting, Role, served
 
 HELLO: Any = [{"role": "user", "content": "w1 w2"}]

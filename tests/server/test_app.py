@@ -10,8 +10,8 @@ from collections import Counter
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
-from kvflow.server.http.app import BODIES_PER_TURN, _MalformedRequestFilter, build_app
-from kvflow.server.http.metrics import Metrics
+from kvflow.http.app import BODIES_PER_TURN, _MalformedRequestFilter, build_app
+from kvflow.serve.http.metrics import Metrics
 from tests.server.fake_service import served
 
 CROWD = 64

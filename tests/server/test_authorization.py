@@ -13,13 +13,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvflow.server.http.app import build_app
-from kvflow.server.http.authorization import NO_KEYS, ROUTES, Access, Keys, bearer, routes_of
-from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.registry import registry_app
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
-from kvflow.server.router.vllm_engine import VllmEngine
+from kvflow.http.app import build_app
+from kvflow.http.authorization import NO_KEYS, ROUTES, Access, Keys, bearer, routes_of
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.vllm_engine import VllmEngine
+from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.registry import registry_app
 from kvflow.transports.control.registry import RankTable
 from tests.server.fake_service import FakeService, Meeting, Role, served
 

@@ -9,11 +9,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.config.sources import resolve
-from kvflow.server.http.app import build_app
-from kvflow.server.http.authorization import Keys
-from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.operations import routes
+from kvflow.http.app import build_app
+from kvflow.http.authorization import Keys
+from kvflow.serve.config.sources import resolve
+from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.operations import routes
 from tests.server.fake_service import FakeService, Meeting, Role, served
 
 PAGE = "https://page.example"

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflow.engine.scheduler.params import SamplingParams
 from kvflow.protocols import arguments
 from kvflow.protocols.arguments import check_prompt
 from kvflow.protocols.wire.codec import prompt_digest
-from kvflow.server.http.completion_service import GenerationRequest
-from kvflow.server.http.generation_requests import LONG_PROMPT, with_digests
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.http.completion_service import GenerationRequest
+from kvflow.serve.http.generation_requests import LONG_PROMPT, with_digests
 
 
 def requests_for(*prompts: Any) -> list[GenerationRequest]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.engine.model import device
-from kvflow.launch import doctor
+from kvflow.serve.engine.model import device
+from kvflow.serve.launch import doctor
 
 # Doctor imports four libraries, each in a process, and reads the metadata of all that is installed:
 # neither changes between two tests.

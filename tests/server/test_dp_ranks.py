@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import aiohttp
 import pytest
 
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import TokenOut
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import TokenIds
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.server.http.completion_service import ModelCard
-from kvflow.server.http.engine_services import DecodeService
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.http.completion_service import ModelCard
+from kvflow.serve.http.engine_services import DecodeService
 from kvflow.testing.pair import small_layout
 from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import RankTable, RegistryClient

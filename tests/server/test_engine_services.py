@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflow.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.handlers.decode import Quarantined
 from kvflow.handlers.rooms import PrefillRoom
+from kvflow.http.errors import STATUS_OF_CODE, failure_of
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, QuarantineError
 from kvflow.protocols.wire.messages import GrantId
-from kvflow.server.http.completion_service import GenerationRequest, ModelCard
-from kvflow.server.http.engine_services import DecodeService, PrefillService, owned_by_kind
-from kvflow.server.http.errors import STATUS_OF_CODE, failure_of
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.http.completion_service import GenerationRequest, ModelCard
+from kvflow.serve.http.engine_services import DecodeService, PrefillService, owned_by_kind
 from kvflow.testing.pair import pair
 
 CARD = ModelCard(path="m", name="m", context_length=8, vocab_size=8)

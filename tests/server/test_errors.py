@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvflow.http.errors import STATUS_OF_CODE, Failure
 from kvflow.protocols.errors import Code
-from kvflow.server.http.errors import STATUS_OF_CODE, Failure
 
 TYPES = {
     400: "invalid_request_error",

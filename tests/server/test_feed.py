@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvflow.cache.prefix import CacheStats
-from kvflow.cache.publisher import EventPublisher
+from kvflow.http.large_bodies import take_apart
 from kvflow.protocols.cache.choices import Dialect
 from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace, page_hashes, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
@@ -32,19 +31,20 @@ from kvflow.protocols.wire.kv_events import (
     media_of,
     read_batch,
 )
-from kvflow.server.http.large_bodies import take_apart
-from kvflow.server.http.schemas import decoded
-from kvflow.server.http.tokenizer import ThreadedTokenizer
-from kvflow.server.router import blocks as blocks_module
-from kvflow.server.router import feed as feed_module
-from kvflow.server.router import tokens as tokens_module
-from kvflow.server.router.blocks import KnownBlocks
-from kvflow.server.router.feed import BlockFeed, Source, source_of
-from kvflow.server.router.policies import Policy
-from kvflow.server.router.prompts import PromptFields
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
-from kvflow.server.router.tokens import MAX_CHARACTERS, block_hashes
+from kvflow.router import blocks as blocks_module
+from kvflow.router import feed as feed_module
+from kvflow.router import tokens as tokens_module
+from kvflow.router.blocks import KnownBlocks
+from kvflow.router.feed import BlockFeed, Source, source_of
+from kvflow.router.policies import Policy
+from kvflow.router.prompts import PromptFields
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.tokens import MAX_CHARACTERS, block_hashes
+from kvflow.serve.cache.prefix import CacheStats
+from kvflow.serve.cache.publisher import EventPublisher
+from kvflow.serve.http.schemas import decoded
+from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.transports.control.curve import ControlKey, read_key, write_key
 from tests.protocols.cache.subscriber import block_hash, digest_chain
 from tests.server.fake_service import FakeService, Meeting, Role, served

@@ -11,9 +11,9 @@ import openai.types
 import openai.types.chat
 import pytest
 
-from kvflow.server.http import fields, schemas
-from kvflow.server.http.errors import RequestError
-from kvflow.server.http.fields import BODIES, HARMLESS, REFUSED, SOURCES, TABLE, WORKS, Field
+from kvflow.http.errors import RequestError
+from kvflow.serve.http import fields, schemas
+from kvflow.serve.http.fields import BODIES, HARMLESS, REFUSED, SOURCES, TABLE, WORKS, Field
 
 STRUCTS: dict[str, type[msgspec.Struct]] = {
     "c": schemas.ChatRequest,
@@ -66,7 +66,7 @@ def parsed(field: Field, body: str, value: Any) -> Any:
 
 def test_the_page_is_current() -> None:
     page = Path(fields.__file__).with_name("FIELDS.md")
-    command = "python -m kvflow.server.http.fields kvflow/server/http/FIELDS.md"
+    command = "python -m kvflow.serve.http.fields kvflow/serve/http/FIELDS.md"
     assert page.read_text(encoding="utf-8") == fields.render(), f"run: {command}"
 
 

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.http.generation_requests import _rendezvous, rooms_of
-from kvflow.server.http.schemas import Rendezvous
+from kvflow.serve.http.generation_requests import _rendezvous, rooms_of
+from kvflow.serve.http.schemas import Rendezvous
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 META = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
@@ -452,7 +452,7 @@ def test_a_prefill_that_takes_any_free_port_serves_bodies_that_name_a_host_alone
 async def test_a_body_that_does_not_come(
     decode_server: Server, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvflow.server.http.app.BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("kvflow.http.app.BODY_TIMEOUT_S", 0.01)
     reader, writer = await asyncio.open_connection("127.0.0.1", decode_server.port)
     writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
     assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvflow.server.http.growing import BLOCK_BYTES, GrowingArray, GrowingText, _steps, encode
+from kvflow.http.growing import BLOCK_BYTES, GrowingArray, GrowingText, _steps, encode
 
 CHARACTERS = st.characters(codec="utf-8")
 TEXTS = st.lists(st.text(CHARACTERS, max_size=8), max_size=8)

@@ -10,10 +10,10 @@ import aiohttp
 import numpy as np
 import pytest
 
-from kvflow.engine.scheduler.packed_array import PackedArray
-from kvflow.engine.scheduler.params import TokenOut
-from kvflow.server.http.completion import detokenize
-from kvflow.server.http.tokenizer import NullDetokenizer
+from kvflow.serve.engine.scheduler.packed_array import PackedArray
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.http.completion import detokenize
+from kvflow.serve.http.tokenizer import NullDetokenizer
 from tests.server.fake_service import Meeting, Role, Server
 from tests.server.test_generate import body, events, post
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvflow.engine.scheduler.params import SamplingParams, TokenOut
-from kvflow.server.http.completion import Completion, Delta
-from kvflow.server.http.completion_service import GenerationRequest
-from kvflow.server.http.generate import GenerateCall, _Grown
-from kvflow.server.http.growing import encode
-from kvflow.server.http.openai import ChatCall, TextCompletionCall
-from kvflow.server.http.pipeline import CompletionCall
-from kvflow.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from kvflow.http.growing import encode
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.http.completion import Completion, Delta
+from kvflow.serve.http.completion_service import GenerationRequest
+from kvflow.serve.http.generate import GenerateCall, _Grown
+from kvflow.serve.http.openai import ChatCall, TextCompletionCall
+from kvflow.serve.http.pipeline import CompletionCall
+from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
 
 TOKENS = 2000
 REQUEST = GenerationRequest(

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.server.http import large_bodies
-from kvflow.server.http.completion_service import GenerationRequest
-from kvflow.server.http.errors import RequestError
-from kvflow.server.http.large_bodies import LARGE_BYTES, take_apart
-from kvflow.server.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from kvflow.http import large_bodies
+from kvflow.http.errors import RequestError
+from kvflow.http.large_bodies import LARGE_BYTES, take_apart
+from kvflow.serve.http.completion_service import GenerationRequest
+from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
 from tests.server.fake_service import Meeting, Role, Server
 
 IDS = [i * 7919 % 100_000 for i in range(40_000)]

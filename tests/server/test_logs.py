@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvflow.launch.logs import LogFormat, printable, relayed, set_up_logging
+from kvflow.serve.launch.logs import LogFormat, printable, relayed, set_up_logging
 from kvflow.telemetry.requests import CURRENT, RequestTrace
 
 EVIL = "a\nb\r\n2026-01-01 00:00:00,000 E kvflow: forged\x1b[31m\u2028c\x85d\udcff"

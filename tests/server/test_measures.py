@@ -13,18 +13,18 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvflow.node import DecodeNode, PrefillNode
-from kvflow.protocols.errors import Cause, Code
-from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.ports import RoomEnding
-from kvflow.server.http.completion_service import Report
-from kvflow.server.http.measures import (
+from kvflow.http.measures import (
     THROUGHPUT_WINDOW_S,
     CompletionMeasures,
     RequestMeter,
     Throughput,
 )
-from kvflow.server.http.metrics import Metrics
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.ports import RoomEnding
+from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.metrics import Metrics
 from kvflow.telemetry.counters import Counts, failed_in
 from kvflow.telemetry.histogram import Histogram
 from kvflow.testing.pair import Pair

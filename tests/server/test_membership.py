@@ -15,14 +15,14 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvflow.launch import joining
+from kvflow.http.authorization import Keys
 from kvflow.protocols.wire.messages import WIRE_VERSION
-from kvflow.server.http import operations
-from kvflow.server.http.authorization import Keys
-from kvflow.server.router import membership
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
-from kvflow.server.router.workers import Worker
+from kvflow.router import membership
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.workers import Worker
+from kvflow.serve.http import operations
+from kvflow.serve.launch import joining
 from tests.server.fake_service import FakeService, Meeting, Role, RunningFake, Server, served
 
 BODY = {"text": "w1", "sampling_params": {"max_new_tokens": 3}}

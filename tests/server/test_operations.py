@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvflow.cache.prefix import CacheStats
-from kvflow.cache.storage.port import StorageState
-from kvflow.launch.operator import declare_dead
+from kvflow.http.authorization import Keys
 from kvflow.protocols.errors import Code, MisuseError
-from kvflow.server.http.authorization import Keys
-from kvflow.server.http.completion_service import RankReport
+from kvflow.serve.cache.prefix import CacheStats
+from kvflow.serve.cache.storage.port import StorageState
+from kvflow.serve.http.completion_service import RankReport
+from kvflow.serve.launch.operator import declare_dead
 from tests.server.fake_service import (
     OPTIMISM,
     RETRACTION,

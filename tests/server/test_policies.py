@@ -13,14 +13,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.cache.prefix import CacheStats
-from kvflow.server.http.large_bodies import LARGE_BYTES
-from kvflow.server.router.cache_view import Prompts
-from kvflow.server.router.kvflow_engine import read_identity
-from kvflow.server.router.policies import Policy, PolicyName
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
-from kvflow.server.router.workers import Worker
+from kvflow.http.large_bodies import LARGE_BYTES
+from kvflow.router.cache_view import Prompts
+from kvflow.router.kvflow_engine import read_identity
+from kvflow.router.policies import Policy, PolicyName
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.workers import Worker
+from kvflow.serve.cache.prefix import CacheStats
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 from tests.server.test_measures import labelled, scrape
 

@@ -20,17 +20,17 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvflow.launch.process import StopSignals, drain_requests
+from kvflow.http.draining import Drainable
+from kvflow.http.listening import bound_socket, listening_on, reachable, url_of
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.http.draining import Drainable
-from kvflow.server.http.listening import bound_socket, listening_on, reachable, url_of
+from kvflow.serve.launch.process import StopSignals, drain_requests
 
 # A role without a model: a router's life with a handler that takes until it is told.
 ROLE = """
 import asyncio, os, sys
 from aiohttp import web
-from kvflow.launch.process import *
-from kvflow.server.http.listening import *
+from kvflow.serve.launch.process import *
+from kvflow.http.listening import *
 
 class Requests(Drainable):
     def end_requests(self):
@@ -50,7 +50,7 @@ async def main(settings):
     ready = Ready("role", url_of(made, "127.0.0.1"), os.getpid())
     await serve_until_stopped(app, made, busy, ready, float(sys.argv[1]))
 
-from kvflow.config.settings import Settings
+from kvflow.serve.config.settings import Settings
 run_role("prefill", main, Settings())
 """
 
@@ -87,8 +87,8 @@ def test_a_thread_that_hangs_does_not_hold_up_the_end_nor_abort_it(hangs: bool) 
     role = f"""
 import asyncio, atexit, threading, sys
 from kvflow.aio import Threads
-from kvflow.config.settings import Settings
-from kvflow.launch import process
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.launch import process
 never = threading.Event()
 async def main(settings):
     atexit.register(lambda: print("taken apart"))
@@ -212,7 +212,7 @@ async def test_what_does_not_finish_in_time_is_ended(session: aiohttp.ClientSess
 def test_a_child_dies_with_its_parent_however_that_dies() -> None:
     child = (
         "import time\n"
-        "from kvflow.launch.process import die_with_parent\n"
+        "from kvflow.serve.launch.process import die_with_parent\n"
         "die_with_parent()\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
@@ -240,7 +240,7 @@ def test_a_child_dies_with_its_parent_however_that_dies() -> None:
 def test_the_meeting_directory_of_a_model_goes_with_its_process(end: str, tmp_path: Path) -> None:
     code = (
         "import os, pathlib\n"
-        "from kvflow.launch.meeting import meeting_directory\n"
+        "from kvflow.serve.launch.meeting import meeting_directory\n"
         "with meeting_directory() as found:\n"
         "    pathlib.Path(found, 'agreement').touch()\n"
         "    print(found, oct(os.stat(found).st_mode & 0o777), flush=True)\n"

@@ -15,15 +15,15 @@ import openai
 import pytest
 
 from kvflow import aio
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import TokenOut
-from kvflow.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Code
-from kvflow.server.http.completion import Completion, Delta, detokenize
-from kvflow.server.http.generation_requests import MAX_SCORES_BYTES
-from kvflow.server.http.openai import TextCompletionCall
-from kvflow.server.http.schemas import CompletionRequest
-from kvflow.server.http.tokenizer import NullDetokenizer
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.serve.http.completion import Completion, Delta, detokenize
+from kvflow.serve.http.generation_requests import MAX_SCORES_BYTES
+from kvflow.serve.http.openai import TextCompletionCall
+from kvflow.serve.http.schemas import CompletionRequest
+from kvflow.serve.http.tokenizer import NullDetokenizer
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 from tests.server.test_generate import META, body, events, post
 

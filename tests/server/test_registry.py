@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from kvflow.http.authorization import Keys
 from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
 from kvflow.protocols.wire.ranks import (
     PoolShape,
@@ -27,9 +28,8 @@ from kvflow.protocols.wire.ranks import (
     rank_from_json,
     rank_to_json,
 )
-from kvflow.server.http.authorization import Keys
-from kvflow.server.http.metrics import Metrics
-from kvflow.server.http.registry import registry_app
+from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.registry import registry_app
 from kvflow.transports.control import rank_server
 from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import MAX_ANSWER_BYTES, RankTable, RegistryClient

@@ -13,10 +13,10 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.server.router.answer import ClientAnswer
-from kvflow.server.router.legs import Leg, LegFailedError, PairFailedError, error_in, split_opening
-from kvflow.server.router.measures import RouterMeasures
-from kvflow.server.router.workers import Worker
+from kvflow.router.answer import ClientAnswer
+from kvflow.router.legs import Leg, LegFailedError, PairFailedError, error_in, split_opening
+from kvflow.router.measures import RouterMeasures
+from kvflow.router.workers import Worker
 from tests.server.fake_service import served
 
 

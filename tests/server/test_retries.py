@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvflow.http.listening import bound_socket, listening_on
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.http.listening import bound_socket, listening_on
-from kvflow.server.router.kvflow_engine import read_identity
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
-from kvflow.server.router.workers import LONGEST_BACKOFF_S, Worker
+from kvflow.router.kvflow_engine import read_identity
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.workers import LONGEST_BACKOFF_S, Worker
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession

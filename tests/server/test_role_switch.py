@@ -11,10 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvflow.http.authorization import Keys
+from kvflow.http.errors import ConflictError
 from kvflow.protocols.errors import MisuseError
-from kvflow.server.http import role_switch
-from kvflow.server.http.authorization import Keys
-from kvflow.server.http.errors import ConflictError
+from kvflow.serve.http import role_switch
 from tests.server.fake_service import FakeService, Meeting, Role, RunningFake, Server
 
 AT_REST = {"pages_free": 4, "pages_at_rest": True, "rooms_by_state": {}, "running": 0, "waiting": 0}

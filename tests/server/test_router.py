@@ -16,14 +16,14 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvflow.http.app import MAX_BODY_BYTES
+from kvflow.http.large_bodies import MAX_REST_BYTES
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.http.app import MAX_BODY_BYTES
-from kvflow.server.http.large_bodies import MAX_REST_BYTES
-from kvflow.server.router import legs, pairs
-from kvflow.server.router.kvflow_engine import _Fields, _room_count
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
-from kvflow.server.router.workers import Worker
+from kvflow.router import legs, pairs
+from kvflow.router.kvflow_engine import _Fields, _room_count
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.workers import Worker
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 Session = aiohttp.ClientSession

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
+from kvflow.http.errors import bounded_code
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.http.errors import bounded_code
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 from tests.server.test_measures import labelled, samples, scrape
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.server.http.errors import RequestError
-from kvflow.server.http.schemas import (
+from kvflow.http.errors import RequestError
+from kvflow.router.legs import with_fields
+from kvflow.serve.http.schemas import (
     MAX_STRUCTURE,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
     parse,
 )
-from kvflow.server.router.legs import with_fields
 
 Kind = type[GenerateRequest] | type[ChatRequest] | type[CompletionRequest]
 

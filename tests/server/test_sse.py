@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from kvflow.server.http.sse import Arrivals
+from kvflow.http.sse import Arrivals
 
 
 class Source:

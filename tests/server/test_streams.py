@@ -12,11 +12,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.engine.scheduler.limits import EngineLimits
-from kvflow.engine.scheduler.params import TokenOut
+from kvflow.http.growing import BLOCK_BYTES
 from kvflow.protocols.errors import Cause, Code, room_error
-from kvflow.server.http.completion_service import GenerationRequest
-from kvflow.server.http.growing import BLOCK_BYTES
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.http.completion_service import GenerationRequest
 from tests.server.fake_service import FakeService, Meeting, Role, Server, served
 
 TOP = tuple((i, -1.0 - i) for i in range(20))

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from kvflow.config.settings import Settings
-from kvflow.config.sources import ConfigError
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.launch import supervisor
-from kvflow.launch.child import Child, ChildEndedError
-from kvflow.launch.supervisor import Fleet, run_up
 from kvflow.memory.past_caches import copying_environment
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.config.sources import ConfigError
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.launch import supervisor
+from kvflow.serve.launch.child import Child, ChildEndedError
+from kvflow.serve.launch.supervisor import Fleet, run_up
 from kvflow.testing.freezing import freeze
 
 NOBODY = "http://127.0.0.1:1"

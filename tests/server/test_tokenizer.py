@@ -12,10 +12,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvflow.demo_model import DEMO_MODEL_DIR
-from kvflow.engine.scheduler.params import SamplingParams
-from kvflow.server.http.errors import RequestError
-from kvflow.server.http.tokenizer import NullDetokenizer, ThreadedTokenizer
+from kvflow.http.errors import RequestError
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.http.tokenizer import NullDetokenizer, ThreadedTokenizer
 
 TEXT = "The with statement is used to wrap the execution of a block. " * 40
 

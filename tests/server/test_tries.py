@@ -11,14 +11,14 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvflow.http.errors import Failure
 from kvflow.protocols.errors import Cause, Code
-from kvflow.server.http.errors import Failure
-from kvflow.server.router.cache_view import Prompts
-from kvflow.server.router.identity import Identity
-from kvflow.server.router.legs import PairFailedError
-from kvflow.server.router.policies import Policy
-from kvflow.server.router.tries import MOST_TRIES, Tries, fitting
-from kvflow.server.router.workers import Worker, Workers
+from kvflow.router.cache_view import Prompts
+from kvflow.router.identity import Identity
+from kvflow.router.legs import PairFailedError
+from kvflow.router.policies import Policy
+from kvflow.router.tries import MOST_TRIES, Tries, fitting
+from kvflow.router.workers import Worker, Workers
 from tests.server.fake_service import Meeting, Role, Server
 from tests.server.test_retries import post, routed
 
@@ -115,7 +115,7 @@ def test_the_pauses_between_tries_grow_to_a_limit(monkeypatch: pytest.MonkeyPatc
         pauses.append((least, most))
         return most
 
-    monkeypatch.setattr("kvflow.server.router.tries.random.uniform", drawn)
+    monkeypatch.setattr("kvflow.router.tries.random.uniform", drawn)
     tries = Tries(3600, {503})
     assert [tries.pause_s() for _ in range(7)] == [most for _, most in pauses]
     assert pauses == [(most / 2, most) for most in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0)]

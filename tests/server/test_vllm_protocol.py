@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvflow.server.router.vllm_engine import CHAT
+from kvflow.router.vllm_engine import CHAT
 from tests.server.fake_vllm import FakeVllm, fleet
 
 pytestmark = [

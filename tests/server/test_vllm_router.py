@@ -15,10 +15,10 @@ import openai
 import pytest
 from aiohttp import web
 
-from kvflow.server.http.authorization import Keys
-from kvflow.server.router.router import Router
-from kvflow.server.router.routes import router_app
-from kvflow.server.router.vllm_engine import CHAT, VllmEngine
+from kvflow.http.authorization import Keys
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.vllm_engine import CHAT, VllmEngine
 from tests.server.fake_service import Server, served
 from tests.server.fake_vllm import FakeVllm, Fleet, fleet
 from tests.server.test_measures import labelled

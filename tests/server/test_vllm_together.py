@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from kvflow.connectors.vllm.params import FromPrefill, ToDecode, read_params
-from kvflow.server.http.authorization import Keys
-from kvflow.server.router.vllm_engine import _Address
+from kvflow.http.authorization import Keys
+from kvflow.router.vllm_engine import _Address
 from tests.server.fake_service import Server, served
 from tests.server.fake_vllm import ROOM_OF_PREFILL, FakeVllm, Fleet, fleet
 from tests.server.test_vllm_router import BODY, post, text_of

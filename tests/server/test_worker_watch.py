@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvflow.server.router import workers as workers_module
-from kvflow.server.router.feed import Source
-from kvflow.server.router.identity import Identity
-from kvflow.server.router.kvflow_engine import KvflowEngine, read_identity
-from kvflow.server.router.policies import Policy
-from kvflow.server.router.workers import Worker, Workers
+from kvflow.router import workers as workers_module
+from kvflow.router.feed import Source
+from kvflow.router.identity import Identity
+from kvflow.router.kvflow_engine import KvflowEngine, read_identity
+from kvflow.router.policies import Policy
+from kvflow.router.workers import Worker, Workers
 from tests.server.fake_service import served
 
 

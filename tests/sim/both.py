@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from kvflow.testing.sim.outcome import Outcome
-from kvflow.testing.sim.plants import Plant
+from kvflow.proof.sim.outcome import Outcome
+from kvflow.proof.sim.plants import Plant
 
 Simulate = Callable[..., Outcome]
 Planted = Callable[[str], AbstractContextManager[object]]

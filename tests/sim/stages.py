@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 
-from kvflow.protocols.group_leader import GroupLeader
+from kvflow.proof.bare.clock import Clock
+from kvflow.proof.bare.decode import Decode
+from kvflow.proof.bare.job import DecodeJob
+from kvflow.proof.bare.oracle import Oracle
+from kvflow.proof.bare.scenario import Twists
+from kvflow.proof.group.client import Client
+from kvflow.proof.group.rest import left
+from kvflow.proof.group.stage import Stage
+from kvflow.proof.group.world import GroupWorld
+from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.variety import LAYOUT, PAGE_SIZE, PROMPT, TIMING, Variety
+from kvflow.protocols.group.leader import GroupLeader
 from kvflow.protocols.limits import Bounds
-from kvflow.testing.bare.clock import Clock
-from kvflow.testing.bare.decode import Decode
-from kvflow.testing.bare.job import DecodeJob
-from kvflow.testing.bare.oracle import Oracle
-from kvflow.testing.bare.scenario import Twists
-from kvflow.testing.group.client import Client
-from kvflow.testing.group.rest import left
-from kvflow.testing.group.stage import Stage
-from kvflow.testing.group.world import GroupWorld
-from kvflow.testing.sim.faults import Faults
-from kvflow.testing.sim.variety import LAYOUT, PAGE_SIZE, PROMPT, TIMING, Variety
 
 TOKENS, DIGEST = 4 * PAGE_SIZE, bytes(32)
 

@@ -12,15 +12,15 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kvflow.proof.bare.plants import OWN, UNSEEN, all_plants, hunt, planted
+from kvflow.proof.bare.run import Cast, played, simulate
+from kvflow.proof.bare.scenario import draw_all
+from kvflow.proof.sim.commands import app
+from kvflow.proof.sim.faults import KINDS
+from kvflow.proof.sim.plants import all_plants as plants_of_nodes
+from kvflow.proof.sim.report import simulate_many
+from kvflow.proof.walk.plants import PLANTS as PLANTS_OF_THE_WALK
 from kvflow.protocols.errors import MisuseError
-from kvflow.testing.bare.plants import OWN, UNSEEN, all_plants, hunt, planted
-from kvflow.testing.bare.run import Cast, played, simulate
-from kvflow.testing.bare.scenario import draw_all
-from kvflow.testing.sim.commands import app
-from kvflow.testing.sim.faults import KINDS
-from kvflow.testing.sim.plants import all_plants as plants_of_nodes
-from kvflow.testing.sim.report import simulate_many
-from kvflow.testing.walk.plants import PLANTS as PLANTS_OF_THE_WALK
 from tests.sim.both import (
     check_that_a_seed_is_one_run,
     check_that_it_is_the_same_run_in_another_process,

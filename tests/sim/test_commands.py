@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kvflow.proof.sim.commands import app
 from kvflow.protocols.errors import MisuseError
-from kvflow.testing.sim.commands import app
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
+from kvflow.proof.sim.coverage import Cell, covered, report
 from kvflow.protocols.machines import loan as loans
 from kvflow.protocols.machines.loan import LoanKind, LoanPhase
 from kvflow.protocols.machines.tables import TransitionError
-from kvflow.testing.sim.coverage import Cell, covered, report
 
 
 def test_visits_are_counted_while_it_is_asked_for() -> None:

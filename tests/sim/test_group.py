@@ -12,12 +12,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kvflow.proof.group.plants import PLANTS, all_plants, hunt, planted
+from kvflow.proof.group.run import simulate
+from kvflow.proof.sim.commands import app
+from kvflow.proof.sim.faults import KINDS
+from kvflow.proof.sim.report import simulate_many
 from kvflow.protocols.errors import MisuseError
-from kvflow.testing.group.plants import PLANTS, all_plants, hunt, planted
-from kvflow.testing.group.run import simulate
-from kvflow.testing.sim.commands import app
-from kvflow.testing.sim.faults import KINDS
-from kvflow.testing.sim.report import simulate_many
 from tests.sim.both import (
     check_that_a_seed_is_one_run,
     check_that_it_is_the_same_run_in_another_process,

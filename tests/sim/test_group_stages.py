@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvflow.proof.sim.times import HEAR_S
+from kvflow.proof.sim.variety import TIMING
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.group import MemberPhase
 from kvflow.protocols.machines.prefill_room import PrefillPhase
-from kvflow.testing.sim.times import HEAR_S
-from kvflow.testing.sim.variety import TIMING
 from tests.sim.stages import Stages
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.testing.sim.loop import Process, VirtualLoop, VirtualThread, current_process
+from kvflow.proof.sim.loop import Process, VirtualLoop, VirtualThread, current_process
 
 
 def play(main: Coroutine[Any, Any, None], loop: VirtualLoop | None = None) -> VirtualLoop:

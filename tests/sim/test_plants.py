@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvflow.proof.sim.plants import all_plants, hunt, planted
+from kvflow.proof.sim.run import simulate
 from kvflow.protocols.errors import MisuseError
-from kvflow.testing.sim.plants import all_plants, hunt, planted
-from kvflow.testing.sim.run import simulate
 from tests.sim.both import (
     check_that_plants_are_gone_afterwards,
     check_that_the_seed_finds,

@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 from kvflow.memory.pool import PagedPool
-from kvflow.protocols.errors import CapacityError, OwnershipError
-from kvflow.testing.sim.faults import ON_COPIES, Faults
-from kvflow.testing.sim.pages import Books, watch
-from kvflow.testing.sim.run import simulate
-from kvflow.testing.sim.state import Squatter, State
-from kvflow.testing.sim.stay import (
+from kvflow.proof.sim.faults import ON_COPIES, Faults
+from kvflow.proof.sim.pages import Books, watch
+from kvflow.proof.sim.run import simulate
+from kvflow.proof.sim.state import Squatter, State
+from kvflow.proof.sim.stay import (
     ABORT,
     ALL_PAGES,
     ALL_ROWS,
@@ -27,7 +26,8 @@ from kvflow.testing.sim.stay import (
     CANCEL_TWICE,
     draw_stay,
 )
-from kvflow.testing.sim.variety import LAYOUT_WITH_ROWS, NUM_PAGES, NUM_ROWS
+from kvflow.proof.sim.variety import LAYOUT_WITH_ROWS, NUM_PAGES, NUM_ROWS
+from kvflow.protocols.errors import CapacityError, OwnershipError
 
 OWNER = "request 1"
 

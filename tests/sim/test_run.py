@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.testing.sim.engine import Job, PlainScheduler
-from kvflow.testing.sim.faults import KINDS, ON_COPIES, SWITCH
-from kvflow.testing.sim.report import simulate_many
-from kvflow.testing.sim.run import STEPS_MIN, simulate
+from kvflow.proof.sim.engine import Job, PlainScheduler
+from kvflow.proof.sim.faults import KINDS, ON_COPIES, SWITCH
+from kvflow.proof.sim.report import simulate_many
+from kvflow.proof.sim.run import STEPS_MIN, simulate
 from tests.sim.both import (
     check_that_a_seed_is_one_run,
     check_that_it_is_the_same_run_in_another_process,

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from kvflow.proof.sim import thread_engine
+from kvflow.proof.sim.loop import Process, VirtualLoop, current_process
+from kvflow.proof.sim.run import simulate
+from kvflow.proof.sim.swap import swapped
+from kvflow.proof.sim.times import LONG_PREEMPTED_S, POST_S
+from kvflow.proof.sim.virtual_thread import LockStep, VirtualLoopThread
 from kvflow.protocols.errors import MisuseError
-from kvflow.testing.sim import thread_engine
-from kvflow.testing.sim.loop import Process, VirtualLoop, current_process
-from kvflow.testing.sim.run import simulate
-from kvflow.testing.sim.swap import swapped
-from kvflow.testing.sim.times import LONG_PREEMPTED_S, POST_S
-from kvflow.testing.sim.virtual_thread import LockStep, VirtualLoopThread
 from tests.sim.both import story_of
 
 CLOSES = 122

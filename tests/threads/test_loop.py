@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvflow.node.threads.loop import LoopThread
 from kvflow.protocols.errors import MisuseError
-from kvflow.threads.loop import LoopThread
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import pytest
 import uvloop
 
 import kvflow
+from kvflow.node.threads.node import NodeThread
 from kvflow.protocols.errors import OwnershipError
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity, UnprovenLoan
-from kvflow.threads.node import NodeThread
 from kvflow.transports.control.memory import Network
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, Fault
 

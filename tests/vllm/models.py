@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvflow.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
 
 LONGEST = 2304  # tokens of a prompt and its answer
 VOCABULARY = 4096  # the tokenizer's, and a little more

@@ -15,7 +15,7 @@ import aiohttp
 import openai
 import pytest
 
-from kvflow.launch.child import Child
+from kvflow.serve.launch.child import Child
 from tests.vllm.asking import (
     Answer,
     BothLegs,

@@ -12,9 +12,9 @@ from typing import Any
 from kvflow.connectors.vllm.messages import Offer, OpenTarget, StepMeta, StepNews
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.connectors.vllm.worker_side import WorkerSide
+from kvflow.node.threads.decode import DecodeThread
+from kvflow.node.threads.rooms import DecodeThreadRoom, RoomEvent
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.threads.decode import DecodeThread
-from kvflow.threads.rooms import DecodeThreadRoom, RoomEvent
 
 log = logging.getLogger("vllm.kvflow")
 

@@ -17,8 +17,8 @@ from typing import Any
 from kvflow.connectors.vllm.params import ToDecode, read_params
 from kvflow.connectors.vllm.settings import Settings, check_continues
 from kvflow.connectors.vllm.version import NAME
+from kvflow.http.errors import STATUS_OF_CODE
 from kvflow.protocols.errors import Cause, Code, MisuseError
-from kvflow.server.http.errors import STATUS_OF_CODE
 
 _FURTHER_PROMPT = re.compile(r"cmpl-.*-[1-9][0-9]*", re.DOTALL)
 CLIENT_CLOSED_REQUEST = 499  # the other leg's client has left

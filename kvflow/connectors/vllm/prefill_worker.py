@@ -12,9 +12,9 @@ from typing import Any
 from kvflow.connectors.vllm.messages import OpenSource, StepMeta
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.connectors.vllm.worker_side import WorkerSide
+from kvflow.node.threads.prefill import PrefillThread
+from kvflow.node.threads.rooms import PrefillThreadRoom, RoomEvent
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.threads.prefill import PrefillThread
-from kvflow.threads.rooms import PrefillThreadRoom, RoomEvent
 
 log = logging.getLogger("vllm.kvflow")
 # How long a step waits for writes that read blocks which it is about to overwrite.

@@ -16,13 +16,13 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.node.threads.decode import DecodeThread
+from kvflow.node.threads.loop import LoopThread
+from kvflow.node.threads.prefill import PrefillThread
 from kvflow.protocols.errors import LostError, WireError
-from kvflow.server.http.completion_service import Report
-from kvflow.server.http.metrics import node_families
-from kvflow.server.http.node_report import node_report
-from kvflow.threads.decode import DecodeThread
-from kvflow.threads.loop import LoopThread
-from kvflow.threads.prefill import PrefillThread
+from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.metrics import node_families
+from kvflow.serve.http.node_report import node_report
 from kvflow.transports.control.rank_server import Answer, Document, json_answer, serve_ranks
 from kvflow.transports.control.registry import RankTable, RegistryClient
 

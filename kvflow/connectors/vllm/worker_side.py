@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from kvflow.connectors.vllm.transfers import Transfers
-from kvflow.threads.decode import DecodeThread
-from kvflow.threads.prefill import PrefillThread
-from kvflow.threads.rooms import RoomEvent
+from kvflow.node.threads.decode import DecodeThread
+from kvflow.node.threads.prefill import PrefillThread
+from kvflow.node.threads.rooms import RoomEvent
 
 log = logging.getLogger("vllm.kvflow")
 T = TypeVar("T", PrefillThread, DecodeThread)

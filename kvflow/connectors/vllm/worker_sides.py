@@ -22,9 +22,9 @@ from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
+from kvflow.node.threads.decode import DecodeThread
+from kvflow.node.threads.prefill import PrefillThread
 from kvflow.protocols.errors import MisuseError
-from kvflow.threads.decode import DecodeThread
-from kvflow.threads.prefill import PrefillThread
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RegistryClient, registry_address
 from kvflow.transports.control.zmq import bind_router, connect_dealer

@@ -1,7 +1,7 @@
 """What can be chosen of a prefix cache, by the names that settings have.
 
-The code beside each choice says what it does: `policies`, `kvflow.cache.tiers`,
-`kvflow.engine.scheduler.prefetch`."""
+The code beside each choice says what it does: `policies`, `kvflow.serve.cache.tiers`,
+`kvflow.serve.engine.scheduler.prefetch`."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from kvflow.cache.storage.disk import Disk
-from kvflow.cache.storage.file import FileBackend
-from kvflow.cache.storage.guarded import GuardedStorage, Limits
-from kvflow.cache.storage.record import HEADER_BYTES
+from kvflow.serve.cache.storage.disk import Disk
+from kvflow.serve.cache.storage.file import FileBackend
+from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
+from kvflow.serve.cache.storage.record import HEADER_BYTES
 
 VALUE_BYTES = 3 * 4096 - HEADER_BYTES + 1  # a file takes 4 blocks
 FILE_BYTES = 4 * 4096

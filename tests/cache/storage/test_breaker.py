@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.cache.storage.breaker import Breaker
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.cache.storage.breaker import Breaker
 
 
 def test_it_opens_after_failures_in_a_row_only() -> None:

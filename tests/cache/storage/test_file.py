@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.cache.storage.file import FileBackend
-from kvflow.cache.storage.port import Result
-from kvflow.cache.storage.record import HEADER_BYTES
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.cache.storage.file import FileBackend
+from kvflow.serve.cache.storage.port import Result
+from kvflow.serve.cache.storage.record import HEADER_BYTES
 from tests.cache.storage.files import (
     FILE_BYTES,
     IDENTITY,

@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.cache.storage.call import Call
-from kvflow.cache.storage.file import PAGES_AT_ONCE
-from kvflow.cache.storage.guarded import GuardedStorage, Limits, _Side
-from kvflow.cache.storage.port import StorageCounts
-from kvflow.cache.storage.record import HEADER_BYTES
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.cache.storage.call import Call
+from kvflow.serve.cache.storage.file import PAGES_AT_ONCE
+from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits, _Side
+from kvflow.serve.cache.storage.port import StorageCounts
+from kvflow.serve.cache.storage.record import HEADER_BYTES
 from tests.cache.storage.files import (
     QUICK,
     VALUE_BYTES,

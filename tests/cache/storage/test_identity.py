@@ -7,12 +7,12 @@ import gc
 import numpy as np
 import pytest
 
-from kvflow.cache.storage.identity import PageViews, identity_of
 from kvflow.memory.copies import host_layout
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import PoolLayout, build_layout, opaque_layout
+from kvflow.serve.cache.storage.identity import PageViews, identity_of
 
 K, V = StateKind("0.k", "bfloat16", (2, 8)), StateKind("0.v", "bfloat16", (2, 8))
 STATE = StateKind("0.ssm", "float32", (4,), ROW)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.cache.storage.port import Result
+from kvflow.serve.cache.storage.port import Result
 from tests.cache.storage.files import (
     FILE_BYTES,
     VALUE_BYTES,

@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.cache.storage import mooncake
-from kvflow.cache.storage.call import Call
-from kvflow.cache.storage.guarded import GuardedStorage, Limits
-from kvflow.cache.storage.mooncake import MooncakeBackend
-from kvflow.cache.storage.port import Result
-from kvflow.cache.storage.record import HEADER_BYTES
+from kvflow.serve.cache.storage import mooncake
+from kvflow.serve.cache.storage.call import Call
+from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
+from kvflow.serve.cache.storage.mooncake import MooncakeBackend
+from kvflow.serve.cache.storage.port import Result
+from kvflow.serve.cache.storage.record import HEADER_BYTES
 from tests.cache.storage.files import IDENTITY, empty, key, keys, value
 from tests.cache.storage.test_guarded import ended, until
 

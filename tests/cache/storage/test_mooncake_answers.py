@@ -14,11 +14,11 @@ from types import ModuleType
 
 import pytest
 
-from kvflow.cache.storage import mooncake
-from kvflow.cache.storage.mooncake import MooncakeBackend, check_usable
-from kvflow.cache.storage.port import Result
-from kvflow.cache.storage.record import HEADER_BYTES
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.cache.storage import mooncake
+from kvflow.serve.cache.storage.mooncake import MooncakeBackend, check_usable
+from kvflow.serve.cache.storage.port import Result
+from kvflow.serve.cache.storage.record import HEADER_BYTES
 from tests.cache.storage.files import IDENTITY, empty, key, keys, value
 
 SIZE = 300

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.cache.storage.record import HEADER_BYTES, flaw_in, header_of
+from kvflow.serve.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 
 IDENTITY, KEY = bytes(range(32)), bytes(range(32, 64))
 VALUE = random.Random(1).randbytes(300)

@@ -26,8 +26,8 @@ from kvflow.connectors.vllm.params import ROOM, FromPrefill, ToDecode
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.connectors.vllm.transfers import Transfers
+from kvflow.node.threads.rooms import PrefillThreadRoom
 from kvflow.protocols.limits import Timing
-from kvflow.threads.rooms import PrefillThreadRoom
 from tests.connectors.vllm.vllm_rules import DecodeEngine, Engine, PrefillEngine, Request
 from tests.connectors.vllm.worker_pair import PAGE_SIZE, PAGES, Gate, GatedPlane, new_pool
 

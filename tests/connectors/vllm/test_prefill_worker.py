@@ -9,8 +9,8 @@ import pytest
 
 from kvflow.connectors.vllm import prefill_worker
 from kvflow.connectors.vllm.messages import Computed, Offer, StepMeta
+from kvflow.node.threads.rooms import RoomEvent
 from kvflow.protocols.errors import Code
-from kvflow.threads.rooms import RoomEvent
 from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
 
 

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 if "prefill" in sys.orig_argv:
-    from kvflow.engine.scheduler.prefill_steps import PrefillSteps
+    from kvflow.serve.engine.scheduler.prefill_steps import PrefillSteps
 
     step = PrefillSteps._step
 

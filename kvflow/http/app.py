@@ -1,0 +1,178 @@
+"""The aiohttp application around the routes: request ids, errors as bodies, bearer keys, metrics,
+body time-outs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable
+
+from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
+from aiohttp.typedefs import Handler, Middleware
+
+from kvflow.aio import Turnstile
+from kvflow.http.access import (
+    CLIENT_GONE_STATUS,
+    REQUEST_ID_HEADER,
+    echo_request_id,
+    log_access,
+    shown_path,
+    traced,
+)
+from kvflow.http.authorization import NO_KEYS, Keys, authorized, check_routes
+from kvflow.http.cors import AllowOrigin, cross_origin
+from kvflow.http.errors import Failure, failure_of
+from kvflow.http.large_bodies import MAX_ADDED_BYTES
+from kvflow.http.responses import json_response
+from kvflow.protocols.errors import KvflowError
+from kvflow.serve.http.metrics import Metrics
+from kvflow.telemetry.requests import RequestTrace
+
+MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
+BODY_TIMEOUT_S = 60.0
+# Of a connection without a complete request head; longer than routers keep theirs open.
+IDLE_TIMEOUT_S = 120.0
+BODIES_PER_TURN = 4  # requests that go on in one turn of the event loop, where many arrive at once
+_log = logging.getLogger("kvflow.http")
+
+
+def build_app(
+    routes: Iterable[web.RouteDef],
+    metrics: Metrics,
+    keys: Keys = NO_KEYS,
+    origins: Collection[str] = (),
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES + MAX_ADDED_BYTES,
+) -> web.Application:
+    """The application with the middlewares every role has.
+
+    Pages of `origins` may call it ("*": all of them). A worker takes what a router has taken, and
+    has added to it."""
+    between = [*([cross_origin(origins)] if origins else []), authorized(keys)]
+    middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
+    app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
+    app.on_response_prepare.append(echo_request_id)
+    if origins:
+        app.on_response_prepare.append(AllowOrigin(origins))
+    app.add_routes([*routes, web.get("/livez", _livez)])
+    check_routes(app)
+    return app
+
+
+async def _livez(_: web.Request) -> web.StreamResponse:
+    """Whether this process's event loop turns; whether it can serve is what /health tells."""
+    return json_response({"status": "ok"})
+
+
+def _answered(metrics: Metrics) -> Middleware:
+    """Every error as a body, every answer counted and logged under its request's id."""
+
+    @web.middleware
+    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+        started = time.perf_counter()
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        with traced(request) as trace:
+            status = CLIENT_GONE_STATUS
+            try:
+                response = await _response(request, handler, trace)
+                status = response.status
+                if not response.prepared:
+                    response.headers[REQUEST_ID_HEADER] = trace.request_id
+            except (asyncio.CancelledError, ConnectionError):
+                metrics.client_gone()
+                trace.error = trace.error or "the client disconnected"
+                raise
+            else:
+                metrics.answered(route, status, time.perf_counter() - started)
+                return response
+            finally:
+                log_access(request, status, started, trace)
+
+    return answered
+
+
+async def _response(
+    request: web.Request, handler: Handler, trace: RequestTrace
+) -> web.StreamResponse:
+    """The handler's answer, or its error as one."""
+    headers: dict[str, str] = {}
+    try:
+        return await handler(request)
+    except ConnectionError:
+        raise
+    except web.HTTPNotFound:
+        failure = Failure(
+            404, "http_404", f"this server has no {request.method} {shown_path(request)}"
+        )
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        failure = Failure(
+            405,
+            "http_405",
+            f"{shown_path(request)} does not take {request.method}; it takes {allowed}",
+        )
+        headers["Allow"] = allowed
+    except (KvflowError, web.HTTPException, TimeoutError) as error:
+        failure = failure_of(error)
+    except Exception as error:  # noqa: BLE001 - the server must go on; logged, and counted as a 500
+        _log.exception("request %s failed", shown_path(request))
+        failure = failure_of(error)
+    trace.error = failure.summary
+    response = failure.response()
+    response.headers.update(headers)
+    return response
+
+
+def _with_body(turnstile: Turnstile) -> Middleware:
+    """The body is read before the handler runs; 408 when it does not arrive in time."""
+
+    @web.middleware
+    async def read(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await request.read()
+        except TimeoutError:
+            text = f"the request body did not arrive within {BODY_TIMEOUT_S:g} s"
+            raise web.HTTPRequestTimeout(text=text) from None
+        except (web.RequestPayloadError, BadHttpMessage) as error:
+            raise web.HTTPBadRequest(
+                text=f"the request body cannot be read: {str(error)[:200]}"
+            ) from None
+        if body:  # an abort too: what came before it must have begun, or it is missed
+            await turnstile.passed()
+        return await handler(request)
+
+    return read
+
+
+class _MalformedRequestFilter(logging.Filter):
+    """Drops tracebacks for bytes that are not HTTP/1 (an HTTP/2 preface, TLS): they are answered
+    with 400.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, (BadHttpMessage, web.RequestPayloadError, ConnectionError))
+
+
+def silence_malformed_requests() -> None:
+    """Keep aiohttp from printing a traceback for every malformed request."""
+    server_log = logging.getLogger("aiohttp.server")
+    if not any(isinstance(f, _MalformedRequestFilter) for f in server_log.filters):
+        server_log.addFilter(_MalformedRequestFilter())
+
+
+def new_runner(app: web.Application) -> web.AppRunner:
+    """A runner that cancels the handler of a client that disconnects."""
+    silence_malformed_requests()
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=0.5,
+        keepalive_timeout=IDLE_TIMEOUT_S,
+    )

@@ -1,0 +1,57 @@
+"""Browsers of other origins (CORS), for those that --allowed-origins names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from kvflow.http.access import REQUEST_ID_HEADER
+
+ANY = "*"
+PREFLIGHT_AGE_S = 600
+
+
+def cross_origin(origins: Collection[str]) -> Middleware:
+    """Answers preflights, which carry no key; `allow_origin` marks the other answers."""
+
+    @web.middleware
+    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not asks or not _allowed(request, origins):
+            return await handler(request)
+        headers = {
+            "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
+            "Access-Control-Allow-Headers": request.headers.get(
+                "Access-Control-Request-Headers", ""
+            ),
+            "Access-Control-Max-Age": str(PREFLIGHT_AGE_S),
+        }
+        return web.Response(status=204, headers=headers)
+
+    return answered
+
+
+class AllowOrigin:
+    """The signal handler that lets a page read the answer, also one that is streamed."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = origins
+
+    async def __call__(self, request: web.Request, response: web.StreamResponse) -> None:
+        if origin := _allowed(request, self._origins):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
+            if origin != ANY:
+                response.headers["Vary"] = "Origin"
+
+
+def _allowed(request: web.Request, origins: Collection[str]) -> str:
+    """The value of Access-Control-Allow-Origin; empty for a request that is of no origin, or of
+    another one.
+    """
+    origin = request.headers.get("Origin", "")
+    if not origin:
+        return ""
+    return ANY if ANY in origins else origin if origin in origins else ""

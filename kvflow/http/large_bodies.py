@@ -1,0 +1,217 @@
+"""Large JSON bodies, taken apart a step at a time: decoding 8 MiB at once holds up the event loop
+for up to 80 ms.
+
+A thread would not help, since the decoder keeps the interpreter lock. Long strings and long arrays
+of token ids are decoded in steps, others get their turn of the loop in between, and a marker is
+left in their place; the small rest is then decoded as every body is, and `LongValues.put_back`
+replaces the markers in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from kvflow.http.errors import RequestError
+
+LARGE_BYTES = 1 << 16  # a body from here on is taken apart
+LONG_BYTES = 1 << 8  # a string or array from here on is cut out
+MAX_REST_BYTES = 1 << 19  # of all that is shorter, which is decoded at once: some 4 ms
+# What a router adds to a body: the rooms of as many completions as it may ask for, and where their
+# prefill is.
+MAX_ADDED_BYTES = 1 << 13
+# Strings and lists of a large body: each is a step of Python. No prompt that fits comes near it.
+MAX_VALUES = 1 << 18
+PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
+_STEP_BYTES = 1 << 15  # some 200 us
+_STEP_VALUES = 256
+# The inside of a string in whole units, so that each part of it is a string: escapes, and both
+# halves of a pair.
+_UNITS = re.compile(
+    rb'(?:[^"\\]++|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|'
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*+"
+)
+_ids_of = msgspec.json.Decoder(list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]]).decode
+_text_of = msgspec.json.Decoder(str).decode
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class LongValues:
+    """What has been cut out of a body. A marker cannot be guessed: it is drawn for each body."""
+
+    def __init__(self) -> None:
+        self._name = secrets.token_hex(16)
+        self._numbers = [secrets.randbits(31) for _ in range(4)]
+        self._found: list[str | NDArray[np.uint32]] = []
+
+    def marker(self, value: str | NDArray[np.uint32]) -> bytes:
+        """What stands for `value` in the body: a string for a string, a list of token ids for
+        another.
+        """
+        self._found.append(value)
+        index = len(self._found) - 1
+        return msgspec.json.encode(
+            f"{self._name}{index}" if isinstance(value, str) else [*self._numbers, index]
+        )
+
+    def put_back(self, body: S) -> S:
+        """A decoded body with everything in its place.
+
+        Prompts are arrays then, uint32 [n], where they are long.
+
+        Raises: RequestError for what is nested too deep.
+        """
+        if not self._found:
+            return body
+        try:
+            changed = {
+                name: self._restored(getattr(body, name), name in PROMPTS)
+                for name in body.__struct_fields__
+            }
+        except RecursionError:
+            raise RequestError("the body is nested too deep") from None
+        return msgspec.structs.replace(body, **changed)
+
+    def _restored(self, value: Any, as_array: bool) -> Any:
+        if isinstance(value, str) and value.startswith(self._name):
+            return self._found[int(value.removeprefix(self._name))]
+        if isinstance(value, list):
+            if value[:4] == self._numbers:
+                ids: Any = self._found[value[4]]
+                return ids if as_array else ids.tolist()
+            flat = (
+                bool(value) and isinstance(value[0], int)
+                if as_array
+                else {int}.issuperset(map(type, value))
+            )
+            return value if flat else [self._restored(v, as_array) for v in value]
+        if isinstance(value, dict):
+            return {key: self._restored(item, as_array) for key, item in value.items()}
+        return self.put_back(value) if isinstance(value, msgspec.Struct) else value
+
+
+async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValues]:
+    """`raw` with markers for its long values.
+
+    What is no JSON stays as it is: decoding the result tells. So many of its bytes may be those
+    that a router has added.
+
+    Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes without a long
+    one.
+    """
+    found = _Body(raw)
+    if len(raw) >= LARGE_BYTES:
+        await found.scan()
+    rest = found.condensed()
+    if len(rest) > MAX_REST_BYTES + added_bytes:
+        text = (
+            f"the body has {len(rest)} bytes beside strings and lists of token ids of {LONG_BYTES} "
+            "bytes and more"
+        )
+        raise RequestError(f"{text}, limit {MAX_REST_BYTES}")
+    return rest, found.values
+
+
+class _Body:
+    """One pass over a body.
+
+    `_kept` is what has been passed, with markers; `_done` is how far that reaches.
+    """
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw, self._kept, self._done = raw, list[bytes](), 0
+        self._steps = 0
+        self.values = LongValues()
+
+    def condensed(self) -> bytes:
+        return b"".join((*self._kept, self._raw[self._done :])) if self._kept else self._raw
+
+    async def scan(self) -> None:
+        at = 0
+        while (quote := self._raw.find(b'"', at)) >= 0:
+            await self._between_strings(at, quote)
+            end = await self._string(quote)
+            if not end:
+                return
+            at = end
+        await self._between_strings(at, len(self._raw))
+
+    async def _between_strings(self, start: int, end: int) -> None:
+        """Cut out the long arrays of `raw[start:end]`, in which no string is."""
+        at = start
+        while end - at >= LONG_BYTES and (close := self._raw.find(b"]", at, end)) >= 0:
+            await self._count()
+            opened = self._raw.rfind(b"[", at, close)
+            if opened >= 0 and close - opened >= LONG_BYTES:
+                ids = await self._ids(opened + 1, close)
+                if ids is not None:
+                    self._cut(opened, close + 1, ids)
+            at = close + 1
+
+    async def _string(self, quote: int) -> int:
+        """Where the string that begins at `quote` ends; 0 when it does not.
+
+        A long one is cut out.
+        """
+        raw, at = self._raw, quote + 1
+        await self._count()
+        parts: list[bytes] = []
+        while True:
+            # It matches nothing as well.
+            end = _UNITS.match(raw, at, at + _STEP_BYTES).end()  # type: ignore[union-attr]
+            if raw[end : end + 1] == b'"':
+                break
+            while end > at and raw[end : end + 1] and raw[end] & 0xC0 == 0x80:  # inside a character
+                end -= 1
+            if end == at:
+                return 0
+            parts.append(raw[at:end])
+            at = end
+            await asyncio.sleep(0)
+        parts.append(raw[at:end])
+        if end - quote >= LONG_BYTES:
+            try:
+                texts = []
+                for part in parts:
+                    texts.append(_text_of(b'"%b"' % part))
+                    await asyncio.sleep(0)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return 0
+            self._cut(quote, end + 1, "".join(texts))
+        return end + 1
+
+    async def _ids(self, start: int, end: int) -> NDArray[np.uint32] | None:
+        """The token ids of a flat array, None when it is another one."""
+        parts: list[NDArray[np.uint32]] = []
+        at = start
+        while at <= end:
+            comma = end if end - at <= _STEP_BYTES else self._raw.rfind(b",", at, at + _STEP_BYTES)
+            try:
+                ids = _ids_of(b"[%b]" % self._raw[at:comma]) if comma >= 0 else []
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return None
+            if not ids:
+                return None
+            parts.append(np.array(ids, dtype=np.uint32))
+            at = comma + 1
+            await asyncio.sleep(0)
+        return np.concatenate(parts)
+
+    async def _count(self) -> None:
+        self._steps += 1
+        if self._steps > MAX_VALUES:
+            raise RequestError(f"the body has more than {MAX_VALUES} strings and lists")
+        if not self._steps % _STEP_VALUES:
+            await asyncio.sleep(0)
+
+    def _cut(self, start: int, end: int, value: str | NDArray[np.uint32]) -> None:
+        self._kept += (self._raw[self._done : start], self.values.marker(value))
+        self._done = end

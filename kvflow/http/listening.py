@@ -1,0 +1,81 @@
+"""Listening sockets: bound before anything is loaded, served until a block ends."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from kvflow.http.app import new_runner
+from kvflow.protocols.errors import MisuseError
+from kvflow.transports.host.address import bracketed
+
+_BACKLOG = 1024
+
+
+def bound_socket(host: str, port: int, flag: str) -> socket.socket:
+    """A bound TCP socket, so that a taken port is known before a model is loaded.
+
+    Raises: MisuseError, one line.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise _cannot_listen(error, host, port, flag) from None
+    return made
+
+
+def _cannot_listen(error: OSError, host: str, port: int, flag: str) -> MisuseError:
+    if error.errno == errno.EADDRINUSE:
+        return MisuseError(f"port {port} on {host} is in use; choose another one with {flag}")
+    return MisuseError(f"cannot listen on {host}:{port}: {error.strerror or error}")
+
+
+def url_of(made: socket.socket, host: str) -> str:
+    """The URL under which this machine reaches a bound socket."""
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))
+    return f"http://{shown}:{made.getsockname()[1]}"
+
+
+def reachable(host: str) -> str:
+    """The address that peers get of a role listening on `host`; for "every interface", that of the
+    default route.
+    """
+    if host not in ("0.0.0.0", "::"):
+        return host
+    family, outside = (
+        (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    )
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            # A documentation address on a datagram socket: nothing is sent.
+            probe.connect((outside, 9))
+        except OSError:
+            return "127.0.0.1" if family == socket.AF_INET else "::1"
+        return str(probe.getsockname()[0])
+
+
+@asynccontextmanager
+async def listening_on(app: web.Application, made: socket.socket) -> AsyncGenerator[None, None]:
+    """Serve `app` on a bound socket until the block ends."""
+    host, port = made.getsockname()[:2]
+    runner = new_runner(app)
+    await runner.setup()
+    try:
+        try:
+            # Here, because uvloop hides the error when another process listens already.
+            made.listen(_BACKLOG)
+        except OSError as error:
+            raise _cannot_listen(error, host, port, "--port") from None
+        await web.SockSite(runner, made, backlog=_BACKLOG).start()
+        yield
+    finally:
+        await runner.cleanup()
+        made.close()

@@ -1,0 +1,191 @@
+"""Server-sent events: data lines, empty lines during silence, one error event when a started stream
+fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from aiohttp import web
+
+from kvflow.aio import run_to_end
+from kvflow.http.errors import Failure
+from kvflow.http.growing import encode, write
+
+T = TypeVar("T")
+
+# An empty event, which every client skips. By the standard a comment would be as good, but clients
+# that read by lines (sglang.bench_serving) take every line that is not empty for JSON.
+KEEPALIVE = b"\n\n"
+DONE = b"data: [DONE]\n\n"
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class EventStream:
+    """One response as an event stream.
+
+    Any write raises ConnectionError once the client has disconnected.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers=_HEADERS)
+
+    @property
+    def response(self) -> web.StreamResponse:
+        return self._response
+
+    async def start(self) -> None:
+        """Status and headers leave with the next write:
+        from here on an error can only be an event.
+        """
+        await self._response.prepare(self._request)
+
+    async def send(self, *events: Any) -> None:
+        """JSON events, in one write unless they are large."""
+        pieces: list[bytes] = []
+        for event in events:
+            pieces += (b"data: ", *encode(event), b"\n\n")
+        await write(self._response, pieces)
+
+    async def keepalive(self) -> None:
+        """Send an empty event: proxies notice by the write that their client has disconnected."""
+        await self._response.write(KEEPALIVE)
+
+    async def fail(self, failure: Failure) -> None:
+        """The error as the last event."""
+        await self.send(failure.body)
+        await self._response.write_eof()
+
+    async def end(self) -> None:
+        await self._response.write(DONE)
+        await self._response.write_eof()
+
+
+class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
+    """Items of all `sources` with the index of their source, in batches: all that have come since
+    the last one.
+
+    After `silence_s` without an item the batch is empty. The first error is raised after the items
+    before it. A slow reader gets larger batches. An item costs neither a task nor a timer: each
+    source has one task, and all of them one timer. Use as an async context manager: leaving closes
+    all sources, and returns only then, also when leaving is cancelled, once or repeatedly.
+    """
+
+    def __init__(
+        self, sources: Sequence[AsyncGenerator[T, None]], silence_s: float | None = None
+    ) -> None:
+        self._sources, self._silence_s = sources, silence_s
+        self._tasks: list[asyncio.Task[None]] = []
+        self._running = len(sources)
+        self._begun: set[int] = set()
+        self._stopped: set[int] = set()
+        self._items: list[tuple[int, T]] = []
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._silent = False
+        self._asked_at_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [
+            asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)
+        ]
+        # Not in the task: one that is cancelled before its first step never runs.
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+        if self._silence_s is not None:
+            self._asked_at_s = asyncio.get_running_loop().time()
+            self._look_in(self._silence_s, self._silence_s)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await run_to_end(asyncio.gather(*self._tasks, return_exceptions=True))
+
+    async def __anext__(self) -> list[tuple[int, T]]:
+        loop = asyncio.get_running_loop()
+        self._asked_at_s, self._silent = loop.time(), False
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if not self._running:
+                raise StopAsyncIteration
+            if self._silent:
+                return []
+            self._reader = loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        batch, self._items = self._items, []
+        return batch
+
+    def has_begun(self, index: int) -> bool:
+        """False in the turn of the event loop in which this was entered: a source that is closed
+        then never runs.
+        """
+        return index in self._begun
+
+    def stop(self, index: int, last: T) -> None:
+        """Close one source; `last` is its last item, whatever it still gives or raises.
+
+        The others go on.
+        """
+        if index in self._stopped or self._tasks[index].done():
+            return
+        self._stopped.add(index)
+        self._items.append((index, last))
+        self._tasks[index].cancel()
+        self._wake()
+
+    async def _pump(self, index: int, source: AsyncGenerator[T, None]) -> None:
+        self._begun.add(index)
+        try:
+            async with aclosing(source) as items:
+                async for item in items:
+                    if self._error is not None or index in self._stopped:
+                        return
+                    self._items.append((index, item))
+                    self._wake()
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            if index not in self._stopped:
+                self._error = self._error or error
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._running -= 1
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _look_in(self, after_s: float, silence_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(after_s, self._look, silence_s)
+
+    def _look(self, silence_s: float) -> None:
+        """Has the reader waited in silence?
+
+        One that is busy, because its client is slow, is left alone.
+        """
+        left_s = self._asked_at_s + silence_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            self._silent = True
+            self._wake()
+        self._look_in(left_s if left_s > 0 else silence_s, silence_s)

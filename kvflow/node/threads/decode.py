@@ -1,0 +1,220 @@
+"""A decode node for engines without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.memory.external import ExternalPages
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode
+from kvflow.node.threads.loop import LoopThread
+from kvflow.node.threads.node import LoopFactory, MakeThread, NodeThread
+from kvflow.node.threads.rooms import DecodeThreadRoom, RoomEvent
+from kvflow.protocols.arguments import (
+    NO_PAGES,
+    TokenIds,
+    check_cause,
+    check_prompt,
+    own_pages,
+    pages_wanted,
+)
+from kvflow.protocols.errors import Cause, MisuseError
+from kvflow.protocols.limits import check_time
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import DataPlane
+from kvflow.protocols.wire.messages import RoomId, room_id
+from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos
+
+
+class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
+    """A decode node in a thread of its own, for an engine that owns its pages."""
+
+    role = "decode"
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        plane: DataPlane | str,
+        *,
+        pages: ExternalPages | None = None,
+        loop_factory: LoopFactory | None = None,
+        make_thread: MakeThread = LoopThread,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
+
+        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed. `make_thread` makes the
+        thread of the loop: the simulator puts one of virtual time in its place.
+        """
+        super().__init__(pool, pages, loop_factory, make_thread)
+        self._resolves = options.get("resolve") is not None
+        self._make_node = partial(DecodeNode, pool, plane, pages=self.pages, **options)
+
+    def open(
+        self,
+        room: int,
+        *,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        pages: Sequence[int] | PageIndices = NO_PAGES,
+        prefix_tokens: int = 0,
+        deadline_s: float | None = None,
+        dp_rank: int | None = None,
+        context: Any = None,
+    ) -> DecodeThreadRoom:
+        """Lend `pages`, those of the prompt after its first `prefix_tokens`, to `prefill`.
+
+        See `DecodeNode.room`.
+
+        Raises: MisuseError. Every other refusal is a failed event.
+        """
+        handle, opened = self._prepare(
+            room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
+        )
+        mine = own_pages(pages, self.pool.layout, handle.room, handle.num_pages)
+        self.check_places(mine)
+        handle.pages, handle.offered = mine, True
+        self._post_open(handle, lambda node: opened(node.room, pages=mine), mine)
+        return handle
+
+    def announce(
+        self,
+        room: int,
+        *,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        prefix_tokens: int = 0,
+        deadline_s: float | None = None,
+        dp_rank: int | None = None,
+        context: Any = None,
+    ) -> DecodeThreadRoom:
+        """As `open`, for a request whose pages are not there yet: prefill's half waits until
+        `offer` brings them, or `close` says why they will not come. Raises: MisuseError."""
+        handle, opened = self._prepare(
+            room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
+        )
+        self._post_open(handle, lambda node: opened(node.announce), NO_PAGES)
+        return handle
+
+    def offer_pages(
+        self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices, prefix_tokens: int | None
+    ) -> None:
+        """Called by rooms. The pages are busy when it returns, unless the room has ended."""
+        layout = self.pool.layout
+        wanted = (
+            room.num_pages
+            if prefix_tokens is None
+            else pages_wanted(layout, room.tokens, prefix_tokens)
+        )
+        mine = own_pages(pages, layout, room.room, wanted)
+        self.check_places(mine)
+        with self._lock:
+            if room.offered:
+                raise MisuseError(f"room {room.room}: its pages have been offered already")
+            if room.error is not None:
+                return
+            thread = self._running()
+            room.pages, room.num_pages, room.offered = mine, wanted, True
+            self.pages.hold(mine)
+            if not thread.post(partial(self._offer, room, mine, prefix_tokens)):
+                self.pages.unhold(mine)
+
+    def refuse(
+        self,
+        room: int,
+        *,
+        prefill: str | Sequence[RankInfo],
+        cause: Cause,
+        dp_rank: int | None = None,
+    ) -> None:
+        """A request that is refused before any page is there: its prefill is told why.
+
+        See `DecodeNode.refuse`. Raises: MisuseError."""
+        number, ranks = room_id(room), self._prefill(prefill, dp_rank)
+        self._running().post(partial(self._refuse, number, ranks, check_cause(cause), dp_rank))
+
+    def _prepare(
+        self,
+        room: int,
+        prefill: str | Sequence[RankInfo],
+        prompt: TokenIds,
+        prefix_tokens: int,
+        deadline_s: float | None,
+        dp_rank: int | None,
+        context: Any,
+    ) -> tuple[DecodeThreadRoom, Callable[..., DecodeRoom]]:
+        """Check the arguments here; the rest is for the loop: it calls a method of the node with
+        them.
+        """
+        self._running()
+        # A copy: the caller may change its own meanwhile.
+        number, ids = room_id(room), np.array(prompt)
+        tokens, _ = check_prompt(ids)
+        wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
+        handle = DecodeThreadRoom(self, number, tokens, wanted, context)
+        ranks = self._prefill(prefill, dp_rank)
+        if deadline_s is not None:
+            check_time("deadline_s", deadline_s)
+
+        def opened(method: Callable[..., DecodeRoom], **more: Any) -> DecodeRoom:
+            return method(
+                number,
+                ranks,
+                ids,
+                deadline_s=deadline_s,
+                prefix_tokens=prefix_tokens,
+                dp_rank=dp_rank,
+                **more,
+            )
+
+        return handle, opened
+
+    def _prefill(
+        self, prefill: str | Sequence[RankInfo], dp_rank: int | None
+    ) -> str | Sequence[RankInfo]:
+        """What `DecodeNode` would refuse is refused here, where the caller hears of it."""
+        check_dp_rank(dp_rank)
+        if not isinstance(prefill, str):
+            return list(check_infos(prefill, "prefill"))
+        if not self._resolves:
+            raise MisuseError(f"prefill {prefill!r}: this node was given no resolve()")
+        return prefill
+
+    # --- on the loop
+
+    def _make(self) -> DecodeNode:
+        return self._make_node()
+
+    def _refuse(
+        self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None
+    ) -> None:
+        if self._closed:
+            return  # its connections are gone
+        assert self._node is not None
+        self._node.refuse(room, prefill, cause, dp_rank=dp_rank)
+
+    def _offer(self, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None) -> None:
+        handle = self._rooms.get(room)
+        try:
+            if handle is not None:  # the node holds them by itself from here on
+                handle.offer(pages, prefix_tokens=prefix_tokens)
+        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
+            # Pages may have gone to quarantine since the engine offered them.
+            assert handle is not None
+            handle.close(self._explained(error, room).cause())
+        finally:
+            self.pages.unhold(pages)
+
+    async def _follow(self, room: DecodeThreadRoom, handle: DecodeRoom) -> None:
+        if await handle.begun():
+            self._tell(RoomEvent("begun", room))
+        await handle.opened()
+        self._tell(RoomEvent("opened", room))
+        # The pages are the engine's own: there is nothing to keep.
+        room.handoff = await handle.landed()
+        self._tell(RoomEvent("landed", room, handoff=room.handoff))

@@ -1,0 +1,305 @@
+"""What the two nodes for engines without an event loop share: thread, pages, rooms that are not
+released, events.
+
+with kvflow.DecodeThread(pool, "local") as node:
+    room = node.open(7, prefill=ranks, prompt=ids, pages=mine)     # pages of your own allocator
+    while True:
+        for event in node.poll(timeout_s=0.001):                   # landed, failed, released ...
+            ...
+
+Each method returns at once unless its name or its timeout says otherwise. Misuse is raised where it
+happens; whatever happens later is an event. The node runs on an event loop in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Generic, Self, TypeVar, cast
+
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.memory.external import ExternalPages
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.node.threads.loop import LoopThread
+from kvflow.node.threads.rooms import RoomEvent, ThreadRoom
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.limits import check_time
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import UnprovenLoan
+
+N = TypeVar("N", PrefillNode, DecodeNode)
+A = TypeVar("A", PrefillRoom, DecodeRoom)
+R = TypeVar("R", bound=ThreadRoom)
+T = TypeVar("T")
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+MakeThread = Callable[[str, LoopFactory | None], LoopThread]
+
+
+class NodeThread(Generic[N, A, R]):
+    """What both roles share: the thread, the pages, the rooms that are not released, and the
+    events.
+    """
+
+    role = ""
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        pages: ExternalPages | None,
+        loop_factory: LoopFactory | None,
+        make_thread: MakeThread,
+    ) -> None:
+        self.pool, self.num_pages = pool, pool.layout.num_places
+        self.pages = pages or ExternalPages(self.num_pages)
+        pool.quarantine.keep_out_of(self.pages)
+        self._loop_factory, self._make_thread = loop_factory, make_thread
+        self._thread: LoopThread | None = None
+        self._node: N | None = None
+        self._life = threading.Lock()  # around start and close, for threads that come together
+        # Around what rooms know, where a check and a change belong together.
+        self._lock = threading.Lock()
+        # None until the loop has opened it; written on the loop but for new ones.
+        self._rooms: dict[R, A | None] = {}
+        self._tasks: dict[asyncio.Task[None], A] = {}  # what is awaited of which room
+        self._events: deque[RoomEvent[R]] = deque()
+        self._news = threading.Condition()
+        self._unproven: Sequence[UnprovenLoan] = ()
+        self._closing = self._closed = False
+        self._over = False  # closed, and nothing more can happen
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closing else "new" if self._thread is None else "running"
+        return f"<{type(self).__name__} {state}: {len(self._rooms)} rooms, {self.pages!r}>"
+
+    # --- life
+
+    def start(self) -> Self:
+        """Start the thread and the node.
+
+        Raises: what the node raises when it is made or started; a second time, MisuseError."""
+        with self._life:
+            if self._thread is not None or self._closing:
+                raise MisuseError(f"the {self.role} thread was started before: make a new one")
+            self._thread = self._make_thread(f"kvflow-{self.role}", self._loop_factory)
+            try:
+                self._thread.call(self._start)
+            except BaseException:
+                self._closing = True
+                self._thread.stop()
+                raise
+        return self
+
+    def close(self) -> Sequence[UnprovenLoan]:
+        """End and drain every room, then the node, then the thread; waits for all of it;
+        idempotent, from any threads.
+
+        Returns the loans whose end could not be proven; their pages stay busy. What happened
+        meanwhile is there to be polled. Raises: MisuseError from the node's own thread, which has
+        to do the work.
+        """
+        if self._thread is not None:
+            self._thread.check_not_within()
+        self._closing = True
+        with self._life:
+            if self._thread is not None:
+                if self._node is not None and not self._closed:
+                    self._unproven = self._thread.call(self._close)
+                self._thread.stop()
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+        return self._unproven
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what the engine asks
+
+    def poll(self, timeout_s: float = 0.0) -> list[RoomEvent[R]]:
+        """What has happened since the last call, in order; waits up to `timeout_s` for the first,
+        unless it is closed.
+
+        Raises: MisuseError (what is not a time).
+        """
+        check_time("timeout_s", timeout_s)
+        with self._news:
+            if timeout_s > 0:
+                self._news.wait_for(lambda: self._events or self._over, timeout_s)
+            found = list(self._events)
+            self._events.clear()
+        return found
+
+    def wait_released(
+        self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None
+    ) -> bool:
+        """Block until nothing touches `pages` (of any room): no peer may write into them, no write
+        and no checksum reads them. False when that took longer than `timeout_s`: ask again, or
+        leave them out of use."""
+        return self.pages.wait_idle(pages, timeout_s)
+
+    def ask(self, question: Callable[[N], T]) -> T:
+        """Block for the answer to `question(node)`, on the node's own thread:
+        `ask(lambda node: node.peers())`.
+        """
+
+        async def answer() -> tuple[T | None, BaseException | None]:
+            assert self._node is not None
+            try:
+                return question(self._node), None
+            except BaseException as problem:  # noqa: BLE001
+                # Raised below: on the loop it might end the thread.
+                return None, problem
+
+        found, error = self._running().call(answer)
+        if error is not None:
+            raise error
+        return cast("T", found)
+
+    def close_room(self, room: R, cause: Cause) -> None:
+        """Called by rooms."""
+        if self._thread is not None:
+            # A stopped thread has ended every room.
+            self._thread.post(partial(self._close_room, room, cause))
+
+    # --- on the caller's thread
+
+    def check_places(self, pages: PageIndices, *, last: bool = True) -> None:
+        """Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room;
+        OwnershipError for pages that a writer of an earlier node over the pool may still write
+        into."""
+        if (layout := self.pool.layout).num_rows:
+            layout.check_places(pages, last=last)
+        self.pool.quarantine.check(pages)
+
+    def _running(self) -> LoopThread:
+        if self._thread is None:
+            raise MisuseError(
+                f"the {self.role} thread is not started: use it as a context manager, or start()"
+            )
+        if self._closing:
+            raise MisuseError(f"the {self.role} thread is closed")
+        if self._node is None:  # another thread is in start()
+            raise MisuseError(
+                f"the {self.role} thread is still starting: wait until start() has returned"
+            )
+        return self._thread
+
+    def _post_open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:
+        """`pages` are busy from here on: the node holds them
+        by itself once it has opened the room.
+        """
+        thread = self._running()
+        self.pages.hold(pages)
+        self._rooms[room] = None
+        if not thread.post(partial(self._open, room, opened, pages)):
+            del self._rooms[room]
+            self.pages.unhold(pages)
+            raise MisuseError(f"the {self.role} thread is closed")
+
+    # --- on the loop
+
+    def _make(self) -> N:
+        raise NotImplementedError
+
+    async def _start(self) -> None:
+        node = self._make()
+        try:
+            await node.start()
+        except BaseException:
+            await node.close()
+            raise
+        self._node = node
+
+    async def _close(self) -> Sequence[UnprovenLoan]:
+        assert self._node is not None
+        unproven = await self._node.close()
+        self._closed = True
+        while due := [task for task, handle in self._tasks.items() if handle.when_released.given]:
+            await asyncio.wait(due)  # until that is the last event of each
+        for task in self._tasks:  # those of rooms whose loans are unproven: they are never released
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        return unproven
+
+    def _open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:
+        assert self._node is not None
+        try:
+            if self._closed:
+                raise room_error(Cause(Code.SHUTDOWN, f"the {self.role} thread is closed"))
+            handle = self._rooms[room] = opened(self._node)
+        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
+            self._fail(room, self._explained(error, room))
+            self._release(room)
+        else:
+            self._spawn(handle, self._follow(room, handle), partial(self._followed, room, handle))
+        finally:
+            self.pages.unhold(pages)
+
+    def _follow(self, room: R, handle: A) -> Coroutine[Any, Any, None]:
+        """Turn what happens to a room into events, until it has succeeded.
+
+        Raises: what else has ended it.
+        """
+        raise NotImplementedError
+
+    def _followed(self, room: R, handle: A, error: BaseException | None) -> None:
+        """The last events of a room, whatever has ended it: that it failed, if it did, and that it
+        is released.
+        """
+        if error is not None:
+            failed = self._explained(error, room)
+            handle.close(failed.cause())
+            self._fail(room, failed)
+
+        def released(problem: BaseException | None) -> None:
+            if problem is None:  # else this thread closes, and the room's loans are unproven
+                self._release(room)
+
+        self._spawn(handle, handle.released(), released)
+
+    def _spawn(
+        self,
+        handle: A,
+        work: Coroutine[Any, Any, None],
+        ended: Callable[[BaseException | None], None],
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[task] = handle
+
+        def report(done: asyncio.Task[None]) -> None:
+            del self._tasks[done]
+            ended(asyncio.CancelledError() if done.cancelled() else done.exception())
+
+        task.add_done_callback(report)
+
+    def _explained(self, error: BaseException, room: R) -> KvflowError:
+        """What has ended a room, as its event tells it."""
+        assert self._node is not None
+        return self._node.shell.explained(error, f"room {room.room} of the {self.role} thread")
+
+    def _close_room(self, room: R, cause: Cause) -> None:
+        handle = self._rooms.get(room)
+        if handle is not None:
+            handle.close(cause)
+
+    def _fail(self, room: R, error: KvflowError) -> None:
+        with self._lock:
+            room.error = error
+        self._tell(RoomEvent("failed", room, error=error))
+
+    def _release(self, room: R) -> None:
+        del self._rooms[room]
+        room.released = True
+        self._tell(RoomEvent("released", room))
+
+    def _tell(self, event: RoomEvent[R]) -> None:
+        with self._news:
+            self._events.append(event)
+            self._news.notify_all()

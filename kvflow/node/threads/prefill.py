@@ -1,0 +1,193 @@
+"""A prefill node for engines without an event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.memory.external import ExternalPages
+from kvflow.memory.pool import PagedPool
+from kvflow.node import PrefillNode
+from kvflow.node.threads.loop import LoopThread
+from kvflow.node.threads.node import LoopFactory, MakeThread, NodeThread
+from kvflow.node.threads.rooms import PrefillThreadRoom, RoomEvent
+from kvflow.protocols.arguments import NO_PAGES, TokenIds, check_cause, check_prompt
+from kvflow.protocols.errors import Cause, RoomInUseError
+from kvflow.protocols.limits import check_time
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import DataPlane, UnprovenLoan
+from kvflow.protocols.wire.messages import RoomId, room_id
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.transports.control.rank_server import serve_ranks
+from kvflow.transports.control.registry import RankTable
+from kvflow.transports.host.address import bracketed
+
+
+class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
+    """A prefill node in a thread of its own, for an engine that owns its pages."""
+
+    role = "prefill"
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        plane: DataPlane | str,
+        *,
+        pages: ExternalPages | None = None,
+        registry_port: int | None = None,
+        loop_factory: LoopFactory | None = None,
+        make_thread: MakeThread = LoopThread,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers
+        ...
+
+        `registry_port` (0: a free one): answer there for this rank, so that decodes find it as
+        `registry`, "host:port". `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed.
+        `make_thread` makes the thread of the loop: the simulator puts one of virtual time in its
+        place.
+        """
+        super().__init__(pool, pages, loop_factory, make_thread)
+        self._make_node = partial(PrefillNode, pool, plane, pages=self.pages, **options)
+        self._host, self._registry_port = options.get("host", "127.0.0.1"), registry_port
+        self._numbers: set[int] = set()  # of rooms that are not released
+        self._stack = AsyncExitStack()
+        self.registry = ""
+
+    @property
+    def info(self) -> RankInfo:
+        """What decodes need to find this rank, once it is started."""
+        return self.ask(lambda node: node.info)
+
+    def open(
+        self,
+        room: int,
+        *,
+        prompt: TokenIds,
+        deadline_s: float | None = None,
+        rendezvous_s: float | None = None,
+        context: Any = None,
+    ) -> PrefillThreadRoom:
+        """The engine's half of a room; see `PrefillNode.room`.
+
+        Raises: MisuseError (room in use, empty prompt ...).
+        """
+        thread = self._running()
+        # A copy: the caller may change its own meanwhile.
+        number, ids = room_id(room), np.array(prompt)
+        check_prompt(ids)
+        for name, value_s in (("deadline_s", deadline_s), ("rendezvous_s", rendezvous_s)):
+            if value_s is not None:
+                check_time(name, value_s)
+        handle = PrefillThreadRoom(self, number, context)
+        with self._lock:
+            in_use = number in self._numbers
+            self._numbers.add(number)
+        if in_use:
+            # Decode's half of this room may come when the other one has drained: it is told, as by
+            # the node itself.
+            error = RoomInUseError(f"room {number} is in use")
+            thread.post(partial(self._refuse, number, error.cause()))
+            raise error
+
+        def opened(node: PrefillNode) -> PrefillRoom:
+            return node.room(number, ids, deadline_s=deadline_s, rendezvous_s=rendezvous_s)
+
+        try:
+            self._post_open(handle, opened, NO_PAGES)
+        except BaseException:
+            self._numbers.discard(number)
+            raise
+        return handle
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """The engine's half of a room will never come: decode is told why. Raises: MisuseError."""
+        number = room_id(room)
+        self._running().post(partial(self._refuse, number, check_cause(cause)))
+
+    def begin_room(self, room: PrefillThreadRoom) -> None:
+        """Called by rooms."""
+        self._running().post(partial(self._begin, room))
+
+    def send_chunk(
+        self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
+    ) -> None:
+        """Called by rooms. The pages are busy when it returns."""
+        with self._lock:
+            room.check_chunk(self.pool.layout, pages, last, len(handoff))
+            self.check_places(pages, last=last)
+            thread = self._running()
+            self.pages.hold(pages)
+            room.left -= len(pages)
+            room.last_sent = last
+            thread.post(partial(self._send, room, pages, last, handoff))
+
+    # --- on the loop
+
+    def _make(self) -> PrefillNode:
+        return self._make_node()
+
+    async def _start(self) -> None:
+        await super()._start()
+        assert self._node is not None
+        if self._registry_port is None:
+            return
+        table = RankTable()
+        table.put(self._node.info)
+        try:
+            port = await self._stack.enter_async_context(
+                serve_ranks(table, self._host, self._registry_port)
+            )
+        except BaseException:
+            await self._node.close()
+            self._closed = True
+            raise
+        self.registry = f"{bracketed(self._host)}:{port}"
+
+    async def _close(self) -> Sequence[UnprovenLoan]:
+        await self._stack.aclose()
+        return await super()._close()
+
+    def _refuse(self, room: RoomId, cause: Cause) -> None:
+        if self._closed:
+            return  # its connections are gone
+        assert self._node is not None
+        self._node.refuse(room, cause)
+
+    def _begin(self, room: PrefillThreadRoom) -> None:
+        if (handle := self._rooms.get(room)) is not None:
+            handle.begin()
+
+    def _send(
+        self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
+    ) -> None:
+        handle = self._rooms.get(room)
+        try:
+            if handle is not None and not handle.ended:
+                handle.send(pages, last=last, handoff=handoff)
+        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
+            # The room's own error comes as an event; any other one ends the room.
+            assert handle is not None
+            handle.close(self._explained(error, room).cause())
+        finally:
+            self.pages.unhold(pages)
+
+    async def _follow(self, room: PrefillThreadRoom, handle: PrefillRoom) -> None:
+        prefix_tokens = await handle.matched()
+        with self._lock:
+            room.left = len(handle.record.target_pages)
+            room.prefix_tokens = prefix_tokens
+        self._tell(RoomEvent("matched", room, prefix_tokens=prefix_tokens))
+        await handle.done()
+        room.done = True
+        self._tell(RoomEvent("done", room))
+
+    def _release(self, room: PrefillThreadRoom) -> None:
+        with self._lock:
+            self._numbers.discard(room.room)
+        super()._release(room)

@@ -1,0 +1,1 @@
+"""Simulators and an exhaustive walk that look for a broken promise: `kvflow sim`."""

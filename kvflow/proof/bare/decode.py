@@ -1,0 +1,378 @@
+"""One decode: a shipped `DecodeEndpoint`, its pages, its connections and the rooms of its users."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvflow.proof.bare.holds import Room
+from kvflow.proof.bare.job import DecodeJob
+from kvflow.proof.bare.node import CLOSE_LOOK_S, Node, Scene, address_of
+from kvflow.proof.bare.pages import Pages, name_of
+from kvflow.proof.bare.turns import Turns
+from kvflow.proof.bare.wire import Burst
+from kvflow.proof.sim.times import THREAD_S
+from kvflow.proof.sim.variety import PAGE_SIZE
+from kvflow.protocols import commands as c
+from kvflow.protocols.commands import PeerKey
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.links import DecodeIdentity
+from kvflow.protocols.decode.records import Prompt
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.ports import LeaseId, UnprovenLoan
+from kvflow.protocols.wire.codec import parse_at_prefill
+from kvflow.protocols.wire.messages import Bootstrap, Incarnation
+from kvflow.telemetry.counters import Counts
+
+_BOOTSTRAP = 3  # its tag
+
+
+class Decode(Node):
+    endpoint: DecodeEndpoint
+
+    def __init__(self, world: Scene, number: int, incarnation: Incarnation) -> None:
+        name = f"decode {number}"
+        identity = DecodeIdentity(incarnation, world.variety.layout, address_of(incarnation))
+        self.endpoint = DecodeEndpoint(
+            identity,
+            observer=Counts(),
+            timing=world.timing,
+            bounds=world.bounds,
+            verify=world.variety.verify,
+        )
+        super().__init__(world, name, number, self.endpoint)
+        self.pages = Pages(name, world.oracle, world.variety.layout)
+        # By grant; until the room and its pages are both done with.
+        self.rooms: dict[int, Room] = {}
+        self.watches: set[PeerKey | int] = set()
+        self.turns: Turns[Room] = Turns()
+        # What the next decode over its pool takes over.
+        self.left_behind: list[UnprovenLoan] | None = None
+        # By grant: loans of decodes before this one.
+        self.inherited: dict[int, list[UnprovenLoan]] = {}
+
+    def inherit(self, earlier: Decode) -> None:
+        """Take over the pool of a decode that has left.
+
+        All that is not under a loan without proof is free again: the users that kept pages are
+        gone."""
+        assert earlier.left_behind is not None
+        self.pages = earlier.pages
+        by_lease: dict[LeaseId, list[UnprovenLoan]] = {}
+        for loan in earlier.left_behind:
+            by_lease.setdefault(loan.lease, []).append(loan)
+        granted = self.endpoint.earlier.inherit(earlier.left_behind)
+        self.inherited = {grant: by_lease[lease] for grant, lease in granted.items()}
+        self.pages.inherit({owner_of(loans[0]) for loans in self.inherited.values()})
+        self.say(
+            f"has the pool of {earlier.incarnation:x}, with {len(earlier.left_behind)} loans "
+            "without proof"
+        )
+        self.run()
+
+    def inherited_loans(self) -> Iterator[UnprovenLoan]:
+        """Those without proof until now."""
+        for loans in self.inherited.values():
+            yield from (
+                loan for loan in loans if self.endpoint.earlier.find(loan.incarnation, loan.writer)
+            )
+
+    # --- requests
+
+    def begin(self, job: DecodeJob) -> None:
+        now, endpoint, ranks = self.clock.now, self.endpoint, self.world.ranks(job.group)
+        try:
+            if job.refused:
+                cause = job.cause(Code.CAPACITY, "decode will not have it")
+                self.oracle.halves.refused_at_decode(job.room, cause)
+                return endpoint.refuse_room(job.room, ranks, cause, now)
+            deadline_at_s = float("inf") if job.deadline_s is None else now + job.deadline_s
+            self.oracle.deadline(job.room, deadline_at_s)
+            grant = endpoint.open_room(
+                job.room,
+                ranks,
+                Prompt(
+                    job.tokens,
+                    job.digest,
+                    job.prefix_pages * PAGE_SIZE if job.tokens_left else job.tokens,
+                ),
+                now=now,
+                deadline_at_s=deadline_at_s,
+                announce=job.announces or job.waits or job.offers_after_s is not None,
+            )
+        except KvflowError as error:
+            self.oracle.halves.refused_at_decode(job.room, error.cause())
+            self.say(f"room {job.room}: {error}")
+            return None
+        else:
+            if self.leaving:
+                self.oracle.broken("I4", f"{self.name} shuts down, and opens room {job.room}")
+            job.at = room = self.rooms[grant] = Room(self, self.pages, endpoint.rooms[grant], job)
+            self.oracle.opened_at_decode(room)
+            if job.offers_after_s is not None:
+                self.clock.later(job.offers_after_s, self, self._has_pages, room)
+        finally:
+            self.run()
+
+    def end(self, job: DecodeJob, how: str) -> None:
+        """The client goes away, or the engine wants the room's pages back."""
+        if job.at is not None and not job.at.told:
+            self.close_room(job.at, job.cause(Code.CLIENT_GONE, how))
+            self.run()
+
+    def close_room(self, room: Room, cause: Cause) -> None:
+        self.say(f"room {room.record.room}: {cause}")
+        self.endpoint.close_room(room.record.grant, cause, self.clock.now)
+
+    def _has_pages(self, room: Room) -> None:
+        self.take_turn(room)
+        self.run()
+
+    def take_turn(self, room: Room) -> None:
+        """Whatever comes first: prefill has begun and there is a place, or the room waits no
+        longer.
+        """
+        offers, room.held_back = room.held_back and room.linked, False
+        if offers:
+            self._offer(room)
+
+    def give_up_waiting(self) -> None:
+        """Offer for rooms whose prefill has not begun, as it may never do."""
+        for room in list(self.rooms.values()):
+            if not room.told and not self.oracle.has_begun(room):
+                self._has_pages(room)
+
+    def _offer(self, room: Room) -> None:
+        grant = room.record.grant
+        pages = (
+            None if self.world.faults.of_take() else self.pages.take(room.record.num_pages, grant)
+        )
+        if pages is None:
+            return self.close_room(room, room.job.cause(Code.CAPACITY, "no pages at decode"))
+        room.pages = pages
+        if not self.endpoint.lend(grant, np.array(pages, np.int32), self.clock.now):
+            self.pages.give_back(pages, grant)  # it has ended meanwhile
+            room.pages = []
+        return None
+
+    # --- links
+
+    def read(self, burst: Burst) -> None:
+        """There is a socket for every link."""
+        by_link: dict[PeerKey, Burst] = {}
+        for received in burst:
+            by_link.setdefault(received[0], []).append(received)
+        for frames in by_link.values():
+            for key, frame, spoilt in frames:
+                self.malformed += spoilt
+                self.endpoint.receive(key, frame, self.clock.now)
+            self.run()
+
+    def known_dead(self, watched: PeerKey | int) -> None:
+        """Of a link, or of an earlier writer by its number."""
+        if watched in self.watches:
+            self.watches.discard(watched)
+            if isinstance(watched, int):
+                self.say(f"the fence proves the death of earlier writer {watched}")
+                self.endpoint.earlier.writer_died(watched)
+            else:
+                self.say(f"the fence proves the death of {watched.control}")
+                self.endpoint.writer_died(watched, self.clock.now)
+            self.run()
+
+    def _locked_out(self, key: PeerKey) -> None:
+        self.endpoint.locked_out(key, "on purpose", self.clock.now)
+        self.run()
+
+    def declare_dead(self, incarnation: int) -> None:
+        endpoint = self.endpoint
+        if endpoint.earlier.of(incarnation) or any(
+            peer.key.incarnation == incarnation for peer in endpoint.peers
+        ):
+            self.say(f"an operator declares {incarnation:x} dead")
+            endpoint.declare_dead(Incarnation(incarnation), "it was seen to die", self.clock.now)
+            self.run()
+
+    # --- the end
+
+    def look_again(self, until_s: float) -> None:
+        core = self.endpoint.core
+        if self.clock.now < until_s and (self.endpoint.rooms or len(core.ledger)):
+            return self.wait(CLOSE_LOOK_S, self.look_again, until_s)
+        return self.part()
+
+    def has_parted(self) -> None:
+        self.endpoint.close(self.clock.now)
+        self.run()
+        if self.endpoint.rooms or self.world.wire.dialled_by(self):
+            self.oracle.broken("I5", f"{self.name} is closed, and has rooms or connections")
+        self.left_behind = self._without_proof()
+        return self.world.kill(self, "has left")
+
+    def _without_proof(self) -> list[UnprovenLoan]:
+        """From here on these pages have names that no grant
+        of the next decode over the pool has.
+        """
+        found = list(self.inherited_loans())
+        for grant, room in self.rooms.items():
+            pages, lease = np.array(room.pages, np.int32), (self.incarnation, grant)
+            found += [
+                UnprovenLoan(
+                    writer=peer.address,
+                    incarnation=peer.key.incarnation,
+                    control=peer.key.control,
+                    rank=peer.info.rank,
+                    room=room.record.room,
+                    lease=lease,
+                    pages=pages,
+                )
+                for peer in room.record.lease.loans
+            ]
+            self.pages.rename(room.pages, grant, name_of(*lease))
+        return found
+
+    def died(self) -> None:
+        """The pool of one that has left stays, for the next one."""
+        self.pages.lost = self.left_behind is None
+
+    # --- commands
+
+    def _send(self, command: c.SendToPrefill) -> None:
+        key = command.peer
+        if command.frame[1] == _BOOTSTRAP:
+            message = parse_at_prefill(command.frame)
+            assert isinstance(message, Bootstrap)
+            self.oracle.lent(self.pages, message.grant, message.pages)
+        if key in self.world.wire.lines.get((key.control, self.incarnation), ()):
+            self.world.wire.carry(self, key.control, self, command.frame)
+
+    def _dial(self, command: c.Dial) -> None:
+        self.world.wire.dial(command.peer, self)
+        if self.world.locks_out():
+            self.world.wire.disturbed(command.peer.control, self)
+            self.wait(THREAD_S, self._locked_out, command.peer)
+
+    def _hang_up(self, command: c.HangUp) -> None:
+        self.world.wire.hang_up(command.peer, self)
+
+    def _watch(self, command: c.WatchWriter) -> None:
+        self.watches.add(command.peer)
+        self.world.watch(self, command.address, command.peer)
+
+    def _stop_watch(self, command: c.StopWatch) -> None:
+        self.watches.discard(command.peer)
+
+    def _watch_earlier(self, command: c.WatchEarlierWriter) -> None:
+        self.watches.add(command.writer)
+        self.world.watch(self, command.address, command.writer)
+
+    def _stop_earlier(self, command: c.StopEarlierWatch) -> None:
+        self.watches.discard(command.writer)
+
+    def _linked(self, command: c.Linked) -> None:
+        room = self.rooms[command.grant]
+        room.linked = True
+        if not room.held_back:
+            self._offer(room)
+
+    def _begun(self, command: c.RoomBegun) -> None:
+        room = self.rooms[command.grant]
+        self.say(f"prefill has begun room {room.record.room}")
+        self.oracle.told_begun(room)
+        if room.held_back and room.job.waits:
+            self.turns.ask(room, self.take_turn)
+
+    def _verify(self, command: c.VerifyChunk) -> None:
+        self.wait(THREAD_S, self._summed, self.rooms[command.grant], command)
+
+    def _summed(self, room: Room, command: c.VerifyChunk) -> None:
+        """Nothing where the room has ended meanwhile, or where it fails."""
+        checksum = b""
+        if not room.told and not self.world.fails_sum():
+            pages = room.pages[command.first : command.first + command.count]
+            cells = self.pages.cells
+            checksum = checksum_of([cells[page].get(command.rank) for page in pages])
+        self.endpoint.chunk_summed(
+            command.grant, command.rank, command.seq, checksum, self.clock.now
+        )
+        self.run()
+
+    def _stop_verifying(self, command: c.StopVerifying) -> None:
+        """Sums notice by themselves."""
+
+    def _landed(self, command: c.RoomLanded) -> None:
+        room = self.rooms[command.grant]
+        self.say(f"room {room.record.room} has landed")
+        self.oracle.told_at_decode(room, None)
+        self.oracle.landed(room, command.handoff)
+        self.turns.end(room)
+        self.pages.keep(room.pages, command.grant)
+        room.job.succeeded = room.freed = True
+        self.clock.later(room.job.kept_s, self, self.pages.give_back, room.pages, -command.grant)
+
+    def _failed(self, command: c.RoomFailed) -> None:
+        room = self.rooms[command.grant]
+        self.say(f"room {room.record.room} fails: {command.cause}")
+        self.oracle.told_at_decode(room, command.cause)
+        self.turns.end(room)
+
+    def _ended(self, command: c.RoomEnded) -> None:
+        room = self.rooms[command.grant]
+        self.oracle.ended_at_decode(room)
+        if command.grant in self.endpoint.rooms:
+            self.oracle.broken(
+                "I5", f"room {room.record.room} has ended at decode, and is in its table"
+            )
+        room.over = True
+        self._forget(room)
+
+    def _quarantine(self, command: c.QuarantinePages) -> None:
+        self.say(f"pages of grant {command.grant} are in quarantine")
+
+    def _free(self, command: c.FreePages) -> None:
+        if (loans := self.inherited.pop(command.grant, None)) is not None:
+            self.say(f"pages of an earlier decode, grant {command.grant} here, are free")
+            return self.pages.give_back(loans[0].pages.tolist(), owner_of(loans[0]))
+        room = self.rooms.get(command.grant)
+        if room is None or room.freed:
+            return self.oracle.broken(
+                "I1", f"{self.name}: pages of grant {command.grant} are given back twice"
+            )
+        self.pages.give_back(room.pages, command.grant)
+        room.freed = True
+        return self._forget(room)
+
+    def _forget(self, room: Room) -> None:
+        if room.over and room.freed:
+            del self.rooms[room.record.grant]
+
+    RUN: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        c.SendToPrefill: _send,
+        c.Dial: _dial,
+        c.HangUp: _hang_up,
+        c.WatchWriter: _watch,
+        c.StopWatch: _stop_watch,
+        c.WatchEarlierWriter: _watch_earlier,
+        c.StopEarlierWatch: _stop_earlier,
+        c.Linked: _linked,
+        c.RoomBegun: _begun,
+        c.VerifyChunk: _verify,
+        c.StopVerifying: _stop_verifying,
+        c.RoomLanded: _landed,
+        c.RoomFailed: _failed,
+        c.RoomEnded: _ended,
+        c.QuarantinePages: _quarantine,
+        c.FreePages: _free,
+    }
+
+
+def owner_of(loan: UnprovenLoan) -> int:
+    """Of pages that an earlier decode lent."""
+    return name_of(*loan.lease)
+
+
+def checksum_of(contents: list[object]) -> bytes:
+    return zlib.crc32(repr(contents).encode()).to_bytes(4, "big")

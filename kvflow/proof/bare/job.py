@@ -1,0 +1,119 @@
+"""One request as one node gets it.
+
+Both legs of a request have the same room, and normally the same prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvflow.proof.sim.variety import PAGE_SIZE
+from kvflow.protocols.errors import Cause, Code
+
+Issue = Callable[[int, Cause], Cause]
+"""Note that this cause was given to this room, and return it."""
+
+
+class _Job:
+    def __init__(
+        self,
+        room: int,
+        tokens: int,
+        digest: bytes,
+        rows: int,
+        deadline_s: float | None,
+        refused: bool,
+        issue: Issue,
+    ) -> None:
+        """`rows` that every request has: one, or none."""
+        self.room, self.tokens, self.digest, self.rows = room, tokens, digest, rows
+        self.deadline_s, self.refused = deadline_s, refused
+        self.succeeded = False
+        self.at: Any = None  # what its user holds, once there is a room
+        self.error: Cause | None = None  # why there is none
+        self._issue = issue
+
+    @property
+    def num_pages(self) -> int:
+        """Of the whole prompt."""
+        return -(-self.tokens // PAGE_SIZE)
+
+    @property
+    def num_places(self) -> int:
+        """Its pages and its row."""
+        return self.num_pages + self.rows
+
+    def cause(self, code: Code, text: str) -> Cause:
+        """A cause that names its room, so that the oracle knows whom it is for."""
+        return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
+
+
+class DecodeJob(_Job):
+    def __init__(
+        self,
+        room: int,
+        tokens: int,
+        digest: bytes,
+        group: int,
+        issue: Issue,
+        *,
+        rows: int = 0,
+        deadline_s: float | None = None,
+        refused: bool = False,
+        prefix_pages: int = 0,
+        announces: bool = True,
+        offers_after_s: float | None = None,
+        waits: bool = False,
+        kept_s: float = 0.0,
+    ) -> None:
+        super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
+        self.group = group
+        self.prefix_pages = min(prefix_pages, self.num_pages)  # that decode has already
+        self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
+        # Its pages are held back until prefill has begun, or until `offers_after_s`.
+        self.waits = waits
+
+    @property
+    def tokens_left(self) -> int:
+        return max(0, self.tokens - self.prefix_pages * PAGE_SIZE)
+
+
+class PrefillJob(_Job):
+    def __init__(
+        self,
+        room: int,
+        tokens: int,
+        digest: bytes,
+        chunks: tuple[int, ...],
+        issue: Issue,
+        *,
+        rows: int = 0,
+        deadline_s: float | None = None,
+        refused: bool = False,
+        fails_at: int | None = None,
+        rendezvous_s: float | None = None,
+        begins_after_s: float | None = None,
+    ) -> None:
+        super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
+        self.chunks, self.fails_at, self.rendezvous_s = chunks, fails_at, rendezvous_s
+        # When it asks for its turn; None: it takes none, and never says so.
+        self.begins_after_s = begins_after_s
+
+    def chunks_after(self, prefix_pages: int) -> list[int]:
+        """What is left to send, the row with the last pages; a chunk without pages when decode has
+        everything.
+        """
+        left = []
+        for count in self.chunks:
+            skipped = min(count, prefix_pages)
+            prefix_pages -= skipped
+            if count > skipped:
+                left.append(count - skipped)
+        left = left or [0]
+        left[-1] += self.rows
+        return left
+
+
+def handoff_of(digest: bytes) -> bytes:
+    return b"handoff " + digest[:8]

@@ -1,0 +1,250 @@
+"""A node, which is a shipped endpoint, its timer and its fate,
+and the scene on which nodes meet.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from kvflow.proof.bare.clock import Clock
+from kvflow.proof.bare.oracle import Oracle
+from kvflow.proof.bare.scenario import Twists
+from kvflow.proof.bare.wire import Burst, Wire
+from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.variety import LATE, LATE_FENCE_S, NEVER, Variety
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.wire.messages import Incarnation
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.telemetry.counters import Counts
+
+TICK_GRAIN_S = 0.005  # as the shells do: what is due within this time is dealt with in one tick
+PROCESS = ProcessIdentity("boot", "pid:[1]", 1, 1)
+CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
+
+Tell = Callable[[float, str, str], None]
+"""Virtual time, who, what."""
+
+
+class Scene:
+    """What all nodes of one run have in common."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: random.Random,
+        oracle: Oracle,
+        faults: Faults,
+        variety: Variety,
+        twists: Twists,
+        tell: Tell | None,
+    ) -> None:
+        self.clock, self.rng, self.oracle, self.faults, self.tell = clock, rng, oracle, faults, tell
+        self.variety, self.timing, self.bounds, self.twists = (
+            variety,
+            variety.timing,
+            variety.bounds,
+            twists,
+        )
+        self.wire = Wire(clock, rng, faults, traced=tell is not None)
+        self.nodes: dict[int, Node] = {}  # by incarnation; the dead stay
+        self.by_peer_id: dict[bytes, Node] = {}
+        self.registry: dict[int, dict[int, RankInfo]] = {}
+        self.frozen = 0  # writes that never end by themselves
+
+    def ranks(self, group: int) -> Sequence[RankInfo]:
+        """What a registry says about a prefill group now; a dead rank's last entry stands until it
+        is back.
+        """
+        found = self.registry[group]
+        return [found[rank] for rank in sorted(found)]
+
+    def living(self, kind: type[Any]) -> list[Any]:
+        """Those that stay, and that their address leads to."""
+        return [
+            node
+            for node in self.nodes.values()
+            if isinstance(node, kind) and node.alive and not node.leaving and not node.displaced
+        ]
+
+    def kill(self, node: Node, how: str = "dies") -> None:
+        """Nothing of it runs, arrives or lands any more, and that can be observed."""
+        node.say(how)
+        node.alive, node.parked = False, []
+        delay_s = {LATE: LATE_FENCE_S, NEVER: float("inf")}.get(self.variety.fences, 0.0)
+        node.proven_at_s = self.clock.now + delay_s
+        self.wire.unplug(node)
+        node.died()
+        for watcher, watched in node.watchers:
+            self._prove(watcher, watched)
+
+    def watch(self, watcher: Node, address: PlaneAddress, watched: Any) -> None:
+        """`watcher` waits for proof of the death of the process at `address`."""
+        node = self.nodes[int(address.locator, 16)]
+        if node.alive:
+            node.watchers.append((watcher, watched))
+        else:
+            self._prove(watcher, watched)
+
+    def _prove(self, watcher: Node, watched: Any) -> None:
+        if self.variety.fences != NEVER:
+            longest_s = LATE_FENCE_S if self.variety.fences == LATE else 0.001
+            watcher.wait((0.0, longest_s), watcher.known_dead, watched)
+
+    # --- what goes wrong now and then
+
+    def _strikes(self, kind: str, chance: float) -> bool:
+        if not chance or not self.faults.on or self.rng.random() >= chance:
+            return False
+        self.faults.strike(kind)
+        return True
+
+    def locks_out(self) -> bool:
+        return self._strikes("lock out", self.twists.locks_out)
+
+    def refuses_route(self) -> bool:
+        return self._strikes("refusal", self.twists.refuses)
+
+    def damages(self) -> bool:
+        """Bytes of a write that is verified."""
+        if not self._strikes("damage", self.twists.damages):
+            return False
+        self.oracle.damaged = True
+        return True
+
+    def fails_sum(self) -> bool:
+        return self._strikes("no checksum", self.twists.fails_sums)
+
+    def freezes(self) -> bool:
+        """A stuck write never ends; one a run."""
+        if self.frozen or not self._strikes("frozen", self.twists.freezes):
+            return False
+        self.frozen += 1
+        return True
+
+
+class Node:
+    """One life of one node."""
+
+    RUN: ClassVar[dict[type, Callable[[Any, Any], None]]]
+
+    def __init__(
+        self, world: Scene, name: str, group: int, endpoint: DecodeEndpoint | PrefillEndpoint
+    ) -> None:
+        self.world, self.name, self.group, self._ticking = world, name, group, endpoint
+        self.clock, self.oracle, self._traced = world.clock, world.oracle, world.tell is not None
+        self.incarnation = endpoint.core.identity.incarnation
+        self._outbox = endpoint.core.outbox
+        self.alive = True
+        self.leaving = False
+        self.displaced = False
+        # What waits while it is halted.
+        self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
+        self.unread: Burst = []  # what has come since
+        self.watchers: list[tuple[Node, Any]] = []  # who waits for proof of its death, and what for
+        self.malformed = 0  # frames that were handed to it and are no message
+        self.troubled_at_s = -1.0
+        self.stalled_until_s = -1.0
+        self.routes: set[int] = set()
+        self.proven_at_s = float("inf")  # when its death is known everywhere
+        self._due_at_s = float("inf")
+        self._fires_at_s = 0.0
+
+    @property
+    def up(self) -> bool:
+        """Alive, and not standing still."""
+        return self.alive and self.parked is None
+
+    @property
+    def counts(self) -> Counts:
+        observer = self._ticking.core.observer
+        assert isinstance(observer, Counts)
+        return observer
+
+    def say(self, what: str) -> None:
+        if self.world.tell is not None:
+            self.world.tell(self.clock.now, self.name, what)
+
+    def wait(self, span: tuple[float, float], do: Callable[..., object], *arguments: Any) -> None:
+        """Do something of its own within a span of seconds."""
+        low, high = span
+        self.clock.later(low + (high - low) * self.world.rng.random(), self, do, *arguments)
+
+    def run(self) -> None:
+        """Run what the endpoint asks for until it asks for nothing more; then see to its timer."""
+        outbox, endpoint, commands = self._outbox, self._ticking, self.RUN
+        while outbox:
+            for command in endpoint.commands():
+                commands[type(command)](self, command)
+        at_s = endpoint.next_tick()
+        if at_s >= self._due_at_s:
+            return
+        now = self.clock.now
+        self._due_at_s = at_s
+        self._fires_at_s = fires_at_s = (
+            now if at_s == float("-inf") else max(at_s, now + TICK_GRAIN_S)
+        )
+        self.clock.later(fires_at_s - now, self, self._tick, fires_at_s)
+
+    def _tick(self, fires_at_s: float) -> None:
+        """How late it comes tells whether the process stood still."""
+        if fires_at_s != self._fires_at_s:
+            return  # it was set anew
+        self._fires_at_s, self._due_at_s = -1.0, float("inf")
+        now = self.clock.now
+        if (late_s := now - fires_at_s) > self.world.timing.heartbeat_s:
+            self._ticking.credit_stall(late_s, now)
+        self.tick(now)
+        self.run()
+
+    def tick(self, now: float) -> None:
+        self._ticking.tick(now)
+
+    def read(self, burst: Burst) -> None:
+        """What its sockets have at once: what a message asks for runs when the last of them has
+        been heard.
+        """
+        raise NotImplementedError
+
+    def known_dead(self, watched: Any) -> None:
+        """The end of a process that it has waited for is proven."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Close as an operator would: end every room, wait a while for what is still to come, and
+        be gone.
+        """
+        self.leaving = True
+        self._ticking.leave(self.clock.now)
+        self.run()
+        low, high = CLOSE_PATIENCE_S
+        self.look_again(self.clock.now + low + (high - low) * self.world.rng.random())
+
+    def look_again(self, until_s: float) -> None:
+        """Wait for what is still to come, until then at the longest."""
+        raise NotImplementedError
+
+    def part(self) -> None:
+        """Say goodbye, wait a while until every peer has acknowledged it, and end."""
+        self._ticking.part(self.clock.now)
+        self.run()
+        self._await_answers(self.clock.now + 2 * self.world.timing.heartbeat_s)
+
+    def _await_answers(self, until_s: float) -> None:
+        if self._ticking.unparted(self.clock.now) and self.clock.now < until_s:
+            return self.wait(CLOSE_LOOK_S, self._await_answers, until_s)
+        return self.has_parted()
+
+    def has_parted(self) -> None:
+        """Be gone. Every peer has acknowledged the goodbye, or has not done so in time."""
+        raise NotImplementedError
+
+    def died(self) -> None:
+        raise NotImplementedError
+
+
+def address_of(incarnation: Incarnation) -> PlaneAddress:
+    return PlaneAddress("fake", f"{incarnation:x}", PROCESS)

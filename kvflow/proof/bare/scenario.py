@@ -1,0 +1,122 @@
+"""What one seed plays: a scenario of the whole-node simulator, and what only endpoints are asked
+for here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.scenario import SHAPES, Request, Scenario, Shape, draw
+from kvflow.proof.sim.variety import NEVER, PROMPT, Variety
+
+
+class Twist(NamedTuple):
+    """Of one request."""
+
+    prefix_pages: int = 0  # that decode has already
+    announces: bool = True  # else the offer is the announcement where all are linked
+    rendezvous_s: float | None = None
+    second_decode: int | None = None  # another decode asks for the same room
+    # When prefill asks for a place for the whole prompt; None: never.
+    begins_after_s: float | None = None
+    waits: bool = False  # decode holds its pages back until prefill has begun
+
+
+class Visit(NamedTuple):
+    """Of a decode for which there is no place, unless one that is silent makes it
+    (`bounds.targets`).
+    """
+
+    at_s: float
+    decode: int  # stands still from then on
+    silent_s: float
+    comes_after_s: float
+    stays_s: float
+
+
+class Twists(NamedTuple):
+    """Of one run; the chances of faults that the whole-node simulator does not have."""
+
+    requests: list[Twist]
+    locks_out: float  # of a connection
+    refuses: float  # of a registration
+    damages: float  # of a write that is verified
+    fails_sums: float  # of a checksum at decode
+    freezes: float  # of a stuck write
+    declares_after_s: float | None  # an operator gives his word for a crashed prefill
+    visit: Visit | None
+
+
+def draw_all(
+    rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES
+) -> tuple[Scenario, Twists]:
+    scenario = draw(rng, faults, shapes)
+    twists = _twists(rng, scenario)
+    if twists.visit is not None:
+        variety = scenario.variety
+        bounds = msgspec.structs.replace(variety.bounds, targets=scenario.decodes)
+        scenario = scenario._replace(variety=variety._replace(bounds=bounds))
+    return scenario, twists
+
+
+def draw_waiting(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
+    """As `draw_all`, and in some runs decodes wait until prefill has begun."""
+    scenario, twists = draw_all(rng, faults)
+    if rng.random() < _WAIT:
+        twists = twists._replace(requests=[_waiting(rng, twist) for twist in twists.requests])
+    return scenario, twists
+
+
+def _waiting(rng: random.Random, twist: Twist) -> Twist:
+    after_s = rng.choice((0.0, rng.uniform(0.0, 0.4)))
+    return twist._replace(
+        begins_after_s=after_s if rng.random() < 0.9 else None, waits=rng.random() < 0.7
+    )
+
+
+def _twists(rng: random.Random, scenario: Scenario) -> Twists:
+    variety: Variety = scenario.variety
+    return Twists(
+        [_twist(rng, request, scenario.decodes) for request in scenario.requests],
+        locks_out=0.2 if rng.random() < 0.06 else 0.0,
+        refuses=0.5 if rng.random() < 0.08 else 0.0,
+        damages=0.3 if variety.verify and rng.random() < 0.4 else 0.0,
+        fails_sums=0.1 if variety.verify and rng.random() < 0.3 else 0.0,
+        freezes=0.5 if rng.random() < 0.3 else 0.0,
+        visit=_visit(rng, scenario.decodes)
+        if rng.random() < 0.12 and variety.fences != NEVER
+        else None,
+        declares_after_s=rng.uniform(0.0, 1.5)
+        if rng.random() < _DECLARED[variety.fences]
+        else None,
+    )
+
+
+def _visit(rng: random.Random, decodes: int) -> Visit:
+    at_s, comes_after_s = rng.uniform(0.05, 0.6), rng.uniform(1.5, 2.1)
+    silent_s, stays_s = (
+        comes_after_s + rng.uniform(0.0, 0.6),
+        comes_after_s + rng.uniform(0.02, 0.3),
+    )
+    return Visit(at_s, rng.randrange(decodes), silent_s, comes_after_s, stays_s)
+
+
+_WAIT = 0.3
+_DECLARED = {PROMPT: 0.0, NEVER: 0.6, "late": 0.3}
+
+
+def _twist(rng: random.Random, request: Request, decodes: int) -> Twist:
+    if rng.random() < 0.6:
+        return Twist()
+    pages = len(request.prompt) // 4 + 1
+    return Twist(
+        prefix_pages=rng.randint(1, pages) if rng.random() < 0.4 else 0,
+        announces=rng.random() < 0.5,
+        rendezvous_s=rng.uniform(0.05, 3.0) if rng.random() < 0.3 else None,
+        second_decode=rng.randrange(decodes) if decodes > 1 and rng.random() < 0.15 else None,
+    )

@@ -1,0 +1,48 @@
+"""A pool so tight that rooms which must not wait for each other take turns: first come, first
+served.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from kvflow.proof.bare.holds import Leg, Room
+from kvflow.proof.sim.scenario import PROMPT_PAGES_MAX
+
+User = TypeVar("User", Room, Leg)
+
+
+class Turns(Generic[User]):
+    """A turn lasts until the user is told the end of its room.
+
+    The longest prompt has all places to itself.
+    """
+
+    def __init__(self) -> None:
+        self._left = PROMPT_PAGES_MAX
+        self._has: dict[User, int] = {}
+        self._wait: deque[tuple[User, Callable[[User], None]]] = deque()
+
+    def ask(self, user: User, go: Callable[[User], None]) -> None:
+        """`go` is called when it is the user's turn, at once where there are places."""
+        self._wait.append((user, go))
+        self._serve()
+
+    def end(self, user: User) -> None:
+        """Of a user that has a turn, waits for one, or never asked."""
+        self._left += self._has.pop(user, 0)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._wait:
+            user, go = self._wait[0]
+            if not user.told:
+                if user.job.num_pages > self._left:
+                    return
+                self._has[user] = user.job.num_pages
+                self._left -= user.job.num_pages
+            self._wait.popleft()
+            if not user.told:
+                go(user)

@@ -1,0 +1,212 @@
+"""The links between nodes: frames take a moment and come in order, unless a fault strikes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Protocol
+
+from kvflow.proof.bare.clock import Clock
+from kvflow.proof.bare.holds import Who
+from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.times import DELAY_S, FRAME_S, TICK_S
+from kvflow.protocols.commands import PeerKey
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire.codec import parse_at_decode, parse_at_prefill, routing_id
+from kvflow.protocols.wire.messages import Bootstrap, Incarnation, Message
+
+_FRAME_LOW, _FRAME_SPAN = FRAME_S[0], FRAME_S[1] - FRAME_S[0]
+_DULL = {
+    "source",
+    "target",
+    "layout",
+    "address",
+    "wire_version",
+    "prompt_digest",
+    "handoff",
+    "checksum",
+    "asked",
+}
+
+
+Burst = list[tuple[Any, bytes, bool]]
+"""Frames, each with where it comes from (a routing id at prefill, the key that was dialled at
+decode), and whether it is no message."""
+
+
+class End(Who, Protocol):
+    """One end of a link."""
+
+    parked: list[Any] | None
+    unread: Burst  # what has come since it was halted
+
+    def read(self, burst: Burst) -> None:
+        """What its sockets have at once."""
+
+    def say(self, what: str) -> None: ...
+
+
+Jammed = list[tuple[str, End, bool, bytes]]
+
+
+class Wire:
+    """Every link of one world. A link is a prefill's control address and a decode."""
+
+    def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
+        self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
+        self.routers: dict[str, End] = {}  # who answers at an address now
+        # What a decode has dialled there, the latest last.
+        self.lines: dict[tuple[str, int], list[PeerKey]] = {}
+        self.cut: set[str | int] = set()  # controls and decodes that nobody reaches
+        self.jammed: dict[str | int, Jammed] = {}  # what waits, to arrive in a burst
+        # Per link: when something last happened to it.
+        self.trouble: dict[tuple[str, int], float] = {}
+        self._last_at: dict[tuple[str, int, bool], float] = {}
+
+    def carry(self, sender: End, control: str, decode: End, frame: bytes) -> None:
+        """A frame on the link between the prefill at `control` and `decode`."""
+        clock, rng, peer, to_prefill = self.clock, self.rng, decode.incarnation, sender is decode
+        if self._traced:
+            hearer = self.routers.get(control) if to_prefill else decode
+            sender.say(f"to {hearer.name if hearer else 'nobody'}: {worded(frame, to_prefill)}")
+        if self.cut and (control in self.cut or peer in self.cut):
+            return self.disturbed(control, decode)
+        if self.jammed:
+            for end in (control, peer):
+                if end in self.jammed:
+                    self.jammed[end].append((control, decode, to_prefill, frame))
+                    return self.disturbed(control, decode)
+        now, random_ = clock.now, rng.random
+        at_s = now + _FRAME_LOW + _FRAME_SPAN * random_()
+        fault = self.faults.of_frame()
+        if fault:
+            if self._traced:
+                sender.say(f"{fault} strikes")
+            if fault == "drop":
+                return self.disturbed(control, decode)
+            if fault == "reorder":
+                at_s += _FRAME_SPAN * 3 * random_()
+                return clock.later(
+                    at_s - now, None, self._deliver, control, decode, to_prefill, frame
+                )
+            if fault == "delay":
+                self.disturbed(control, decode)
+                at_s += rng.uniform(*DELAY_S)
+                clock.later(at_s - now, None, self.disturbed, control, decode)
+        link = control, peer, to_prefill
+        last_s = self._last_at.get(link, 0.0) + TICK_S
+        if at_s < last_s:
+            at_s = last_s
+        self._last_at[link] = at_s
+        clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, frame)
+        if fault == "duplicate":
+            late_s = at_s - now + rng.uniform(*FRAME_S)
+            clock.later(late_s, None, self._deliver, control, decode, to_prefill, frame)
+        elif fault == "garbage":
+            spoilt = garbage(rng, frame, to_prefill)
+            clock.later(at_s - now, None, self._deliver, control, decode, to_prefill, spoilt, True)
+        return None
+
+    def unjam(self, end: str | int) -> None:
+        """What has waited arrives in one burst, in the order in which it was sent."""
+        frames, now = self.jammed.pop(end, []), self.clock.now
+        links = {
+            (control, decode.incarnation, to_prefill) for control, decode, to_prefill, _ in frames
+        }
+        at_s = max([now, *(self._last_at.get(link, now) for link in links)]) + TICK_S
+        self._last_at |= dict.fromkeys(links, at_s)
+        for control, decode, _, _ in frames:
+            self.disturbed(control, decode)
+        self.clock.later(at_s - now, None, self.deliver, frames)
+
+    def dial(self, key: PeerKey, decode: End) -> None:
+        self.lines.setdefault((key.control, decode.incarnation), []).append(key)
+
+    def hang_up(self, key: PeerKey, decode: End) -> None:
+        keys = self.lines.get((key.control, decode.incarnation), [])
+        if key in keys:
+            keys.remove(key)
+
+    def dialled_by(self, decode: End) -> bool:
+        """It has a connection."""
+        return any(keys and link[1] == decode.incarnation for link, keys in self.lines.items())
+
+    def unplug(self, node: End) -> None:
+        """It is dead: nobody answers there."""
+        for control in [control for control, router in self.routers.items() if router is node]:
+            del self.routers[control]
+        for link in [link for link in self.lines if link[1] == node.incarnation]:
+            del self.lines[link]
+
+    def disturbed(self, control: str, decode: End) -> None:
+        """Something happened to that link which both ends have to recover from."""
+        self.trouble[control, decode.incarnation] = self.clock.now
+
+    def deliver(self, frames: Jammed) -> None:
+        """Now, and at once."""
+        bursts: dict[End, Burst] = {}
+        for control, decode, to_prefill, frame in frames:
+            if (found := self._hearer(control, decode, to_prefill)) is not None:
+                node, origin = found
+                bursts.setdefault(node, []).append((origin, frame, False))
+        for node, burst in bursts.items():
+            self._hand_over(node, burst)
+
+    def _deliver(
+        self, control: str, decode: End, to_prefill: bool, frame: bytes, spoilt: bool = False
+    ) -> None:
+        if (found := self._hearer(control, decode, to_prefill)) is not None:
+            node, origin = found
+            self._hand_over(node, [(origin, frame, spoilt)])
+
+    def _hearer(self, control: str, decode: End, to_prefill: bool) -> tuple[End, Any] | None:
+        if to_prefill:
+            node = self.routers.get(control)
+            return None if node is None else (node, routing_id(Incarnation(decode.incarnation)))
+        keys = self.lines.get((control, decode.incarnation))
+        return (decode, keys[-1]) if keys else None
+
+    @staticmethod
+    def _hand_over(node: End, burst: Burst) -> None:
+        if node.parked is None:
+            return node.read(burst)
+        if not node.unread:  # it is not dead: those are unplugged
+            node.parked.append((node.read, (node.unread,)))
+        node.unread += burst
+        return None
+
+
+def parsed(frame: bytes, to_prefill: bool) -> Message | None:
+    """None for bytes that are no message."""
+    try:
+        return parse_at_prefill(frame) if to_prefill else parse_at_decode(frame)
+    except WireError:
+        return None
+
+
+def garbage(rng: random.Random, frame: bytes, to_prefill: bool) -> bytes:
+    """A frame cut short, with a byte changed or with more behind it, or nothing of the kind; never
+    a message.
+    """
+    at = rng.randrange(len(frame))
+    spoilt = (
+        frame[:at],
+        frame[:at] + bytes([frame[at] ^ rng.randint(1, 255)]) + frame[at + 1 :],
+        rng.randbytes(at),
+    )
+    found = rng.choice(spoilt)
+    return found if parsed(found, to_prefill) is None else b"\xc1" + found
+
+
+def worded(frame: bytes, to_prefill: bool) -> str:
+    """A message as people want to read it: without what is the same in all of them."""
+    message = parsed(frame, to_prefill)
+    if message is None:
+        return "what is no message"
+    shown = {
+        name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL
+    }
+    if type(message) is Bootstrap:
+        shown["pages"] = memoryview(message.pages).cast("i").tolist()
+    return (
+        f"{type(message).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+    )

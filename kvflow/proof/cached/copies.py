@@ -1,0 +1,99 @@
+"""Copies between a pool and host memory in virtual time: in two halves, with what goes wrong in
+between.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.oracle import Oracle
+from kvflow.proof.sim.pages import Books
+from kvflow.proof.sim.times import COPY_S, SLOW_COPY_S
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.pages.layout import Places
+
+HUNG_COPY_S = (0.3, 1.5)
+
+
+class _Copy(NamedTuple):
+    done: Future[bool]
+    work: Callable[[Places, Places], bool]
+    halves: list[tuple[Places, Places]]
+    used: list[tuple[Books, int]]
+    fault: str
+
+
+class CopyThread:
+    """In the place of the executor of one direction, with one thread: what is submitted waits for
+    what runs.
+    """
+
+    def __init__(self, source: Books, target: Books, oracle: Oracle, faults: Faults) -> None:
+        self._source, self._target, self._oracle, self._faults = source, target, oracle, faults
+        self._waiting: deque[_Copy] = deque()
+        self._running = False
+
+    def submit(self, work: Callable[..., bool], /, *arguments: Any) -> Future[bool]:
+        pairing, source, target, *rest = arguments
+        done: Future[bool] = Future()
+        halves = _halves(source, target)
+        used = [(self._source, page) for page in source.pages.tolist()]
+        used += [(self._target, page) for page in target.pages.tolist()]
+        fault = self._faults.of_copy()
+        if fault == "slow copy" and self._oracle.loop.rng.random() < 0.3:
+            fault = "hung copy"
+        self._waiting.append(
+            _Copy(done, lambda s, t: work(pairing, s, t, *rest), halves, used, fault)
+        )
+        self._next()
+        return done
+
+    def shutdown(self, wait: bool = True) -> None:
+        """There is nothing to end."""
+
+    def _next(self) -> None:
+        while self._waiting and not self._running:
+            copy = self._waiting.popleft()
+            if not copy.done.set_running_or_notify_cancel():
+                continue
+            self._running = True
+            for books, page in copy.used:
+                books.readers[page] += 1
+            text = f"copies {len(copy.used) // 2} pages, {copy.fault or 'no fault'}"
+            self._oracle.trace(lambda text=text: text)  # type: ignore[misc]
+            self._later(copy)
+
+    def _later(self, copy: _Copy) -> None:
+        loop = self._oracle.loop
+        span = {"slow copy": SLOW_COPY_S, "hung copy": HUNG_COPY_S}.get(copy.fault, COPY_S)
+        loop.call_later(loop.rng.uniform(*span), self._half, copy)
+
+    def _half(self, copy: _Copy) -> None:
+        whole = copy.work(*copy.halves.pop(0))
+        if not whole or not copy.halves:
+            self._end(copy)
+            copy.done.set_result(whole)
+        elif copy.fault == "failed copy":
+            self._end(copy)
+            copy.done.set_exception(TransferError("a copy fails half-way (on purpose)"))
+        else:
+            self._later(copy)
+
+    def _end(self, copy: _Copy) -> None:
+        for books, page in copy.used:
+            books.readers[page] -= 1
+        self._running = False
+        self._oracle.loop.call_soon(self._next)
+
+
+def _halves(source: Places, target: Places) -> list[tuple[Places, Places]]:
+    half = len(source.pages) // 2
+    parts = (slice(half), slice(half, None))
+    return [
+        (Places(source.pages[part], source.rows), Places(target.pages[part], target.rows))
+        for part in parts
+    ]

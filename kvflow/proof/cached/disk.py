@@ -1,0 +1,222 @@
+"""A disk that fails, hangs, tears and loses what it was given, below a shipped `file` store in
+virtual time.
+
+A store's work runs in a real thread, and only while the loop waits for it: it pauses where the disk
+takes time, and goes on by a timer of the process it belongs to. When that is killed, it stays where
+it is, in the middle of a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import errno
+import os
+import random
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvflow.proof.sim.loop import VirtualLoop, VirtualThread
+from kvflow.proof.sim.times import THREAD_S
+from kvflow.serve.cache.storage.disk import Disk
+from kvflow.serve.cache.storage.record import HEADER_BYTES
+
+STEP_S = (0.00005, 0.001)
+HANG_S = (0.2, 2.0)
+ON_DISKS = ("disk error", "disk full", "disk hangs", "page torn", "page lost")
+_running = threading.local()
+
+
+class KilledError(BaseException):
+    """The process has ended, and with it this thread."""
+
+
+class Worker:
+    """One call of a store under way."""
+
+    def __init__(
+        self, loop: VirtualLoop, done: asyncio.Future[Any], work: Callable[[], Any]
+    ) -> None:
+        self._loop, self._done, self._work = loop, done, work
+        self._goes, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+        self._pause_s: float | None = None
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._killed = False
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._body,), daemon=True)
+
+    def step(self) -> None:
+        """On the loop: until it pauses, or ends."""
+        self._pause_s = None
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._goes.release()
+        self._waits.acquire()
+        if (pause_s := self._paused()) is not None:
+            self._loop.call_later(pause_s, self.step)
+        elif not self._done.done():
+            if self._error is not None:
+                self._done.set_exception(self._error)
+            else:
+                self._done.set_result(self._result)
+
+    def _paused(self) -> float | None:
+        """As its thread has left it."""
+        return self._pause_s
+
+    def pause(self, for_s: float) -> None:
+        """In the thread."""
+        self._pause_s = for_s
+        self._waits.release()
+        self._goes.acquire()
+        if self._killed:
+            raise KilledError
+
+    def kill(self) -> None:
+        """After the run."""
+        self._killed = True
+        if self._thread.is_alive():
+            self._goes.release()
+            self._thread.join()
+
+    def _body(self) -> None:
+        _running.worker = self
+        try:
+            self._result = self._work()
+        except KilledError:
+            pass
+        except Exception as error:  # noqa: BLE001  # whoever awaits it gets it, as from a thread
+            self._error = error
+        self._waits.release()
+
+
+class StoreThreads(VirtualThread):
+    """In the place of a store's own."""
+
+    def __init__(self, loop: VirtualLoop, workers: list[Worker]) -> None:
+        self._loop, self._workers = loop, workers
+
+    def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
+        worker = Worker(self._loop, done, lambda: work(*arguments))
+        self._workers.append(worker)
+        self._loop.call_later(self._loop.rng.uniform(*THREAD_S), worker.step)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """There is nothing to end."""
+
+
+class DiskFaults:
+    """Drawn for one run; at most half of the kinds."""
+
+    def __init__(self, rng: random.Random, struck: Counter[str]) -> None:
+        """`struck`: which are counted there."""
+        self.rng, self.struck, self.on = rng, struck, True
+        self.kinds = frozenset(kind for kind in ON_DISKS if rng.random() < 0.5)
+        self._every = rng.randint(3, 20)
+        self.uses = 0  # of files
+
+    def strikes(self, kind: str, *, most: bool = False) -> bool:
+        """Once in a while, or with `most` every other time."""
+        if not self.on or kind not in self.kinds or self.rng.randrange(2 if most else self._every):
+            return False
+        self.struck[kind] += 1
+        return True
+
+
+class FaultyDisk(Disk):
+    """The real one, of one life of a process."""
+
+    def __init__(self, faults: DiskFaults) -> None:
+        self._faults = faults
+        self.dead = False
+        # Keys of pages that were stored: the medium may have lost them since.
+        self.whole: set[bytes] = set()
+
+    def _takes_time(self) -> None:
+        worker: Worker | None = getattr(_running, "worker", None)
+        if worker is not None and threading.current_thread() is worker._thread:
+            hangs = self._faults.strikes("disk hangs")
+            worker.pause(self._faults.rng.uniform(*(HANG_S if hangs else STEP_S)))
+        if self.dead:
+            raise KilledError
+
+    def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+        whole = b"".join(bytes(part) for part in parts)
+        cut = self._faults.rng.randint(0, len(whole))
+        super().write(descriptor, [whole[:cut]])
+        self._takes_time()
+        if self._faults.strikes("disk full"):
+            raise OSError(errno.ENOSPC, "no space is left (on purpose)")
+        super().write(descriptor, [whole[cut:]])
+
+    def rename(self, path: str, to: str, *, sync: bool) -> None:
+        self._takes_time()
+        self._fails()
+        super().rename(path, to, sync=sync)
+        self._used(to)
+        self.whole.add(bytes.fromhex(os.path.basename(to).partition(".")[0]))
+
+    def read(self, path: str, header: bytearray, value: memoryview) -> int:
+        self._takes_time()
+        self._fails()
+        size = super().read(path, header, value)
+        self._used(path)
+        return size
+
+    def remove(self, path: str) -> None:
+        if self.dead:
+            raise KilledError
+        super().remove(path)
+
+    def _used(self, path: str) -> None:
+        """In an order that is the same in every run."""
+        self._faults.uses += 1
+        at_ns = self._faults.uses * 1_000_000
+        os.utime(path, ns=(at_ns, at_ns))
+
+    def _fails(self) -> None:
+        if self._faults.strikes("disk error"):
+            raise OSError(errno.EIO, "an error (on purpose)")
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="kvflow-sim-")
+
+
+def empty_folder() -> Path:
+    """One for each process, without a file in it: thousands of folders take longer to make than a
+    run.
+    """
+    root = Path(_folder().name)
+    for path in (*root.glob("*/*/??/*"), *root.glob("*/*/writing/*")):
+        path.unlink()
+    return root
+
+
+def spoil(folder: Path, faults: DiskFaults, *, most: bool = False) -> None:
+    """What a medium, or with `most` a crash of the machine, makes of files: some are gone, some
+    hold other bytes.
+    """
+    for path in files_in(folder):
+        if faults.strikes("page lost"):
+            path.unlink()
+        elif faults.strikes("page torn", most=most):
+            data = bytearray(path.read_bytes())
+            cut = faults.rng.randrange(HEADER_BYTES, len(data))
+            # As long as before: length tells nothing.
+            data[cut:] = bytes(byte ^ 0x5A for byte in data[cut:])
+            stat = path.stat()
+            path.write_bytes(data)
+            os.utime(path, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    return iter(sorted(folder.glob("*/??/*")))

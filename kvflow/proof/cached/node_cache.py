@@ -1,0 +1,283 @@
+"""The prefix cache of one life of one node: the shipped one, over watched memory, and one who
+listens to its events.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvflow.memory.pool import PagedPool
+from kvflow.proof.cached.copies import CopyThread
+from kvflow.proof.cached.disk import DiskFaults, FaultyDisk, StoreThreads, Worker, files_in
+from kvflow.proof.cached.texts import Texts, page_bytes
+from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.oracle import Oracle
+from kvflow.proof.sim.pages import Books, watch
+from kvflow.proof.sim.variety import PAGE_SIZE
+from kvflow.protocols.cache.nodes import PAGED, Node, Tier
+from kvflow.protocols.machines.cached_run import RunPhase
+from kvflow.serve.cache.host import HostTier
+from kvflow.serve.cache.prefix import Prefix, PrefixCache
+from kvflow.serve.cache.storage.file import FileBackend
+from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
+from kvflow.serve.cache.storage.identity import identity_of
+from kvflow.serve.cache.stored import StorageTier
+from kvflow.serve.cache.tiers import OWNER
+from kvflow.testing.subscriber import Subscriber
+
+LIMITS = Limits(stall_s=0.5, pause_s=0.2, max_pause_s=0.8)
+_STORE_BYTES = 16 << 20  # more than a run fills
+
+
+class CachePlan(NamedTuple):
+    """Of one place, for all its lives."""
+
+    policy: str
+    write_policy: Any
+    host_pages: int  # 0: no host tier
+    stores: bool
+
+
+def draw_plan(rng: random.Random) -> CachePlan:
+    host_pages = rng.choice((0, 6, 16, 40, 40))
+    return CachePlan(
+        rng.choice(("lru", "lru", "lfu", "slru", "priority", "depth")),
+        rng.choice(("write_through", "write_through", "write_through_selective", "write_back")),
+        host_pages,
+        bool(host_pages) and rng.random() < 0.7,
+    )
+
+
+class NodeCache:
+    """`cache` is what a scheduler uses."""
+
+    def __init__(
+        self,
+        who: str,
+        pool: PagedPool,
+        books: Books,
+        plan: CachePlan,
+        folder: Path,
+        texts: Texts,
+        oracle: Oracle,
+        faults: Faults,
+        disk_faults: DiskFaults,
+        workers: list[Worker],
+    ) -> None:
+        self._who, self._books, self._texts, self._oracle = who, books, texts, oracle
+        self._host_books: Books | None = None
+        self._disk = FaultyDisk(disk_faults)
+        self._backend: FileBackend | None = None
+        self.host: HostTier | None = None
+        self.folder, self.lost = folder, False
+        self._heard = False
+        storage = None
+        if plan.host_pages:
+            self.host = host = HostTier(pool, plan.host_pages * pool.layout.page_bytes)
+            self._host_books = watch(host.memory, f"host memory of {who}", oracle, lambda: False)
+            host.pages = host.memory.pages
+            copies = {Tier.HOST: (books, self._host_books), Tier.DEVICE: (self._host_books, books)}
+            host._threads = {
+                to: CopyThread(  # type: ignore[misc]
+                    *both,
+                    oracle,
+                    faults,
+                )
+                for to, both in copies.items()
+            }
+            if plan.stores:
+                storage = StorageTier(self._store(host, workers), host)
+        self.cache = PrefixCache(
+            pool.pages,
+            PAGE_SIZE,
+            plan.policy,
+            now=oracle.loop.time,
+            host=self.host,
+            write_policy=plan.write_policy,
+            events=True,
+            storage=storage,
+        )
+        self.subscriber = Subscriber()
+        # It only says that there is something to publish.
+        self.cache.publisher = self  # type: ignore[assignment]
+
+    def _store(self, host: HostTier, workers: list[Worker]) -> GuardedStorage:
+        layout = host.memory.layout
+        self._backend = backend = FileBackend(
+            str(self.folder), identity_of(layout), layout.page_bytes, _STORE_BYTES, disk=self._disk
+        )
+        backend.open()
+        self._disk.whole.update(
+            bytes.fromhex(file.name.partition(".")[0]) for file in files_in(self.folder)
+        )
+        store = GuardedStorage(backend, LIMITS)
+        for part in (store._puts, store._gets, store._lookups, store._reads, store._writes):
+            part.threads = StoreThreads(self._oracle.loop, workers)  # type: ignore[assignment]
+        return store
+
+    def die(self) -> None:
+        """With its process: what its threads are in the middle of is never finished."""
+        self.lost = self._disk.dead = True
+        if self._host_books is not None:
+            self._host_books.lost = True
+        if self._backend is not None:
+            self._backend.close()  # the lock of a process ends with it
+
+    async def close(self) -> None:
+        if not self.lost:
+            await self.cache.close()
+
+    def unmap(self) -> None:
+        """After the run."""
+        if self.host is not None:
+            self.host.memory.close()
+
+    # --- the subscriber
+
+    def notify(self) -> None:
+        """Publishers send in a turn of the loop of their own."""
+        if not self._heard:
+            self._heard = True
+            self._oracle.loop.call_soon(self._hear)
+
+    def _hear(self) -> None:
+        self._heard = False
+        if self.lost or self._oracle.over:
+            return
+        try:
+            self.subscriber.replay(self.cache.take_events())
+        except AssertionError as error:
+            return self._oracle.broken("I10", f"{self._who}: {str(error).removeprefix('I10: ')}")
+        for tier, there in zip(Tier, self._truth(), strict=True):
+            if over := self.subscriber.blocks[tier].keys() - there:
+                return self._oracle.broken(
+                    "I10",
+                    f"{self._who}: {len(over)} pages are told of that {tier.name.lower()} has not "
+                    "got",
+                )
+        return None
+
+    def _truth(self) -> list[set[int]]:
+        """By the bytes of the pages that the cache owns, and the files that were finished: what
+        could be told.
+        """
+        found: list[set[int]] = []
+        for books in (self._books, self._host_books):
+            names: set[int] = set()
+            if books is not None:
+                held = {
+                    books.bytes.read(page)
+                    for page, owner in enumerate(books.owners)
+                    if owner == OWNER
+                }
+                size = books.bytes.page_bytes
+                names = {
+                    name
+                    for digest, name in self._texts.names.items()
+                    if page_bytes(digest, size) in held
+                }
+            found.append(names)
+        return [
+            *found,
+            {name for digest, name in self._texts.names.items() if digest in self._disk.whole},
+        ]
+
+    # --- what is found
+
+    def check(self, prefix: Prefix, prompt: list[int], when: str) -> None:
+        """What a request was given holds what its tokens say."""
+        digests, size = self._texts.add(prompt), self._books.bytes.page_bytes
+        for index, page in enumerate(prefix.pages.tolist()):
+            if self._books.bytes.read(page) != page_bytes(digests[index], size):
+                self._oracle.broken(
+                    "I14",
+                    f"{self._who}: cached page {page} {when} is not page {index} of its prompt",
+                )
+
+    def counted(self) -> dict[str, int]:
+        stats = self.cache.stats()
+        what = (
+            "evicted_pages",
+            "saved_pages",
+            "loaded_pages",
+            "stored_pages",
+            "fetched_pages",
+            "failed_copies",
+        )
+        return {name.replace("_", " "): getattr(stats, name) for name in what}
+
+    def left(self) -> list[str]:
+        """What is not at rest, in words."""
+        if self.lost:
+            return []
+        stats, found = self.cache.stats(), []
+        if self.cache.busy:
+            found.append("copies are under way")
+        if stats.evictable_pages != stats.pages:
+            found.append(
+                f"{stats.pages - stats.evictable_pages} of {stats.pages} cached pages are pinned"
+            )
+        if self._books.owners.count(OWNER) != stats.pages:
+            found.append(
+                f"{self._books.owners.count(OWNER)} pages are the cache's, and it knows of "
+                f"{stats.pages}"
+            )
+        if self.host is not None and sum(self.host.pages.owned().values()) != stats.host_pages:
+            found.append(
+                f"{self.host.pages.owned()} of host memory are out, and {stats.host_pages} cached"
+            )
+        return [f"{self._who}: {what}" for what in found]
+
+    def check_told(self) -> None:
+        """At rest a subscriber knows what can be read in each tier, but for what hangs on nothing
+        there.
+        """
+        if self.lost:
+            return
+        self._hear()
+        there: list[set[int]] = [set(), set(), set()]
+        waiting: list[tuple[Node, int]] = [
+            (root, 7) for root in self.cache._index._residents.roots.values()
+        ]
+        while waiting:
+            node, above = waiting.pop()
+            bits = above
+            if node.parent is not None:
+                bits = sum(
+                    1 << tier
+                    for tier in Tier
+                    if above & 1 << tier and node.phase[tier] is RunPhase.PRESENT
+                )
+                assert bits == 0 or node.digests is not None
+                for tier in Tier:
+                    if bits & 1 << tier and node.digests is not None:
+                        there[tier].update(node.digests[:, 0].tolist())
+            waiting.extend((child, bits) for child in node.children.values())
+        told = [set(held) for held in self.subscriber.blocks]
+        for tier in Tier:
+            if told[tier] != there[tier]:
+                self._oracle.broken(
+                    "I10",
+                    f"{self._who}: {tier.name.lower()} has {len(there[tier])} pages, "
+                    f"{len(told[tier])} are told",
+                )
+
+    def empty(self) -> list[str]:
+        """With nothing under way, all of it can be given back."""
+        if self.lost:
+            return []
+        for _ in range(len(self._books.owners)):
+            before = self.cache.stats()
+            for tier in PAGED:
+                self.cache._free(self.cache._index.evict(tier, len(self._books.owners)))
+            if (after := self.cache.stats()) == before:
+                break
+        else:
+            after = self.cache.stats()
+        if after.pages or after.host_pages:
+            return [
+                f"{self._who}: {after.pages} and {after.host_pages} pages cannot be evicted at rest"
+            ]
+        return []

@@ -1,0 +1,231 @@
+"""What an engine with prefix caches does with rooms: it finds, locks, loads, computes what is
+missing, and keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+
+import numpy as np
+
+from kvflow.aio import in_thread
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.proof.cached.node_cache import NodeCache
+from kvflow.proof.cached.texts import Texts
+from kvflow.proof.sim.engine import Job, opened
+from kvflow.proof.sim.pages import books_of
+from kvflow.proof.sim.variety import PAGE_SIZE
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.serve.cache.prefix import Prefix
+
+PRESSED = 0.15  # the share of requests after which everything is evicted that can be
+MAKE_ROOM_S, MAKE_ROOM_TURNS = 0.5, 50
+LOAD_S = 0.15  # a request waits so long for what is loaded
+# And at most so long after that for its turn, while others evict what nobody holds.
+MOST_TURN_S = 0.05
+
+
+class CachingScheduler:
+    """Every job at once, with the cache of its node.
+
+    Only what a room that has succeeded has is kept.
+    """
+
+    def __init__(
+        self, texts: Texts, caches: dict[int, NodeCache], counts: Counter[str], rng: random.Random
+    ) -> None:
+        """`caches` by the identity of their node."""
+        self._texts, self._caches, self._counts, self._rng = texts, caches, counts, rng
+        # Pages of rooms that have not got theirs yet, by node.
+        self._promised: Counter[int] = Counter()
+
+    async def prefill(self, node: PrefillNode, job: Job) -> None:
+        if job.refused:
+            return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
+        mine, prompt, owner = self._caches[id(node)], np.array(job.prompt), object()
+        total = -(-len(job.prompt) // PAGE_SIZE)
+        async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
+            job.close = room.close
+            await self._fetch(mine, job.prompt, len(job.prompt) - 1)
+            had = await room.matched()
+            async with self._found(mine, job.prompt, len(job.prompt) - 1) as prefix:
+                cached = kept = int(prefix.pages.size)
+                node.pool.pages.reclaim(total - cached)
+                try:
+                    own = node.pages.take_room(total - cached, owner)
+                except KvflowError as error:
+                    room.close(error.cause())
+                    raise
+                pages = np.concatenate([prefix.pages, own])
+                try:
+                    sent, at = -(-had // PAGE_SIZE), 0
+                    for number, count in enumerate(self._chunks(job, total)):
+                        if number == job.fails_at:
+                            kept = self.engine_failed(node, job, room, pages, owner, prefix)
+                            return None
+                        at += count
+                        await in_thread(
+                            self._model_step(node, job, pages, max(at - count, cached), at)
+                        )
+                        if at == total or at > sent:
+                            last = at == total
+                            room.send(
+                                pages[sent:at], last=last, handoff=job.handoff if last else b""
+                            )
+                            sent = max(at, sent)
+                    await room.done()
+                    mine.check(prefix, job.prompt, "after use")
+                    kept = mine.cache.keep(prompt, pages, owner, prefix)
+                    self._press(node)
+                    job.succeeded = True
+                finally:
+                    node.pages.give_back(pages[kept:], owner)
+        return None
+
+    async def decode(self, node: DecodeNode, job: Job) -> None:
+        if job.refused:
+            return node.refuse(
+                job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it")
+            )
+        mine, prompt = self._caches[id(node)], np.array(job.prompt)
+        async with AsyncExitStack() as stack:
+            prefix = await stack.enter_async_context(self._found(mine, job.prompt, len(job.prompt)))
+            stack.enter_context(self._promise(node, job, prefix))
+            await self._make_room(node)
+            room = await opened(node, job, prefix.tokens)
+            try:
+                async with room:
+                    await room.landed()
+                    await self._generate(node, job, room, prefix, prompt)
+            except KvflowError:
+                self.room_failed(node, job, room, prefix)
+                raise
+        return None
+
+    async def _generate(
+        self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix, prompt: np.ndarray
+    ) -> None:
+        mine, owner, kept = self._caches[id(node)], object(), 0
+        own, cached = room.keep(owner), int(prefix.pages.size)
+        try:
+            await asyncio.sleep(job.kept_s)
+            mine.check(prefix, job.prompt, "after use")
+            kept = (
+                mine.cache.keep(prompt, np.concatenate([prefix.pages, own]), owner, prefix) - cached
+            )
+            self._press(node)
+            job.succeeded = True
+        finally:
+            node.pages.give_back(own[kept:], owner)
+
+    # --- what must not be kept: bugs are planted here
+
+    def room_failed(self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix) -> None:
+        """Its pages are the room's: who writes to them still may."""
+        self._counts["rooms that failed"] += 1
+
+    def engine_failed(
+        self,
+        node: PrefillNode,
+        job: Job,
+        room: PrefillRoom,
+        pages: PageIndices,
+        owner: object,
+        prefix: Prefix,
+    ) -> int:
+        """Some of its pages may not be computed. Returns how many of them are the cache's now."""
+        room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
+        return int(prefix.pages.size)
+
+    # --- parts of both
+
+    def _press(self, node: PrefillNode | DecodeNode) -> None:
+        """Sometimes pages are wanted at once: what was kept is being copied then."""
+        if self._rng.random() < PRESSED:
+            node.pool.pages.reclaim(node.pool.pages.available_pages)
+
+    async def _fetch(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> None:
+        """From storage, while a prompt waits for its room."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOAD_S):
+                await mine.cache.fetch(np.array(prompt), most_tokens)
+
+    async def _load(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> Prefix:
+        """What can be on the device in time, locked."""
+        tokens = np.array(prompt)
+        try:
+            async with asyncio.timeout(LOAD_S):
+                return await mine.cache.load(tokens, most_tokens)
+        except TimeoutError:
+            self._counts["loads that took too long"] += 1
+        return mine.cache.match(tokens, most_tokens)
+
+    @asynccontextmanager
+    async def _found(
+        self, mine: NodeCache, prompt: list[int], most_tokens: int
+    ) -> AsyncIterator[Prefix]:
+        """What was loaded, or is on the device, held from then on."""
+        self._texts.add(prompt)
+        prefix = await self._load(mine, prompt, most_tokens)
+        try:
+            await asyncio.sleep(self._rng.uniform(0, MOST_TURN_S))
+            mine.cache.count(len(prompt), prefix)
+            self._counts["prompts"] += 1
+            self._counts["cached pages used"] += int(prefix.pages.size)
+            mine.check(prefix, prompt, "when found")
+            yield prefix
+        finally:
+            prefix.release()
+
+    @contextmanager
+    def _promise(self, node: DecodeNode, job: Job, prefix: Prefix) -> Iterator[None]:
+        """As an admission does: pages that were promised to others are not there."""
+        wanted = -(-len(job.prompt) // PAGE_SIZE) - int(prefix.pages.size)
+        self._promised[id(node)] += wanted
+        try:
+            yield
+        finally:
+            self._promised[id(node)] -= wanted
+
+    async def _make_room(self, node: DecodeNode) -> None:
+        """With write_back pages become free when they have been copied."""
+        pages, cache = node.pool.pages, self._caches[id(node)].cache
+        for _ in range(MAKE_ROOM_TURNS):
+            wanted = min(self._promised[id(node)], pages.available_pages)
+            if pages.reclaim(wanted) >= wanted or not cache.busy:
+                return
+            await asyncio.sleep(MAKE_ROOM_S / MAKE_ROOM_TURNS)
+
+    @staticmethod
+    def _chunks(job: Job, total: int) -> list[int]:
+        counts = list(job.chunks)
+        if sum(counts) != total:
+            raise AssertionError(
+                f"room {job.room}: chunks of {counts} pages for a prompt of {total}"
+            )
+        return counts
+
+    def _model_step(
+        self, node: PrefillNode, job: Job, pages: PageIndices, first: int, end: int
+    ) -> Callable[[], None]:
+        """Computes the prompt's pages from number `first` to `end`; call it in a thread.
+
+        It reads those before.
+        """
+        books, digests = books_of(node.pages), self._texts.add(job.prompt)
+        for page in pages[:end].tolist():
+            books.readers[page] += 1
+
+        def compute() -> None:
+            for index in range(first, end):
+                books.bytes.fill(int(pages[index]), digests[index], 0)
+            for page in pages[:end].tolist():
+                books.readers[page] -= 1
+
+        return compute

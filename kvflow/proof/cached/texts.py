@@ -1,0 +1,74 @@
+"""Prompts that begin alike.
+
+What a page holds depends on all tokens up to its end, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from functools import lru_cache
+
+from kvflow.proof.sim.content import content
+from kvflow.proof.sim.variety import PAGE_SIZE
+from kvflow.protocols.wire.codec import prompt_digest
+from kvflow.testing.subscriber import block_hash, digests_of_prompt
+
+
+class Texts:
+    """All prompts of one run."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, list[bytes]] = {}
+        self.names: dict[bytes, int] = {}  # of a whole page's digest: what events call it
+
+    def add(self, prompt: list[int]) -> list[bytes]:
+        """A digest for every page, the last one too if it is not whole. They are remembered."""
+        key = prompt_digest(prompt)
+        if (found := self._pages.get(key)) is None:
+            found = digests_of_prompt(prompt, PAGE_SIZE)
+            self.names.update((digest, block_hash(digest)) for digest in found)
+            if rest := prompt[len(found) * PAGE_SIZE :]:
+                above = found[-1] if found else b""
+                found = [
+                    *found,
+                    hashlib.sha256(b"rest" + above + struct.pack(f"<{len(rest)}I", *rest)).digest(),
+                ]
+            self._pages[key] = found
+        return found
+
+    def of(self, prompt: bytes) -> list[bytes]:
+        """The digests of a prompt's pages, by the digest of the prompt."""
+        return self._pages[prompt]
+
+
+@lru_cache(4096)
+def page_bytes(digest: bytes, size_bytes: int) -> bytes:
+    """What a page with that digest holds."""
+    return content(digest, 0, size_bytes)
+
+
+class Library:
+    """Prompts of a run: some texts that all of them begin with, for a while."""
+
+    def __init__(self, rng: random.Random, most_pages: int) -> None:
+        self._rng, self._most = rng, most_pages * PAGE_SIZE
+        self._drawn: list[list[int]] = [self._fresh(self._most) for _ in range(rng.randint(1, 2))]
+
+    def draw(self) -> list[int]:
+        begins = self._rng.choice(self._drawn)
+        return self.after(
+            begins[: self._rng.choice((len(begins), self._rng.randint(0, len(begins))))]
+        )
+
+    def after(self, begins: list[int]) -> list[int]:
+        """A prompt that goes on from there."""
+        rng = self._rng
+        more = rng.choice((0, rng.randint(1, PAGE_SIZE), rng.randint(1, self._most)))
+        prompt = (begins + self._fresh(more))[: self._most] or self._fresh(1)
+        self._drawn.append(prompt)
+        return prompt
+
+    def _fresh(self, count: int) -> list[int]:
+        return [self._rng.randrange(1 << 16) for _ in range(count)]

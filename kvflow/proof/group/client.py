@@ -1,0 +1,95 @@
+"""One request of a group: what its client hears, and what the engine of each rank is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvflow.proof.bare.job import Issue, PrefillJob
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.group.member import TicketKey
+from kvflow.protocols.wire.group import Ticket
+
+
+class Fate(NamedTuple):
+    """Of one request.
+
+    Ranks are named where one of them does something that the others do not; None is none.
+    """
+
+    deadline_s: float | None = None
+    rendezvous_s: float | None = None
+    refused_at: int | None = None
+    fails_rank: int | None = None
+    fails_at: int | None = None  # before this chunk
+
+
+NO_FATE = Fate()
+
+
+class StageJob(PrefillJob):
+    """As the engine of one rank has it."""
+
+    key: TicketKey
+
+
+class Client:
+    def __init__(
+        self,
+        number: int,
+        room: int,
+        tokens: int,
+        digest: bytes,
+        chunks: tuple[int, ...],
+        issue: Issue,
+        broken: Callable[[str, str], None],
+        *,
+        group: int = 0,
+        rows: int = 0,
+        fate: Fate = NO_FATE,
+    ) -> None:
+        self.number, self.room, self.tokens, self.digest, self.chunks = (
+            number,
+            room,
+            tokens,
+            digest,
+            chunks,
+        )
+        self.group, self.rows, self.fate = group, rows, fate
+        self.ticket: Ticket | None = None
+        self.asked = self.told = self.succeeded = False
+        self._issue, self._broken = issue, broken
+
+    @property
+    def request(self) -> bytes:
+        """What the leader sends to every rank."""
+        return self.number.to_bytes(4, "big")
+
+    def tell(self, cause: Cause | None) -> None:
+        """What became of it: once."""
+        if self.told:
+            self._broken(
+                "once", f"the client of room {self.room} is told two endings, the second: {cause}"
+            )
+        self.told, self.succeeded = True, cause is None
+
+    def cause(self, code: Code, text: str) -> Cause:
+        """A cause that names its room, as those of jobs do."""
+        return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
+
+    def job(self, rank: int, key: TicketKey) -> StageJob:
+        fate = self.fate
+        job = StageJob(
+            self.room,
+            self.tokens,
+            self.digest,
+            self.chunks,
+            self._issue,
+            rows=self.rows,
+            deadline_s=fate.deadline_s,
+            refused=fate.refused_at == rank,
+            fails_at=fate.fails_at if fate.fails_rank == rank else None,
+            rendezvous_s=fate.rendezvous_s,
+        )
+        job.key = key
+        return job

@@ -1,0 +1,324 @@
+"""What must hold in a group, seen from its rooms, its frames and what each part of it asks for.
+
+- order: every member applies the decisions of one leader's log as they stand there, in their order,
+  none left out;
+- start: a request starts only when every rank is ready;
+- success: the group succeeds only when every rank has landed, and no rank takes a request for a
+  success alone;
+- once: a request is decided once, a client has one answer, a rank is told once;
+- first cause: it is the first failure that reached the leader;
+- spread: while the lines are up, a failure of one rank has ended the room at every rank within a
+  second;
+- patience: no rank and no leader is given up for nothing.
+
+What rests, and what must not be left, is the business of `rest`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
+
+from kvflow.proof.bare.oracle import Oracle
+from kvflow.proof.group.lines import Lines, Process
+from kvflow.proof.sim.times import HEAR_S, PATIENCE_S
+from kvflow.protocols.errors import Cause, WireError
+from kvflow.protocols.group.leader import GroupLeader, Membership
+from kvflow.protocols.group.member import Session, TicketKey
+from kvflow.protocols.wire import group as wire
+from kvflow.protocols.wire.codec import parse_at_leader, parse_at_member
+from kvflow.protocols.wire.group import Ruling, Ticket, Vote
+from kvflow.protocols.wire.messages import Incarnation
+
+SPREAD_S = HEAR_S
+_A_MOMENT_S = 1e-6
+
+
+class Entry(NamedTuple):
+    """One decision in a leader's log."""
+
+    ticket: Ticket
+    ruling: Ruling
+    cause: Cause | None
+
+
+Membered = tuple[Incarnation, Incarnation, int]
+"""One session: the member, its leader, the number."""
+
+
+class Rules:
+    """Raises BrokenError, by way of the oracle, at the first violation."""
+
+    def __init__(self, oracle: Oracle, lines: Lines) -> None:
+        self.oracle, self.clock, self.lines, self.ranks = oracle, oracle.clock, lines, range(0)
+        self.counts: Counter[str] = Counter()
+        # That ended rooms of ranks to which nothing had happened.
+        self.group_causes: set[Cause] = set()
+        self._log: dict[tuple[Incarnation, int], Entry] = {}
+        self._numbers: dict[tuple[TicketKey, Ruling], int] = {}
+        self._next: dict[Membered, int] = {}  # the decision that it applies next
+        self._shown: dict[Membered, int] = {}  # and the last one that showed
+        self._ready: dict[TicketKey, set[int]] = defaultdict(set)
+        self._landed: dict[TicketKey, set[int]] = defaultdict(set)
+        self._decided: dict[TicketKey, Cause | None] = {}
+        self._settled: set[tuple[Incarnation, TicketKey]] = set()
+        self._opened: dict[tuple[Incarnation, TicketKey], Session] = {}
+        self._sessions: dict[Incarnation, Session | None] = {}
+        self._members: dict[Incarnation, dict[Any, Membership]] = {}
+        self._first: Cause | None = None  # the failure that the leader reads now
+        # Who, whom: who may do the same.
+        self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
+
+    def broken(self, rule: str, text: str) -> None:
+        self.oracle.broken(rule, text)
+
+    # --- the log
+
+    def decides(self, frame: bytes) -> None:
+        """The leader sends this to one member."""
+        message = parse_at_member(frame)
+        if not isinstance(message, wire.Decision):
+            return
+        entry, at = (
+            Entry(message.ticket, message.ruling, message.cause),
+            (message.leader, message.number),
+        )
+        if at not in self._log:
+            self._log[at] = entry
+            self.counts["started"] += message.ruling is Ruling.START
+        if self._log[at] != entry:
+            self.broken(
+                "order",
+                f"decision {message.number} is {entry}, and was {self._log[at]} for another rank",
+            )
+        self._numbers[TicketKey(message.leader, message.ticket), message.ruling] = message.number
+
+    def member_receives(self, stage: Process, frame: bytes) -> None:
+        """Hand it over, and see what it has applied."""
+        member, session = stage.member, stage.member.session
+        before = 0 if session is None else session.link.received_below
+        member.receive(frame, self.clock.now)
+        if session is None or session is not member.session:
+            return
+        applied = session.link.received_below - before
+        if not applied:
+            return
+        message = parse_at_member(frame)
+        assert isinstance(message, wire.Decision)
+        where = (member.incarnation, session.leader, session.number)
+        expected = self._next[where]
+        if applied != 1 or message.number != expected:
+            self.broken(
+                "order",
+                f"{stage.name} applies decision {message.number} where {expected} comes next",
+            )
+        self._next[where] = expected + 1
+
+    def _shows(self, stage: Process, key: TicketKey, ruling: Ruling) -> None:
+        """What a rank does about a decision comes in the order of the log."""
+        session, number = stage.member.session, self._numbers.get((key, ruling))
+        if session is None or session.leader != key.leader:
+            return
+        where = (stage.incarnation, session.leader, session.number)
+        if number is None:
+            return self.broken(
+                "order", f"{stage.name}: {ruling.name} of request {key.ticket} was not decided"
+            )
+        if number <= self._shown.get(where, -1):
+            self.broken(
+                "order",
+                f"{stage.name}: {ruling.name} of request {key.ticket} comes after later decisions",
+            )
+        self._shown[where] = number
+
+    # --- what a rank does
+
+    def opens(self, stage: Process, key: TicketKey) -> None:
+        self._shows(stage, key, Ruling.OPEN)
+        session = stage.member.session
+        assert session is not None
+        self._opened[stage.incarnation, key] = session
+
+    def ready(self, stage: Process, key: TicketKey) -> None:
+        self._ready[key].add(stage.rank)
+
+    def starts(self, stage: Process, key: TicketKey) -> None:
+        if missing := set(self.ranks) - self._ready[key]:
+            self.broken(
+                "start",
+                f"{stage.name} starts request {key.ticket}, and ranks {sorted(missing)} are not "
+                "ready",
+            )
+        self._shows(stage, key, Ruling.START)
+
+    def landed(self, stage: Process, key: TicketKey) -> None:
+        self._landed[key].add(stage.rank)
+
+    def failed(self, stage: Process, key: TicketKey) -> None:
+        session = stage.member.session
+        if session is not None and session is self._opened[stage.incarnation, key]:
+            self.clock.later(SPREAD_S, None, self._has_spread, key, self.clock.now)
+
+    def settled(self, stage: Process, key: TicketKey, cause: Cause | None) -> None:
+        at = stage.incarnation, key
+        if at in self._settled:
+            self.broken("once", f"{stage.name} is told twice what became of request {key.ticket}")
+        self._settled.add(at)
+        if cause is None and (key not in self._decided or self._decided[key] is not None):
+            self.broken("success", f"{stage.name} takes request {key.ticket} for a success, alone")
+        if stage.member.session is self._opened[at]:
+            self._shows(stage, key, Ruling.FAIL if cause else Ruling.SUCCEED)
+            if key in self._decided and self._decided[key] != cause:
+                self.broken(
+                    "order",
+                    f"{stage.name}: request {key.ticket} ends with {cause}, not "
+                    f"{self._decided[key]}",
+                )
+
+    def given(self, cause: Cause) -> Cause:
+        """The group ends a room of one rank with this."""
+        self.group_causes.add(cause)
+        return cause
+
+    # --- what the leader does
+
+    def asked(self, stage: Process, ticket: Ticket) -> None:
+        self.counts["opened"] += 1
+
+    def leader_receives(self, stage: Process, peer_id: bytes, frame: bytes) -> None:
+        """Hand it over; a failure that it takes decides an open request, with its cause."""
+        leader = stage.leader
+        assert leader is not None
+        vote = _failure(frame)
+        ticket = Ticket(0) if vote is None else vote.ticket
+        member = None if vote is None else _membership(leader, vote)
+        takes = member is not None and vote is not None and vote.seq == member.link.received_below
+        open_ = ticket in leader.requests
+        leader.receive(peer_id, frame, self.clock.now)
+        if takes and open_:
+            assert vote is not None
+            self._first = vote.cause
+            if ticket in leader.requests:
+                self.broken(
+                    "first cause",
+                    f"request {ticket} goes on, and rank {member and member.rank} has failed",
+                )
+
+    def decided(self, stage: Process, ticket: Ticket, cause: Cause | None) -> None:
+        key, first = TicketKey(stage.incarnation, ticket), self._first
+        self._first = None
+        if key in self._decided:
+            self.broken(
+                "once", f"request {ticket} is decided twice: {self._decided[key]}, then {cause}"
+            )
+        self._decided[key] = cause
+        if first is not None and cause != first:
+            self.broken(
+                "first cause", f"request {ticket} fails with {cause}, the first was {first}"
+            )
+        if cause is None and (missing := set(self.ranks) - self._landed[key]):
+            self.broken(
+                "success",
+                f"request {ticket} succeeds, and has not landed at ranks {sorted(missing)}",
+            )
+        self.counts["succeeded" if cause is None else f"failed {cause.code}"] += 1
+        if cause is not None:
+            self.clock.later(SPREAD_S, None, self._has_spread, key, self.clock.now)
+
+    # --- spread
+
+    def _has_spread(self, key: TicketKey, since_s: float) -> None:
+        leader = next(
+            (rank for rank in self.lines.leaders.values() if rank.incarnation == key.leader), None
+        )
+        stages = [rank for rank in self.lines.members.values() if _in_session(rank, key)]
+        if leader is None:
+            return
+        troubled_at_s = max(self._troubled_at_s(rank) for rank in self.lines.members.values())
+        if len(stages) < len(self.ranks):
+            troubled_at_s = self.clock.now  # its silence is awaited, or it comes back
+        if troubled_at_s >= since_s:
+            wait_s = troubled_at_s + SPREAD_S - self.clock.now
+            self.clock.later(
+                max(wait_s, _A_MOMENT_S), None, self._has_spread, key, troubled_at_s + _A_MOMENT_S
+            )
+            return
+        for stage in stages:
+            leg = stage.by_key.get(key)
+            if leg is not None and not leg.told:
+                self.broken(
+                    "spread", f"request {key.ticket} has failed, and {stage.name} has its room open"
+                )
+        if key not in self._decided:
+            self.broken(
+                "spread", f"request {key.ticket} has failed at a rank, and its client was not told"
+            )
+
+    def _troubled_at_s(self, rank: Process) -> float:
+        now = self.clock.now
+        if not rank.up or rank.displaced or rank.incarnation in self.lines.cut:
+            return now
+        return max(rank.troubled_at_s, self.lines.trouble.get(rank.incarnation, -1.0))
+
+    # --- patience
+
+    def membership(self, stage: Process) -> None:
+        """Look whether a session has ended since the last time."""
+        session, known = stage.member.session, self._sessions.get(stage.incarnation)
+        if session is not known:
+            self._sessions[stage.incarnation] = session
+            if known is not None:
+                self._given_up(stage, known.leader, f"{stage.name} leaves the group")
+        leader = stage.leader
+        if leader is None:
+            return
+        members = self._members.get(stage.incarnation, {})
+        if members != leader.members:
+            for rank, member in members.items():
+                if leader.members.get(rank) is not member:
+                    self.counts["ranks lost"] += 1
+                    self._given_up(stage, member.incarnation, f"the leader gives up rank {rank}")
+            for member in leader.members.values():  # what is decided from now on is theirs
+                self._next.setdefault(
+                    (member.incarnation, leader.incarnation, member.session), leader.decisions
+                )
+            self._members[stage.incarnation] = dict(leader.members)
+
+    def _given_up(self, stage: Process, other: Incarnation, text: str) -> None:
+        """Something has happened to either of the two, or one of them has given up the other
+        already.
+        """
+        found = [rank for rank in self.lines.members.values() if rank.incarnation == other]
+        excused = (other, stage.incarnation) in self._given_up_by
+        self._given_up_by.discard((other, stage.incarnation))
+        if not found or stage.displaced or excused:
+            return
+        self._given_up_by.add((stage.incarnation, other))
+        troubled_at_s = max(self._troubled_at_s(rank) for rank in (stage, *found))
+        if self.clock.now - troubled_at_s > PATIENCE_S:
+            self.broken("patience", f"{text}, and nothing has happened to the two")
+
+
+def _failure(frame: bytes) -> wire.RankVote | None:
+    try:
+        message = parse_at_leader(frame)
+    except WireError:
+        return None
+    return message if isinstance(message, wire.RankVote) and message.vote is Vote.FAILED else None
+
+
+def _membership(leader: GroupLeader, vote: wire.RankVote) -> Membership | None:
+    """Under which the leader takes this vote."""
+    for member in leader.members.values():
+        if (vote.leader, vote.member, vote.session) == (
+            leader.incarnation,
+            member.incarnation,
+            member.session,
+        ):
+            return member
+    return None
+
+
+def _in_session(rank: Process, key: TicketKey) -> bool:
+    session = rank.member.session
+    return session is not None and session.leader == key.leader

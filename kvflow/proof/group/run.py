@@ -1,0 +1,184 @@
+"""One seed of a group, or two, under a storm: decodes abort, clients go, ranks and leaders fail,
+freeze and crash.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from kvflow.proof.bare.node import Node, Tell
+from kvflow.proof.bare.prefill import Prefill
+from kvflow.proof.bare.run import PROBE_CHUNKS, Cast, Run, played
+from kvflow.proof.bare.scenario import Twist, Twists, draw_all
+from kvflow.proof.group.client import NO_FATE, Client, Fate
+from kvflow.proof.group.rest import left
+from kvflow.proof.group.stage import GONE, Stage
+from kvflow.proof.group.world import GroupHalves, GroupWorld
+from kvflow.proof.sim.coverage import Cell
+from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.outcome import Outcome
+from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario, Shape
+
+RANKS = 4
+# The share of requests after which the same room id is used again, often while the first one
+# drains.
+REUSES = 0.1
+# The share of requests that decode, or the leader's client, ends at some moment, beside the
+# others'.
+ABORTS = 0.35
+
+
+def storm(rng: random.Random, faults: Faults, shapes: Sequence[Shape]) -> tuple[Scenario, Twists]:
+    """The scenario of bare endpoints, with more that end early."""
+    scenario, twists = draw_all(rng, faults, shapes)
+    requests = [_stormy(rng, request) for request in scenario.requests]
+    again = [
+        _used_again(rng, request, scenario.decodes) for request in requests if rng.random() < REUSES
+    ]
+    return scenario._replace(requests=requests + again), twists._replace(
+        requests=[*twists.requests, *(Twist() for _ in again)]
+    )
+
+
+def _stormy(rng: random.Random, request: Request) -> Request:
+    if rng.random() >= ABORTS:
+        return request
+    ends = (rng.choice((rng.uniform(0, 0.02), rng.uniform(0, 0.3))), "storm")
+    if rng.random() < 0.7:
+        return (
+            request
+            if request.decode is None
+            else request._replace(decode=request.decode._replace(ends=ends))
+        )
+    return (
+        request
+        if request.prefill is None
+        else request._replace(prefill=request.prefill._replace(ends=ends))
+    )
+
+
+def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
+    """The first may have ended, drain, or run.
+
+    As after a decode that was lost: by another one, if there is one.
+    """
+    at_s = max(
+        leg.at_s for leg in (request.prefill, request.decode) if leg is not None
+    ) + rng.uniform(0.0, 0.4)
+    prompt = [*request.prompt[:-1], request.prompt[-1] ^ 4]
+    legs = [Leg(at_s + rng.choice((0.0, rng.uniform(0, 0.1)))) for _ in range(2)]
+    return request._replace(
+        prompt=prompt,
+        decode_prompt=prompt,
+        decode_at=rng.randrange(decodes),
+        prefill=legs[0],
+        decode=legs[1],
+        refused=False,
+        decode_refused=False,
+        fails_at=None,
+    )
+
+
+class GroupRun(Run):
+    """Requests come to the leaders alone."""
+
+    world: GroupWorld
+    left = staticmethod(left)
+
+    def __init__(self, world: GroupWorld, scenario: Scenario, twists: Twists) -> None:
+        super().__init__(world, scenario, twists)
+        halves = world.oracle.halves
+        assert isinstance(halves, GroupHalves)
+        halves.causes = world.rules.group_causes
+
+    def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
+        # What befalls an engine befalls one.
+        rank = self.world.rng.randrange(self.scenario.groups[request.group])
+        fate = Fate(
+            leg.deadline_s,
+            twist.rendezvous_s,
+            rank if request.refused else None,
+            rank if request.fails_at is not None else None,
+            request.fails_at,
+        )
+        chunks = tuple(request.chunks)
+        client = self._client(
+            request.group, request.room, len(request.prompt), digest, chunks, fate
+        )
+        self.clock.later(leg.at_s, None, self._ask, client, leg)
+
+    def _client(
+        self,
+        group: int,
+        room: int,
+        tokens: int,
+        digest: bytes,
+        chunks: tuple[int, ...],
+        fate: Fate = NO_FATE,
+    ) -> Client:
+        world = self.world
+        number, issue, broken = len(world.clients), world.oracle.issue, world.oracle.broken
+        client = Client(
+            number,
+            room,
+            tokens,
+            digest,
+            chunks,
+            issue,
+            broken,
+            group=group,
+            rows=self.rows,
+            fate=fate,
+        )
+        world.clients.append(client)
+        return client
+
+    def _ask(self, client: Client, leg: Leg) -> None:
+        """There is no other way in: while the leader is dead its clients are turned away."""
+        node = self._leader(client)
+        client.asked = True
+        if not node.alive:
+            client.tell(GONE)
+            return
+        node.callers[client] = None
+        self.world.tell_node(node, node.ask, client)
+        if leg.ends is not None:
+            after_s, how = leg.ends
+            self.clock.later(after_s, node, node.client_goes, client, how)
+
+    def good_room_at_prefill(
+        self, room: int, tokens: int, digest: bytes, prefills: list[Prefill]
+    ) -> list[tuple[Node, Any]]:
+        client = self._client(prefills[0].group, room, tokens, digest, PROBE_CHUNKS)
+        self._ask(client, Leg(0.0))
+        return [(self._leader(client), client)]
+
+    def _leader(self, client: Client) -> Stage:
+        node = self.places[sum(self.scenario.groups[: client.group])]
+        assert isinstance(node, Stage)
+        return node
+
+    def happen(self, accident: Accident) -> None:
+        node, kind = self.places[accident.node], accident.kind
+        if isinstance(node, Stage) and node.up and not node.leaving:
+            # The rank is taken, until the one that has lost its address dies.
+            if kind == "takeover" and node.rank:
+                self.clock.later(accident.for_s, node, self.world.kill, node)
+            elif kind == "crash" and self._enough_without(node):
+                self.world.lost.add(node.group)
+        super().happen(accident)
+
+    def counted(self) -> dict[str, int]:
+        return {f"group {what}": count for what, count in self.world.rules.counts.items()}
+
+
+def simulate(
+    seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None, ranks: int = RANKS
+) -> Outcome:
+    """Play one seed of a group of so many ranks."""
+    shapes = (*(((ranks,), decodes) for decodes in (1, 1, 2, 2)), ((ranks, ranks), 1))
+    cast = Cast(lambda rng, faults: storm(rng, faults, shapes), GroupWorld, GroupRun, GroupHalves)
+    return played(seed, cast, visits=visits, tell=tell)

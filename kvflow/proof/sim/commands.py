@@ -1,0 +1,263 @@
+"""`kvflow sim`: seeds of whole nodes or of bare endpoints, one run as a story, planted bugs, the
+exhaustive walk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvflow.proof.sim.outcome import Outcome
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.limits import Bounds
+from kvflow.usage import App
+
+FIND_WITHIN_SEEDS, FIND_BARE_WITHIN_SEEDS = 2_000, 20_000
+
+app = App(
+    help=(
+        "Play the real handlers in virtual time, with faults, and check what must hold at every "
+        "step."
+    ),
+    no_args_is_help=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def sim(
+    seeds: Annotated[str, typer.Option(help="Play these seeds.", metavar="FIRST:END")] = "",
+    seed: Annotated[int | None, typer.Option(help="Play one seed.")] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Tell the story of that seed, line by line.")
+    ] = False,
+    plant: Annotated[
+        str, typer.Option(help="With this planted bug, or 'all': hunt it and print the first seed.")
+    ] = "",
+    plants: Annotated[bool, typer.Option("--plants", help="List the planted bugs.")] = False,
+    exhaust: Annotated[
+        bool,
+        typer.Option(
+            "--exhaust",
+            help="Walk everything two rooms and their link, a few ranks, or a cache can do.",
+        ),
+    ] = False,
+    bounds: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "With --exhaust: small, wide, group, cache, full, or one world; 'list' prints them."
+            )
+        ),
+    ] = "",
+    bare: Annotated[
+        bool, typer.Option("--bare", help="Endpoints alone: no event loop, more seeds a second.")
+    ] = False,
+    group: Annotated[
+        int,
+        typer.Option(
+            help="One group of so many prefill ranks, endpoints alone.",
+            min=0,
+            max=Bounds().ranks_per_room,
+            metavar="RANKS",
+        ),
+    ] = 0,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Whole nodes with prefix caches, whose tiers fail.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="Processes that share the seeds.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Exit status 1 when an invariant broke, or a plant was not found."""
+    kinds = {"--bare": bare, "--group": bool(group), "--cache": cache}
+    _check_choices(kinds, {"--seeds": bool(seeds), "--seed": seed is not None}, exhaust, bounds)
+    if plants:
+        return _list_plants(bare, group, cache, as_json)
+    if exhaust:
+        return _exhaust(bounds, plant, as_json)
+    if seed is not None:
+        return _one(seed, plant, trace, bare, group, cache, as_json)
+    if plant:
+        return _hunt(plant, seeds, bare, group, cache, as_json)
+    from kvflow.proof.sim.report import simulate_many
+
+    found = simulate_many(
+        _range(seeds or "0:1000"), jobs, say=_say, bare=bare, group=group, cache=cache
+    )
+    return _report(found, as_json)
+
+
+def _check_choices(
+    kinds: dict[str, bool], seeds: dict[str, bool], exhaust: bool, bounds: str
+) -> None:
+    """Raises: MisuseError for options that exclude each other, by whether each was given."""
+    if (chosen := sum(kinds.values())) > 1:
+        raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
+    if bounds and not exhaust:
+        raise MisuseError(f"--bounds {bounds} is of --exhaust, which is not given")
+    if exhaust and (given := [name for name, value in (kinds | seeds).items() if value]):
+        raise MisuseError(f"{given[0]} is of seeds, and --exhaust plays none: leave one out")
+
+
+def _exhaust(bounds: str, plant: str, as_json: bool) -> None:
+    from kvflow.proof.walk import run
+
+    if bounds == "list":
+        return _list_worlds(run.ALL_SETS, run.TEXTS, as_json)
+    return _report(run.run(bounds, plant, _say), as_json)
+
+
+def _one(
+    seed: int, plant: str, trace: bool, bare: bool, group: int, cache: bool, as_json: bool
+) -> None:
+    from kvflow.proof.sim.report import described
+
+    simulate: Callable[..., Outcome]
+    if group:
+        from kvflow.proof.group.plants import planted
+        from kvflow.proof.group.run import simulate as simulate_group
+
+        simulate = partial(simulate_group, ranks=group)
+    elif cache:
+        from kvflow.proof.cached.plants import planted
+        from kvflow.proof.cached.run import simulate
+    elif bare:
+        from kvflow.proof.bare.plants import planted
+        from kvflow.proof.bare.run import simulate
+    else:
+        from kvflow.proof.sim.plants import planted
+        from kvflow.proof.sim.run import simulate
+
+    def tell(at_s: float, who: str, what: str) -> None:
+        typer.echo(f"{at_s:9.4f}  {who:<12} {what}", err=as_json)
+
+    with planted(plant):
+        outcome = simulate(seed, tell=tell if trace else None)
+    report: dict[str, Any] = {
+        "seed": seed,
+        "violations": 0,
+        "faults": dict(outcome.faults),
+        "steps": outcome.steps,
+    }
+    if outcome.violation is not None:
+        report |= {
+            "violations": 1,
+            **described(outcome, plant, bare=bare, group=group, cache=cache),
+        }
+    _report(report, as_json)
+
+
+def _hunt(plant: str, seeds: str, bare: bool, group: int, cache: bool, as_json: bool) -> None:
+    hunt: Callable[..., dict[str, Any]]
+    if group:
+        from kvflow.proof.group.plants import all_plants
+        from kvflow.proof.group.plants import hunt as hunt_in_group
+
+        hunt = partial(hunt_in_group, ranks=group)
+    elif cache:
+        from kvflow.proof.cached.plants import all_plants
+        from kvflow.proof.cached.plants import hunt as hunt_cached
+
+        hunt = hunt_cached
+    elif bare:
+        from kvflow.proof.bare.plants import all_plants
+        from kvflow.proof.bare.plants import hunt as hunt_bare
+
+        hunt = hunt_bare
+    else:
+        from kvflow.proof.sim.plants import all_plants
+        from kvflow.proof.sim.plants import hunt as hunt_nodes
+
+        hunt = hunt_nodes
+
+    names = [p.name for p in all_plants()] if plant == "all" else [plant]
+    within = _range(seeds or f"0:{FIND_BARE_WITHIN_SEEDS if bare or group else FIND_WITHIN_SEEDS}")
+    found = [hunt(name, within, _say) for name in names]
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "plants": len(found),
+                    "not_found": sum("seed" not in f for f in found),
+                    "found": found,
+                }
+            )
+        )
+    else:
+        table = Table("plant", "found by", "invariant", "what the run says", box=None)
+        for one in found:
+            table.add_row(
+                one["plant"],
+                str(one.get("seed", "NOT FOUND")),
+                one.get("invariant", ""),
+                one.get("text", ""),
+            )
+        Console().print(table)
+    if any("seed" not in one for one in found):
+        raise typer.Exit(1)
+
+
+def _list_plants(bare: bool, group: int, cache: bool, as_json: bool) -> None:
+    if group:
+        from kvflow.proof.group.plants import all_plants
+    elif cache:
+        from kvflow.proof.cached.plants import all_plants
+    elif bare:
+        from kvflow.proof.bare.plants import all_plants
+    else:
+        from kvflow.proof.sim.plants import all_plants
+
+    if as_json:
+        typer.echo(
+            json.dumps(
+                [{"name": p.name, "text": p.text, "invariant": p.invariant} for p in all_plants()]
+            )
+        )
+        return
+    table = Table("plant", "breaks", "what it is", box=None)
+    for p in all_plants():
+        table.add_row(p.name, p.invariant, p.text)
+    Console().print(table)
+
+
+def _list_worlds(
+    sets: Mapping[str, Sequence[str]], texts: Mapping[str, str], as_json: bool
+) -> None:
+    if as_json:
+        typer.echo(json.dumps({"sets": sets, "worlds": texts}))
+        return
+    table = Table("world", "in", "what it asks", box=None)
+    for name, text in texts.items():
+        table.add_row(
+            name, ", ".join(found for found, names in sets.items() if name in names), text
+        )
+    Console().print(table)
+
+
+def _range(text: str) -> range:
+    first, colon, end = text.partition(":")
+    try:
+        found = range(int(first), int(end)) if colon else range(int(first))
+    except ValueError:
+        raise MisuseError(f"--seeds {text!r} is not FIRST:END") from None
+    if not found:
+        raise MisuseError(f"--seeds {text!r} names no seed")
+    return found
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(text, markup=False)
+
+
+def _report(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console().print_json(data=report)
+    if report.get("violations"):
+        raise typer.Exit(1)

@@ -1,0 +1,90 @@
+"""Which cells of the shipped tables a simulation has been through, and which it must."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from kvflow.proof.sim.swap import swapped
+from kvflow.protocols.machines import (
+    cached_run,
+    decode_room,
+    grants,
+    group,
+    link,
+    loan,
+    peer,
+    prefill_room,
+    residency,
+)
+from kvflow.protocols.machines.tables import ERROR, Moves, Table
+
+AnyTable = Table[Any, Any, Any]
+TABLES: dict[str, AnyTable] = {
+    "decode": decode_room.TABLE,
+    "prefill": prefill_room.TABLE,
+    "loan": loan.TABLE,
+    "link": link.TABLE,
+    "peer": peer.TABLE,
+    "grant": grants.TABLE,
+}
+TABLES_OF_NODES = TABLES | {"residency": residency.TABLE}
+"""Endpoints are all of the protocol; whole nodes also have requests that leave the device and come
+back.
+"""
+TABLES_OF_GROUPS = TABLES | {"group member": group.MEMBER, "group leader": group.LEADER}
+TABLES_OF_CACHES = TABLES | {"cached run": cached_run.TABLE}
+
+Cell = tuple[str, int, int]
+"""Table, phase, kind."""
+
+
+@contextmanager
+def covered(visits: Counter[Cell]) -> Iterator[None]:
+    """Count every look into the tables."""
+    tables = (TABLES_OF_NODES | TABLES_OF_GROUPS | TABLES_OF_CACHES).items()
+    counts = {name: [[0 for _ in table.kinds] for _ in table.phases] for name, table in tables}
+    with ExitStack() as swaps:
+        for name, table in tables:
+            swaps.enter_context(swapped(table, "moves", _Counting(table.moves, counts[name])))
+        try:
+            yield
+        finally:
+            for name, rows in counts.items():
+                for phase, row in enumerate(rows):
+                    visits.update(
+                        {(name, phase, kind): count for kind, count in enumerate(row) if count}
+                    )
+
+
+class _Counting(Moves[Any, Any, Any]):
+    def __init__(self, moves: Moves[Any, Any, Any], counts: list[list[int]]) -> None:
+        super().__init__(moves)
+        self._counts = counts
+
+    def __getitem__(self, key: tuple[Any, Any]) -> Any:
+        self._counts[key[0]][key[1]] += 1
+        return super().__getitem__(key)
+
+
+def report(
+    visits: Counter[Cell], tables: Mapping[str, AnyTable] = TABLES_OF_NODES
+) -> dict[str, Any]:
+    """How many cells of `tables` were visited; legal ones that were not, and impossible ones that
+    were.
+    """
+    visited, missing, error = 0, [], []
+    for name, table in tables.items():
+        for phase in table.phases:
+            for kind in table.kinds:
+                count = visits[name, phase, kind]
+                what = f"{name} {phase.name} x {kind.name}"
+                if table.cell(phase, kind) is ERROR:
+                    error += [what] if count else []
+                elif count:
+                    visited += 1
+                else:
+                    missing.append(what)
+    return {"visited": visited, "missing": missing, "error": error}

@@ -1,0 +1,218 @@
+"""The group of a data-parallel prefill that serves each room: words to another one, or none to it,
+are noticed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from kvflow.handlers.decode import DecodeShell
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.node import DecodeNode
+from kvflow.proof.sim.both_sides import Side
+from kvflow.proof.sim.loop import VirtualLoop
+from kvflow.proof.sim.swap import swapped
+from kvflow.proof.sim.times import DELAY_S, HEAR_S
+from kvflow.protocols.decode.links import PrefillPeer
+from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.wire.messages import Abort, Announce, Bootstrap, Message
+from kvflow.protocols.wire.ranks import RankInfo
+
+Prefill = str | Sequence[RankInfo]
+
+
+class DpGroup(NamedTuple):
+    """Which of how many groups of a prefill."""
+
+    dp_rank: int = 0
+    dp_size: int = 1
+
+
+def dp_groups_of(groups: Sequence[int]) -> dict[int, DpGroup]:
+    """The groups of one prefill, in their order."""
+    return {group: DpGroup(dp_rank, len(groups)) for dp_rank, group in enumerate(groups)}
+
+
+class DpGroups:
+    """Compares what decodes were asked for with what they say to whom about it (I4).
+
+    The rule by which a room has a group is written down here once more: the code under test is not
+    asked."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        by_incarnation: Mapping[int, Side],
+        broken: Callable[[str, str], None],
+    ) -> None:
+        self.groups: Mapping[int, DpGroup] = {}
+        """Of the prefill that has several, by number."""
+        self.told_to_every_group = 0  # ends of rooms that named a group that is none
+        self._loop, self._by_incarnation, self._broken = loop, by_incarnation, broken
+        self._group_of: dict[int, int] = {}  # by incarnation of a prefill
+        # (decode, room): the groups that may hear of it.
+        self._homes: dict[tuple[int, int], set[int]] = {}
+        # (prefill, decode, room): when it was told the end.
+        self._refused_at_s: dict[tuple[int, int, int], float] = {}
+        # A registry; the groups, the deadline.
+        self._asking: dict[DecodeRoom, tuple[DecodeNode, set[int], float]] = {}
+
+    def joined(self, incarnation: int, group: int) -> None:
+        """A prefill rank of that group."""
+        self._group_of[incarnation] = group
+
+    def asked(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
+        """Decode is asked for a room, which it may refuse: then it says no word of it."""
+        self._may_hear(node, room, self._chosen(prefill, room, dp_rank))
+
+    def opened(
+        self,
+        node: DecodeNode,
+        room: DecodeRoom,
+        prefill: Prefill,
+        dp_rank: int | None,
+        deadline_s: float | None,
+    ) -> None:
+        """Decode has made a room of it, which may not be open yet: its registry is asked first."""
+        if room.opening is not None:
+            until_s = float("inf") if deadline_s is None else self._loop.time() + deadline_s
+            self._asking[room] = node, self._chosen(prefill, room.room, dp_rank), until_s
+
+    def ended_unopened(self, room: DecodeRoom) -> None:
+        """The room ends before any rank knows of it.
+
+        Its group is told as soon as that is known, unless the deadline passes before."""
+        asking = self._asking.pop(room, None)
+        if asking is not None and room.opening is not None:
+            node, groups, until_s = asking
+            if until_s > self._loop.time() + DELAY_S[1]:
+                self._expect_told(node, room.room, groups)
+
+    def refused(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
+        """Decode is asked to tell prefill that a room will not come: all groups, where it names one
+        that is none.
+        """
+        groups = self._chosen(prefill, room, dp_rank)
+        if not groups:
+            groups = self._given(prefill)
+            self.told_to_every_group += 1
+        self._may_hear(node, room, groups)
+        self._expect_told(node, room, groups)
+
+    def said(self, message: Message) -> None:
+        """By a decode, to a prefill."""
+        if not isinstance(message, Announce | Bootstrap | Abort):
+            return
+        if isinstance(message, Abort):
+            self._refused_at_s[message.source, message.target, message.room] = self._loop.time()
+        homes = self._homes.get((message.target, message.room))
+        group = self._group_of.get(message.source)
+        if homes is not None and group not in homes:
+            what = type(message).__name__
+            self._broken(
+                "I4",
+                f"room {message.room} is of group {sorted(homes)}, and group {group} hears {what}",
+            )
+
+    # --- the rule
+
+    def _given(self, prefill: Prefill) -> set[int]:
+        if isinstance(prefill, str):
+            return set(self.groups)
+        return {self._group_of[info.incarnation] for info in prefill}
+
+    def _chosen(self, prefill: Prefill, room: int, dp_rank: int | None) -> set[int]:
+        """The group that serves a room; empty where it names one that its prefill does not have."""
+        given = self._given(prefill)
+        if not given <= self.groups.keys() or (len(given) == 1 and dp_rank is None):
+            return given
+        return {
+            group
+            for group in given
+            if self.groups[group].dp_rank
+            == (room % self.groups[group].dp_size if dp_rank is None else dp_rank)
+        }
+
+    # --- refusals
+
+    def _may_hear(self, node: DecodeNode, room: int, groups: set[int]) -> None:
+        self._homes.setdefault((node.incarnation, room), set()).update(groups)
+
+    def _expect_told(self, node: DecodeNode, room: int, groups: set[int]) -> None:
+        """The groups that decode is linked to, within the time that a registry may take.
+
+        Where it also takes an earlier life of a rank for one that serves, it may tell that one."""
+        usable = Counter(peer.key.control for peer in node.shell.endpoint.peers if peer.usable)
+        for group in groups:
+            linked = [peer for peer in node.shell.endpoint.peers if self._is_current(peer, group)]
+            up = (peer.phase is LinkPhase.UP and usable[peer.key.control] == 1 for peer in linked)
+            if linked and all(up):
+                since_s = self._loop.time()
+                self._loop.later(
+                    DELAY_S[1] + HEAR_S, self._check_told, node, room, group, linked, since_s
+                )
+
+    def _is_current(self, peer: PrefillPeer, group: int) -> bool:
+        """The latest life of a rank of the group."""
+        incarnation = peer.key.incarnation
+        if self._group_of.get(incarnation) != group:
+            return False
+        seen = self._by_incarnation[incarnation]
+        return seen.alive and not seen.displaced
+
+    def _check_told(
+        self, node: DecodeNode, room: int, group: int, peers: Sequence[PrefillPeer], since_s: float
+    ) -> None:
+        seen = self._by_incarnation[node.incarnation]
+        if not seen.up or seen.troubled_at_s >= since_s or node.shell.leaving:
+            return
+        if any(
+            peer.phase is not LinkPhase.UP or not self._is_current(peer, group) for peer in peers
+        ):
+            return
+        for peer in peers:
+            told_at_s = self._refused_at_s.get((peer.key.incarnation, node.incarnation, room), -1.0)
+            if told_at_s < since_s:
+                who = f"rank {peer.info.rank} of group {group}"
+                self._broken(
+                    "I4",
+                    f"room {room} is refused at decode {node.incarnation:x}, and {who} is not told",
+                )
+
+
+@contextmanager
+def asked_observed(groups: DpGroups) -> Iterator[None]:
+    """Every decode in this process reports what it is asked for."""
+    refuse, end_unopened = DecodeNode.refuse, DecodeShell._refused
+
+    def observed(open_room: Callable[..., DecodeRoom]) -> Callable[..., DecodeRoom]:
+        def opened(
+            self: DecodeNode, room: int, prefill: Prefill, *arguments: Any, **named: Any
+        ) -> DecodeRoom:
+            groups.asked(self, room, prefill, named.get("dp_rank"))
+            found = open_room(self, room, prefill, *arguments, **named)
+            groups.opened(self, found, prefill, named.get("dp_rank"), named.get("deadline_s"))
+            return found
+
+        return opened
+
+    def refused(
+        self: DecodeNode, room: int, prefill: Prefill, *arguments: Any, **named: Any
+    ) -> None:
+        groups.refused(self, room, prefill, named.get("dp_rank"))
+        refuse(self, room, prefill, *arguments, **named)
+
+    def ended(self: DecodeShell, room: DecodeRoom, error: KvflowError) -> None:
+        end_unopened(self, room, error)
+        groups.ended_unopened(room)
+
+    with ExitStack() as swaps:
+        for name in ("room", "announce"):
+            swaps.enter_context(swapped(DecodeNode, name, observed(getattr(DecodeNode, name))))
+        swaps.enter_context(swapped(DecodeNode, "refuse", refused))
+        swaps.enter_context(swapped(DecodeShell, "_refused", ended))
+        yield

@@ -1,0 +1,190 @@
+"""What an engine does with rooms, as little as will do; put your own scheduler in its place
+(`Scheduler`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvflow.aio import in_thread
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.proof.sim.content import handoff_of
+from kvflow.proof.sim.pages import books_of
+from kvflow.proof.sim.residence import Residence
+from kvflow.proof.sim.stay import Stay
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.wire.codec import prompt_digest
+from kvflow.protocols.wire.ranks import DpRankError, RankInfo
+
+
+class Named(NamedTuple):
+    """How decode names the prefill of a request, and the group of it that is to serve the room."""
+
+    prefill: str | Sequence[RankInfo]
+    dp_rank: int | None = None
+
+
+class Job:
+    """One request as one node gets it.
+
+    Both legs of a request have the same `room`, and normally the same `prompt`.
+    """
+
+    def __init__(
+        self,
+        room: int,
+        prompt: list[int],
+        chunks: Sequence[int] = (1,),
+        *,
+        deadline_s: float | None = None,
+        ranks: Callable[[], Sequence[RankInfo]] = tuple,
+        names: Callable[[], Named] | None = None,
+        fails_at: int | None = None,
+        refused: bool = False,
+        kept_s: float = 0.0,
+        offers_after_s: float | None = None,
+        topples: Callable[[], None] | None = None,
+        stay: Stay | None = None,
+    ) -> None:
+        self.room, self.prompt, self.chunks, self.deadline_s = room, prompt, chunks, deadline_s
+        # Of the group of prefill ranks it is for, as a registry would tell decode now.
+        self.ranks = ranks
+        self._names = names
+        # The engine breaks down at that chunk, or will not have it.
+        self.fails_at, self.refused = fails_at, refused
+        self.kept_s = kept_s  # how long decode goes on generating
+        # decode has pages for it only so long after it has announced the room.
+        self.offers_after_s = offers_after_s
+        self.topples = topples  # to be called when the room ends
+        self.stay = stay  # what decode goes on to do with it
+        self.residence: Residence | None = None  # as which it does so
+        self.close: Callable[[Cause], None] | None = None  # ends the room, once there is one
+        self.succeeded = False
+
+    @property
+    def handoff(self) -> bytes:
+        """What prefill must hand over with its last chunk."""
+        return handoff_of(prompt_digest(self.prompt))
+
+    def named(self) -> Named:
+        """How its client names the prefill it is for, now; a prefill that has one group by its
+        ranks.
+        """
+        return Named(self.ranks()) if self._names is None else self._names()
+
+    def model_step(self, node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
+        """Computes `pages`, the prompt's pages from number `first` on; call it in a thread.
+
+        They are the step's until it has returned (I13)."""
+        digest, books = prompt_digest(self.prompt), books_of(node.pages)
+        for page in pages.tolist():
+            books.readers[page] += 1
+
+        def compute() -> None:
+            for index, page in enumerate(pages.tolist(), first):
+                books.bytes.fill(page, digest, index)
+                books.readers[page] -= 1
+
+        return compute
+
+
+class Scheduler(Protocol):
+    """What the simulator calls, in a task of the node's own, once per job; a `KvflowError` may
+    leave it.
+    """
+
+    async def prefill(self, node: PrefillNode, job: Job) -> None: ...
+
+    async def decode(self, node: DecodeNode, job: Job) -> None: ...
+
+
+class PlainScheduler:
+    """Every job at once."""
+
+    async def prefill(self, node: PrefillNode, job: Job) -> None:
+        if job.refused:
+            return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
+        owner, rows = object(), bool(node.pool.layout.num_rows)
+        async with node.room(job.room, job.prompt, deadline_s=job.deadline_s) as room:
+            job.close = room.close
+            try:
+                pages = node.pages.take_room(sum(job.chunks) + rows, owner)
+            except KvflowError as error:
+                room.close(error.cause())
+                raise
+            try:
+                await room.matched()
+                start = 0
+                for number, count in enumerate(job.chunks):
+                    if number == job.fails_at:
+                        return room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
+                    last = number == len(job.chunks) - 1
+                    # A row goes with the last pages.
+                    chunk = pages[start:] if last else pages[start : start + count]
+                    await in_thread(job.model_step(node, chunk, start))
+                    room.send(chunk, last=last, handoff=job.handoff if last else b"")
+                    start += count
+                await room.done()
+                job.succeeded = True
+            finally:
+                node.pages.give_back(pages, owner)
+        return None
+
+    async def decode(self, node: DecodeNode, job: Job) -> None:
+        if job.refused:
+            return refuse(node, job, Cause(Code.CAPACITY, "decode will not have it"))
+        try:
+            await self._decode(node, job)
+        except DpRankError as error:  # the other leg may wait at any group
+            refuse(node, job, error.cause())
+            raise
+        return None
+
+    async def _decode(self, node: DecodeNode, job: Job) -> None:
+        async with await opened(node, job) as room:
+            handoff = await room.landed()
+            if (residence := job.residence) is not None:
+                job.close = lambda _: residence.abort()
+                job.succeeded = await residence.play(room, handoff)
+                return
+            job.succeeded = True
+            owner = object()
+            pages = room.keep(owner)
+            try:
+                await asyncio.sleep(job.kept_s)
+            finally:
+                node.pages.give_back(pages, owner)
+
+
+def refuse(node: DecodeNode, job: Job, cause: Cause) -> None:
+    """Decode's half of the request will never come."""
+    named = job.named()
+    node.refuse(job.room, named.prefill, cause, dp_rank=named.dp_rank)
+
+
+async def opened(node: DecodeNode, job: Job, prefix_tokens: int = 0) -> DecodeRoom:
+    """Decode's half of the room, which has offered its pages, late where the job says so."""
+    open_room, named = node.room if job.offers_after_s is None else node.announce, job.named()
+    room = open_room(
+        job.room,
+        named.prefill,
+        job.prompt,
+        deadline_s=job.deadline_s,
+        prefix_tokens=prefix_tokens,
+        dp_rank=named.dp_rank,
+    )
+    job.close = room.close
+    if job.topples is not None:
+        room.on_end(job.topples)
+    if job.offers_after_s is not None:
+        try:
+            await asyncio.sleep(job.offers_after_s)
+        except asyncio.CancelledError:
+            room.close()
+            raise
+        room.offer()
+    return room

@@ -1,0 +1,78 @@
+"""The allocator of an engine that hands out its pages by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvflow.memory.external import ExternalPages
+from kvflow.proof.sim.pages import Books, Borrower, Judge
+from kvflow.protocols.arguments import NO_PAGES
+from kvflow.protocols.errors import CapacityError
+from kvflow.protocols.pages.layout import PageIndices
+
+
+class EnginePages:
+    """An engine's own allocator.
+
+    It hands out what nobody of its own has and `store` does not call busy.
+    """
+
+    def __init__(
+        self, books: Books, store: ExternalPages, who: str, judge: Judge, fails: Callable[[], bool]
+    ) -> None:
+        self._books, self._store, self._who, self._judge, self._fails = (
+            books,
+            store,
+            who,
+            judge,
+            fails,
+        )
+        self._taken: set[int] = set()
+
+    def take(self, count: int, owner: Borrower) -> PageIndices:
+        """`count` places of a room: pages, and where the pool has rows, a row as the last.
+
+        Raises: CapacityError.
+        """
+        if self._fails():
+            raise CapacityError("pages (on purpose)", count, 0)
+        books, rows = self._books, len(self._books.owners) - self._books.num_pages
+        busy = set(self._store.busy(range(len(books.owners))).tolist())
+        found: list[int] = []
+        for first, end, wanted in (
+            (0, books.num_pages, count - bool(rows)),
+            (books.num_pages, books.num_pages + rows, int(bool(rows))),
+        ):
+            free = [
+                place
+                for place in range(first, end)
+                if place not in busy and place not in self._taken
+            ]
+            if len(free) < wanted:
+                raise CapacityError("pages" if not first else "rows", wanted, len(free))
+            found += free[:wanted]
+        for place in found:
+            if books.owners[place] is not None:
+                text = f"{books.name(place)} of {books.owners[place]!r} is handed out again"
+                self._judge.broken("I1", f"{self._who}: {text}")
+            books.owners[place] = owner
+        self._taken.update(found)
+        return np.array(found, dtype=np.int32) if found else NO_PAGES
+
+    def free(self, pages: PageIndices) -> None:
+        """They are idle, and their request needs them no more."""
+        books = self._books
+        for place in pages.tolist():
+            if books.writers[place]:
+                self._judge.broken(
+                    "I2",
+                    f"{self._who}: {books.name(place)} is free while a write may still reach it",
+                )
+            if books.readers[place]:
+                self._judge.broken(
+                    "I13", f"{self._who}: {books.name(place)} is free while it is read or computed"
+                )
+            books.owners[place] = None
+        self._taken.difference_update(pages.tolist())

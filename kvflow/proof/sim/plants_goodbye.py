@@ -1,0 +1,66 @@
+"""Planted bugs of goodbyes: not said, or too early, believed of another incarnation, taken for more
+than they prove.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+
+import msgspec
+
+from kvflow.proof.sim.swap import swapped, swapped_item
+from kvflow.protocols.decode.core import DecodeCore
+from kvflow.protocols.decode import endpoint as decode
+from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode.links import PrefillPeer
+from kvflow.protocols.machines.grants import GrantTable
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.wire.codec import parse_at_decode
+from kvflow.protocols.wire.messages import Goodbye, ToDecode
+
+Installed = AbstractContextManager[object]
+
+
+def goodbye_not_said() -> Installed:
+    return swapped(PrefillEndpoint, "part", lambda *_: None)
+
+
+def goodbye_before_the_drain() -> Installed:
+    leave = PrefillEndpoint.leave
+
+    def leave_at_once(self: PrefillEndpoint, now: float) -> None:
+        leave(self, now)
+        self.part(now)
+
+    swaps = ExitStack()
+    swaps.enter_context(swapped(PrefillEndpoint, "leave", leave_at_once))
+    swaps.enter_context(swapped(GrantTable, "unproven", lambda _: ()))
+    return swaps
+
+
+def goodbye_of_another_incarnation() -> Installed:
+    """Decode takes it for the word of whoever it has linked."""
+    receive = decode.DecodeEndpoint.receive
+
+    def receive_any(self: decode.DecodeEndpoint, key: object, frame: bytes, now: float) -> None:
+        peer = self.core.links.peers.get(key)  # type: ignore[call-overload]
+
+        def parse(data: bytes) -> ToDecode:
+            message = parse_at_decode(data)
+            if type(message) is Goodbye and peer is not None:
+                return msgspec.structs.replace(message, source=peer.key.incarnation)
+            return message
+
+        with swapped(decode, "parse_at_decode", parse):
+            receive(self, key, frame, now)  # type: ignore[arg-type]
+
+    return swapped(decode.DecodeEndpoint, "receive", receive_any)
+
+
+def goodbye_proves_what_it_names() -> Installed:
+    original = decode_inbox.HANDLERS[Goodbye]
+
+    def on_goodbye(core: DecodeCore, peer: PrefillPeer, message: Goodbye, now: float) -> None:
+        original(core, peer, Goodbye(source=message.source, target=message.target), now)
+
+    return swapped_item(decode_inbox.HANDLERS, Goodbye, on_goodbye)

@@ -1,0 +1,286 @@
+"""Planted bugs of prefill's side: messages sent too early or never again, tombstones forgotten,
+pages let go in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from kvflow import aio as threads
+from kvflow.handlers import prefill as prefill_shell
+from kvflow.handlers.earlier import EarlierShell
+from kvflow.handlers.shell import Shell
+from kvflow.memory.allocator import PageAllocator
+from kvflow.proof.sim.plane import PacedPlane
+from kvflow.proof.sim.swap import swapped, swapped_item
+from kvflow.protocols.commands import SendToDecode
+from kvflow.protocols.earlier import EarlierLoans
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.machines.grants import GrantPhase, GrantTable
+from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import DataPlane, Write, WriteOutcome
+from kvflow.protocols.prefill.core import PrefillCore
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill import core as prefill_core
+from kvflow.protocols.prefill import endpoint as prefill
+from kvflow.protocols.prefill import inbox as prefill_inbox
+from kvflow.protocols.prefill.peers import DecodePeer
+from kvflow.protocols.prefill.records import PrefillRoomRecord
+from kvflow.protocols.wire.codec import encode, parse_at_prefill, routing_id
+from kvflow.protocols.wire.messages import (
+    Abort,
+    AbortAck,
+    Bootstrap,
+    GrantId,
+    Message,
+    Resync,
+    ToPrefill,
+)
+from kvflow.transports.data.fake import FakeRoute
+
+Installed = AbstractContextManager[object]
+_ENDED = (GrantPhase.CLOSED, GrantPhase.DOUBTFUL)
+
+
+def earlier_loans_forgotten_by_prefill() -> Installed:
+    """Their pages stay withheld, and nothing watches who may still write into them."""
+
+    def take_over_nothing(
+        shell: Shell, loans: EarlierLoans, plane: DataPlane, _: object
+    ) -> EarlierShell:
+        return EarlierShell(shell, loans, plane, ())
+
+    return swapped(prefill_shell, "EarlierShell", take_over_nothing)
+
+
+def ack_before_drain() -> Installed:
+    cancel = prefill_core._RUN[PrefillCommand.CANCEL_WRITES]
+
+    def cancel_writes(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+        cancel(core, record, now)
+        prefill_core._send_ack(core, record, True)
+
+    return swapped_item(prefill_core._RUN, PrefillCommand.CANCEL_WRITES, cancel_writes)
+
+
+def ack_popped_before_send() -> Installed:
+    original = prefill_inbox.HANDLERS[Abort]
+
+    def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
+        # Else its answer is on its way: why send it again?
+        if peer.grants.phase(message.grant) not in _ENDED:
+            original(core, peer, message, now)
+
+    return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
+
+
+def abort_by_room() -> Installed:
+    original = prefill_inbox.HANDLERS[Abort]
+
+    def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
+        record = core.rooms.get(message.room)
+        if record is not None and record.peer is peer:
+            core.feed_room(
+                record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=message.cause), now
+            )
+        else:
+            original(core, peer, message, now)
+
+    return swapped_item(prefill_inbox.HANDLERS, Abort, on_abort)
+
+
+def nothing_said_again() -> Installed:
+    def on_resync(core: PrefillCore, peer: DecodePeer, message: Resync, now: float) -> None:
+        """What was sent was sent."""
+
+    return swapped_item(prefill_inbox.HANDLERS, Resync, on_resync)
+
+
+def resurrect_on_late_metadata() -> Installed:
+    original = prefill_inbox.HANDLERS[Bootstrap]
+
+    def on_bootstrap(core: PrefillCore, peer: DecodePeer, message: Bootstrap, now: float) -> None:
+        grants = peer.grants
+        low_water, grants.low_water = grants.low_water, min(grants.low_water, message.grant)
+        if grants.phase(message.grant) in _ENDED:
+            grants._enter(message.grant, GrantPhase.UNKNOWN)
+            grants._sent.pop(message.grant, None)
+        original(core, peer, message, now)
+        grants.low_water = low_water
+
+    return swapped_item(prefill_inbox.HANDLERS, Bootstrap, on_bootstrap)
+
+
+def tombstone_unbounded() -> Installed:
+    original = GrantTable.end
+
+    def end(self: GrantTable[Any], grant: GrantId, sent: tuple[Message, ...]) -> None:
+        limit, self._limit = self._limit, 1 << 62
+        original(self, grant, sent)
+        self._limit = limit
+
+    swaps = ExitStack()
+    swaps.enter_context(swapped(GrantTable, "end", end))
+    swaps.enter_context(swapped(GrantTable, "settle", lambda *_: []))
+    return swaps
+
+
+def grave_of_one_room() -> Installed:
+    """The room is dropped from one table only."""
+    original = prefill_core._RUN[PrefillCommand.END]
+
+    def end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+        with swapped(GrantTable, "end", lambda *_: None):
+            original(core, record, now)
+
+    return swapped_item(prefill_core._RUN, PrefillCommand.END, end)
+
+
+def ack_for_another_life() -> Installed:
+    original = PrefillEndpoint.receive
+
+    def receive(
+        self: PrefillEndpoint,
+        peer_id: bytes,
+        frame: bytes,
+        now: float,
+        sender_address: Callable[[], str] = str,
+    ) -> None:
+        try:
+            message = parse_at_prefill(frame)
+        except WireError:
+            return original(self, peer_id, frame, now, sender_address)
+        core = self.core
+        if type(message) is not Abort or message.source == core.identity.incarnation:
+            return original(self, peer_id, frame, now, sender_address)
+        ack = AbortAck(
+            room=message.room,
+            grant=message.grant,
+            source=message.source,
+            target=message.target,
+            rank=core.identity.rank,
+            drained=True,
+        )
+        core.outbox.append(SendToDecode(routing_id(message.target), encode(ack)))
+        return None
+
+    return swapped(PrefillEndpoint, "receive", receive)
+
+
+def prompts_not_compared() -> Installed:
+    def meet(self: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
+        self.feed_room(record, PrefillEvent(PrefillKind.MATCHED), now)
+        self.set_deadline(record)
+
+    return swapped(PrefillCore, "meet", meet)
+
+
+def failed_handle_taken_for_landed() -> Installed:
+    return _writes(lambda write, write_again: _Hopeful(write))
+
+
+def failed_slice_retried() -> Installed:
+    return _writes(_Retrying)
+
+
+def source_let_go() -> Installed:
+    """Source pages are not held while a write reads them."""
+    swaps = ExitStack()
+    swaps.enter_context(swapped(PageAllocator, "hold", lambda *_: None))
+    swaps.enter_context(swapped(PageAllocator, "unhold", lambda *_: None))
+    return swaps
+
+
+def second_cancel_skips_the_drain() -> Installed:
+    async def run_to_end(running: asyncio.Future[Any]) -> Any:
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+        return running.result()
+
+    return swapped(threads, "run_to_end", run_to_end)
+
+
+def garbage_ends_the_loop() -> Installed:
+    """The task that reads ends, as by an exception that is caught nowhere."""
+    # A CancelledError alone would be an error as any other: only a task that is cancelled ends by
+    # it.
+
+    def parse(frame: bytes) -> ToPrefill:
+        try:
+            return parse_at_prefill(frame)
+        except WireError:
+            if (reader := asyncio.current_task()) is not None:
+                reader.cancel()
+            raise asyncio.CancelledError from None
+
+    return swapped(prefill, "parse_at_prefill", parse)
+
+
+def _writes(wrap: Any) -> Installed:
+    """Every write of a room goes through `wrap(write, write_again)`."""
+    original = FakeRoute.write
+
+    def write(self: FakeRoute, source_pages: PageIndices, target_pages: PageIndices) -> Any:
+        plane = self._plane
+        assert isinstance(plane, PacedPlane)
+        oracle = plane._oracle
+        record = oracle.writing
+
+        def write_again() -> Write:
+            oracle.writing = record
+            try:
+                return original(self, source_pages, target_pages)
+            finally:
+                oracle.writing = None
+
+        return wrap(original(self, source_pages, target_pages), write_again)
+
+    return swapped(FakeRoute, "write", write)
+
+
+class _Hopeful:
+    """An error is as good as a success."""
+
+    error = ""
+
+    def __init__(self, write: Write) -> None:
+        self.write = write
+        self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
+        write.done.add_done_callback(self._ended)
+
+    @property
+    def landed_bytes(self) -> int:
+        return self.write.landed_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.write.total_bytes
+
+    def cancel(self) -> None:
+        self.write.cancel()
+
+    def _ended(self, done: asyncio.Future[WriteOutcome]) -> None:
+        outcome = done.result()
+        self.done.set_result(WriteOutcome.LANDED if outcome is WriteOutcome.UNPROVEN else outcome)
+
+
+class _Retrying(_Hopeful):
+    """A failed write is started again, onto the same pages."""
+
+    def __init__(self, write: Write, write_again: Any) -> None:
+        super().__init__(write)
+        self._write_again = write_again
+
+    def _ended(self, done: asyncio.Future[WriteOutcome]) -> None:
+        if done.result() is not WriteOutcome.UNPROVEN:
+            self.done.set_result(done.result())
+            return
+        self.write = self._write_again()
+        self.write.done.add_done_callback(self._ended)

@@ -1,0 +1,170 @@
+"""Planted bugs of the front for engines without an event loop: pages idle too early or never, calls
+that are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from kvflow.memory.external import ExternalPages
+from kvflow.memory.quarantine import PoolQuarantine
+from kvflow.node.threads.decode import DecodeThread
+from kvflow.node.threads.loop import LoopThread
+from kvflow.node.threads.node import NodeThread
+from kvflow.node.threads.rooms import DecodeThreadRoom
+from kvflow.proof.sim.swap import swapped
+from kvflow.protocols.arguments import NO_PAGES
+from kvflow.protocols.errors import Cause, KvflowError
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import PageStore
+
+Installed = AbstractContextManager[object]
+
+
+def idle_before_the_drain() -> Installed:
+    original = NodeThread._fail
+
+    def fail(self: NodeThread[Any, Any, Any], room: Any, error: KvflowError) -> None:
+        original(self, room, error)
+        handle = self._rooms.get(room)
+        if not isinstance(room, DecodeThreadRoom) or handle is None or handle.when_released.given:
+            return
+        if handle.own_pages is not None:
+            self.pages.unhold(handle.own_pages)
+            handle.own_pages = NO_PAGES
+
+    return swapped(NodeThread, "_fail", fail)
+
+
+def released_as_it_fails() -> Installed:
+    original = NodeThread._followed
+
+    def followed(
+        self: NodeThread[Any, Any, Any], room: Any, handle: Any, error: BaseException | None
+    ) -> None:
+        if error is None:
+            return original(self, room, handle, error)
+        handle.close(self._explained(error, room).cause())
+        self._fail(room, self._explained(error, room))
+        return self._release(room)
+
+    return swapped(NodeThread, "_followed", followed)
+
+
+def closed_before_opened_forgotten() -> Installed:
+    def close_room(self: NodeThread[Any, Any, Any], room: Any, cause: Cause) -> None:
+        handle = self._rooms.get(room)
+        if self._thread is not None and handle is not None:
+            self._thread.post(partial(self._close_room, room, cause))
+
+    return swapped(NodeThread, "close_room", close_room)
+
+
+def last_posted_first() -> Installed:
+    original = LoopThread._run_posted
+
+    def run_posted(self: LoopThread) -> None:
+        with self._lock:
+            self._posted.reverse()
+        original(self)
+
+    return swapped(LoopThread, "_run_posted", run_posted)
+
+
+def opened_after_the_close_forgotten() -> Installed:
+    original = NodeThread._open
+
+    def open_room(
+        self: NodeThread[Any, Any, Any], room: Any, opened: Any, pages: PageIndices
+    ) -> None:
+        if self._closed:
+            return self.pages.unhold(pages)
+        return original(self, room, opened, pages)
+
+    return swapped(NodeThread, "_open", open_room)
+
+
+def offered_too_late_and_kept() -> Installed:
+    original = DecodeThread._offer
+
+    def offer(
+        self: DecodeThread, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None
+    ) -> None:
+        handle = self._rooms.get(room)
+        if handle is not None and not handle.ended:
+            original(self, room, pages, prefix_tokens)
+
+    return swapped(DecodeThread, "_offer", offer)
+
+
+def events_lost_between_polls() -> Installed:
+    original = NodeThread._tell
+
+    def tell(self: NodeThread[Any, Any, Any], event: Any) -> None:
+        if event.kind == "failed":  # one slot for the news of each kind
+            kept: Sequence[Any] = [other for other in self._events if other.kind != "failed"]
+            self._events.clear()
+            self._events.extend(kept)
+        original(self, event)
+
+    return swapped(NodeThread, "_tell", tell)
+
+
+def earlier_loans_forgotten() -> Installed:
+    original = PoolQuarantine.keep_out_of
+
+    def keep_out_of(self: PoolQuarantine, store: PageStore, *, always: bool = False) -> None:
+        if not isinstance(store, ExternalPages):
+            original(self, store, always=always)
+
+    return swapped(PoolQuarantine, "keep_out_of", keep_out_of)
+
+
+PLANTS = (
+    (
+        "pages idle before the drain",
+        "pages of a room at decode are idle as soon as it has failed",
+        idle_before_the_drain,
+        "I2",
+    ),
+    (
+        "released as it fails",
+        "a room is called released as soon as it has failed",
+        released_as_it_fails,
+        "I2",
+    ),
+    (
+        "closed before it was opened",
+        "the end of a room is forgotten while the loop has not opened it yet",
+        closed_before_opened_forgotten,
+        "I4",
+    ),
+    ("last posted first", "what waits for the loop runs in reverse", last_posted_first, "I4"),
+    (
+        "opened after the close",
+        "a room whose turn comes when the node has closed gets no event",
+        opened_after_the_close_forgotten,
+        "I4",
+    ),
+    (
+        "offered too late and kept",
+        "pages that are offered to a room which has ended meanwhile stay busy",
+        offered_too_late_and_kept,
+        "I5",
+    ),
+    (
+        "earlier loans not busy",
+        "pages that an earlier node has lent are idle in the store of the next engine",
+        earlier_loans_forgotten,
+        "I1",
+    ),
+    (
+        "events lost between polls",
+        "of several rooms that fail between two polls, the last one is told",
+        events_lost_between_polls,
+        "I4",
+    ),
+)

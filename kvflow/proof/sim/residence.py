@@ -1,0 +1,236 @@
+"""A request whose room has succeeded: a shipped `Resident` and model steps, driven as an engine
+drives them.
+
+Every byte of its places says whose it is, so what another request, a copy or a step has done to
+them shows: in each model step, after each way back, and in the places that it has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar, cast
+
+from kvflow.aio import wait_or_cancel
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.memory.residency import Resident
+from kvflow.node import DecodeNode
+from kvflow.proof.sim.content import handoff_of
+from kvflow.proof.sim.oracle import Oracle
+from kvflow.proof.sim.pages import books_of
+from kvflow.proof.sim.snapshots import CopyFailedError, Snapshots
+from kvflow.proof.sim.state import Squatter, State
+from kvflow.proof.sim.stay import (
+    ABORT,
+    CANCEL_TWICE,
+    GROW,
+    RETRACT,
+    STEP,
+    Act,
+    Disturbance,
+    Stay,
+)
+from kvflow.protocols.errors import CapacityError, HostMemoryError
+from kvflow.protocols.machines.residency import ResidencyPhase as P
+from kvflow.protocols.pages.layout import Places
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.thread import ModelThread
+
+T = TypeVar("T")
+TRIES, TRY_AGAIN_S = 5, 0.02  # to come back
+
+
+class _Running:
+    """What `ModelThread` asks of a sequence."""
+
+    def __init__(self, places: Places) -> None:
+        self.pages, self.rows = places
+
+
+class Residence:
+    """One request at one decode."""
+
+    def __init__(
+        self, node: DecodeNode, snapshots: Snapshots, oracle: Oracle, digest: bytes, plan: Stay
+    ) -> None:
+        self._snapshots, self._oracle, self._digest, self._plan = snapshots, oracle, digest, plan
+        self._pool, self._layout, self._books = node.pool, node.pool.layout, books_of(node.pages)
+        self._thread = ModelThread(Executor(), node.pages, self._layout)
+        self._here: Resident | None = None  # once its room has landed
+        self._handoff = b""
+
+    async def play(self, room: DecodeRoom, handoff: bytes) -> bool:
+        """Take the room over. Returns whether everything that was planned was done."""
+        owner = ("sequence", room.room, room.grant)
+        places = room.keep(owner)
+        self._handoff, self._state = (
+            handoff,
+            State(self._books, self._digest, places.tolist(), self._broken),
+        )
+        pool, store = self._pool, self._snapshots.store
+        rows = pool.rows if self._layout.num_rows else None
+        self._here = here = Resident(
+            owner, self._layout.split(places), pages=pool.pages, rows=rows, store=store
+        )
+        try:
+            for act in self._plan.acts:
+                await asyncio.sleep(act.pause_s)
+                if not await self._is_here(here):
+                    return False
+                await self._do(here, act)
+            return await self._is_here(here) if self._plan.returns else here.phase is not P.ENDED
+        finally:
+            here.close()
+            here.close()
+
+    def abort(self) -> None:
+        """Whatever it does."""
+        if self._here is not None:
+            self._here.close()
+
+    async def _do(self, here: Resident, act: Act) -> None:
+        if act.kind == STEP:
+            await self._step(here, act.disturbed)
+        elif act.kind == GROW:
+            try:
+                here.add(self._pool.pages.take(1, here.owner))
+            except CapacityError:  # the pool is short of pages: it leaves
+                return await self._retract(here, act)
+            self._state.add_page()
+            await self._step(here, act.disturbed)
+        elif act.kind == RETRACT:
+            await self._retract(here, act)
+        else:
+            self._drop(here)
+            await self._away(here, act)
+        return None
+
+    # --- model steps
+
+    async def _step(self, here: Resident, disturbed: Disturbance | None) -> None:
+        await self._carry_out(here, self._stepping(here), disturbed)
+
+    async def _stepping(self, here: Resident) -> None:
+        places, readers = here.places, self._books.readers
+        used: list[int] = self._layout.numbered(places).tolist()
+        for place in used:
+            readers[place] += 1
+
+        def compute() -> None:
+            self._state.check(used, "in a model step")
+            self._state.compute(used)
+            for place in used:
+                readers[place] -= 1
+
+        await self._thread.run([cast(Sequence, _Running(places))], compute)
+
+    # --- away and back
+
+    async def _retract(self, here: Resident, act: Act) -> None:
+        self._trace("leaves")
+        try:
+            await self._move(here, here.retract(), act.disturbed)
+        except HostMemoryError:
+            self._drop(here)
+        except CopyFailedError:
+            pass
+        if here.phase is P.AWAY:
+            await self._away(here, act)
+        elif here.phase is P.RESIDENT:
+            self._check(here, "after a retract that failed")
+
+    def _drop(self, here: Resident) -> None:
+        self._trace("is dropped")
+        here.drop()
+        self._state.lose()
+
+    async def _away(self, here: Resident, act: Act) -> None:
+        squatter = Squatter(self._pool, self._books, here.sizes, act.squats, self._broken)
+        try:
+            await asyncio.sleep(act.away_s)
+            if act.squats_on or act.return_disturbed is not None:
+                await self._come_back(here, act.return_disturbed)
+        finally:
+            squatter.leave()
+
+    async def _is_here(self, here: Resident) -> bool:
+        """In pages and a row, if need be of its own accord."""
+        if here.phase is P.AWAY:
+            await self._come_back(here, None)
+        return here.phase is P.RESIDENT
+
+    async def _come_back(self, here: Resident, disturbed: Disturbance | None) -> None:
+        """It may have ended then, or be away after so many tries."""
+        for _ in range(TRIES):
+            if _phase(here) is not P.AWAY:
+                return
+            self._trace("comes back")
+            try:
+                whole = await self._move(here, here.resume(), disturbed)
+            except CapacityError:
+                await asyncio.sleep(TRY_AGAIN_S)
+            except CopyFailedError:
+                pass
+            else:
+                if _phase(here) is P.RESIDENT:
+                    await self._back(here, whole)
+            disturbed = None
+
+    async def _back(self, here: Resident, whole: bool | None) -> None:
+        if self._handoff != handoff_of(self._digest):
+            self._oracle.broken(
+                "I9", f"{here.owner}: its hand-over is another one after its return"
+            )
+        if bool(whole) is self._state.lost:
+            self._broken("it comes back with state that was dropped, or without state that was not")
+        if whole:
+            self._check(here, "after its return")
+        else:
+            await self._step(here, None)
+
+    async def _move(
+        self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None
+    ) -> T | None:
+        try:
+            return await self._carry_out(here, work, disturbed)
+        finally:
+            if here.owner in self._snapshots.copies.owners:
+                self._oracle.broken(
+                    "I12", f"{here!r}: it is said to have moved, or not to, while it is copied"
+                )
+
+    # --- what happens beside it
+
+    async def _carry_out(
+        self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None
+    ) -> T | None:
+        """`work`, disturbed; None when it was cancelled by that."""
+        if disturbed is None:
+            return await work
+        task = asyncio.ensure_future(work)
+        self._disturb(disturbed, here.close if disturbed.how == ABORT else task.cancel)
+        await wait_or_cancel(task)
+        return None if task.cancelled() else task.result()
+
+    def _disturb(self, disturbed: Disturbance, do: Callable[[], object]) -> None:
+        loop, turns = self._oracle.loop, disturbed.turns
+        for again in range(1 + (disturbed.how == CANCEL_TWICE)):
+            if turns is None:
+                loop.call_later(disturbed.after_s + again * 0.0005, do)
+            else:
+                self._snapshots.copies.after_next(turns + again, do)
+
+    def _check(self, here: Resident, when: str) -> None:
+        self._state.check(self._layout.numbered(here.places).tolist(), when)
+
+    def _broken(self, text: str) -> None:
+        self._oracle.broken("I14", f"{self._here!r}: {text}")
+
+    def _trace(self, what: str) -> None:
+        self._oracle.trace(lambda: f"{what}: {self._here!r}")
+
+
+def _phase(here: Resident) -> P:
+    """Now: it changes while others have their turn."""
+    return here.phase

@@ -1,0 +1,347 @@
+"""What one seed plays: how many nodes, which requests with which fates, and what happens to nodes
+and when.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.proof.sim.faults import ON_LINKS, ON_NODES, Faults
+from kvflow.proof.sim.stay import Stay, draw_stay
+from kvflow.proof.sim.variety import PAGE_SIZE, Variety, draw_variety
+
+Shape = tuple[tuple[int, ...], int]
+SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
+"""Ranks of each prefill group, and decodes: at least three nodes."""
+PROMPT_PAGES_MAX = 6
+SWITCHES_IN = 0.3  # of all seeds
+STAGED_IN = 0.25
+DP_GROUPS_IN = 0.25
+THREADS_IN = 0.25
+SWITCH_ROOM = 500_000  # the first room of those that are for the other role
+
+OWN_GROUP, EVERY_GROUP, WORD = "own group", "every group", "word"
+"""How decode names the prefill of a room: by the ranks of the room's group, by those of all groups,
+or by a word that a registry knows."""
+
+Moment = tuple[float, str]
+"""When (s after the leg has begun) and what: cancel, cancel twice, close."""
+
+
+class Leg(NamedTuple):
+    at_s: float
+    ends: Moment | None = None
+    deadline_s: float | None = None
+
+
+class Request(NamedTuple):
+    """`prefill` or `decode` is None for a leg that never comes."""
+
+    room: int
+    prompt: list[int]
+    chunks: list[int]
+    group: int
+    decode_at: int
+    prefill: Leg | None
+    decode: Leg | None
+    decode_prompt: list[int]
+    fails_at: int | None
+    refused: bool
+    kept_s: float
+    decode_refused: bool = False
+    # decode announces the room, and has pages only so much later.
+    offers_after_s: float | None = None
+    topples: bool = False  # its end ends another room of the same node, from within `on_end`
+    stay: Stay | None = None  # what it does at decode, once it has landed
+    named: str = OWN_GROUP  # how decode names its prefill
+    dp_rank: int | None = None  # the group that decode asks for; None: the room's number decides
+
+
+class Accident(NamedTuple):
+    """`node` counts all nodes, prefill ranks first."""
+
+    at_s: float
+    kind: str
+    node: int
+    for_s: float
+
+
+class Switch(NamedTuple):
+    """A node parts in order, and one of the other role goes on over its pool.
+
+    `node` counts as in `Accident`; `requests` are for the other role and are timed from its start,
+    as is the way back, where there is one."""
+
+    at_s: float
+    node: int
+    requests: tuple[Request, ...] = ()
+    back_after_s: float | None = None
+
+
+class Scenario(NamedTuple):
+    """`groups`: the ranks of each group.
+
+    A group is a prefill by itself, unless `data_parallel` has it: the groups of one prefill, in
+    their order."""
+
+    groups: tuple[int, ...]
+    decodes: int
+    variety: Variety
+    requests: list[Request]
+    accidents: list[Accident]
+    switch: Switch | None = None
+    data_parallel: tuple[int, ...] = ()
+    threaded: frozenset[int] = frozenset()  # decodes whose engines have no event loop
+    threaded_groups: frozenset[int] = frozenset()  # and groups of such prefills
+
+
+def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
+    groups, decodes = rng.choice(shapes)
+    requests: list[Request] = []
+    for n in range(rng.randint(10, 14)):
+        request = _request(rng, n, len(groups), decodes)
+        if request.decode is not None and rng.random() < 0.2:
+            requests += _retracted(rng, request, request.decode)
+        else:
+            requests.append(request)
+    nodes = sum(groups) + decodes
+    accidents = []
+    for kind in (*ON_NODES, *ON_LINKS):
+        if kind in faults.kinds:
+            for _ in range(rng.randint(1, 2)):
+                first = nodes if kind not in ("takeover", "stall") else sum(groups)
+                for_s = _duration_s(rng) * (2 if kind == "stall" else 1)
+                accidents.append(
+                    Accident(rng.uniform(0.05, 2.2), kind, rng.randrange(first), for_s)
+                )
+    return Scenario(groups, decodes, draw_variety(rng, decodes), requests, accidents)
+
+
+def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The scenario, in some of all seeds with one prefill that has two or three data-parallel
+    groups. `rng` is another generator than that of the scenario, which stays as it is otherwise.
+    Requests of one number are one group's."""
+    if rng.random() >= DP_GROUPS_IN:
+        return scenario
+    groups, dp_size = scenario.groups, rng.choice((2, 2, 3))
+    first = rng.randrange(len(groups))
+    ranks, more, prefill_ranks = groups[first], dp_size - 1, sum(groups)
+    own = (first, *range(len(groups), len(groups) + more))
+    drawn: dict[int, tuple[str, int | None, int]] = {}
+
+    def of_a_group(request: Request) -> Request:
+        if request.group != first:
+            return request
+        if request.room not in drawn:
+            drawn[request.room] = _draw_group(rng, request.room, own)
+        named, dp_rank, group = drawn[request.room]
+        return request._replace(named=named, dp_rank=dp_rank, group=group)
+
+    def elsewhere(accident: Accident) -> Accident:
+        """Decodes stand behind the ranks of the other groups; what strikes one group may as well
+        strike another.
+        """
+        start, node = sum(groups[:first]), accident.node
+        if node >= prefill_ranks:
+            return accident._replace(node=node + more * ranks)
+        if start <= node < start + ranks and (moved := rng.randrange(dp_size)):
+            return accident._replace(node=prefill_ranks + (moved - 1) * ranks + node - start)
+        return accident
+
+    return scenario._replace(
+        groups=groups + (ranks,) * more,
+        data_parallel=own,
+        requests=[of_a_group(request) for request in scenario.requests],
+        accidents=[elsewhere(accident) for accident in scenario.accidents],
+    )
+
+
+def _draw_group(
+    rng: random.Random, room: int, groups: tuple[int, ...]
+) -> tuple[str, int | None, int]:
+    """How decode names the prefill, which of its groups it asks for, and the group at which the
+    other leg waits: any of them, where decode asks for one that there is not."""
+    size, chance = len(groups), rng.random()
+    named = rng.choice((OWN_GROUP, EVERY_GROUP, WORD, WORD))
+    if chance < 0.4:
+        return named, None, groups[room % size]
+    if chance < 0.9:
+        dp_rank = rng.randrange(size)
+        return named, dp_rank, groups[dp_rank]
+    return rng.choice((EVERY_GROUP, WORD)), size + rng.randrange(2), rng.choice(groups)
+
+
+def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The scenario, in some of all seeds with a node that changes its role.
+
+    `rng` is another generator than that of the scenario, which stays as it is without a switch. A
+    rank of several has a share of a pool only, and keeps its role.
+    """
+    if rng.random() >= SWITCHES_IN:
+        return scenario
+    ranks_of_group = [ranks for ranks in scenario.groups for _ in range(ranks)] + [
+        1
+    ] * scenario.decodes
+    places = [place for place, ranks in enumerate(ranks_of_group) if ranks == 1]
+    requests = tuple(
+        _request(rng, SWITCH_ROOM + n, 1, 1, within_s=0.4) for n in range(rng.randint(4, 8))
+    )
+    bounds, variety = scenario.variety.bounds, scenario.variety
+    # There may be one decode more.
+    bounds = msgspec.structs.replace(bounds, targets=bounds.targets + 1)
+    return scenario._replace(
+        variety=variety._replace(bounds=bounds),
+        switch=Switch(
+            rng.uniform(0.1, 1.2),
+            rng.choice(places),
+            requests,
+            rng.uniform(0.2, 1.0) if rng.random() < 0.6 else None,
+        ),
+    )
+
+
+def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The scenario, in some of all seeds with decodes that lend staging, of which there is too
+    little for all of their rooms at once. `rng` as in `with_switch`. Rooms have deadlines then:
+    what is in quarantine may never come back."""
+    if rng.random() >= STAGED_IN:
+        return scenario
+    layout, switch = scenario.variety.layout, scenario.switch
+    size_bytes = rng.choice((4, 6, 8, 12)) * layout.page_bytes * (2 if layout.num_rows else 1)
+
+    def in_time(request: Request) -> Request:
+        if request.decode is None or request.decode.deadline_s is not None:
+            return request
+        return request._replace(decode=request.decode._replace(deadline_s=rng.uniform(2.0, 4.0)))
+
+    return scenario._replace(
+        variety=scenario.variety._replace(staging_bytes=size_bytes),
+        requests=[in_time(request) for request in scenario.requests],
+        switch=switch
+        and switch._replace(requests=tuple(in_time(request) for request in switch.requests)),
+    )
+
+
+def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The scenario, in some of all seeds without staging with nodes whose engines have no event
+    loop. `rng` as in `with_switch`. A node that changes its role is not one of them. Most of these
+    decodes part once, often just as a request has come, and another node goes on over the pool."""
+    if rng.random() >= THREADS_IN or scenario.variety.staging_bytes:
+        return scenario
+    first = sum(scenario.groups)
+    of_place = [group for group, ranks in enumerate(scenario.groups) for _ in range(ranks)]
+    switching = None if scenario.switch is None else scenario.switch.node
+    threaded = [
+        number
+        for number in range(scenario.decodes)
+        if rng.random() < 0.75 and first + number != switching
+    ]
+    switching_group = of_place[switching] if switching is not None and switching < first else None
+    groups = [
+        group
+        for group in range(len(scenario.groups))
+        if rng.random() < 0.4 and group != switching_group
+    ]
+    requests = [
+        _offered(rng, request) if request.decode_at in threaded else request
+        for request in scenario.requests
+    ]
+    accidents = list(scenario.accidents)
+    for number in threaded:
+        begins_s = [
+            r.decode.at_s for r in requests if r.decode is not None and r.decode_at == number
+        ]
+        if begins_s and rng.random() < 0.7:
+            at_s = rng.choice(begins_s) + rng.uniform(0.0, 0.03)
+            accidents.append(Accident(at_s, "leave", first + number, rng.uniform(0.05, 0.6)))
+    return scenario._replace(
+        threaded=frozenset(threaded),
+        threaded_groups=frozenset(groups),
+        requests=requests,
+        accidents=accidents,
+    )
+
+
+def _offered(rng: random.Random, request: Request) -> Request:
+    """Some requests more are announced before there are pages, and some of them end just as these
+    come.
+    """
+    if request.decode is None or rng.random() > 0.3:
+        return request
+    offers_after_s, leg = rng.uniform(0.0, 0.3), request.decode
+    if rng.random() < 0.5:
+        leg = leg._replace(ends=(max(0.0, offers_after_s + rng.uniform(-0.015, 0.003)), "close"))
+    return request._replace(decode=leg, offers_after_s=offers_after_s)
+
+
+def _duration_s(rng: random.Random) -> float:
+    """Short ones go unnoticed, long ones outlast every patience."""
+    return rng.choice((rng.uniform(0.05, 0.6), rng.uniform(0.6, 2.5)))
+
+
+def _request(
+    rng: random.Random, room: int, groups: int, decodes: int, within_s: float = 1.6
+) -> Request:
+    prompt = [rng.randrange(1 << 31) for _ in range(rng.randint(1, PROMPT_PAGES_MAX * PAGE_SIZE))]
+    pages = -(-len(prompt) // PAGE_SIZE)
+    at_s = rng.uniform(0.0, within_s)
+    prefill: Leg | None = _leg(rng, at_s + rng.choice((0.0, 0.0, rng.uniform(0, 0.4))))
+    decode: Leg | None = _leg(rng, at_s + rng.choice((0.0, 0.0, rng.uniform(0, 0.4))))
+    fate = rng.random()
+    if fate < 0.04:
+        prefill = None
+    elif fate < 0.08:
+        decode = None
+    return Request(
+        room,
+        prompt,
+        draw_chunks(rng, pages),
+        rng.randrange(groups),
+        rng.randrange(decodes),
+        prefill,
+        decode,
+        decode_prompt=prompt if rng.random() > 0.05 else [*prompt[:-1], prompt[-1] ^ 1],
+        fails_at=rng.randrange(4) if rng.random() < 0.08 else None,
+        refused=rng.random() < 0.04,
+        kept_s=rng.uniform(0, 0.5),
+        decode_refused=rng.random() < 0.04,
+        offers_after_s=rng.uniform(0, 0.6) if rng.random() < 0.15 else None,
+        topples=rng.random() < 0.06,
+        stay=draw_stay(rng),
+    )
+
+
+def _leg(rng: random.Random, at_s: float) -> Leg:
+    ends = None
+    if rng.random() < 0.22:
+        ends = (
+            rng.choice((rng.uniform(0, 0.03), rng.uniform(0, 0.5))),
+            rng.choice(("cancel", "cancel twice", "close")),
+        )
+    return Leg(at_s, ends, rng.uniform(0.01, 2.0) if rng.random() < 0.1 else None)
+
+
+def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
+    """Decode wants the room's pages back in the middle of it, and the same room is tried again a
+    moment later.
+    """
+    after_s = rng.uniform(0.0, 0.1)
+    again_s = leg.at_s + after_s + rng.uniform(0.001, 0.2)
+    prompt = [*request.prompt[:-1], request.prompt[-1] ^ 2]
+    again = request._replace(
+        prompt=prompt, decode_prompt=prompt, prefill=Leg(again_s), decode=Leg(again_s)
+    )
+    return [request._replace(decode=leg._replace(ends=(after_s, "close"))), again]
+
+
+def draw_chunks(rng: random.Random, pages: int) -> list[int]:
+    """Pages of each chunk of a prompt."""
+    chunks: list[int] = []
+    while pages:
+        chunks.append(rng.randint(1, min(pages, 3)))
+        pages -= chunks[-1]
+    return chunks

@@ -1,0 +1,241 @@
+"""The staging of a simulated decode: shipped memory over watched allocators, copies that take
+virtual time, and the rooms that wait for places of it, whose turn is judged from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvflow.handlers.decode import DecodeShell, Quarantined
+from kvflow.handlers.rooms import DecodeRoom
+from kvflow.memory.copies import HostCopier
+from kvflow.memory.page_tasks import PageTask
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import StagedArrivals, Staging
+from kvflow.node import DecodeNode
+from kvflow.proof.sim.both_sides import OVER_AT_DECODE
+from kvflow.proof.sim.faults import Faults
+from kvflow.proof.sim.loop import Process, VirtualThread, current_process
+from kvflow.proof.sim.oracle import Oracle
+from kvflow.proof.sim.pages import Books, grant_of, watch
+from kvflow.proof.sim.snapshots import CopyFailedError, after_half_a_copy
+from kvflow.proof.sim.swap import swapped
+from kvflow.protocols.pages.plan import Blocks
+from kvflow.protocols.waiting import PASSED_FOR_S
+from kvflow.protocols.wire.messages import GrantId
+
+LOOK_S = 0.02
+"""The time between two looks at the rooms that wait."""
+
+
+class _Wait(NamedTuple):
+    wanted: int
+    since_s: float
+    process: Process
+
+
+class Staged:
+    """The staging of one pool, for every decode that has the pool, one after the other."""
+
+    def __init__(
+        self,
+        who: str,
+        pool: PagedPool,
+        books: Books,
+        size_bytes: int,
+        oracle: Oracle,
+        faults: Faults,
+    ) -> None:
+        self.staging = Staging(pool, size_bytes, shared=False)
+        self.books = watch(self.staging.host, f"staging of {who}", oracle, lambda: False)
+        self.waits = 0
+        """How many rooms have waited."""
+        self._who, self._oracle, self._waiting = who, oracle, dict[DecodeRoom, _Wait]()
+        self._rooms: Mapping[GrantId, DecodeRoom] = {}  # of the decode that serves
+        copier = _HalfCopier()
+        self.staging._copier = copier
+        self.copies = _Copies(copier, (self.books, books), oracle, faults)
+
+    def serve(self, node: DecodeNode) -> None:
+        """The copies of this node take virtual time."""
+        assert isinstance(node._arrivals, StagedArrivals)
+        node._arrivals._threads = self.copies  # type: ignore[assignment]
+        self._rooms = node.shell.rooms
+
+    def close(self) -> None:
+        self.staging.close()
+
+    # --- rooms that wait
+
+    def waits_now(self, room: DecodeRoom, wanted: int, process: Process) -> None:
+        """The room gets no places for now."""
+        if room in self._waiting:
+            return
+        self.waits += 1
+        if not self._waiting:
+            self._oracle.loop.later(LOOK_S, self._look)
+        self._waiting[room] = _Wait(wanted, self._oracle.loop.time(), process)
+        self._oracle.trace(lambda: f"room {room.room} waits for {wanted} places of staging")
+
+    def has_its_places(self, room: DecodeRoom) -> None:
+        """The room waits no more. Those before it may be passed for a while only."""
+        for other, wait in self._still_waiting():
+            if other is room:
+                break
+            if (waited_s := self._oracle.loop.time() - wait.since_s) >= PASSED_FOR_S:
+                text = (
+                    f"room {room.room} gets staging before room {other.room}, which has waited for "
+                    f"{waited_s:.2f} s"
+                )
+                self._oracle.broken("I7", f"{self._who}: {text}")
+        self._waiting.pop(room, None)
+
+    def _look(self) -> None:
+        """The room whose turn it is must not wait for places that are free."""
+        for room, wait in list(self._waiting.items()):
+            if room.ended or wait.process.dead:
+                del self._waiting[room]
+        if not self._waiting:
+            return
+        for room, wait in self._still_waiting():
+            if wait.process.parked is None and self._fits(wait.wanted, lambda owner: owner is None):
+                self._oracle.broken(
+                    "I7",
+                    f"{self._who}: room {room.room} waits for {wait.wanted} places that are free",
+                )
+            break
+        self._oracle.loop.later(LOOK_S, self._look)
+
+    def _still_waiting(self) -> Iterator[tuple[DecodeRoom, _Wait]]:
+        """The oldest comes first.
+
+        Those that need what a quarantine keeps are left out: it may never come back.
+        """
+        for room, wait in self._waiting.items():
+            if not room.ended and self._fits(wait.wanted, lambda owner: not self._is_kept(owner)):
+                yield room, wait
+
+    def _is_kept(self, owner: Hashable | None) -> bool:
+        """Proof is missing for the places of this owner, or has been asked for."""
+        room = self._rooms.get(GrantId(grant)) if (grant := grant_of(owner)) is not None else None
+        return isinstance(owner, Quarantined) or (room is not None and room.phase in OVER_AT_DECODE)
+
+    def _fits(self, wanted: int, counts: Callable[[Hashable | None], bool]) -> bool:
+        """There are as many places whose owners count, and which no earlier node has lent."""
+        books = self.books
+        places = [
+            place
+            for place, owner in enumerate(books.owners)
+            if counts(owner) and place not in books.withheld
+        ]
+        pages = sum(place < books.num_pages for place in places)
+        rows = int(len(books.owners) > books.num_pages)  # a room has one, where there are some
+        return wanted - rows <= pages and rows <= len(places) - pages
+
+
+class _HalfCopier:
+    """Implements `memory.copies.Copier`: it copies one half of what it is given, and keeps the
+    other for later.
+    """
+
+    def __init__(self) -> None:
+        self._rest: list[Blocks] = []
+
+    def copy(self, blocks: Blocks) -> None:
+        half = blocks.sizes.size // 2
+        HostCopier.copy(Blocks(*(column[:half] for column in blocks)))
+        self._rest.append(Blocks(*(column[half:] for column in blocks)))
+
+    def take_rest(self) -> list[Blocks]:
+        rest, self._rest = self._rest, []
+        return rest
+
+    def pin(self, pool: PagedPool) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class _Copies(VirtualThread):
+    """Shipped page tasks that copy in two halves, with time before each.
+
+    What one copies is in use from its first half to its end."""
+
+    def __init__(
+        self, copier: _HalfCopier, books: tuple[Books, Books], oracle: Oracle, faults: Faults
+    ) -> None:
+        """`books`: those of the staging, and those of the pool."""
+        self._copier, self._books, self._oracle, self._faults = copier, books, oracle, faults
+        self.ended = 0
+
+    def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *_: Any) -> None:
+        """`work` is the method of a page task that its thread runs."""
+        task: PageTask = work.__self__  # type: ignore[attr-defined]
+        assert isinstance(task._work, partial)
+        lent, pages, _ = task._work.args
+        fault = self._faults.of_copy()
+        self._oracle.trace(
+            lambda: f"brings {lent.tolist()} of staging to {pages.tolist()}, {fault or 'no fault'}"
+        )
+        staged, own = self._books
+        used = [
+            *((staged, place) for place in lent.tolist()),
+            *((own, place) for place in pages.tolist()),
+        ]
+        after_half_a_copy(self._oracle.loop, fault, self._first_half, done, work, used, fault)
+
+    def _first_half(
+        self,
+        done: asyncio.Future[Any],
+        work: Callable[[], bytes | None],
+        used: list[tuple[Books, int]],
+        fault: str,
+    ) -> None:
+        answer = work()
+        if answer is None:  # it was cancelled before it has begun
+            return done.set_result(None)
+        for books, place in used:
+            books.readers[place] += 1
+        rest = self._copier.take_rest()
+        return after_half_a_copy(
+            self._oracle.loop, fault, self._second_half, done, answer, rest, used, fault
+        )
+
+    def _second_half(
+        self,
+        done: asyncio.Future[Any],
+        answer: bytes,
+        rest: list[Blocks],
+        used: list[tuple[Books, int]],
+        fault: str,
+    ) -> None:
+        for books, place in used:
+            books.readers[place] -= 1
+        if fault == "failed copy":
+            return done.set_exception(CopyFailedError())
+        for blocks in rest:
+            HostCopier.copy(blocks)
+        self.ended += 1
+        return done.set_result(answer)
+
+
+@contextmanager
+def waits_observed(oracle: Oracle, by_pool: Mapping[PagedPool, Staged]) -> Iterator[None]:
+    """Every decode in this process reports which rooms wait for staging, to that of its pool."""
+    stage = DecodeShell._stage
+
+    def staged(shell: DecodeShell, room: DecodeRoom, wanted: int) -> bool:
+        seen = oracle.by_process[current_process()]
+        got = stage(shell, room, wanted)
+        if got:
+            by_pool[seen.pool].has_its_places(room)
+        else:
+            by_pool[seen.pool].waits_now(room, wanted, seen.process)
+        return got
+
+    with swapped(DecodeShell, "_stage", staged):
+        yield

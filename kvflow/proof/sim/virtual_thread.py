@@ -1,0 +1,164 @@
+"""The thread of a node's loop in virtual time, and threads of an engine that block while the
+virtual loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar, cast
+
+from kvflow.node.threads.loop import LoopThread
+from kvflow.proof.sim.loop import Process, VirtualLoop
+from kvflow.proof.sim.times import LONG_PREEMPTED_S, POST_S, PREEMPTED_S, TICK_S
+
+T = TypeVar("T")
+
+
+class VirtualLoopThread(LoopThread):
+    """Stands in for a thread with a loop of its own: posted calls run a moment later, as the node's
+    process, and other things happen in between."""
+
+    def __init__(self, name: str, process: Process, loop: VirtualLoop) -> None:
+        self._process, self._virtual = process, loop
+        super().__init__(name)
+
+    def _begin(self, _: object) -> None:
+        self._loop = cast(asyncio.AbstractEventLoop, _Later(self._process, self._virtual))
+
+    def post(self, call: Callable[[], None]) -> bool:
+        """A `LockStep` may lose the processor before it has posted, or after that."""
+        step = threading.current_thread()
+        if not isinstance(step, LockStep):
+            return super().post(call)
+        step.stand(self._preempted_s())
+        posted = super().post(call)
+        step.stand(self._preempted_s())
+        return posted
+
+    def _preempted_s(self) -> float:
+        rng = self._virtual.rng
+        return rng.uniform(*(LONG_PREEMPTED_S if rng.random() < 0.2 else PREEMPTED_S))
+
+    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """From a `LockStep`: as in real life.
+
+        Elsewhere `work` must not have to wait; it happens now.
+        """
+        if isinstance(threading.current_thread(), LockStep):
+            return super().call(work)
+        answer: T = self._process.run(self._at_once, work)
+        return answer
+
+    def _at_once(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        self._run_posted()
+        try:
+            work().send(None)
+        except StopIteration as end:
+            answer: T = end.value
+            return answer
+        raise AssertionError("what waits for something must be called in a LockStep")
+
+    def check_not_within(self) -> None:
+        """The loop is everybody's here."""
+
+    def _wait(self, future: concurrent.futures.Future[T]) -> T:
+        step = threading.current_thread()
+        assert isinstance(step, LockStep)
+        step.wait_for(future)
+        return future.result()
+
+    def stop(self) -> None:
+        """What was posted before still runs."""
+        with self._lock:
+            self._stopped = True
+        self._process.run(self._run_posted)
+
+
+class _Later:
+    """What `LoopThread` and asyncio ask of a loop that is woken from another thread.
+
+    First come, first served.
+    """
+
+    def __init__(self, process: Process, loop: VirtualLoop) -> None:
+        self._process, self._loop = process, loop
+        self._last_at_s = 0.0
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *arguments: Any) -> None:
+        now = self._loop.time()
+        self._last_at_s = max(now + self._loop.rng.uniform(*POST_S), self._last_at_s + TICK_S)
+        self._process.run(self._loop.call_later, self._last_at_s - now, callback, *arguments)
+
+    def create_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        return self._loop.create_task(work)
+
+
+class _AbandonedError(BaseException):
+    """The simulation is over, and nothing that it waits for will happen."""
+
+
+class LockStep(threading.Thread, Generic[T]):
+    """Work that blocks, in a thread of the system, as a process.
+
+    Either the thread runs or the virtual loop does, never both: a seed stays one run.
+
+    `answer` is awaited on the virtual loop.
+    """
+
+    def __init__(self, loop: VirtualLoop, process: Process, work: Callable[[], T]) -> None:
+        super().__init__(name=f"{process.name}, which blocks", daemon=True)
+        self.answer: asyncio.Future[T] = loop.create_future()
+        self._loop, self._process, self._work = loop, process, work
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._ended = self._abandoned = False
+        self._result: tuple[T | None, BaseException | None] = (None, None)
+        self.start()
+        self._go_on()
+
+    def stand(self, for_s: float) -> None:
+        """Called in this thread: do nothing for so long."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._process.run(self._loop.call_later, for_s, done.set_result, None)
+        self.wait_for(done)
+
+    def wait_for(self, future: concurrent.futures.Future[Any]) -> None:
+        """Called in this thread: the loop goes on until it has that answer."""
+        if future.done():
+            return
+        future.add_done_callback(lambda _: self._go_on())
+        self._back.release()
+        self._turn.acquire()
+        if self._abandoned:
+            raise _AbandonedError
+
+    def abandon(self) -> None:
+        """End the thread, if it still waits. The loop has ended."""
+        if not self._ended:
+            self._abandoned = True
+            self._turn.release()
+            self.join()
+
+    def run(self) -> None:
+        self._turn.acquire()
+        try:
+            self._result = self._process.run(self._work), None
+        except BaseException as error:  # noqa: BLE001 - whoever awaits the answer gets it
+            self._result = None, error
+        self._ended = True
+        self._back.release()
+
+    def _go_on(self) -> None:
+        """Called on the loop, which stands still until this thread waits or has ended."""
+        if self._abandoned:
+            return
+        self._turn.release()
+        self._back.acquire()
+        if self._ended and not self.answer.done():
+            result, error = self._result
+            if error is None:
+                self.answer.set_result(cast(T, result))
+            else:
+                self.answer.set_exception(error)

@@ -1,0 +1,188 @@
+"""One state of the walk over the prefix index: the shipped index, and beside it what only the world
+knows.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvflow.proof.walk.cache_worlds import Prompt
+from kvflow.protocols.cache.choices import EvictionPolicy
+from kvflow.protocols.cache.hashes import token_bytes
+from kvflow.protocols.cache.index import PrefixIndex
+from kvflow.protocols.cache.nodes import Node, Root, Run, Tier, upwards
+from kvflow.protocols.cache.policies import POLICIES, policy_key
+from kvflow.protocols.cache.residents import Freed
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.testing.subscriber import Subscriber, block_hash, digests_of_prompt
+
+POOL = 16  # pages of device and host: more than are ever needed
+POLICY: EvictionPolicy = "lru"
+
+
+class Copy(NamedTuple):
+    """One write, as its caller knows it. `epoch`: how many flushes there were before it."""
+
+    epoch: int
+    source: Tier
+    target: Tier
+    keys: tuple[Prompt, ...]  # prefixes that end with each page
+    source_pages: tuple[int, ...]
+    target_pages: tuple[int, ...]
+
+
+class Lock(NamedTuple):
+    """What a request reads."""
+
+    node: Node
+    epoch: int
+    key: Prompt
+    pages: tuple[int, ...]
+
+
+class Life:
+    """All of it is pickled as one, so that what names a node still does afterwards."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex(1, POLICY, events=True)
+        # Pages that are out: what they hold.
+        self.memory: tuple[dict[int, Prompt], dict[int, Prompt]] = ({}, {})
+        self.store: set[Prompt] = set()
+        self.copies: dict[int, Copy] = {}
+        self.locks: list[Lock] = []
+        self.subscriber = Subscriber()
+        self.inserted: frozenset[Prompt] = frozenset()  # since the last flush
+        self.epoch = self.last_ended = 0
+
+    def frozen(self) -> bytes:
+        """For `thawed`."""
+        stream = io.BytesIO()
+        _Pickler(stream, protocol=5).dump(self)
+        return stream.getvalue()
+
+    @staticmethod
+    def thawed(data: bytes) -> Life:
+        life: Life = pickle.loads(data)
+        return life
+
+    def take(self, tier: Tier, keys: list[Prompt]) -> PageIndices:
+        """Free pages that hold these from now on, the lowest first; () is garbage."""
+        memory = self.memory[tier]
+        free = [page for page in range(POOL) if page not in memory][: len(keys)]
+        assert len(free) == len(keys), "the world's pools are too small"
+        memory.update(zip(free, keys, strict=True))
+        return np.array(free, np.int32)
+
+    def give_back(self, freed: Freed) -> None:
+        for memory, pages in zip(self.memory, (freed.device, freed.host), strict=True):
+            for page in pages.tolist():
+                if memory.pop(page, None) is None:
+                    raise AssertionError(f"I1: page {page} comes back twice")
+
+    def nodes(self) -> list[Node]:
+        """All that the tree, a lock or a write still leads to, flushed ones included; no roots."""
+        found: dict[int, Node] = {}
+        waiting: list[Node] = [
+            *self.index._residents.roots.values(),
+            *(lock.node for lock in self.locks),
+        ]
+        for write in self.index._writes._open.values():
+            for piece in write.pieces:
+                waiting.extend(piece.run.nodes)
+        while waiting:
+            node = waiting.pop()
+            if id(node) not in found:
+                found[id(node)] = node
+                waiting.extend(node.children.values())
+                if node.parent is not None:
+                    waiting.append(node.parent)
+        return [node for node in found.values() if not isinstance(node, Root)]
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Equal for states that go on alike: page numbers and numbers of writes are left out, since
+        which page is used for what has been checked, and decides nothing."""
+        paths = {id(node): (node.detached, path_of(node)) for node in self.nodes()}
+        assert len(set(paths.values())) == len(paths), "two nodes of one path"
+        runs: dict[int, tuple[Any, ...]] = {}
+
+        def run_name(run: Run) -> tuple[Any, ...]:
+            return runs.setdefault(id(run), paths[id(run.nodes[0])]) if run.nodes else ()
+
+        nodes = sorted(
+            (
+                *paths[id(n)],
+                n.num_pages,
+                run_name(n.run),
+                n.start,
+                *n.phase,
+                *n.readers,
+                *n.below,
+                n.locks,
+                n.pins,
+                n.told,
+                n.queued,
+                n.frayed,
+            )
+            for n in self.nodes()
+        )
+        queues = tuple(
+            tuple(paths[id(node)] for _, _, node in sorted(queue) if id(node) in paths)
+            for queue in self.index._residents._queues
+        )
+        writes = sorted(
+            (
+                copy.epoch,
+                copy.source,
+                copy.target,
+                copy.keys,
+                tuple(
+                    (run_name(p.run), p.start, p.stop)
+                    for p in self.index._writes._open[number].pieces
+                ),
+            )
+            for number, copy in self.copies.items()
+            if number in self.index._writes._open
+        )
+        locks = sorted((lock.epoch, lock.key) for lock in self.locks)
+        told = tuple(frozenset(held) for held in self.subscriber.blocks)
+        rest = (
+            self.index._residents.num_pinned,
+            self.epoch,
+            self.last_ended > 0,
+            frozenset(self.store),
+            self.inserted,
+        )
+        return (tuple(nodes), queues, tuple(writes), tuple(locks), told, rest)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """The policy is a function without a name of its own."""
+        return (policy_key, (POLICY,)) if value is POLICIES[POLICY] else NotImplemented
+
+
+def path_of(node: Node) -> Prompt:
+    """The prompt that ends with it."""
+    parts = [np.frombuffer(part.tokens, "<u4")[: part.num_pages].tolist() for part in upwards(node)]
+    return tuple(page for part in reversed(parts) for page in part)
+
+
+def prefixes(prompt: Prompt) -> Iterator[Prompt]:
+    return (prompt[: n + 1] for n in range(len(prompt)))
+
+
+@cache
+def name_of(key: Prompt) -> int:
+    """What events call the last page of it."""
+    return block_hash(digests_of_prompt(key, 1)[-1])
+
+
+@cache
+def key_bytes(prompt: Prompt) -> bytes:
+    return token_bytes(prompt)

@@ -1,0 +1,367 @@
+"""A shipped DecodeEndpoint as a value that can be hashed, and everything that can happen to it.
+
+What it decides is its own. Beside it stands what only the world knows: what its users were told,
+which pages are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from kvflow.proof.walk.world import (
+    LATER,
+    LIVES,
+    SUM,
+    ViolationError,
+    Word,
+    World,
+    life_of,
+    pages_of,
+    word_of,
+)
+from kvflow.protocols import commands as c
+from kvflow.protocols.decode.core import Timer
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.records import Prompt
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.machines.decode_room import TERMINAL
+from kvflow.protocols.machines.link import LinkPhase
+from kvflow.protocols.machines.loan import LoanPhase
+from kvflow.protocols.ports import UnprovenLoan
+from kvflow.protocols.wire.codec import parse_at_prefill
+from kvflow.protocols.wire.messages import GrantId
+
+EARLIER_DECODE = 66  # its incarnation
+EARLIER = (-1, 1)
+"""Stands in `Decode.watched` for the writer of what it has lent: the first life of rank 0."""
+
+
+class Pages(IntEnum):
+    NONE = 0  # nothing was lent
+    LENT = 1
+    KEPT = 2  # the room has landed: they are its user's
+    FREE = 3
+
+
+class Grant(NamedTuple):
+    """What users know of one grant."""
+
+    pages: Pages = Pages.NONE
+    told: bool = False
+    ended: bool = False
+    linked: bool = False  # pages are to be taken
+    differs: bool = False  # some checksum
+
+
+class Rank(NamedTuple):
+    """What others have to know of decode's end of one link; follows from the endpoint."""
+
+    dialled: int  # the life whose connection is open; 0: none
+    # It sends heartbeats, or asks to be let in: to the first life, to the second.
+    beats: tuple[bool, bool]
+    up: int  # the life whose link is up
+    owes: int  # 0: nothing; 1: loans in doubt; 2: others
+    settled: GrantId
+
+
+class Decode(NamedTuple):
+    endpoint: int  # its number on the shelf; -1: its process is dead
+    grants: tuple[Grant, ...] = ()
+    opened: int = 0  # how many rooms were opened, or refused
+    watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) whose fence is awaited
+    declared: frozenset[tuple[int, int]] = frozenset()
+    left: bool = False
+    closed: bool = False
+    earlier: bool = False  # pages of an earlier decode are not home
+    # what follows from the endpoint
+    ranks: tuple[Rank, ...] = ()
+    rooms: int = 0
+    busy: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.endpoint >= 0
+
+
+DEAD = Decode(-1)
+
+
+class DecodeSide:
+    """Decode in the middle of one action."""
+
+    def __init__(self, value: Decode, world: World, endpoint: DecodeEndpoint | None = None) -> None:
+        self.value, self.world = value, world
+        self.endpoint: DecodeEndpoint = endpoint or world.decodes.take(value.endpoint)
+        self.core = self.endpoint.core
+        self.grants = list(value.grants)
+        self.watched = set(value.watched)
+        self.dialled = [rank.dialled for rank in value.ranks] or [0] * world.bounds.ranks
+        self.words: list[list[Word]] = [[] for _ in range(world.bounds.ranks)]
+        self.succeeded = 0
+
+    # --- what happens
+
+    def run(self, do: Callable[[DecodeSide], None]) -> Decode:
+        """Do one thing, run what comes of it.
+
+        Raises: AssertionError for what must hold and does not.
+        """
+        causes = {grant: record.state.cause for grant, record in self.endpoint.rooms.items()}
+        known = dict(self.endpoint.rooms)
+        do(self)
+        while True:
+            if not self.world.bounds.step_by_step:
+                while self.core.work_left:
+                    self.endpoint.tick(0.0)
+            if not (found := self.endpoint.commands()):
+                break
+            for command in found:
+                if (run := _RUN.get(type(command))) is not None:
+                    run(self, command)
+        for grant, record in known.items():
+            if causes[grant] is not None and record.state.cause != causes[grant]:
+                raise ViolationError("I4: decode's room forgot its first cause")
+        return self._seen()
+
+    def put(self, **changes: Any) -> None:
+        self.value = self.value._replace(**changes)
+
+    def grant(self, grant: int, **changes: Any) -> None:
+        self.grants[grant - 1] = self.grants[grant - 1]._replace(**changes)
+
+    def _seen(self) -> Decode:
+        core = self.core
+        if any(record.phase in TERMINAL for record in core.rooms.values()):
+            raise ViolationError("I5: a room that has ended is in a table")
+        owed = {grant for source in core.ledger._by_source.values() for grant in source} | set(
+            core.rooms
+        )
+        if any(
+            grant.pages is Pages.LENT and number not in owed
+            for number, grant in enumerate(self.grants, 1)
+        ):
+            raise ViolationError("I1: pages are lent, and neither a room nor a loan owns them")
+        ranks = []
+        for rank in range(self.world.bounds.ranks):
+            peers = {
+                life_of(p.key.incarnation): p for p in self.endpoint.peers if p.info.rank == rank
+            }
+            loans = [
+                lease.loans[peer]
+                for peer in peers.values()
+                for grant in core.ledger.grants_of(peer)
+                if (lease := core.ledger.find(peer, grant)) is not None
+            ]
+            doubtful = all(phase is LoanPhase.DOUBTFUL for phase in loans)
+            beats = tuple(
+                life in peers and peers[life].phase is not LinkPhase.GONE for life in (1, 2)
+            )
+            up = max(
+                (life for life, peer in peers.items() if peer.phase is LinkPhase.UP), default=0
+            )
+            settled = core.ledger.settled_below(peers[up]) if up else GrantId(0)
+            owes = (1 if doubtful else 2) if loans else 0
+            ranks.append(Rank(self.dialled[rank], (beats[0], beats[1]), up, owes, settled))
+        return self.value._replace(
+            endpoint=self.world.decodes.put(self.endpoint),
+            grants=tuple(self.grants),
+            watched=frozenset(self.watched),
+            ranks=tuple(ranks),
+            rooms=len(core.rooms),
+            busy=core.work_left,
+            earlier=bool(core.earlier.writers),
+        )
+
+    def due(self, timer: Timer) -> None:
+        """The endpoint's own clock strikes."""
+        self.core.deadlines.set(timer, 0.0)
+        self.endpoint.tick(0.0)
+
+    def open_room(self, lives: tuple[int, ...]) -> None:
+        """The next room, with the prefill ranks that the registry names."""
+        world, bounds = self.world, self.world.bounds
+        infos = [world.info(rank, life) for rank, life in enumerate(lives)]
+        room = bounds.rooms[self.value.opened]
+        self.put(opened=self.value.opened + 1)
+        try:
+            prompt = Prompt(world.tokens, world.digest, world.prefix_tokens)
+            grant = self.endpoint.open_room(room, infos, prompt, now=0.0, announce=bounds.announce)
+        except KvflowError:
+            grant = GrantId(0)
+        if grant and self.value.left:
+            raise ViolationError("I4: decode is shutting down, and opens a room")
+        while len(self.grants) < self.core.next_grant - 1:
+            self.grants.append(
+                Grant() if len(self.grants) == grant - 1 else Grant(Pages.FREE, True, True)
+            )
+
+    def refuse_room(self, lives: tuple[int, ...]) -> None:
+        infos = [self.world.info(rank, life) for rank, life in enumerate(lives)]
+        room = self.world.bounds.rooms[self.value.opened]
+        self.put(opened=self.value.opened + 1)
+        try:
+            self.endpoint.refuse_room(room, infos, LATER, 0.0)
+        except KvflowError:
+            return
+        finally:
+            while len(self.grants) < self.core.next_grant - 1:
+                self.grants.append(Grant(Pages.FREE, True, True))
+
+    def lend(self, grant: int) -> None:
+        self.grant(grant, linked=False)
+        pages = pages_of(grant, self.world.bounds.chunks)
+        if self.endpoint.lend(GrantId(grant), pages, 0.0):
+            self.grant(grant, pages=Pages.LENT)
+
+    def close_room(self, grant: int) -> None:
+        self.endpoint.close_room(GrantId(grant), LATER, 0.0)
+
+    def has_no_pages(self, grant: int) -> None:
+        self.grant(grant, linked=False)
+        self.endpoint.close_room(GrantId(grant), Cause(Code.CAPACITY, "full"), 0.0)
+
+    def summed(self, grant: int, rank: int, seq: int, checksum: bytes) -> None:
+        if checksum != SUM:
+            self.grant(grant, differs=True)
+        self.endpoint.chunk_summed(GrantId(grant), rank, seq, checksum, 0.0)
+
+    def writer_died(self, rank: int, life: int) -> None:
+        self.watched.discard((rank, life))
+        info = self.world.info(rank, life)
+        self.endpoint.writer_died(c.PeerKey(LIVES[rank][life - 1], info.control), 0.0)
+
+    def inherit(self) -> None:
+        """What a decode before this one has lent to the first life of rank 0, which this one is
+        linked to as well.
+        """
+        self.grants.append(Grant(Pages.LENT, told=True, ended=True))
+        loan = UnprovenLoan(
+            writer=self.world.address,
+            incarnation=LIVES[0][0],
+            control=self.world.info(0, 1).control,
+            rank=0,
+            room=1,
+            lease=(EARLIER_DECODE, 1),
+            pages=pages_of(1, self.world.bounds.chunks),
+        )
+        assert list(self.endpoint.earlier.inherit([loan])) == [len(self.grants)]
+
+    def earlier_writer_died(self) -> None:
+        self.watched.discard(EARLIER)
+        self.endpoint.earlier.writer_died(1)
+
+    def declare_dead(self, rank: int, life: int) -> None:
+        try:
+            self.endpoint.declare_dead(LIVES[rank][life - 1], "an operator's word", 0.0)
+        except KvflowError:
+            return
+        self.put(declared=self.value.declared | {(rank, life)})
+
+    def leave(self) -> None:
+        self.put(left=True)
+        self.endpoint.leave(0.0)
+
+    def part(self) -> None:
+        self.endpoint.part(0.0)
+
+    def close(self) -> None:
+        self.put(closed=True)
+        self.endpoint.close(0.0)
+
+    def hear(self, rank: int, word: Word) -> None:
+        if life := self.dialled[rank]:
+            info = self.world.info(rank, life)
+            before = {
+                key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP
+            }
+            self.endpoint.receive(
+                c.PeerKey(LIVES[rank][life - 1], info.control), self.world.frame(word, rank), 0.0
+            )
+            up = {
+                key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP
+            } - before
+            if any(life_of(key.incarnation) != life_of(word.source) for key in up):
+                raise ViolationError("I6: the answer of another life brings a link up")
+
+    # --- what it asks its shell to do
+
+    def _send(self, command: c.SendToPrefill) -> None:
+        self.words[_place(command.peer)[0]].append(word_of(parse_at_prefill(command.frame)))
+
+    def _dial(self, command: c.Dial) -> None:
+        rank, life = _place(command.peer)
+        self.dialled[rank] = life
+
+    def _hang_up(self, command: c.HangUp) -> None:
+        rank, life = _place(command.peer)
+        if self.dialled[rank] == life:
+            self.dialled[rank] = 0
+
+    def _watch(self, command: c.WatchWriter) -> None:
+        self.watched.add(_place(command.peer))
+
+    def _stop_watch(self, command: c.StopWatch) -> None:
+        self.watched.discard(_place(command.peer))
+
+    def _watch_earlier(self, command: c.WatchEarlierWriter) -> None:
+        self.watched.add(EARLIER)
+
+    def _stop_earlier(self, command: c.StopEarlierWatch) -> None:
+        self.watched.discard(EARLIER)
+
+    def _linked(self, command: c.Linked) -> None:
+        self.grant(command.grant, linked=True)
+
+    def _tell(self, grant: int) -> None:
+        if self.grants[grant - 1].told:
+            raise ViolationError("I4: decode's user is told two endings")
+        self.grant(grant, told=True)
+
+    def _landed(self, command: c.RoomLanded) -> None:
+        self._tell(command.grant)
+        if self.grants[command.grant - 1].differs:
+            raise ViolationError("I8: success though a checksum differs")
+        self.grant(command.grant, pages=Pages.KEPT)
+        self.succeeded = command.grant
+
+    def _failed(self, command: c.RoomFailed) -> None:
+        self._tell(command.grant)
+        if command.cause.code is Code.PROTOCOL_ERROR:
+            raise ViolationError(f"I8: chunks do not add up: {command.cause.text}")
+        self.grant(command.grant, differs=False)
+
+    def _ended(self, command: c.RoomEnded) -> None:
+        known = self.grants[command.grant - 1]
+        if known.ended or not known.told:
+            raise ViolationError(
+                f"I4: decode's room ends {'twice' if known.ended else 'and its user is not told'}"
+            )
+        self.grant(command.grant, ended=True)
+
+    def _free(self, command: c.FreePages) -> None:
+        if self.grants[command.grant - 1].pages in (Pages.FREE, Pages.KEPT):
+            raise ViolationError("I1: pages are given back that are not lent")
+        self.grant(command.grant, pages=Pages.FREE)
+
+
+def _place(key: c.PeerKey) -> tuple[int, int]:
+    """Rank and life."""
+    return key.incarnation % 100 - 1, life_of(key.incarnation)
+
+
+_RUN: dict[type, Callable[[DecodeSide, Any], None]] = {
+    c.SendToPrefill: DecodeSide._send,
+    c.Dial: DecodeSide._dial,
+    c.HangUp: DecodeSide._hang_up,
+    c.WatchWriter: DecodeSide._watch,
+    c.StopWatch: DecodeSide._stop_watch,
+    c.WatchEarlierWriter: DecodeSide._watch_earlier,
+    c.StopEarlierWatch: DecodeSide._stop_earlier,
+    c.Linked: DecodeSide._linked,
+    c.RoomLanded: DecodeSide._landed,
+    c.RoomFailed: DecodeSide._failed,
+    c.RoomEnded: DecodeSide._ended,
+    c.FreePages: DecodeSide._free,
+}

@@ -1,0 +1,76 @@
+"""What one machine of a world can see of another, and how a world begins."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvflow.proof.walk.decode_side import Decode, DecodeSide
+from kvflow.proof.walk.prefill_side import Prefill, PrefillSide
+from kvflow.proof.walk.world import (
+    DECODE,
+    World,
+)
+
+
+class Neighbour(NamedTuple):
+    """What the world lets decode find out about one rank."""
+
+    life: int
+    alive: bool
+    answers: bool  # heartbeats of a link to this life
+    silent: bool  # it has taken decode for silent
+    oldest: int  # the oldest ended grant that it remembers
+    fenced: bool  # its first life is dead, and none of its writes can land any more
+
+
+class Target(NamedTuple):
+    """What a prefill rank finds out about decode."""
+
+    over: bool  # it opens no room any more, and none is open
+    beats: tuple[bool, bool]  # it sends heartbeats to the first life, to the second
+
+
+def neighbour(prefill: Prefill) -> Neighbour:
+    p = prefill
+    return Neighbour(
+        p.life, p.alive, p.alive and p.knows, p.silent, p.oldest, p.gone and not p.late
+    )
+
+
+def target(decode: Decode, rank: int, rooms: int) -> Target:
+    if not decode.alive:
+        return Target(True, (False, False))
+    return Target(decode.opened >= rooms and not decode.rooms, decode.ranks[rank].beats)
+
+
+def orphaned(prefill: Prefill) -> Prefill:
+    """Decode's process is gone, and with it the memory that late writes could reach."""
+    return prefill._replace(target_gone=True, late=0)
+
+
+def start(world: World) -> tuple[Decode, Prefill]:
+    """Decode, and each of its prefill ranks."""
+    late = 1 << 1 if world.bounds.earlier else 0
+    theirs = PrefillSide(Prefill(0, late=late), world, world.new_prefill(1)).run(_nothing)
+    begin = DecodeSide.inherit if world.bounds.earlier else _nothing
+    mine = DecodeSide(Decode(0), world, world.new_decode()).run(begin)
+    if not world.bounds.registered:
+        return mine, theirs
+    decode = DecodeSide(mine, world)
+    mine = decode.run(lambda side: _dial(side, world))
+    theirs = PrefillSide(theirs, world).run(lambda side: side.hear(decode.words[0][0]))
+    prefill = PrefillSide(theirs, world)
+    theirs = prefill.run(lambda side: side.route(DECODE, opened=True))
+    for rank in range(world.bounds.ranks):
+        mine = DecodeSide(mine, world).run(
+            lambda side, rank=rank: side.hear(rank, prefill.words[0])  # type: ignore[misc]
+        )
+    return mine, theirs
+
+
+def _nothing(side: object) -> None:
+    return None
+
+
+def _dial(side: DecodeSide, world: World) -> None:
+    side.endpoint._peers([world.info(rank, 1) for rank in range(world.bounds.ranks)], 0.0)

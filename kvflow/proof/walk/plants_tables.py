@@ -1,0 +1,250 @@
+"""Bugs of the tables and of the steps of rooms; how a bug is put into what ships from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import msgspec
+
+from kvflow.proof.sim.swap import swapped_cells
+from kvflow.proof.walk.world import Bounds
+from kvflow.protocols.decode import core as decode_core
+from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.machines import decode_room, prefill_room
+from kvflow.protocols.machines import loan as loans
+from kvflow.protocols.machines.decode_room import (
+    DecodeCommand,
+    DecodeEvent,
+    DecodeKind,
+    DecodePhase,
+    DecodeRoomState,
+)
+from kvflow.protocols.machines.loan import LoanCommand, LoanKind, LoanPhase
+from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillKind, PrefillPhase
+from kvflow.protocols.machines.tables import IGNORE, Move
+from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.wire import messages as wire
+
+Install = Callable[[], AbstractContextManager[object]]
+
+ONE = Bounds(chunks=2, in_flight=2, drops=1, duplicates=1, doubts=1, silences=0, restarts=False)
+CALM = ONE._replace(drops=0, duplicates=0, crashes=0, aborts=0, doubts=0)
+TINY = CALM._replace(chunks=1)
+LOSSY = TINY._replace(drops=1)
+
+
+class Plant(NamedTuple):
+    """`install` puts the bug in for a while;
+    `invariant` is what it breaks in the world `bounds`.
+    """
+
+    name: str
+    text: str
+    install: Install
+    invariant: str
+    bounds: Bounds = ONE
+
+
+def _cells(module: Any, changes: dict[tuple[Any, Any], Any]) -> Install:
+    """Other cells in a module's table."""
+    return lambda: swapped_cells(module.TABLE, changes)
+
+
+@contextmanager
+def _item(table: Any, key: Any, value: Any) -> Iterator[None]:
+    before = table[key]
+    table[key] = value
+    try:
+        yield
+    finally:
+        table[key] = before
+
+
+def _attribute(owner: Any, name: str, value: Any) -> Install:
+    return lambda: patch.object(owner, name, value)
+
+
+_count_chunk, _step, _end_of_write = (
+    decode_room._count_chunk,
+    decode_room.step,
+    prefill_room._end_of_write,
+)
+_RETURN = Move(LoanPhase.RETURNED, (LoanCommand.RETURN,))
+
+
+def _all_said(
+    room: DecodeRoomState, event: DecodeEvent
+) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
+    """The last chunk of one rank counted for all."""
+    counted, kind, event = _count_chunk(room, event)
+    return (
+        counted,
+        DecodeKind.ALL_LANDED if event.last and kind is DecodeKind.CHUNK_LANDED else kind,
+        event,
+    )
+
+
+def _gap_ignored() -> AbstractContextManager[object]:
+    """Whatever chunk comes is the next one."""
+    on_chunk_done = decode_inbox.HANDLERS[wire.ChunkDone]
+
+    def any_order(core: Any, peer: Any, message: Any, now: float) -> None:
+        record = core.rooms.get(message.grant)
+        if record is not None:
+            message = msgspec.structs.replace(
+                message, seq=record.next_seq(record.peers.index(peer))
+            )
+        on_chunk_done(core, peer, message, now)
+
+    return _item(decode_inbox.HANDLERS, wire.ChunkDone, any_order)
+
+
+def _taken_for_landed(
+    phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any
+) -> PrefillKind:
+    return _end_of_write(phase, WriteOutcome.LANDED, **rest | {"doubt": False})
+
+
+def _no_doubt(phase: PrefillPhase, outcome: WriteOutcome | None, **rest: Any) -> PrefillKind:
+    return _end_of_write(phase, outcome, **rest | {"doubt": False})
+
+
+def _forgets_cause(
+    room: DecodeRoomState, event: DecodeEvent
+) -> tuple[DecodeRoomState, tuple[DecodeCommand, ...]]:
+    step = _step(room, event)
+    if event.cause is None or step[0].phase is room.phase:
+        return step
+    return _step(msgspec.structs.replace(room, cause=None), event)
+
+
+_HURRY = Move(
+    PrefillPhase.ABORTED,
+    (
+        PrefillCommand.CANCEL_WRITES,
+        PrefillCommand.SEND_DRAINED,
+        PrefillCommand.TELL_ENDED,
+        PrefillCommand.END,
+    ),
+)
+
+# --- in the endpoints, the links and the grants
+
+
+def _room_kept(core: Any, record: Any, now: float) -> None:
+    """The room stays in its table."""
+    decode_core._end(core, record, now)
+    core.rooms[record.grant] = record
+
+
+TABLES: tuple[Plant, ...] = (
+    Plant(
+        "free on timer",
+        "a loan that was not answered in time is over",
+        _cells(loans, {(LoanPhase.RECALLED, LoanKind.REPEAT_DUE): _RETURN}),
+        "I2",
+    ),
+    Plant(
+        "ack before drain",
+        "Abort is answered while writes still run",
+        _cells(
+            prefill_room,
+            {(PrefillPhase.TRANSFERRING, PrefillKind.ABORT_RECEIVED): _HURRY}
+            | {(PrefillPhase.ABORTED, kind): IGNORE for kind in PrefillKind},
+        ),
+        "I2",
+    ),
+    Plant(
+        "abort never retried",
+        "Abort is said once",
+        _cells(loans, {(LoanPhase.RECALLED, LoanKind.REPEAT_DUE): IGNORE}),
+        "rest",
+    ),
+    Plant(
+        "restart taken for death",
+        "a lost source is a dead one: its loans are over",
+        _cells(
+            loans,
+            {(phase, LoanKind.SOURCE_LOST): _RETURN for phase in loans.WRITABLE},
+        ),
+        "I2",
+    ),
+    Plant(
+        "failed handle taken for landed",
+        "a write that ended in error counts like one that landed",
+        _attribute(prefill_room, "_end_of_write", _taken_for_landed),
+        "I3",
+    ),
+    Plant(
+        "doubt forgotten",
+        "a drain that ends well forgets the write before it that did not",
+        _attribute(prefill_room, "_end_of_write", _no_doubt),
+        "I2",
+    ),
+    Plant(
+        "unproven taken for drained",
+        "any answer to Abort ends the loan",
+        _cells(
+            loans,
+            {(phase, LoanKind.UNPROVEN): _RETURN for phase in loans.WRITABLE},
+        ),
+        "I2",
+    ),
+    Plant(
+        "room failed ends the loan",
+        "a room that failed is taken for one that has drained: its loans are over, not recalled",
+        _cells(loans, {(LoanPhase.LENT, LoanKind.RECALL): _RETURN}),
+        "I2",
+    ),
+    Plant(
+        "success before all ranks",
+        "the last chunk of one rank is success",
+        _attribute(decode_room, "_count_chunk", _all_said),
+        "I8",
+        TINY._replace(ranks=2),
+    ),
+    Plant("chunk gap ignored", "a chunk out of order is counted as the next", _gap_ignored, "I8"),
+    Plant(
+        "resurrect after terminal",
+        "a room that has ended stays where words find it",
+        lambda: _item(decode_core._RUN, DecodeCommand.END, _room_kept),
+        "I5",
+    ),
+    Plant(
+        "double ending",
+        "an Abort that comes while prefill drains tells the engine again",
+        _cells(
+            prefill_room,
+            {
+                (PrefillPhase.DRAINING, PrefillKind.ABORT_RECEIVED): Move(
+                    PrefillPhase.DRAINING, (PrefillCommand.TELL_ENDED,)
+                )
+            },
+        ),
+        "I4",
+    ),
+    Plant(
+        "last cause kept",
+        "a later cause replaces the first",
+        _attribute(decode_core, "step", _forgets_cause),
+        "I4",
+    ),
+    Plant(
+        "success without the last word",
+        "a room that lost its source is told to its client as a success",
+        _cells(
+            decode_room,
+            {
+                (DecodePhase.TRANSFERRING, DecodeKind.SOURCE_LOST): Move(
+                    DecodePhase.SUCCESS,
+                    (DecodeCommand.TELL_LANDED, DecodeCommand.RECALL_LOANS, DecodeCommand.END),
+                )
+            },
+        ),
+        "I8",
+    ),
+)
+"""In rooms and loans; the seeds find most of them too."""

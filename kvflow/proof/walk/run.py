@@ -1,0 +1,224 @@
+"""Everything that two or three machines and their link can do, or a small group of ranks, or a
+small prefix cache: `kvflow sim --exhaust`.
+
+What runs are the shipped endpoints (`protocols.decode.DecodeEndpoint`,
+`protocols.prefill.PrefillEndpoint`), restored from a key, fed one event, and read (`shelf`,
+`decode_side`, `prefill_side`), those of a group (`group`), and the prefix index (`cache`). Worlds
+are small and many, because their product explodes: see `worlds`, `group_worlds` and `cache_worlds`.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from enum import IntEnum
+from time import monotonic
+from typing import Any
+from unittest.mock import patch
+
+from kvflow.proof.walk import breadth_first
+from kvflow.proof.walk.breadth_first import World
+from kvflow.proof.walk.cache import CacheWorld
+from kvflow.proof.walk.cache_plants import PLANTS as PLANTS_OF_A_CACHE
+from kvflow.proof.walk.cache_worlds import WORLDS as OF_A_CACHE
+from kvflow.proof.walk.cache_worlds import CacheBounds
+from kvflow.proof.walk.group import GroupWorld
+from kvflow.proof.walk.group_worlds import WORLDS as OF_A_GROUP
+from kvflow.proof.walk.group_worlds import GroupBounds
+from kvflow.proof.walk.plants import PLANTS
+from kvflow.proof.walk.search import Walk
+from kvflow.proof.walk.world import Bounds
+from kvflow.proof.walk.worlds import SETS, WORLDS
+from kvflow.protocols.decode import endpoint as decode
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.machines import (
+    cached_run,
+    decode_room,
+    grants,
+    group,
+    link,
+    peer,
+    prefill_room,
+)
+from kvflow.protocols.machines import loan as loans
+from kvflow.protocols.machines.tables import ERROR, Moves, Table
+from kvflow.protocols.prefill import endpoint as prefill
+
+TABLES: dict[str, Table[Any, Any, Any]] = {
+    "decode_room": decode_room.TABLE,
+    "prefill_room": prefill_room.TABLE,
+    "loan": loans.TABLE,
+    "link": link.TABLE,
+    "peer": peer.TABLE,
+    "grants": grants.TABLE,
+    "group_member": group.MEMBER,
+    "group_leader": group.LEADER,
+    "cached_run": cached_run.TABLE,
+}
+_GROUP = "group-"  # begins the name of a group's world, the next one that of a cache's
+_CACHE = "cache-"
+_OTHERS: dict[str, tuple[str, GroupBounds | CacheBounds]] = {
+    **{_GROUP + name: world for name, world in OF_A_GROUP.items()},
+    **{_CACHE + name: world for name, world in OF_A_CACHE.items()},
+}
+_GROUPS, _CACHES = (
+    tuple(name for name in _OTHERS if name.startswith(kind)) for kind in (_GROUP, _CACHE)
+)
+ALL_SETS = SETS | {"group": _GROUPS, "cache": _CACHES, "full": SETS["full"] + _GROUPS + _CACHES}
+TEXTS = {name: world.text for name, world in WORLDS.items()} | {
+    name: text for name, (text, _) in _OTHERS.items()
+}
+
+
+class Watched(Moves[Any, Any, Any]):
+    """A table's moves that remember which of its cells were asked for."""
+
+    def __init__(self, table: Table[Any, Any, Any]) -> None:
+        super().__init__(table.moves)
+        self.table = table
+        self.seen: set[tuple[IntEnum, IntEnum]] = set()
+
+    def __getitem__(self, key: tuple[IntEnum, IntEnum]) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def _cells(self, *, legal: bool) -> list[tuple[IntEnum, IntEnum]]:
+        cells = [(phase, kind) for phase in self.table.phases for kind in self.table.kinds]
+        return [cell for cell in cells if (self.table.cell(*cell) is not ERROR) is legal]
+
+    def unvisited(self) -> list[str]:
+        """Cells the table does not call impossible, and the walk has not seen."""
+        return [
+            f"{phase.name} x {kind.name}"
+            for phase, kind in self._cells(legal=True)
+            if (phase, kind) not in self.seen
+        ]
+
+    def impossible(self) -> list[str]:
+        """Cells the table calls impossible, and the walk has seen all the same."""
+        return [
+            f"{phase.name} x {kind.name}"
+            for phase, kind in self._cells(legal=False)
+            if (phase, kind) in self.seen
+        ]
+
+    def report(self) -> dict[str, Any]:
+        legal = len(self._cells(legal=True))
+        missing, wrong = self.unvisited(), self.impossible()
+        return {
+            "legal": legal,
+            "visited": legal - len(missing),
+            "unvisited": missing,
+            "impossible": wrong,
+        }
+
+
+def run(
+    bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Walk every world of `bounds` ("full" when empty; a set, or the name of one world), with that
+    planted bug if one is named; stops at a violation.
+
+    Raises: MisuseError for bounds or a plant there are not.
+    """
+    bounds = bounds or "full"
+    names = ALL_SETS.get(bounds) or ((bounds,) if bounds in TEXTS else ())
+    if not names:
+        raise MisuseError(f"no bounds {bounds!r}; there are: {', '.join((*ALL_SETS, *TEXTS))}")
+    found: list[dict[str, Any]] = []
+    with _planted(plant), watched() as tables:
+        for name in names:
+            say(f"{name}: {TEXTS[name]}")
+            found.append({"world": name} | _walk_named(name, say))
+            if found[-1]["violations"]:
+                break
+        cells = {name: table.report() for name, table in tables.items() if table.seen}
+    total = {
+        key: sum(one[key] for one in found)
+        for key in ("states", "transitions", "violations", "seconds")
+    }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    modules = sorted(name for name in sys.modules if name.startswith("kvflow.protocols."))
+    return {
+        "bounds": bounds,
+        "plant": plant,
+        **total,
+        "peak_mib": peak,
+        "endpoints": [
+            f"{kind.__module__}.{kind.__name__}"
+            for kind in (decode.DecodeEndpoint, prefill.PrefillEndpoint)
+        ],
+        "modules": modules,
+        "worlds": found,
+        "cells": cells,
+    }
+
+
+def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
+    if name in WORLDS:
+        return walk(WORLDS[name].bounds, say)
+    _, bounds = _OTHERS[name]
+    world: World[Any] = (
+        GroupWorld(bounds) if isinstance(bounds, GroupBounds) else CacheWorld(bounds)
+    )
+    return {"bounds": bounds._asdict(), **breadth_first.walk(world, say)}
+
+
+def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Walk one world.
+
+    `states` are counted without the faults that are left, `looked_at` with them.
+    """
+    began = monotonic()
+    with one_task_at_a_time() if bounds.step_by_step else nullcontext():
+        here = Walk(bounds)
+        violation = here.run(say)
+    report: dict[str, Any] = {
+        "bounds": bounds._asdict(),
+        "states": len(here.states),
+        "looked_at": sum(len(level.states) for level in here.levels),
+        "transitions": here.steps,
+        "depth": len(here.levels) - 1,
+        "rest_states": here.rest_states,
+        "decodes": len(here.tables.decodes.values),
+        "prefills": len(here.tables.prefills.values),
+        "violations": int(violation is not None),
+        "seconds": round(monotonic() - began, 1),
+        "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }
+    if violation is not None:
+        report |= {"broken": violation.broken, "path": violation.path}
+        say(
+            "\n".join(
+                [violation.broken, *(f"  {n}. {line}" for n, line in enumerate(violation.path, 1))]
+            )
+        )
+    return report
+
+
+@contextmanager
+def one_task_at_a_time() -> Iterator[None]:
+    with patch.object(decode, "TICK_WORK", 1), patch.object(prefill, "TICK_WORK", 1):
+        yield
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Watched]]:
+    """The machines' tables, with a note of every cell that is asked for."""
+    tables = {name: Watched(table) for name, table in TABLES.items()}
+    with ExitStack() as patches:
+        for table in tables.values():
+            patches.enter_context(patch.object(table.table, "moves", table))
+        yield tables
+
+
+def _planted(name: str) -> Any:
+    if not name:
+        return nullcontext()
+    known = {plant.name: plant.install for plant in PLANTS}
+    known |= {plant.name: plant.install for plant in PLANTS_OF_A_CACHE}
+    if name not in known:
+        raise MisuseError(f"no plant {name!r} of the walk; there are: {', '.join(known)}")
+    return known[name]()

@@ -1,0 +1,278 @@
+"""What a walk is made of: bounds, words, acts, and the endpoints every world begins with."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvflow.proof.walk.shelf import Shelf, tidy_decode, tidy_prefill
+from kvflow.protocols import limits
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
+from kvflow.protocols.decode.links import DecodeIdentity
+from kvflow.protocols.errors import Cause, Code
+from kvflow.protocols.pages.coverage import served_of
+from kvflow.protocols.pages.layout import PageIndices, build_layout
+from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
+from kvflow.protocols.prefill.peers import PrefillIdentity
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.codec import encode, prompt_digest
+from kvflow.protocols.wire.messages import Incarnation, Rank
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.testing.shards import shard_layout
+
+UNLIMITED = -1
+S = TypeVar("S")
+
+
+class Price(IntEnum):
+    """What an action takes from the faults that are left."""
+
+    NOTHING = 0
+    DROP = 1
+    DUPLICATE = 2
+    CRASH = 3
+    DECODE_ABORT = 4
+    PREFILL_ABORT = 5
+    DOUBT = 6  # a data plane that cannot say what landed
+    SILENCE = 7  # heartbeats of a living peer that do not arrive in time
+    REFUSAL = 8  # a route that cannot be opened, or a prefill whose data plane stalls
+    OTHER = 9  # another decode registers
+    LEAVE = 10
+    DECLARE = 11
+    CHECKSUM = 12  # that differs or cannot be computed
+
+
+class Bounds(NamedTuple):
+    """Faults are bounded, the rest is not.
+
+    A full queue loses what is sent, as a ZMQ socket at its high-water mark.
+    """
+
+    ranks: int = 1
+    # Of one page each; 0: the whole prompt is at decode already, and one chunk of no page follows.
+    chunks: int = 3
+    in_flight: int = 4  # each way, over all ranks
+    drops: int = 2
+    duplicates: int = 2
+    crashes: int = 1
+    aborts: int = 1  # by each side
+    doubts: int = UNLIMITED
+    silences: int = UNLIMITED
+    refusals: int = 0
+    others: int = 0
+    leaves: int = 0
+    declares: int = 0
+    checksums: int = 0
+    rooms: tuple[int, ...] = (1,)  # opened in this order, at decode and at prefill
+    announce: bool = False  # long before pages are offered
+    registered: bool = True  # from the beginning
+    restarts: bool = True  # of a dead prefill, at its address
+    verify: bool = False
+    fences: bool = True  # a data plane that proves a writer's death
+    out_of_order: bool = False  # writes of one prefill may end in any order
+    step_by_step: bool = False  # one room or loan at a time, messages in between
+    patient: bool = False  # decode repeats itself only when nothing is under way, on any link
+    targets: int = 8
+    closed_grants: int = 8
+    quarantine_share: float = 1.0
+    earlier: bool = (
+        # A decode that was closed over this pool has lent pages to rank 0, whose write may still
+        # land.
+        False
+    )
+
+    @property
+    def last_grant(self) -> int:
+        """Of the rooms; the pages of an earlier decode stand under grant 1."""
+        return len(self.rooms) + self.earlier
+
+    def limit(self, price: Price) -> int:
+        """How often something of that price may happen."""
+        both = {
+            Price.DECODE_ABORT: self.aborts,
+            Price.PREFILL_ABORT: self.aborts,
+            Price.NOTHING: UNLIMITED,
+        }
+        return (
+            both[price]
+            if price in both
+            else int(getattr(self, f"{price.name.lower()}{_PLURAL.get(price, 's')}"))
+        )
+
+
+_PLURAL = {Price.CRASH: "es"}
+
+DECODE, OTHER = Incarnation(77), Incarnation(88)
+LIVES = tuple((Incarnation(100 + n), Incarnation(200 + n)) for n in (1, 2, 3))  # by rank
+"""A prefill rank is walked as rank 0, whichever it is: what it sends and gets is renamed on
+decode's side.
+"""
+MAX_RANKS, GRANT_PAGES, PAGE_SIZE = len(LIVES), 8, 4
+SUM, OTHER_SUM = b"sum", b"another"
+LATER = Cause(Code.PEER_LOST, "later")
+NO_WORD = wire.Heartbeat(source=Incarnation(1), target=Incarnation(1))
+"""Stands for an empty queue."""
+
+Word = Any
+"""A message as a hashable value, its cause replaced by LATER, between decode and rank 0."""
+Words = tuple[Word, ...]
+
+
+class ViolationError(AssertionError):
+    """What must hold does not; begins with the invariant's name."""
+
+
+class Act(NamedTuple, Generic[S]):
+    """One thing that can happen to one side, and what comes of it."""
+
+    text: str
+    price: Price
+    fair: bool  # happens by itself, sooner or later, without a new fault
+    side: S
+    words: tuple[Words, ...]  # sent on the way, per rank
+    timer: bool = False  # sends again only what is not on its way already
+    broken: str = ""  # what must hold and does not
+    succeeded: int = 0  # decode's user was told that the room of this grant has landed
+    hears: bool = False  # takes the first word of the queue
+
+
+class Silent:
+    """Counts nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+class World:
+    """One world: its bounds, and every endpoint met in it."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.layout = build_layout(
+            [("k", "uint8", (bounds.ranks,))], page_size=PAGE_SIZE, num_pages=64
+        )
+        self.address = PlaneAddress("fake", "memory", ProcessIdentity("boot", "pid", 1, 1))
+        self.timing = limits.Timing()
+        self.limits = limits.Bounds(
+            targets=bounds.targets,
+            closed_grants=bounds.closed_grants,
+            quarantine_share=bounds.quarantine_share,
+        )
+        self.observer: Any = Silent()
+        self.tokens = max(1, bounds.chunks) * PAGE_SIZE
+        self.prefix_tokens = 0 if bounds.chunks else self.tokens
+        self.digest = prompt_digest(range(self.tokens))
+        mine = DecodeIdentity(DECODE, self.layout, self.address)
+        lives = [PrefillIdentity(life, Rank(0), self.layout, self.address) for life in LIVES[0]]
+        self._decode_identity, self._prefill_identities = mine, lives
+        shared = [self.layout, self.address, self.timing, self.limits, self.observer]
+        self.decodes: Shelf[DecodeEndpoint] = Shelf(tidy_decode, [*shared, mine])
+        self.prefills: Shelf[PrefillEndpoint] = Shelf(tidy_prefill, [*shared, *lives])
+        self.memo: dict[Any, Any] = {}
+        self._frames: dict[tuple[Word, int], bytes] = {}
+
+    def new_decode(self) -> DecodeEndpoint:
+        return DecodeEndpoint(
+            self._decode_identity,
+            observer=self.observer,
+            timing=self.timing,
+            bounds=self.limits,
+            verify=self.bounds.verify,
+        )
+
+    def new_prefill(self, life: int) -> PrefillEndpoint:
+        """A prefill's first life, or its second."""
+        return PrefillEndpoint(
+            self._prefill_identities[life - 1],
+            observer=self.observer,
+            timing=self.timing,
+            bounds=self.limits,
+        )
+
+    def allows(self, price: Price) -> bool:
+        return self.bounds.limit(price) != 0
+
+    def info(self, rank: int, life: int) -> RankInfo:
+        """What the registry says of one rank."""
+        control = f"tcp://prefill-{rank}:1"
+        return RankInfo(rank, self.bounds.ranks, LIVES[rank][life - 1], control, "fake", "")
+
+    def register(self, target: Incarnation) -> wire.Register:
+        return wire.Register(
+            source=LIVES[0][0],
+            target=target,
+            wire_version=wire.WIRE_VERSION,
+            layout=self.layout,
+            address=self.address,
+            fresh_from=wire.GrantId(1),
+        )
+
+    def frame(self, word: Word, rank: int) -> bytes:
+        """The bytes of `word` as they travel between decode and `rank`."""
+        found = self._frames.get((word, rank))
+        if found is None:
+            changes: dict[str, Any] = {"source": LIVES[rank][life_of(word.source) - 1]}
+            if type(word) is wire.Registered:
+                changes["asked"] = LIVES[rank][life_of(word.asked) - 1]
+                changes["served"] = (
+                    served_of(shard_layout(self.layout, rank, self.bounds.ranks))
+                    if word.served
+                    else ()
+                )
+            if hasattr(word, "rank"):
+                changes["rank"] = rank
+            found = self._frames[word, rank] = encode(msgspec.structs.replace(word, **changes))
+        return found
+
+
+def word_of(message: Any) -> Word:
+    """What matters of a message, as if it were one of rank 0."""
+    changes: dict[str, Any] = {"source": LIVES[0][life_of(message.source) - 1]}
+    if getattr(message, "cause", None) is not None:
+        changes["cause"] = LATER
+    if getattr(message, "refusal", ""):
+        changes["refusal"] = "no"
+    if getattr(message, "asked", 0):
+        changes["asked"] = LIVES[0][life_of(message.asked) - 1]
+    return msgspec.structs.replace(message, **changes)
+
+
+def life_of(incarnation: int) -> int:
+    """1 or 2."""
+    return incarnation // 100
+
+
+def pages_of(grant: int, chunks: int) -> PageIndices:
+    """The pages a grant offers; no other grant has one of them."""
+    return np.arange(chunks, dtype=np.int32) + GRANT_PAGES * grant
+
+
+def described(word: Word) -> str:
+    """A word in words."""
+    name = type(word).__name__
+    parts = [f"grant {word.grant}"] if hasattr(word, "grant") else []
+    if name == "ChunkDone":
+        parts.append(f"chunk {word.seq}")
+    elif name == "AbortAck":
+        parts.append("drained" if word.drained else "unproven")
+    elif name == "Resync":
+        parts += [f"grant {belief.grant} from chunk {belief.next_seq}" for belief in word.rooms]
+    elif name == "Registered":
+        parts += ["refused"] if word.refusal else []
+    elif name == "Heartbeat":
+        parts.append(f"settled below {word.settled_below}")
+        parts += [f"from {start} to below {end}" for start, end in word.settled]
+    elif name == "Goodbye":
+        parts += [f"nothing proven of grant {grant}" for grant in word.unproven]
+    life = "" if life_of(word.source) == 1 else " of the second life"
+    return f"{name}{life} ({', '.join(parts)})" if parts else name + life

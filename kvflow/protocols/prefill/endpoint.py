@@ -1,0 +1,445 @@
+"""Everything one prefill rank decides: rooms, decodes and their grants, rendezvous, deadlines.
+
+Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done
+comes out of `commands()`. Read on in prefill_inbox.py (messages), prefill_core.py (the machines)
+and machines/ (their tables).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from kvflow.protocols.arguments import check_chunk
+from kvflow.protocols.commands import OpenRoute, PrefillCommand
+from kvflow.protocols.earlier import EarlierLoans
+from kvflow.protocols.errors import Cause, Code, MisuseError, RoomInUseError, WireError, room_error
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.protocols.machines.grants import GrantKind
+from kvflow.protocols.machines.peer import PeerKind, PeerPhase
+from kvflow.protocols.machines.prefill_room import TERMINAL, PrefillEvent, PrefillKind, PrefillPhase
+from kvflow.protocols.machines.rendezvous import Side
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import Observer, WriteOutcome
+from kvflow.protocols.prefill.core import PrefillCore
+from kvflow.protocols.prefill.inbox import (
+    DRAINS,
+    HANDLERS,
+    note_alive,
+    on_goodbye,
+    on_register,
+    on_room_of_refused,
+)
+from kvflow.protocols.prefill.peers import DecodePeer, PrefillIdentity
+from kvflow.protocols.prefill.records import Chunk, PrefillRoomRecord
+from kvflow.protocols.prefill.tasks import Task, Timer
+from kvflow.protocols.wire import messages as wire
+from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
+from kvflow.protocols.wire.messages import Incarnation, RoomId
+
+TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest follows in the next
+
+
+class PrefillEndpoint:
+    """One prefill incarnation.
+
+    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
+    """
+
+    def __init__(
+        self,
+        identity: PrefillIdentity,
+        *,
+        observer: Observer,
+        timing: Timing | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        # To be read.
+        self.core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())
+        self.outbox = self.core.outbox  # what `commands` returns next
+
+    def __repr__(self) -> str:
+        core = self.core
+        known = f"{len(core.rooms)} rooms, {len(core.peers)} decodes, {len(core.writes)} writes"
+        return f"<PrefillEndpoint {core.identity.incarnation:016x}: {known}>"
+
+    def commands(self) -> list[PrefillCommand]:
+        """Everything to be done since the last call, in order."""
+        found = self.outbox[:]
+        self.outbox.clear()
+        return found
+
+    # --- what is known
+
+    @property
+    def rooms(self) -> Mapping[RoomId, PrefillRoomRecord]:
+        """Open rooms, those that drain included."""
+        return self.core.rooms
+
+    @property
+    def peers(self) -> Iterable[DecodePeer]:
+        return self.core.peers.values()
+
+    @property
+    def earlier(self) -> EarlierLoans:
+        """The loans of decodes that were closed over the same pool."""
+        return self.core.earlier
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why this prefill cannot move pages now; empty when it can."""
+        return self.core.unavailable_reason
+
+    def note_stall(self, stalled_s: float) -> None:
+        """For how long the data plane's own worker has moved nothing on though it had work; see
+        `ports.DataPlane`.
+        """
+        self.core.stalled_s = stalled_s
+
+    # --- rooms
+
+    def open_room(
+        self,
+        room: int,
+        prompt_tokens: int,
+        digest: bytes,
+        *,
+        now: float,
+        rendezvous_s: float | None = None,
+        deadline_at_s: float = float("inf"),
+    ) -> PrefillRoomRecord:
+        """The engine's half of a room.
+
+        It waits `rendezvous_s` for a decode that has not announced itself.
+
+        Raises: MisuseError for what is no room id, RoomInUseError when the last room of that id has
+        not ended or still drains (then decode's half of this one is told the same when it comes),
+        AbortedError while shutting down.
+        """
+        core, number = self.core, wire.room_id(room)
+        if core.leaving is not None:
+            raise room_error(core.leaving)
+        record = core.rooms.get(number)
+        if record is not None and record.prompt is not None:
+            if not record.ended:
+                raise RoomInUseError(f"room {room} is in use")
+            error = RoomInUseError(DRAINS.format(room))
+            core.record_outcome(number, Side.ENGINE, error.cause(), now)
+            raise error
+        wait_s = core.timing.rendezvous_s if rendezvous_s is None else rendezvous_s
+        if record is None:
+            record = core.new_room(number, PrefillPhase.EXPECTED, wait_s, now)
+        record.prompt, record.own_deadline_at_s = (prompt_tokens, digest), deadline_at_s
+        if record.bootstrap is not None:
+            if deadline_at_s < float("inf"):
+                core.set_deadline(record)
+            core.meet(record, now)
+        elif (announced := core.announced(number, now)) is not None:
+            core.forget_announcement(announced.peer, announced.grant)
+            announced.peer.grants.feed(announced.grant, GrantKind.JOIN)
+            core.bind(record, announced.peer, announced.grant)
+            core.feed_room(record, PrefillEvent(PrefillKind.ANNOUNCED), now)
+            core.set_deadline(record)
+        elif cause := core.rendezvous.take(number, Side.ENGINE):
+            core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+            # decode knows: this is not for the next room of that id.
+            core.rendezvous.take(number, Side.DECODE)
+        else:
+            core.set_deadline(record)
+        return record
+
+    def begin_room(self, record: PrefillRoomRecord) -> None:
+        """The engine has a place for the whole prompt, or is sure to get it: pages that decode
+        lends from here on wait for no other room. Decode is told as soon as it has announced the
+        room; any number of times."""
+        record.begun = True
+        self.core.tell_begun(record)
+
+    def refuse_room(self, room: int, cause: Cause, now: float) -> None:
+        """The engine's half of a room will never come: decode's is told why,
+        now or when it comes.
+        """
+        core, number = self.core, wire.room_id(room)
+        record = core.rooms.get(number)
+        announced = core.announced(number, now)
+        if record is not None:
+            if record.prompt is None:
+                self.close_room(record, cause, now)
+            elif record.ended:  # of an earlier room
+                core.record_outcome(number, Side.ENGINE, cause, now)
+        elif announced is not None:
+            core.refuse_grant(announced.peer, number, announced.grant, cause)
+        else:
+            core.record_outcome(number, Side.ENGINE, cause, now)
+
+    def queue_chunk(
+        self,
+        record: PrefillRoomRecord,
+        source_pages: PageIndices,
+        *,
+        last: bool,
+        handoff: bytes,
+        now: float,
+        checked: bool = False,
+    ) -> None:
+        """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite`
+        follows, also where n is 0: the room ends with `write_ended`, never inside of this call.
+
+        Raises: MisuseError (before matched, after the last chunk, other than the pages that are
+        left, a hand-over before the last chunk), CapacityError (hand-over too large): nothing was
+        queued; the room's own error once it has ended. `checked`: the caller has called
+        `check_chunk` just before.
+        """
+        if not checked:
+            self.check_chunk(record, source_pages, last, len(handoff))
+        core = self.core
+        if (layout := core.identity.layout).num_rows:
+            layout.check_places(source_pages, last=last)
+        record.chunks.append(
+            Chunk(core.write_id(), record.state.queued, source_pages, last, handoff)
+        )
+        core.feed_room(record, PrefillEvent(PrefillKind.CHUNK_QUEUED, last=last), now)
+
+    def check_chunk(
+        self, record: PrefillRoomRecord, source_pages: PageIndices, last: bool, handoff_bytes: int
+    ) -> None:
+        """Raises: what `queue_chunk` raises."""
+        state = record.state
+        if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
+            raise room_error(record.first_cause)
+        if state.phase < PrefillPhase.WAITING_FOR_INPUT:
+            raise MisuseError(f"room {record.room}: send() before matched()")
+        if state.last_queued:
+            raise MisuseError(f"room {record.room}: send() after the last chunk")
+        left = len(record.target_pages) - record.placed
+        check_chunk(record.room, self.core.identity.layout, source_pages, left, last, handoff_bytes)
+
+    def write_ended(
+        self,
+        write: int,
+        outcome: WriteOutcome,
+        now: float,
+        *,
+        error: str = "",
+        checksum: bytes = b"",
+    ) -> None:
+        """Nothing of a started write runs any more."""
+        found = self.core.writes.pop(write, None)
+        if found is None:
+            return
+        record, chunk = found
+        chunk.outcome, chunk.error, chunk.checksum = outcome, error, checksum
+        self.core.settle_chunks(record, now)
+
+    def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
+        """End the room, in any state, any number of times: decode is told at once, running writes
+        are drained.
+        """
+        if record.state.phase not in TERMINAL:
+            self.core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
+
+    # --- peers
+
+    def receive(
+        self, peer_id: bytes, frame: bytes, now: float, sender_address: Callable[[], str] = str
+    ) -> None:
+        """A frame from the decode whose routing id is `peer_id`; bad and foreign ones change
+        nothing (I7).
+
+        `sender_address` says where it came from, empty where that is not known; only asked when a
+        decode is new.
+        """
+        core = self.core
+        try:
+            message = parse_at_prefill(frame)
+        except WireError:
+            core.observer.message_dropped("malformed")
+            return
+        peer = core.peers.get(message.target)
+        if peer_id != (routing_id(message.target) if peer is None else peer.routing_id):
+            core.observer.message_dropped("foreign")
+            return
+        if message.source != core.identity.incarnation:
+            core.observer.message_dropped("stale")
+            core.answer_register(
+                message.target, message.source, "another incarnation serves here now"
+            )
+        elif type(message) is wire.Register:
+            on_register(core, message, now, sender_address)
+        elif type(message) is wire.Goodbye:
+            on_goodbye(core, message, now)
+        elif peer is None and isinstance(message, wire.Announce | wire.Abort):
+            on_room_of_refused(core, message, now)
+        elif peer is None or type(message) not in _READ_IN[peer.phase]:
+            core.observer.message_dropped("stale")
+        else:
+            note_alive(core, peer, now)
+            HANDLERS[type(message)](core, peer, message, now)
+        if core.tasks:
+            core.work(TICK_WORK, now)
+
+    def route_opened(self, incarnation: Incarnation, now: float) -> bool:
+        """The data plane can reach a decode's pool.
+
+        False when that decode has left meanwhile: close the route.
+        """
+        peer = self.core.peers.get(incarnation)
+        if peer is None:
+            return False
+        if peer.phase is PeerPhase.OPENING:
+            self.core.feed_peer(peer, PeerKind.ROUTE_OPENED, now)
+            note_alive(self.core, peer, now)
+        return True
+
+    def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
+        """It cannot: the decode hears why, and nothing is kept of it, since strangers may come with
+        a new name each time."""
+        peer = self.core.peers.get(incarnation)
+        if peer is not None and peer.phase is PeerPhase.OPENING:
+            self.core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, reason))
+            self.core.work(TICK_WORK, now)
+
+    def route_short(self, incarnation: Incarnation, reason: str, now: float) -> None:
+        """Something of which this machine has only so much is short for a way into a decode's pool:
+        descriptors, memory, staging. A decode that is lost gives way, and `OpenRoute` follows
+        again; where there is none, it is refused."""
+        core = self.core
+        peer = core.peers.get(incarnation)
+        if peer is None or peer.phase is not PeerPhase.OPENING:
+            return
+        if core.make_place(list(self.peers), now):
+            core.outbox.append(OpenRoute(incarnation, peer.address, peer.layout))
+        else:
+            self.route_refused(incarnation, reason, now)
+
+    def peer_died(self, incarnation: Incarnation, now: float) -> None:
+        """A decode's process has ended: its rooms end, and when their writes have ended
+        `CloseRoute` follows.
+        """
+        peer = self.core.peers.get(incarnation)
+        if peer is not None and peer.phase in (PeerPhase.UP, PeerPhase.SILENT, PeerPhase.PARTING):
+            cause = Cause(Code.PEER_LOST, f"decode {incarnation:016x} died")
+            self.core.feed_peer(peer, PeerKind.DIED, now, cause)
+            self.core.work(TICK_WORK, now)
+
+    def declare_dead(self, incarnation: Incarnation) -> tuple[int, int]:
+        """An operator's word that a prefill writes no more, to which an earlier node over this pool
+        has lent pages: see `DecodeEndpoint.declare_dead`. Raises: MisuseError when none of that
+        incarnation owes a loan."""
+        earlier = self.core.earlier
+        if not earlier.of(incarnation):
+            raise MisuseError(
+                f"no prefill {incarnation:016x} owes a loan of an earlier node over this pool"
+            )
+        self.core.observer.peer_declared_dead()
+        return earlier.declare_dead(incarnation)
+
+    def leave(self, now: float) -> None:
+        """Open no room from here on, and end all; `rooms` is empty when their writes have ended."""
+        core = self.core
+        why = core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
+        core.add_task(Task("end", core.rooms.values(), why))
+        core.add_task(Task("refuse", core.rendezvous.announced.items(), why))
+        core.work(TICK_WORK, now)
+
+    def part(self, now: float) -> None:
+        """Say goodbye to every decode, until it acknowledges that: call it after `leave`, when no
+        write runs any more. Whatever has not ended by then is named, so that nothing is proven
+        about it."""
+        for peer in list(self.peers):
+            if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
+                self.core.feed_peer(peer, PeerKind.LEAVE, now)
+
+    def unparted(self, now: float) -> list[DecodePeer]:
+        """Decodes that have been heard of lately, and have not acknowledged the goodbye yet."""
+        return [
+            peer
+            for peer in self.peers
+            if peer.phase is PeerPhase.PARTING
+            and now < peer.received_at_s + self.core.timing.lost_after_s
+        ]
+
+    def credit_stall(self, late_s: float, now: float) -> None:
+        """The shell stood still for this long: what peers sent meanwhile is unread, so their
+        silence does not count; neither does a room's wait for its other half. A room is given a
+        heartbeat more: its timer may be the late one, and what it waits for is read after this. To
+        know how long it was, tick once a heartbeat, due or not."""
+        for peer in self.peers:
+            # What was read since counts as it is.
+            peer.received_at_s = min(peer.received_at_s + late_s, now)
+        for record in self.core.rooms.values():
+            record.deadline_at_s += min(
+                late_s + self.core.timing.heartbeat_s, now - record.opened_at_s
+            )
+
+    # --- time
+
+    def next_tick(self) -> float:
+        """When `tick` may next be worth calling; infinity while nothing is due."""
+        # What `work_left` says, without a call: this is asked whenever a shell has run commands.
+        core = self.core
+        return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
+
+    def tick(self, now: float) -> None:
+        """Deadlines and silence.
+
+        A tick does a bounded amount of work; `next_tick` says when more is due.
+        """
+        core = self.core
+        was_idle = not core.work_left
+        core.work(TICK_WORK, now)
+        for _ in range(TICK_WORK):
+            timer = core.deadlines.pop_due(now)
+            if timer is None:
+                break
+            self._expire(timer, now)
+        if was_idle:
+            core.work(TICK_WORK, now)
+
+    def _expire(self, timer: Timer, now: float) -> None:
+        core = self.core
+        if timer.kind == "outcomes":
+            core.rendezvous.expire(now)
+            core.deadlines.set(timer, core.rendezvous.next_expiry_s())
+        elif timer.kind == "announced":
+            self._expire_announcement(now)
+        elif timer.kind == "goodbye":
+            peer = core.peers[Incarnation(timer.key)]
+            if peer.phase is PeerPhase.PARTING:
+                core.feed_peer(peer, PeerKind.REPEAT_DUE, now)
+        elif timer.kind == "silence":
+            peer = core.peers[Incarnation(timer.key)]
+            if peer.phase is not PeerPhase.UP:
+                return  # it has gone, and its last writes are awaited, or it parts
+            if (due_at_s := peer.received_at_s + core.timing.lost_after_s) > now:
+                core.deadlines.set(timer, due_at_s)
+            else:
+                text = (
+                    f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"
+                )
+                core.feed_peer(peer, PeerKind.SILENCE_DUE, now, Cause(Code.PEER_LOST, text))
+        else:
+            record = core.rooms[RoomId(timer.key)]
+            if record.due_at_s > now:
+                core.set_deadline(record)
+                return
+            waits = now < record.own_deadline_at_s
+            text = f"room {record.room}: nothing more came for {now - record.opened_at_s:.1f} s"
+            self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
+
+    def _expire_announcement(self, now: float) -> None:
+        """The oldest one is refused if it is due; the next one has its turn."""
+        core = self.core
+        if (oldest := core.rendezvous.oldest_announced()) is not None and oldest[1].until_s <= now:
+            room, announced = oldest
+            text = f"room {room}: prefill's half has not come within {core.timing.announced_s:g} s"
+            core.refuse_grant(announced.peer, room, announced.grant, Cause(Code.RENDEZVOUS, text))
+        core.time_announcements()
+
+
+_READ_IN: dict[PeerPhase, Collection[type]] = {
+    PeerPhase.OPENING: (wire.Announce, wire.Abort, wire.Heartbeat),  # what needs no route
+    PeerPhase.UP: HANDLERS,
+    PeerPhase.SILENT: HANDLERS,
+    PeerPhase.PARTING: HANDLERS,
+    PeerPhase.GONE: (),
+}

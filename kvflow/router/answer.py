@@ -1,0 +1,109 @@
+"""The one answer to a client's request, whichever pair gives it."""
+
+from __future__ import annotations
+
+import time
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvflow.http.errors import Failure
+from kvflow.http.growing import write
+from kvflow.protocols.errors import Code
+from kvflow.router.legs import (
+    LegFailedError,
+    PairFailedError,
+    error_in,
+    split_opening,
+    split_silence,
+    stream_headers,
+)
+from kvflow.router.measures import RouterMeasures
+from kvflow.router.pairs import Pair
+from kvflow.telemetry.requests import name_error
+
+
+class ClientAnswer:
+    """Begins at most once.
+
+    Its headers may leave with the first pair that streams, for later pairs to go on with: until the
+    first token nothing follows them but empty lines and comments."""
+
+    def __init__(self, http: web.Request, measures: RouterMeasures) -> None:
+        self._http, self._measures = http, measures
+        self._arrived_at_s = time.perf_counter()
+        self._stream: web.StreamResponse | None = None
+        self.cut_off: LegFailedError | None = None  # what ended a stream that had its first token
+
+    async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        """Relay decode's stream, event by event; a decode that is lost after the first token
+        becomes an error event.
+
+        Raises: PairFailedError before the first token.
+        """
+        if self._stream is None:
+            self._stream = web.StreamResponse(headers={**stream_headers(answer), **pair.headers})
+            await self._stream.prepare(self._http)
+        out = self._stream
+        piece = await self._until_first_token(out, pair)
+        # Of an event whose end has not come; a cumulative one may be megabytes long.
+        held: list[bytes] = []
+        while piece:
+            end = piece.rfind(b"\n\n") + 1
+            if not end and held and held[-1].endswith(b"\n") and piece.startswith(b"\n"):
+                end = -1  # the two line feeds came apart
+            if end:
+                cut = max(end, 0) + 1
+                await write(out, (*held, piece[:cut]))
+                held, piece = [], piece[cut:]
+            if piece:
+                held.append(piece)
+            try:
+                piece = await pair.decode.read()
+            except LegFailedError as error:
+                self.cut_off = error
+                return await self.fail(
+                    Failure(502, str(Code.PEER_LOST), f"the answer was cut off: {error}")
+                )
+        if held:
+            await write(out, held)
+        await out.write_eof()
+        return out
+
+    async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
+        """Relay empty lines and comments; returns what has come with the first token, and what
+        opens a chat.
+        """
+        opening, rest = b"", b""
+        while b"\n\n" not in rest:
+            piece = await pair.first()
+            if not piece:
+                raise LegFailedError(pair.decode.worker, "its stream ended before the first token")
+            rest += piece
+            passed = True
+            while passed:
+                silence, rest = split_silence(rest)
+                if silence:
+                    await out.write(silence)
+                opened, rest = split_opening(rest)
+                opening += opened
+                passed = bool(silence or opened)
+        if failure := error_in(rest):
+            raise PairFailedError(failure)
+        self._measures.first_token(self._arrived_at_s)
+        return opening + rest
+
+    async def fail(
+        self, failure: Failure, answer: web.Response | None = None
+    ) -> web.StreamResponse:
+        """The error that ends a request, an event where a stream has begun; `answer` is how a
+        worker has put it.
+        """
+        name_error(failure.summary)
+        self._measures.failed(failure)
+        if self._stream is None:
+            return answer or failure.response()
+        await self._stream.write(b"data: " + msgspec.json.encode(failure.body) + b"\n\n")
+        await self._stream.write_eof()
+        return self._stream

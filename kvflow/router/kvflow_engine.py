@@ -1,0 +1,164 @@
+"""kvflow's own workers: both legs get the same body and the same rooms, at once."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+from prometheus_client.core import Metric
+
+from kvflow.http.draining import ROLE_HEADER
+from kvflow.http.errors import RequestError
+from kvflow.router.engines import Forwarded
+from kvflow.router.feed import source_of
+from kvflow.router.identity import Identity, ask
+from kvflow.router.legs import Leg, with_fields
+from kvflow.router.pairs import Pair, together
+from kvflow.router.prompts import PromptFields
+from kvflow.router.workers import Worker
+from kvflow.serve.http import tokenize
+from kvflow.serve.http.schemas import MAX_COMPLETIONS, decoded
+from kvflow.telemetry.requests import name_rooms
+from kvflow.transports.control.curve import ControlKey
+
+ROOM_HEADER = "X-Kvflow-Room"
+_NOT_KVFLOW = (
+    "it is not a worker of kvflow; a router in front of vLLM servers is started with --engine vllm"
+)
+_OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
+
+
+class KvflowEngine:
+    """Implements `engines.Engine`."""
+
+    completion_paths = ("/generate", "/v1/chat/completions", "/v1/completions")
+    decode_routes = (
+        *(("GET", path) for path in _OF_A_MODEL),
+        *(("POST", path) for path in tokenize.PATHS),
+    )
+    has_operations = True
+    retried_statuses = frozenset({502, 503})
+    keepalive_s = 15.0
+
+    def __init__(self, events_key: ControlKey | None = None) -> None:
+        """`events_key`: of the workers' cache events, where they need one."""
+        self._events_key = events_key
+
+    async def identify(
+        self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
+    ) -> Identity:
+        """Implements `identity.Identify`."""
+        return read_identity(
+            await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url, self._events_key
+        )
+
+    def read(self, body: bytes) -> KvflowCompletion:
+        """Raises: RequestError (400)."""
+        return KvflowCompletion(decoded(body, _Fields))
+
+    def families(self) -> Iterator[Metric]:
+        yield from ()
+
+
+class KvflowCompletion:
+    """Implements `engines.Completion`."""
+
+    def __init__(self, fields: _Fields) -> None:
+        """Raises: RequestError (400)."""
+        self.fields = fields
+        self._rooms = _room_count(fields)
+
+    @asynccontextmanager
+    async def open_pair(
+        self, request: Forwarded, prefill: Worker, decode: Worker
+    ) -> AsyncGenerator[Pair, None]:
+        rooms = [secrets.randbits(63) for _ in range(self._rooms)]
+        name_rooms(rooms)
+        body = with_fields(request.raw, bootstrap_fields(prefill, rooms))
+
+        def leg(worker: Worker) -> Leg:
+            headers = {**request.headers, ROLE_HEADER: worker.role}
+            return Leg(request.session, worker, request.path, body, headers)
+
+        room_header = {ROOM_HEADER: ",".join(map(str, rooms))}
+        async with together(leg(prefill), leg(decode), room_header) as pair:
+            yield pair
+
+
+class _Sampling(msgspec.Struct):
+    n: Any = None
+
+
+class _Fields(PromptFields):
+    """The fields of a body that say how many completions it asks for, and of what; the workers
+    check the others.
+    """
+
+    sampling_params: _Sampling | list[_Sampling] | None = None
+    n: Any = None
+
+
+def _room_count(fields: _Fields) -> int:
+    """How many rooms a body needs: prompts times choices. Raises: RequestError (400)."""
+    prompts = 1
+    for value in (fields.text, fields.input_ids, fields.prompt):
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            prompts = len(value)
+    sampling = fields.sampling_params
+    if isinstance(sampling, list):
+        sampling = sampling[0] if sampling else None
+    choices = (sampling.n if sampling else None) or fields.n or 1
+    if (
+        not isinstance(choices, int)
+        or isinstance(choices, bool)
+        or not 1 <= prompts * choices <= MAX_COMPLETIONS
+    ):
+        raise RequestError(
+            f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions"
+        )
+    return prompts * choices
+
+
+def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
+    """The fields that give both legs the same rooms, and all of them one prefill: at most
+    MAX_ADDED_BYTES of JSON.
+    """
+    room = rooms[0] if len(rooms) == 1 else rooms
+    return {
+        "bootstrap_host": prefill.host,
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": room,
+    }
+
+
+def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:
+    """Of anything that may stand in a /server_info; `url` is the worker's."""
+    found = info if isinstance(info, dict) else {}
+    port, wire_version = found.get("disaggregation_bootstrap_port"), found.get("wire_version")
+    return Identity(
+        role=found.get("disaggregation_mode"),
+        started_as=found.get("started_as"),
+        incarnation=str(found.get("incarnation", "")),
+        model=str(found.get("served_model_name") or found.get("model_path") or ""),
+        fingerprint=str(found.get("fingerprint") or ""),
+        bootstrap_port=port if isinstance(port, int) else None,
+        cache_tokens=_cache_tokens(found),
+        events=source_of(url, found.get("kv_events"), found.get("page_size"), events_key),
+        wire_version=wire_version if isinstance(wire_version, int) else None,
+        data_plane=str(found.get("data_plane") or ""),
+    )
+
+
+def _cache_tokens(info: dict[str, Any]) -> int:
+    """Of the pool, and of the host memory behind it."""
+    pages, cache, size = info.get("pages"), info.get("prefix_cache"), info.get("page_size")
+    if not isinstance(pages, dict) or not isinstance(cache, dict):
+        return 0
+    count, behind = pages.get("total"), cache.get("host_limit_pages", 0)
+    if not isinstance(size, int) or not isinstance(count, int) or not isinstance(behind, int):
+        return 0
+    return max(0, (count + behind) * size)

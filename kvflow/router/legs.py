@@ -1,0 +1,213 @@
+"""One request as two legs, each a POST to one worker: decode's answer goes to the client.
+
+A leg is ended by closing its connection; a worker takes that as an abort. After a failure before
+the first token of its answer a request may be tried again:
+
+- where a connection could not be made, or ended before its answer;
+- after status 502 or 503: a worker drains, its queue is full, a link between the two is lost, they
+  do not fit together;
+- after status 504 with code "rendezvous": the other leg never came.
+
+Not after an error of the request (4xx) or of the model (500), which another pair would repeat, and
+not after a deadline (504): the request has had its time. Where an engine says otherwise of a
+status, `Engine.retried_statuses` has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from kvflow.http.errors import Failure
+from kvflow.http.large_bodies import LARGE_BYTES
+from kvflow.protocols.errors import Code, LostError
+from kvflow.router.workers import Worker
+
+_COPIED = ("Content-Type", "Cache-Control", "Retry-After", "X-Accel-Buffering")
+# These pass: the same pair may serve the request when the worker that drains or was lost is back.
+_PASSING = frozenset({Code.SHUTDOWN, Code.PEER_LOST, Code.RENDEZVOUS, Code.STALE_GRANT})
+
+
+class PairFailedError(LostError):
+    """A pair has ended a request before the first token of its answer."""
+
+    def __init__(self, failure: Failure, answer: web.Response | None = None) -> None:
+        super().__init__(failure.message)
+        self.failure, self.answer = failure, answer or failure.response()
+        self.passes = failure.code in _PASSING
+        """Whether the same pair may serve the request later."""
+
+    def may_retry(self, statuses: Collection[int]) -> bool:
+        """Whether another pair may serve the request, which it may after these statuses."""
+        return self.failure.status in statuses or self.failure.code == Code.RENDEZVOUS
+
+
+class LegFailedError(PairFailedError):
+    """A worker was lost before it answered."""
+
+    def __init__(self, worker: Worker, why: str) -> None:
+        super().__init__(Failure(502, str(Code.PEER_LOST), f"{worker.role} {worker.url}: {why}"))
+        self.worker = worker
+
+
+class Leg:
+    """One POST to one worker."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        worker: Worker,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+    ) -> None:
+        self.worker = worker
+        self._call = (session, f"{worker.url}{path}", body, headers)
+        self._answer: aiohttp.ClientResponse | None = None
+
+    async def begin(self) -> aiohttp.ClientResponse | web.Response:
+        """Return a stream as soon as it has begun, any other answer when it is complete.
+
+        Raises: LegFailedError.
+        """
+        session, url, body, headers = self._call
+        in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
+        try:
+            self._answer = await session.post(url, data=in_steps, headers=headers)
+            if self._answer.status == 200 and self._answer.content_type == "text/event-stream":
+                return self._answer
+            return copied(self._answer, await self._answer.read())
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise LegFailedError(self.worker, _describe(error)) from None
+
+    async def read(self) -> bytes:
+        """The next piece of a stream that has begun, empty at its end. Raises: LegFailedError."""
+        assert self._answer is not None
+        try:
+            return await self._answer.content.readany()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise LegFailedError(self.worker, _describe(error)) from None
+
+    async def complete(self) -> web.Response:
+        """Return the answer when it is complete; of a stream, the error that it begins with.
+
+        Raises: LegFailedError.
+        """
+        answer = await self.begin()
+        if isinstance(answer, web.Response):
+            return answer
+        start, failure = b"", None
+        while piece := await self.read():
+            if b"\n\n" not in start:  # up to here there was nothing but silence
+                start = split_silence(start + piece)[1]
+                failure = error_in(start)
+        return web.Response() if failure is None else failure.response()
+
+    def close(self) -> None:
+        """Close the connection, unless the answer is complete."""
+        if self._answer is not None:
+            self._answer.close()
+
+    def dispose(self, task: asyncio.Task[Any]) -> None:
+        """Done callback of a leg that was closed: its task may have ended with an answer or an
+        error all the same.
+        """
+        self.close()
+        if not task.cancelled():
+            # Retrieved, so that asyncio does not log it: the first failure has been reported.
+            task.exception()
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot be reached ({error.os_error.strerror or error.os_error})"
+    return f"the connection was lost ({type(error).__name__})"
+
+
+def check(answer: web.Response) -> None:
+    """Raises: PairFailedError when a complete answer is an error."""
+    if answer.status >= 400:
+        body = answer.body if isinstance(answer.body, bytes) else b""
+        raise PairFailedError(Failure.read(answer.status, body), answer)
+
+
+def split_silence(start: bytes) -> tuple[bytes, bytes]:
+    """The empty lines and complete comments that a stream begins with, and the rest."""
+    cut = 0
+    while True:
+        if start.startswith(b"\n", cut):
+            cut += 1
+        elif start.startswith(b":", cut) and (end := start.find(b"\n\n", cut)) >= 0:
+            cut = end + 2
+        else:
+            break
+    return start[:cut], start[cut:]
+
+
+def split_opening(events: bytes) -> tuple[bytes, bytes]:
+    """The complete events that a chat may begin with before there is a token of it,
+    and the rest.
+    """
+    cut = 0
+    while (end := events.find(b"\n\n", cut)) >= 0 and _is_opening(events[cut:end]):
+        cut = end + 2
+    return events[:cut], events[cut:]
+
+
+def _is_opening(event: bytes) -> bool:
+    """Whether it says who speaks and nothing else: vLLM sends this before it looks whether there is
+    an error.
+    """
+    try:
+        choices = msgspec.json.decode(event.removeprefix(b"data:"), type=_Chunk).choices
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return bool(choices) and all(
+        one.finish_reason is None
+        and one.delta.keys() <= {"role", "content"}
+        and not one.delta.get("content")
+        for one in choices
+    )
+
+
+class _Choice(msgspec.Struct):
+    delta: dict[str, Any]
+    finish_reason: Any = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def error_in(event: bytes) -> Failure | None:
+    """The error that a stream's first event is, if it is one: nothing has been generated then."""
+    if not event.startswith(b"data:") or b"\n\n" not in event:
+        return None
+    failure = Failure.read(0, event.partition(b"\n\n")[0].removeprefix(b"data:"))
+    return failure if failure.code else None
+
+
+def copied(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
+    """A worker's complete answer as the router's own."""
+    return web.Response(body=body, status=answer.status, headers=stream_headers(answer))
+
+
+def stream_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
+    """The headers of a worker's answer that its client gets too."""
+    return {name: answer.headers[name] for name in _COPIED if name in answer.headers}
+
+
+def with_fields(raw: bytes, fields: dict[str, Any]) -> bytes:
+    """The JSON object `raw` with `fields` added at its end, where they win over fields of the same
+    name.
+
+    The bytes before them are forwarded unchanged, without being decoded.
+    """
+    head = raw.rstrip()[:-1].rstrip()
+    return head + (b"" if head.endswith(b"{") else b",") + msgspec.json.encode(fields)[1:]

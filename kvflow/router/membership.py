@@ -1,0 +1,175 @@
+"""Workers that join and leave a running router, by the routes that sglang_router has for them.
+
+    POST   /workers {"url": ..., "worker_type": "prefill" | "decode"}: join; 202 and its id, new or
+           not
+    GET    /workers        all of them; GET /workers/{id} one
+    DELETE /workers/{id}   leave: it gets no more requests, and is forgotten when those it has are
+                           answered; 202
+
+Other than there, a worker that joins is asked who it is before the answer, and `worker_type` may be
+left out. A worker that joins by itself (`--join`) names its incarnation and does so again and
+again, so that a router that was restarted knows it too. An operator's DELETE holds against that:
+until another incarnation, or an operator's POST.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from kvflow.http.errors import ConflictError, OverloadError, RequestError
+from kvflow.protocols.errors import LostError
+from kvflow.router.identity import Identify, Identity
+from kvflow.router.workers import CHECK_TIMEOUT_S, ROLES, Worker, Workers
+
+PATH = "/workers"
+MAX_WORKERS = 1024
+MAX_URL_CHARACTERS = 2048
+
+
+class JoinRequest(msgspec.Struct, frozen=True):
+    """The body of POST /workers.
+
+    What sglang_router's clients may send besides is not looked at: kvflow asks the worker itself
+    for its bootstrap port and its model, and all workers have one API key."""
+
+    url: str
+    worker_type: str | None = None
+    incarnation: str | None = None  # of a worker that joins by itself
+
+
+class Membership:
+    """Who joins and who leaves."""
+
+    def __init__(
+        self, workers: Workers, session: aiohttp.ClientSession, identify: Identify
+    ) -> None:
+        self._workers, self._session, self._identify = workers, session, identify
+        self._removed: OrderedDict[str, str] = OrderedDict()  # the incarnation that left, by URL
+        self._one_at_a_time = asyncio.Lock()
+
+    async def join(self, request: JoinRequest) -> Worker:
+        """The worker at this URL, after a first check of it; the one that is there already where it
+        has joined before.
+
+        Raises: RequestError (400), ConflictError (409: another role, another model, or it was told
+        to leave), LostError (502: it does not answer), OverloadError.
+        """
+        url = _checked_url(request.url)
+        if request.worker_type not in (None, *ROLES):
+            text = f"{request.worker_type[:40]!r} is not prefill or decode"
+            raise RequestError(f"worker_type: {text}", param="worker_type")
+        if request.incarnation is None:
+            self._removed.pop(url, None)
+        elif self._removed.get(url) == request.incarnation:
+            raise ConflictError(
+                f"{url} was told to leave; POST {PATH} without an incarnation lets it join again"
+            )
+        async with self._one_at_a_time:
+            known = next((worker for worker in self._workers.all if worker.url == url), None)
+            return (
+                await self._join_anew(url, request.worker_type)
+                if known is None
+                else self._join_again(known, request)
+            )
+
+    def leave(self, worker: Worker, incarnation: str | None = None) -> None:
+        """It gets no more requests from here on.
+
+        Idempotent. `incarnation`: of a worker that leaves by itself, and may have another one by
+        now, with which it joins again."""
+        self._removed[worker.url] = (incarnation or worker.incarnation)[:MAX_URL_CHARACTERS]
+        self._removed.move_to_end(worker.url)
+        if len(self._removed) > MAX_WORKERS:
+            self._removed.popitem(last=False)
+        self._workers.leave(worker)
+
+    def find(self, worker_id: str) -> Worker | None:
+        return next((worker for worker in self._workers.all if worker.id == worker_id), None)
+
+    def _join_again(self, worker: Worker, request: JoinRequest) -> Worker:
+        if worker.usable and request.worker_type not in (None, worker.role):
+            raise ConflictError(
+                f"{worker.url} is here as a {worker.role} worker, not as {request.worker_type}"
+            )
+        if worker.leaving:
+            self._workers.stay(worker)
+        elif request.incarnation not in (None, worker.incarnation):
+            worker.check_due.set()
+        return worker
+
+    async def _join_anew(self, url: str, role: str | None) -> Worker:
+        if len(self._workers.all) >= MAX_WORKERS:
+            raise OverloadError("workers of this router", len(self._workers.all) + 1, MAX_WORKERS)
+        identity = await self._identity(url, role)
+        if identity.role not in ROLES:
+            raise ConflictError(
+                f"{url} is not a worker of a pair: its disaggregation_mode is {identity.role!r}"
+            )
+        if role not in (None, identity.role):
+            raise ConflictError(f"{url} is a {identity.role} worker, not a {role} worker")
+        others = {
+            one.fingerprint: one for one in self._workers.all if one.usable and one.fingerprint
+        }
+        if others and identity.fingerprint and identity.fingerprint not in others:
+            fingerprint, other = next(iter(others.items()))
+            text = (
+                f"it serves {identity.model!r} ({identity.fingerprint}), {other.url} "
+                f"{other.model!r} ({fingerprint})"
+            )
+            raise ConflictError(f"{url} has another model than the workers here: {text}")
+        worker = Worker(identity.role, url, follows=True)
+        await self._workers.add(worker)
+        return worker
+
+    async def _identity(self, url: str, role: str | None) -> Identity:
+        """What a worker says of itself. Raises: LostError, RequestError."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return await self._identify(self._session, url, role, None)
+        except TimeoutError:
+            raise LostError(
+                f"{url}: it has not said what it is within {CHECK_TIMEOUT_S:g} s"
+            ) from None
+        except (LostError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+            raise LostError(f"{url}: {str(error) or type(error).__name__}") from None
+
+
+def _checked_url(given: str) -> str:
+    """Raises: RequestError."""
+    url = given.rstrip("/")
+    try:
+        parts = urlsplit(url)
+        whole = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
+    except ValueError:  # a port that is no number, brackets that do not match
+        whole = False
+    if not (whole and url.startswith(("http://", "https://")) and len(url) <= MAX_URL_CHARACTERS):
+        raise RequestError(
+            f"url: {given[:200]!r} is not the http:// or https:// URL of a worker", param="url"
+        )
+    return url
+
+
+def described(worker: Worker, trouble: str) -> dict[str, Any]:
+    """An entry of GET /workers: sglang_router's keys first, then kvflow's own.
+
+    `trouble`: why it gets no requests.
+    """
+    return {
+        "id": worker.id,
+        "url": worker.url,
+        "model_id": worker.model or "unknown",
+        "worker_type": worker.role,
+        "is_healthy": worker.up,
+        "load": worker.running,
+        "connection_mode": "HTTP",
+        "bootstrap_port": worker.bootstrap_port,
+        "leaving": worker.leaving,
+        "incarnation": worker.incarnation,
+        "reason": trouble,
+    }

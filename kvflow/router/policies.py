@@ -1,0 +1,56 @@
+"""Which of the workers of a role a request goes to, as far as they are equally fit for it."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from kvflow.router.cache_view import CacheView, Prompts
+
+PolicyName = Literal["cache_aware", "least_loaded", "round_robin"]
+
+
+class Loaded(Protocol):
+    """What a policy looks at of a worker."""
+
+    running: int  # requests
+    served: int  # requests since the router knows it
+    turn: int  # of its last request, among those of all workers
+    cache: CacheView
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """`cache_aware`: the worker that is known to have most of the prompt, unless it has clearly
+    more requests than the least loaded one: more than `balance_abs_threshold` more, and more than
+    `balance_rel_threshold` times as many. Both must hold: with few requests any factor is soon
+    reached, with many any difference. Where no worker has anything of the prompt, and among equals,
+    the least loaded.
+    """
+
+    name: PolicyName = "cache_aware"
+    balance_abs_threshold: int = 8
+    balance_rel_threshold: float = 1.5
+
+    @property
+    def reads_prompts(self) -> bool:
+        return self.name == "cache_aware"
+
+    def order(self, worker: Loaded, least_running: int, prompts: Prompts) -> tuple[int, ...]:
+        """A key to sort workers by, the best first; `least_running`: the requests of the least
+        loaded one.
+        """
+        if self.name == "round_robin":
+            return (worker.turn,)
+        matched = 0
+        if (
+            self.reads_prompts
+            and prompts.chains
+            and not self.is_overloaded(worker.running, least_running)
+        ):
+            matched = worker.cache.matched(prompts)
+        return (-matched, worker.running, worker.served)
+
+    def is_overloaded(self, running: int, least_running: int) -> bool:
+        more = running - least_running > self.balance_abs_threshold
+        return more and running > least_running * self.balance_rel_threshold

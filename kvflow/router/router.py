@@ -1,0 +1,309 @@
+"""The router role: pairs a prefill and a decode for each request, each by the policy, and relays
+decode's answer.
+
+A request whose client has got no token is tried on another pair where that may help (`legs.py` says
+when): a worker may be stopped, or die, without the loss of what it has not begun to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from prometheus_client.core import Metric
+from yarl import URL
+
+from kvflow.http.access import REQUEST_ID_HEADER
+from kvflow.http.authorization import NO_KEYS, Keys, bearer
+from kvflow.http.draining import Drainable
+from kvflow.http.errors import Failure, failure_of
+from kvflow.http.large_bodies import take_apart
+from kvflow.protocols.errors import Code, KvflowError, RefusedError
+from kvflow.router.answer import ClientAnswer
+from kvflow.router.cache_view import NO_PROMPTS, Prompts
+from kvflow.router.engines import Completion, Engine, Forwarded
+from kvflow.router.kvflow_engine import KvflowEngine
+from kvflow.router.legs import LegFailedError, PairFailedError, copied
+from kvflow.router.measures import RouterMeasures
+from kvflow.router.membership import Membership
+from kvflow.router.pairs import Pair
+from kvflow.router.policies import Policy
+from kvflow.router.prompts import PromptFields
+from kvflow.router.tokens import Encoder, block_hashes
+from kvflow.router.tries import Tries, fitting
+from kvflow.router.workers import ROLES, NoWorkerError, Worker, Workers
+from kvflow.serve.http.metrics import Metrics
+from kvflow.telemetry.requests import CURRENT
+
+_log = logging.getLogger("kvflow.router")
+CONNECT_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
+_JSON = {"Content-Type": "application/json"}
+_NO_HEADERS: Mapping[str, str] = {}
+_FORWARDED = ("Authorization", "traceparent", "tracestate")
+_ENDED = Failure(
+    503, "shutdown", "this router is shutting down, and the request did not finish in time"
+)
+
+
+class Router(Drainable):
+    """One router over the workers at these URLs; `keys` are the workers', and its own.
+
+    `close` closes every leg.
+
+    A request whose client has got no token is tried on one pair after another, and waits
+    `retry_timeout_s` in all for one that is back; at most `max_waiting` requests do so at a time.
+    `encoder` is the model's tokenizer: with it the cache events of workers say who has a text,
+    which else only prompts of token ids are matched with. `engine`: what the workers are, kvflow's
+    own where it is left out.
+    """
+
+    def __init__(
+        self,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        *,
+        keys: Keys = NO_KEYS,
+        request_timeout_s: float = 600.0,
+        retry_timeout_s: float = 10.0,
+        max_waiting: int = 1024,
+        poll_s: float = 1.0,
+        policy: Policy = Policy(),  # noqa: B008 # it is frozen
+        encoder: Encoder | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        super().__init__()
+        self.engine: Engine = engine or KvflowEngine()
+        self.keys = keys
+        headers = bearer(keys.api)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self.engine.keepalive_s)
+        self._session = aiohttp.ClientSession(
+            headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 18
+        )
+        self._timeout_s, self._retry_s, self._max_waiting = (
+            request_timeout_s,
+            retry_timeout_s,
+            max_waiting,
+        )
+        self._timeouts: set[asyncio.Timeout] = set()
+        self._ending = False
+        self.waiting = 0
+        self.workers = Workers(prefill, decode, self._session, poll_s, policy, self.engine.identify)
+        self._reads_prompts, self._encoder = policy.reads_prompts, encoder
+        self.membership = Membership(self.workers, self._session, self.engine.identify)
+        self.measures = RouterMeasures()
+        self.metrics = Metrics(families=self._families)
+
+    def _families(self) -> Iterator[Metric]:
+        yield from self.measures.families(self.workers.all, self.running, self.waiting)
+        yield from self.engine.families()
+
+    async def start(self) -> None:
+        await self.workers.start()
+
+    async def close(self) -> None:
+        await self.workers.close()
+        await self._session.close()
+
+    def end_requests(self) -> None:
+        self._ending = True
+        for timeout in self._timeouts:
+            timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def serve(self, http: web.Request) -> web.StreamResponse:
+        """Serve one request: one pair of workers after another, until one answers."""
+        try:
+            self.refuse_when_draining()
+            raw = await http.read()
+            rest, long_values = await take_apart(raw)
+            completion = self.engine.read(rest)
+            reads = self._reads_prompts and self.workers.cache_prompts()
+            body = long_values.put_back(completion.fields) if reads else None
+        except KvflowError as error:
+            self.metrics.refused(error.code)
+            raise
+        answer = ClientAnswer(http, self.measures)
+        with self.count_running():
+            try:
+                async with self._in_time():
+                    prompts = NO_PROMPTS if body is None else await self._prompts(body)
+                    request = Forwarded(
+                        self._session, http.path, raw, _forwarded_headers(http) | _JSON
+                    )
+                    return await self._on_some_pair(request, answer, completion, prompts)
+            except PairFailedError as error:
+                return await answer.fail(error.failure, error.answer)
+            except (TimeoutError, NoWorkerError) as error:
+                return await answer.fail(_ENDED if self._ending else failure_of(error))
+
+    @asynccontextmanager
+    async def _in_time(self) -> AsyncGenerator[None, None]:
+        """Raises: TimeoutError after `request_timeout_s`, or when the router has to end its
+        requests.
+        """
+        async with asyncio.timeout(self._timeout_s) as timeout:
+            self._timeouts.add(timeout)
+            try:
+                yield
+            finally:
+                self._timeouts.discard(timeout)
+
+    async def _on_some_pair(
+        self, request: Forwarded, answer: ClientAnswer, completion: Completion, prompts: Prompts
+    ) -> web.StreamResponse:
+        """Raises: PairFailedError, that of the last try; NoWorkerError."""
+        loop = asyncio.get_running_loop()
+        tries = Tries(self._retry_s, self.engine.retried_statuses)
+        while True:
+            prefill, decode = await self._next_pair(tries, prompts)
+            try:
+                with prefill.sent(prompts), decode.sent(prompts):
+                    async with completion.open_pair(request, prefill, decode) as pair:
+                        done = await _relayed(pair, answer)
+            except PairFailedError as error:
+                if isinstance(error, LegFailedError):
+                    error.worker.mark_lost(str(error), loop.time())
+                elif error.passes or error.failure.status == 500:
+                    # Which drains, or is gone or broken, a check tells.
+                    prefill.check_due.set()
+                    decode.check_due.set()
+                tries.note(error, prefill, decode)
+                self.metrics.retried(error.failure.code)
+                _log.info(
+                    "not served by %s and %s, trying again: %s",
+                    prefill.url,
+                    decode.url,
+                    error.failure.summary,
+                )
+            else:
+                for worker in pair.asked:
+                    if worker is decode and answer.cut_off is not None:
+                        worker.mark_lost(str(answer.cut_off), loop.time())
+                    else:
+                        worker.mark_served()
+                return done
+
+    async def _prompts(self, body: PromptFields) -> Prompts:
+        return Prompts(
+            await body.chains(), await block_hashes(body, self.workers.block_sizes(), self._encoder)
+        )
+
+    async def _next_pair(self, tries: Tries, prompts: Prompts) -> tuple[Worker, Worker]:
+        """The pair for the next try: at once while there is another one, else after a pause, or
+        when a worker comes up. Raises: PairFailedError, NoWorkerError where there is to be no
+        further try."""
+        may_begin = False
+        while True:
+            try:
+                prefills, decodes = (
+                    self.workers.ranked(role, tries.failed, prompts) for role in ROLES
+                )
+            except NoWorkerError as error:
+                came_up = await self._pause(self.workers.came_up.wait, tries)
+                if not came_up:
+                    raise tries.error or error from None
+                continue
+            if (pair := tries.untried(prefills, decodes)) is not None:
+                return pair
+            if may_begin:
+                return next(fitting(prefills, decodes))  # each of them fits one of the others
+            assert tries.error is not None
+            may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)
+            if not may_begin:
+                raise tries.error
+
+    async def _pause(self, wait: Callable[[], Awaitable[object]], tries: Tries) -> bool:
+        """Whether a further try may follow: not where it takes too long,
+        or too many requests wait.
+        """
+        if self.waiting >= self._max_waiting:
+            return False
+        began_s = asyncio.get_running_loop().time()
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(tries.left_s):
+                await wait()
+        except TimeoutError:
+            return False
+        finally:
+            self.waiting -= 1
+            tries.left_s -= asyncio.get_running_loop().time() - began_s
+        return True
+
+    async def ask(
+        self,
+        worker: Worker,
+        path: str,
+        method: str = "GET",
+        body: bytes | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> Any:
+        """The JSON answer of a worker; None when it cannot be reached, or answers with an error.
+
+        Raises: RefusedError where it has another key."""
+        timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+        try:
+            async with self._session.request(
+                method, f"{worker.url}{path}", data=body, headers=headers, timeout=timeout
+            ) as answer:
+                raw = await answer.read()
+                if answer.status in (401, 403):
+                    reason = Failure.read(answer.status, raw).message
+                    raise RefusedError(
+                        f"{worker.role} {worker.url} has other keys than this router: {reason}"
+                    )
+                return msgspec.json.decode(raw) if answer.status == 200 else None
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError):
+            return None
+
+    async def ask_as_operator(
+        self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None
+    ) -> Any:
+        """As `ask`, on a route for operators."""
+        return await self.ask(worker, path, method, body, bearer(self.keys.of_operator))
+
+    async def forward(self, worker: Worker, http: web.Request) -> web.Response:
+        """One worker's answer to this request, whatever its status;
+        502 when it cannot be reached.
+        """
+        url, timeout = (
+            f"{worker.url}{http.rel_url.raw_path_qs}",
+            aiohttp.ClientTimeout(total=ASK_TIMEOUT_S),
+        )
+        headers = _forwarded_headers(http)
+        try:
+            async with self._session.request(
+                http.method,
+                URL(url, encoded=True),
+                data=await http.read(),
+                headers=headers,
+                timeout=timeout,
+            ) as answer:
+                return copied(answer, await answer.read())
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return Failure(
+                502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer"
+            ).response()
+
+
+async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:
+    """Decode's answer, once the client has it where it is a stream. Raises: PairFailedError."""
+    found = await pair.answer()
+    if not isinstance(found, web.Response):
+        return await answer.relay(pair, found)
+    found.headers.update(pair.headers)
+    return found
+
+
+def _forwarded_headers(http: web.Request) -> dict[str, str]:
+    """Those of a client's request that its worker gets too."""
+    headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
+    return headers | {REQUEST_ID_HEADER: CURRENT.get().request_id}

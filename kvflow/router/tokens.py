@@ -1,0 +1,104 @@
+"""The blocks of a request's prompts, by the hashes that cache events name them with.
+
+They are of tokens: of those in the body, or of its text where the router has the model's tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from kvflow.protocols.cache.hashes import (
+    TOKEN_BYTES,
+    Namespace,
+    chain_root,
+    event_hash,
+    page_hashes,
+    token_bytes,
+)
+from kvflow.router.blocks import BlockHashes
+from kvflow.router.prompts import PromptFields
+from kvflow.serve.http.completion_service import PromptIds
+from kvflow.serve.http.generation_requests import namespace_of
+from kvflow.serve.http.openai import template_variables
+
+# Of a text that the router encodes: some 250,000 tokens, 200 ms of its thread.
+MAX_CHARACTERS = 1 << 20
+_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashed between two turns of the loop: some 400 us
+
+
+class Encoder(Protocol):
+    """The model's tokenizer, as far as prompts need it (kvflow.serve.http.tokenizer)."""
+
+    async def encode(self, text: str, *, param: str, add_special_tokens: bool) -> PromptIds: ...
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> PromptIds: ...
+
+
+async def block_hashes(
+    fields: PromptFields, sizes: Collection[int], encoder: Encoder | None
+) -> dict[int, list[BlockHashes]]:
+    """Of each prompt its whole blocks, for each of these block sizes; nothing where its tokens are
+    not known, or a worker will refuse it."""
+    if not sizes:
+        return {}
+    try:
+        prompts = [token_bytes(ids) for ids in await _token_ids(fields, encoder)]
+        roots = [chain_root(_namespace(fields, i, len(prompts))) for i in range(len(prompts))]
+    # Whatever a body, or a template that reads it, makes of them: it is for a worker to refuse.
+    except Exception:  # noqa: BLE001
+        return {}
+    if not prompts:
+        return {}
+    return {
+        size: [
+            await _hashes(tokens, size, root) for tokens, root in zip(prompts, roots, strict=True)
+        ]
+        for size in set(sizes)
+    }
+
+
+async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]:
+    """Of each prompt; none where they are not known."""
+    if fields.messages is not None:
+        if encoder is None or not isinstance(fields.messages, list):
+            return []
+        if sum(len(str(message)) for message in fields.messages) > MAX_CHARACTERS:
+            return []
+        return [await encoder.encode_chat(fields.messages, template_variables(fields))]
+    found = []
+    for prompt in fields.prompts():
+        if not isinstance(prompt, str):
+            found.append(prompt)
+        elif encoder is None or len(prompt) > MAX_CHARACTERS:
+            return []
+        else:
+            special = fields.add_special_tokens is not False
+            found.append(await encoder.encode(prompt, param="prompt", add_special_tokens=special))
+    return found
+
+
+def _namespace(fields: PromptFields, index: int, prompts: int) -> Namespace:
+    """Raises: ValueError, KvflowError of what a worker will refuse."""
+    parts = []
+    for value in (fields.cache_salt, fields.extra_key):
+        one = value[index] if isinstance(value, list) and len(value) == prompts else value
+        if one is not None and not isinstance(one, str):
+            raise ValueError("neither a text nor one for each prompt")
+        parts.append(one or "")
+    return namespace_of(*parts)
+
+
+async def _hashes(tokens: bytes, size: int, previous: bytes) -> BlockHashes:
+    step = max(1, min(_STEP_BYTES // (size * TOKEN_BYTES), _STEP_BLOCKS)) * size * TOKEN_BYTES
+    found: BlockHashes = []
+    for at in range(0, len(tokens), step):
+        digests = page_hashes(tokens[at : at + step], size, previous)
+        if digests:
+            previous = digests[-1]
+            found += map(event_hash, digests)
+        await asyncio.sleep(0)
+    return found

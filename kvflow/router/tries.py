@@ -1,0 +1,65 @@
+"""The tries of one request: how often each worker has failed it, and whether there is to be another
+one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from kvflow.router.legs import PairFailedError
+from kvflow.router.workers import Worker
+
+MOST_TRIES = 16
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+
+
+class Tries:
+    """At most `MOST_TRIES`, with pauses of `left_s` in all; the tries themselves may take their
+    time. `retried`: after which statuses there may be another one."""
+
+    def __init__(self, left_s: float, retried: Collection[int]) -> None:
+        self.left_s, self._retried = left_s, retried
+        self.failed: Counter[Worker] = Counter()
+        self.error: PairFailedError | None = None
+        self._pairs: set[tuple[Worker, Worker]] = set()
+        self._pauses = 0
+
+    def note(self, error: PairFailedError, prefill: Worker, decode: Worker) -> None:
+        """A pair has failed the request. Raises: `error`, when that was the last try."""
+        self.failed.update((prefill, decode))
+        self._pairs.add((prefill, decode))
+        self.error = error
+        if not error.may_retry(self._retried) or self.failed.total() >= 2 * MOST_TRIES:
+            raise error
+
+    def untried(
+        self, prefills: Sequence[Worker], decodes: Sequence[Worker]
+    ) -> tuple[Worker, Worker] | None:
+        """The first pair that has not failed the request; None after as many tries as there are
+        workers, which is enough to meet each of them.
+
+        Raises: the last error, where the same pairs would repeat it.
+        """
+        if len(self._pairs) < len(prefills) + len(decodes):
+            for pair in fitting(prefills, decodes):
+                if pair not in self._pairs:
+                    return pair
+        if self.error is not None and not self.error.passes:
+            raise self.error
+        return None
+
+    def pause_s(self) -> float:
+        """How long to wait before the next try; longer each time."""
+        pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S)
+        self._pauses += 1
+        return random.uniform(pause_s / 2, pause_s)
+
+
+def fitting(
+    prefills: Sequence[Worker], decodes: Sequence[Worker]
+) -> Iterator[tuple[Worker, Worker]]:
+    """The pairs that can serve a request together, those of the first prefill first."""
+    return (pair for pair in itertools.product(prefills, decodes) if pair[0].fits(pair[1]))

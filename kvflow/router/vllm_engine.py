@@ -1,0 +1,333 @@
+"""vLLM servers (`vllm serve` with a KV connector), by the contract that vLLM's own proxies speak
+(checked with 0.32.0).
+
+Sequential, which every connector of that contract serves: prefill gets the request for one token,
+answers with `kv_transfer_params`, and decode gets the request as it came, with those. Together, for
+kvflow's own connector: both get the request at once, with the same room, and pages travel while
+prefill computes. How decodes find a prefill is known by its answer to a sequential request: each
+prefill begins with one, and goes back to that after a failure.
+
+What one transfer cannot serve decode computes by itself, as any vLLM server can: `_alone` has the
+reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from kvflow.http.errors import Failure, RequestError
+from kvflow.http.families import labelled
+from kvflow.protocols.errors import Code
+from kvflow.router.engines import Forwarded
+from kvflow.router.identity import Identity, NotServingError, ask
+from kvflow.router.kvflow_engine import ROOM_HEADER
+from kvflow.router.legs import Leg, PairFailedError, with_fields
+from kvflow.router.pairs import Pair, sequential, together
+from kvflow.router.prefixes import BYTES_PER_TOKEN, MAX_BYTES
+from kvflow.router.prompts import PromptFields
+from kvflow.router.workers import Worker
+from kvflow.serve.http.schemas import decoded
+from kvflow.telemetry.requests import name_rooms
+
+_log = logging.getLogger("kvflow.router")
+LegOrder = Literal["sequential", "together"]
+CHAT = "/v1/chat/completions"
+# The largest integer that survives a proxy which takes JSON numbers for doubles.
+MAX_ROOM = (1 << 53) - 1
+_NOT_VLLM = (
+    "it is not a vLLM server; a router in front of kvflow's own workers is started without "
+    "--engine vllm"
+)
+_REMOTE_DECODE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class VllmEngine:
+    """Implements `engines.Engine`."""
+
+    completion_paths = (CHAT, "/v1/completions")
+    decode_routes = (
+        ("GET", "/v1/models"),
+        ("GET", "/version"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+    )
+    has_operations = False
+    # vLLM's for a transfer that has failed or taken too long.
+    retried_statuses = frozenset({500, 502, 503, 504})
+    keepalive_s = 4.0  # vLLM closes after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
+
+    def __init__(self, legs: LegOrder = "sequential") -> None:
+        self._together = legs == "together"
+        self._decoded_alone: Counter[str] = Counter()
+        self._without_params: set[str] = set()  # URLs of prefills, each logged once
+
+    async def identify(
+        self, session: aiohttp.ClientSession, url: str, role: str | None, known: Identity | None
+    ) -> Identity:
+        """Implements `identity.Identify`.
+
+        A server that is up is not asked again: a vLLM takes seconds to start, in which its /health
+        does not answer."""
+        if role is None:
+            text = "give prefill or decode: a vLLM server does not say which of them it is"
+            raise RequestError(f"worker_type: {text}", param="worker_type")
+        if known is not None:
+            return known
+        version = await ask(session, url, "/version", {404: _NOT_VLLM})
+        if not isinstance(version, dict) or not isinstance(version.get("version"), str):
+            raise NotServingError(f"/version names no version: {_NOT_VLLM}")
+        refused = {401: "its API key is not the router's --api-key"}
+        model = _first_model(await ask(session, url, "/v1/models", refused))
+        _log.info("%s is vLLM %s with model %r", url, version["version"][:40], model)
+        return Identity(
+            role=role,
+            started_as=None,
+            incarnation="",
+            model=model,
+            fingerprint=model,
+            bootstrap_port=None,
+            # It does not say; it caches prefixes unless told not to.
+            cache_tokens=MAX_BYTES // BYTES_PER_TOKEN,
+            events=None,  # they name blocks by hashes of vLLM's own
+        )
+
+    def read(self, body: bytes) -> VllmCompletion:
+        """Raises: RequestError (400)."""
+        return VllmCompletion(self, decoded(body, _Fields))
+
+    def families(self) -> Iterator[Metric]:
+        text = (
+            "Requests whose prompt decode has computed by itself, by the reason; no_params: "
+            "prefill gave none."
+        )
+        alone = CounterMetricFamily("kvflow_router_decoded_alone", text, labels=["reason"])
+        yield labelled(alone, self._decoded_alone)
+
+    def address_of(self, prefill: Worker) -> _Address | None:
+        """By what decode finds this prefill, if both are to be asked at once."""
+        learned = prefill.learned
+        return (
+            learned.address
+            if self._together and isinstance(learned, _Learned) and not learned.varies
+            else None
+        )
+
+    def note_alone(self, reason: str) -> None:
+        self._decoded_alone[reason] += 1
+
+    def note_answer(self, prefill: Worker, params: msgspec.Raw | None) -> None:
+        """A prefill has answered a sequential request."""
+        if params is not None:
+            if not isinstance(prefill.learned, _Learned):
+                prefill.learned = _Learned()
+            prefill.learned.note(_Address.read(params))
+            return
+        self.note_alone("no_params")
+        if prefill.url not in self._without_params:
+            self._without_params.add(prefill.url)
+            _log.warning(
+                "prefill %s has answered without kv_transfer_params, so decode computes that "
+                "prompt again: either it is too short for its connector, or there is no "
+                "--kv-transfer-config",
+                prefill.url,
+            )
+
+
+class VllmCompletion:
+    """Implements `engines.Completion`."""
+
+    def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
+        """Raises: RequestError (400)."""
+        if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
+            # There vLLM takes it for the field of that name, as a text, and its engine dies of it.
+            raise RequestError(
+                "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
+            )
+        self.fields = fields
+        self._engine = engine
+        self._alone = _alone(fields)
+
+    def open_pair(
+        self, request: Forwarded, prefill: Worker, decode: Worker
+    ) -> AbstractAsyncContextManager[Pair]:
+        if self._alone:
+            self._engine.note_alone(self._alone)
+            return sequential(None, decode, lambda _: _decode_leg(request, decode, None))
+        if (address := self._engine.address_of(prefill)) is not None:
+            return _open_together(request, prefill, decode, address)
+        leg = _prefill_leg(request, prefill, _REMOTE_DECODE)
+
+        def ask_decode(answer: web.Response) -> Leg:
+            params = _params_in(answer, prefill)
+            self._engine.note_answer(prefill, params)
+            return _decode_leg(request, decode, params)
+
+        return sequential(leg, decode, ask_decode)
+
+
+@asynccontextmanager
+async def _open_together(
+    request: Forwarded, prefill: Worker, decode: Worker, address: _Address
+) -> AsyncGenerator[Pair, None]:
+    room = secrets.randbelow(MAX_ROOM) + 1
+    name_rooms([room])
+    ours = {"do_remote_decode": True, "do_remote_prefill": False, "kvflow_room": room}
+    legs = _prefill_leg(request, prefill, ours), _decode_leg(request, decode, address.params(room))
+    try:
+        async with together(*legs, {ROOM_HEADER: str(room)}) as pair:
+            yield pair
+    except PairFailedError as error:
+        if error.failure.status >= 500:
+            if isinstance(prefill.learned, _Learned):
+                # It may be found elsewhere by now: the next try is sequential.
+                prefill.learned.address = None
+            error.passes = True
+        raise
+
+
+def _prefill_leg(request: Forwarded, worker: Worker, params: dict[str, Any]) -> Leg:
+    """The request for its first token alone."""
+    fields: dict[str, Any] = {
+        "stream": False,
+        "stream_options": None,
+        "max_tokens": 1,
+        "min_tokens": 0,
+    }
+    if request.path == CHAT:
+        fields["max_completion_tokens"] = 1
+    body = with_fields(request.raw, {**fields, "kv_transfer_params": params})
+    return Leg(request.session, worker, request.path, body, request.headers)
+
+
+def _decode_leg(
+    request: Forwarded, worker: Worker, params: msgspec.Raw | dict[str, Any] | None
+) -> Leg:
+    """The request as it came, but for the `kv_transfer_params` of its client: those would have
+    decode read from where the client likes."""
+    body = with_fields(request.raw, {"kv_transfer_params": params})
+    return Leg(request.session, worker, request.path, body, request.headers)
+
+
+class _Fields(PromptFields):
+    """The fields that say whether one transfer serves a request; vLLM checks them all."""
+
+    n: Any = None
+    echo: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    vllm_xargs: Any = None
+
+
+def _alone(fields: _Fields) -> str:
+    """Why decode has to compute the prompt itself; empty where prefill can."""
+    prompts = fields.prompt
+    if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
+        return "completions"  # vLLM answers with the params of the first prompt
+    if fields.n not in (None, 1):
+        return "completions"  # each would read pages that prefill gives back after the first
+    if fields.prompt_logprobs is not None or fields.echo:
+        return "prompt_logprobs"  # which need every position, so vLLM loads nothing
+    if fields.prompt_embeds is not None:
+        return "prompt_embeds"
+    if fields.use_beam_search:
+        return "beam_search"  # vLLM passes no params on
+    if fields.truncate_prompt_tokens == -1:
+        # To a length that follows from max_tokens, in which the two legs differ.
+        return "truncation"
+    return ""
+
+
+class _PrefillAnswer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
+    """Of a prefill's answer, as they are; None where it has none. Raises: PairFailedError."""
+    body = answer.body if isinstance(answer.body, bytes) else b""
+    try:
+        params = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        text = f"prefill {prefill.url}: its answer is not that of a vLLM server"
+        raise PairFailedError(Failure(502, str(Code.PROTOCOL_ERROR), text)) from None
+    return None if bytes(params) == b"null" else params
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """By what decodes find a prefill with kvflow's connector.
+
+    These are fields of its answers. Others are of one request each: the room, and how much of the
+    prompt was cached, which vLLM adds.
+    """
+
+    remote_host: str
+    remote_port: int
+    kvflow_decode_workers: int = 1
+
+    @classmethod
+    def read(cls, params: msgspec.Raw) -> _Address | None:
+        """None where another connector has answered."""
+        try:
+            msgspec.json.decode(params, type=_Room)
+            return msgspec.json.decode(params, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
+    def params(self, room: int) -> dict[str, Any]:
+        """Of decode's leg."""
+        fields = msgspec.structs.asdict(self)
+        return {"do_remote_prefill": True, "do_remote_decode": False, "kvflow_room": room, **fields}
+
+
+class _Room(msgspec.Struct):
+    kvflow_room: int
+
+
+class _Learned:
+    """What a prefill's answers have told since it is up."""
+
+    def __init__(self) -> None:
+        self.address: _Address | None = None  # None after a failure
+        # Several engines behind one URL: which of them gets a request is not known before.
+        self.varies = False
+        self._last: _Address | None = None
+
+    def note(self, address: _Address | None) -> None:
+        """It has answered with this one."""
+        self.address = address
+        self.varies |= self._last is not None and self._last != address
+        self._last = address
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def _first_model(models: Any) -> str:
+    """Its name for clients. Raises: NotServingError."""
+    try:
+        return msgspec.convert(models, _Models).data[0].id
+    except (msgspec.ValidationError, IndexError):
+        raise NotServingError(f"/v1/models names no model: {_NOT_VLLM}") from None

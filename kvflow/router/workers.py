@@ -1,0 +1,425 @@
+"""The router's view of its workers: which are up, where their registries listen, which to use for a
+request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import re
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from kvflow.http.errors import Failure
+from kvflow.protocols.errors import Code, KvflowError
+from kvflow.router.cache_view import NO_PROMPTS, CacheView, Prompts
+from kvflow.router.identity import Identify, Identity, NotServingError, Traits
+from kvflow.router.policies import Policy
+
+_log = logging.getLogger("kvflow.router")
+ROLES = ("prefill", "decode")
+_OTHER = {"prefill": "decode", "decode": "prefill"}
+CHECK_TIMEOUT_S = 3.0
+# Between two checks of a worker that is down: one that is back should not wait for its requests.
+DOWN_CHECK_S = 0.25
+LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
+_NOT_CHECKED = "not checked yet"
+_NUMBERS = re.compile(r"[0-9]+")
+
+
+_turns = itertools.count(1)
+
+
+class NoWorkerError(KvflowError):
+    """No worker of a role is up; a retry may find one."""
+
+    code = Code.CAPACITY
+
+    def __init__(self, role: str, reasons: list[str]) -> None:
+        first = f": {reasons[0]}" if reasons else ""
+        super().__init__(f"no {role} worker is up ({len(reasons)} known){first}")
+
+
+class Worker:
+    """One prefill or decode behind the router.
+
+    A worker that loses connections although its /health is fine is in backoff: it is used only
+    where there is no other worker, for longer after each further loss, until a request succeeds or
+    another process answers at its address.
+    """
+
+    def __init__(self, role: str, url: str, *, follows: bool = False) -> None:
+        """`follows`: it may come back as a worker of the other role.
+
+        Otherwise it must be, or have been started as, a worker of `role`; it may switch its role
+        while it runs."""
+        self.id = str(uuid.uuid4())
+        self.role = role
+        self.url = url.rstrip("/")
+        self.up = False
+        self.leaving = False  # it gets no more requests, and is forgotten when it has none
+        self.unavailable_reason = _NOT_CHECKED
+        self.running = 0
+        self.served = 0
+        self.turn = 0  # of its last request, among those of all workers
+        self.cache = CacheView(self.url)
+        self.prefix_hits = 0
+        self.bootstrap_port: int | None = None
+        self.learned: object = None  # by its engine of its answers, since it is up
+        self.identity: Identity | None = None  # at the last check that found it up
+        self.model = ""
+        self.fingerprint = ""
+        self.incarnation = ""
+        self._on_idle: Callable[[], None] = lambda: None
+        self._declared = None if follows else role
+        self.check_due = asyncio.Event()
+        self._losses = 0  # in a row
+        self._backoff_until_s = 0.0
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or "127.0.0.1"
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot get requests; empty when it can."""
+        return self.unavailable_reason or ("it leaves this router" if self.leaving else "")
+
+    @property
+    def usable(self) -> bool:
+        """Whether it gets requests, with workers of the other role that fit it."""
+        return self.up and not self.leaving
+
+    @property
+    def traits(self) -> Traits:
+        """What a worker of the other role must have, too, to serve requests with it."""
+        return Traits() if self.identity is None else self.identity.traits
+
+    def fits(self, other: Worker) -> bool:
+        """Whether the two of them can serve a request."""
+        return not self.traits.conflict_with(other.traits)
+
+    def mark_down(self, reason: str) -> None:
+        """Take no more requests until the next successful check."""
+        # Reasons count pages and seconds: one that differs in its numbers alone would fill the log
+        # at every check.
+        if self.up or _NUMBERS.sub("", reason) != _NUMBERS.sub("", self.unavailable_reason):
+            _log.warning("%s %s is down: %s", self.role, self.url, reason)
+        self.up, self.unavailable_reason = False, reason
+        self.learned = None
+
+    def mark_lost(self, reason: str, now: float) -> None:
+        """A connection to it failed or ended early: it is down until a check succeeds, and in
+        backoff then.
+        """
+        self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
+        self._losses = min(self._losses + 1, 16)
+        # The reason of the last check says more than what each request of a worker that is down has
+        # met.
+        if self.up:
+            self.mark_down(reason)
+        self.check_due.set()
+
+    def mark_served(self) -> None:
+        """A request has got its first token, or an answer that is no fault of its worker's."""
+        self._losses, self._backoff_until_s = 0, 0.0
+
+    def mark_up(self, identity: Identity) -> None:
+        """Take requests. A worker of the wrong role is marked down."""
+        if identity.role not in ROLES or self._declared not in (
+            None,
+            identity.role,
+            identity.started_as,
+        ):
+            wanted = self._declared or "prefill or decode"
+            self.mark_down(
+                f"it is not a {wanted} worker: its disaggregation_mode is {identity.role!r}"
+            )
+            return
+        if identity.role != self.role:
+            _log.info("%s is a %s worker now", self.url, identity.role)
+            self.role = identity.role
+            self.cache.forget()
+        self.identity = identity
+        self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
+        self.fingerprint = identity.fingerprint
+        if identity.incarnation != self.incarnation:
+            self.mark_served()
+            self.cache.begin_anew()
+        self.cache.prefixes.resize(identity.cache_tokens)
+        self.cache.follow(identity.events)
+        if not self.up or identity.incarnation != self.incarnation:
+            _log.info("%s %s is up", self.role, self.url)
+        self.incarnation = identity.incarnation
+        self.up, self.unavailable_reason = True, ""
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """It has one request more until the block ends."""
+        self.running += 1
+        self.served += 1
+        self.turn = next(_turns)
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if self.leaving and not self.running:
+                self._on_idle()
+
+    def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
+        """It gets these prompts now, and will have them in its cache.
+
+        The block ends when they are answered.
+        """
+        self.prefix_hits += self.cache.matched(prompts) > 0
+        return self.cache.expecting(prompts)
+
+    def leave(self, on_idle: Callable[[], None]) -> None:
+        """Get no more requests; `on_idle` is called when it has none."""
+        self.leaving, self._on_idle = True, on_idle
+        if not self.running:
+            on_idle()
+
+    def in_backoff(self, now: float) -> bool:
+        return now < self._backoff_until_s
+
+    def summary(self, trouble: str) -> dict[str, Any]:
+        """The entry in the router's /server_info. `trouble`: why it gets no requests."""
+        state = {
+            "up": self.up,
+            "leaving": self.leaving,
+            "running": self.running,
+            "trouble": trouble,
+        }
+        return {"url": self.url, "role": self.role, **state}
+
+
+class Workers:
+    """All workers, each checked in the background every `poll_s`, more often while it is down."""
+
+    def __init__(
+        self,
+        prefill: Iterable[str],
+        decode: Iterable[str],
+        session: aiohttp.ClientSession,
+        poll_s: float,
+        policy: Policy,
+        identify: Identify,
+    ) -> None:
+        self.all = [
+            *(Worker("prefill", url) for url in prefill),
+            *(Worker("decode", url) for url in decode),
+        ]
+        self._session = session
+        self._poll_s, self._policy, self._identify = poll_s, policy, identify
+        self._watches: dict[Worker, asyncio.Task[None]] = {}
+        # Of the next worker that is new in its role; another one follows then.
+        self.came_up = asyncio.Event()
+
+    async def start(self) -> None:
+        """Return after a first check of all workers; further ones follow."""
+        found = dict(zip(self.all, await asyncio.gather(*map(self._found, self.all)), strict=True))
+        model = _model_of_most(found)
+        for worker, identity in found.items():  # those of that model first: the others are left out
+            if isinstance(identity, Identity) and identity.fingerprint == model:
+                self._take(worker, identity)
+        for worker, identity in found.items():
+            if not worker.usable:
+                self._take(worker, identity)
+            self._watch_on(worker)
+
+    async def close(self) -> None:
+        for watch in self._watches.values():
+            watch.cancel()
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        await asyncio.gather(*(worker.cache.close() for worker in self.all))
+
+    async def add(self, worker: Worker) -> None:
+        """Return after a first check of it; further ones follow."""
+        self.all.append(worker)
+        self._watch_on(worker)
+        await self._check(worker)
+
+    def leave(self, worker: Worker) -> None:
+        """Send it no more requests, and forget it when those it has are answered. Idempotent."""
+        if not worker.leaving:
+            _log.info("%s %s leaves, with %d requests", worker.role, worker.url, worker.running)
+            worker.leave(functools.partial(self._forget, worker))
+
+    def stay(self, worker: Worker) -> None:
+        """Send it requests again, where it was to leave. Idempotent."""
+        worker.leaving = False
+        worker.check_due.set()
+        self._tell_waiting()
+
+    def _forget(self, worker: Worker) -> None:
+        self._watches.pop(worker).cancel()
+        worker.cache.follow(None)
+        self.all.remove(worker)
+        _log.info("%s %s has left", worker.role, worker.url)
+
+    def of(self, role: str) -> list[Worker]:
+        return [worker for worker in self.all if worker.role == role]
+
+    def ranked(
+        self, role: str, failed: Mapping[Worker, int], prompts: Prompts = NO_PROMPTS
+    ) -> list[Worker]:
+        """The workers for the next try of a request, the best one first: by how often they have
+        failed it, then those that are not in backoff, then by the policy. Raises: NoWorkerError."""
+        choices = self._paired(role)
+        if not choices:
+            raise NoWorkerError(
+                role, [why for worker, why in self.troubles().items() if worker.role == role]
+            )
+        now = asyncio.get_running_loop().time()
+        trouble = {worker: (failed.get(worker, 0), worker.in_backoff(now)) for worker in choices}
+        fit = min(trouble.values())
+        least = min(worker.running for worker in choices if trouble[worker] == fit)
+        return sorted(choices, key=lambda w: (*trouble[w], *self._policy.order(w, least, prompts)))
+
+    def complete(self) -> bool:
+        """Whether there is a prefill and a decode that can serve requests together."""
+        return all(self._usable(role) and self._paired(role) for role in ROLES)
+
+    def troubles(self) -> dict[Worker, str]:
+        """Why each worker gets no requests; empty for those that do."""
+        others = {role: self._traits(_OTHER[role]) for role in ROLES}
+        return {worker: _trouble(worker, others[worker.role]) for worker in self.all}
+
+    def trouble(self, worker: Worker) -> str:
+        """That of one worker."""
+        return _trouble(worker, self._traits(_OTHER[worker.role]))
+
+    def _usable(self, role: str) -> list[Worker]:
+        return [worker for worker in self.of(role) if worker.usable]
+
+    def _traits(self, role: str) -> set[Traits]:
+        return {worker.traits for worker in self._usable(role)}
+
+    def _paired(self, role: str) -> list[Worker]:
+        """The workers of a role that get requests: those that fit one of the other role, or all
+        where that has none.
+        """
+        others = self._traits(_OTHER[role])
+        alike = {
+            one
+            for one in self._traits(role)
+            if not others or not all(map(one.conflict_with, others))
+        }
+        return [worker for worker in self._usable(role) if worker.traits in alike]
+
+    def cache_prompts(self) -> bool:
+        """Whether any worker has a prefix cache."""
+        return any(worker.cache.caches for worker in self.all)
+
+    def block_sizes(self) -> set[int]:
+        """Of the workers whose cache events are followed."""
+        return {size for worker in self.all if (size := worker.cache.block_size) is not None}
+
+    def _watch_on(self, worker: Worker) -> None:
+        self._watches[worker] = asyncio.create_task(self._watch(worker))
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await asyncio.sleep(LEAST_CHECK_S)
+            wait_s = self._poll_s if worker.up else min(self._poll_s, DOWN_CHECK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await worker.check_due.wait()
+            worker.check_due.clear()
+            await self._check(worker)
+
+    async def _check(self, worker: Worker) -> None:
+        found = await self._found(worker)
+        # Else it has left meanwhile, and nothing would end what follows its events.
+        if worker in self._watches:
+            self._take(worker, found)
+
+    async def _found(self, worker: Worker) -> Identity | str:
+        """What a worker is now, or why it cannot serve."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return await self._ask(worker)
+        except TimeoutError:
+            return f"/health took more than {CHECK_TIMEOUT_S:g} s"
+        except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+            return str(error) or type(error).__name__
+        except Exception as error:  # noqa: BLE001
+            # Else nobody asks it any more, and it stays what it was.
+            _log.exception("asking %s failed", worker.url)
+            return f"asking it failed: {type(error).__name__}: {error}"
+
+    async def _ask(self, worker: Worker) -> Identity | str:
+        """Raises: as `Identify`."""
+        async with self._session.get(f"{worker.url}/health") as health:
+            if health.status != 200:
+                reason = Failure.read(health.status, await health.read()).message
+                return f"/health answered {health.status}: {reason}"
+        known = worker.identity if worker.up else None
+        return await self._identify(self._session, worker.url, worker.role, known)
+
+    def _take(self, worker: Worker, found: Identity | str) -> None:
+        """Note the outcome of a check."""
+        before = (worker.usable, worker.role, worker.traits)
+        if isinstance(found, str):
+            worker.mark_down(found)
+        elif other := self._other_model(worker, found):
+            worker.mark_down(other)
+        else:
+            worker.mark_up(found)
+        if worker.usable and before != (True, worker.role, worker.traits):
+            if trouble := self.trouble(worker):
+                _log.warning("%s %s gets no requests: %s", worker.role, worker.url, trouble)
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        came_up, self.came_up = self.came_up, asyncio.Event()
+        came_up.set()
+
+    def _other_model(self, worker: Worker, identity: Identity) -> str:
+        """What is wrong with a worker of another model than it had, while others serve that, or
+        than a prefill and a decode of this router serve: a request would be answered by the one or
+        the other."""
+        before, now = worker.fingerprint, identity.fingerprint
+        others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]
+        if before and before != now and any(one.fingerprint == before for one in others):
+            return f"it has another model now: fingerprint {now!r} instead of {before!r}"
+        prefills, decodes = (
+            {one.fingerprint: one for one in others if one.role == role} for role in ROLES
+        )
+        served = {
+            fingerprint: one for fingerprint, one in decodes.items() if fingerprint in prefills
+        }
+        if not now or not served or now in served:
+            return ""
+        fingerprint, one = next(iter(served.items()))
+        return (
+            f"it serves {identity.model!r} ({now}), and other workers here {one.model!r} "
+            f"({fingerprint})"
+        )
+
+
+def _trouble(worker: Worker, others: Collection[Traits]) -> str:
+    """`others`: what the workers of the other role have that are up."""
+    conflicts = [worker.traits.conflict_with(traits) for traits in others]
+    if worker.reason or not conflicts or not all(conflicts):
+        return worker.reason
+    return f"no {_OTHER[worker.role]} here fits it: it has {conflicts[0]}"
+
+
+def _model_of_most(found: Mapping[Worker, Identity | str]) -> str:
+    """The fingerprint that the router's workers have at the start: one that both roles have, if
+    there is one, and of those the one that most have; the first one of equals."""
+    roles: dict[str, list[str]] = {}
+    for worker, identity in found.items():
+        if isinstance(identity, Identity) and identity.fingerprint:
+            roles.setdefault(identity.fingerprint, []).append(identity.role or worker.role)
+    return max(roles, key=lambda model: (len(set(roles[model])), len(roles[model])), default="")

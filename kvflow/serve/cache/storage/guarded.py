@@ -1,0 +1,357 @@
+"""What the tiers use of a store: bounded calls in threads of its own, and a store that hangs or
+fails left alone.
+
+Three kinds of calls (put, get, lookup) have threads of their own, so that writes that hang keep no
+read waiting. There are two breakers, one for writing and one for reading (lookups included): a disk
+that is full can still be read. An open one ends every call of its side at once, with what it has
+done by then, and refuses new ones. Only the store's own probe goes on, in a thread of its own, and
+closes it: no request waits for a store to see whether it is back.
+
+So a call waits for a store that does not answer for `stall_s`, once, and the next ones not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvflow.aio import run_to_end
+from kvflow.memory.page_tasks import DaemonThreads
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.limits import check_time
+from kvflow.serve.cache.storage.breaker import Breaker
+from kvflow.serve.cache.storage.call import Call, Slice, Work
+from kvflow.serve.cache.storage.port import KEY_BYTES, Backend, Result, StorageCounts
+
+# Put or read between two looks at whether the call was cancelled; at least one page.
+SLICE_BYTES = 8 << 20
+SLICE_KEYS = 4096  # of a lookup
+log = logging.getLogger("kvflow.storage")
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much is asked of a store at once, and how long it is waited for."""
+
+    threads: int = 2  # per kind of call, but one for lookups
+    waiting: int = 64  # calls of one kind that wait for a thread; more are refused
+    # A slice of 8 MiB, or one page, that takes longer counts as a failure; its pages are good.
+    slow_s: float = 0.5
+    stall_s: float = 0.8  # a call whose slice takes longer is given up, and the breaker opens
+    failures: int = 3  # in a row, until a breaker opens
+    pause_s: float = 1.0  # until the first probe; doubled with each that fails
+    max_pause_s: float = 30.0
+    close_s: float = 10.0  # what has not ended by then is left alone
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "waiting", "failures"):
+            if (value := getattr(self, name)) < 1:
+                raise MisuseError(f"{name} {value} is below 1")
+        for name in ("slow_s", "stall_s", "pause_s", "max_pause_s"):
+            check_time(name, getattr(self, name), 0.001)
+        check_time("close_s", self.close_s)
+
+
+class GuardedStorage:
+    """Implements `port.Storage` over a backend. Made by `open`, on the event loop it is used on."""
+
+    def __init__(self, backend: Backend, limits: Limits) -> None:
+        """For `open`, which every user calls."""
+        self._backend, self._limits = backend, limits
+        self.name, self.value_bytes, self.counts = (
+            backend.name,
+            backend.value_bytes,
+            StorageCounts(),
+        )
+        self._closed = False
+        self._reads = _Side(backend.name, "reading", backend.probe_reads, self.counts, limits)
+        self._writes = _Side(backend.name, "writing", backend.probe_writes, self.counts, limits)
+        per_slice = max(1, min(backend.pages_at_once, SLICE_BYTES // self.value_bytes))
+        name, threads = backend.name, limits.threads
+        self._puts = _Lane(
+            f"{name}-put", threads, self._writes, backend.put, per_slice, self._count_put
+        )
+        self._gets = _Lane(
+            f"{name}-get", threads, self._reads, backend.get, per_slice, self._count_get
+        )
+        lookup: Work = lambda keys, _: backend.exists(keys)  # noqa: E731
+        self._lookups = _Lane(f"{name}-lookup", 1, self._reads, lookup, SLICE_KEYS, lambda _: None)
+
+    @classmethod
+    async def open(cls, backend: Backend, limits: Limits | None = None) -> GuardedStorage:
+        """Raises: what `backend.open` raises; MisuseError for limits out of bounds."""
+        store = cls(backend, limits or Limits())
+        try:
+            await run_to_end(
+                asyncio.get_running_loop().run_in_executor(store._reads.threads, backend.open)
+            )
+        except asyncio.CancelledError:
+            await store.close()
+            raise
+        except BaseException:
+            store._shut()
+            raise
+        return store
+
+    def __repr__(self) -> str:
+        sides = ", ".join(
+            f"{side.what} left alone"
+            for side in (self._reads, self._writes)
+            if side.breaker.is_open
+        )
+        return f"<GuardedStorage over {self._backend!r}{', ' if sides else ''}{sides}>"
+
+    @property
+    def readable(self) -> bool:
+        return not self._closed and self._gets.admits
+
+    @property
+    def writable(self) -> bool:
+        return not self._closed and self._puts.admits
+
+    @property
+    def hung(self) -> int:
+        """Calls that are no longer waited for, and have not returned: each has a thread, and holds
+        its buffers.
+        """
+        return sum(lane.hung for lane in (self._puts, self._gets, self._lookups))
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
+        self._check(keys)
+        self._check_buffers(keys, buffers, writable=False)
+        return self._puts.start(keys, buffers)
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
+        self._check(keys)
+        self._check_buffers(keys, buffers, writable=True)
+        return self._gets.start(keys, buffers)
+
+    async def exists_prefix(self, keys: Sequence[bytes]) -> int:
+        self._check(keys)
+        call = self._lookups.start(keys, [memoryview(b"")] * len(keys))
+        try:
+            found = await asyncio.shield(call.done)
+        except asyncio.CancelledError:
+            call.cancel()  # it has no buffers: there is nothing to wait for
+            raise
+        return found.index(False) if False in found else len(found)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        calls = [call for lane in (self._puts, self._gets, self._lookups) for call in lane.cancel()]
+        probes = [probe for side in (self._reads, self._writes) if (probe := side.close())]
+        loop = asyncio.get_running_loop()
+        try:
+            ends = asyncio.gather(
+                *(call.released for call in calls), *probes, return_exceptions=True
+            )
+            await run_to_end(ends, self._limits.close_s)
+            await run_to_end(
+                loop.run_in_executor(self._reads.threads, self._backend.close), self._limits.close_s
+            )
+        except TimeoutError:
+            log.warning(
+                "storage %s has not ended within %g s, and is left alone",
+                self._backend,
+                self._limits.close_s,
+            )
+        finally:
+            self._shut()
+
+    def _shut(self) -> None:
+        for each in (self._puts, self._gets, self._lookups, self._reads, self._writes):
+            each.threads.shutdown(wait=False)
+
+    def _check(self, keys: Sequence[bytes]) -> None:
+        if self._closed:
+            raise MisuseError("the store is closed")
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise MisuseError(
+                    f"a key of {len(key)} bytes is no digest of a page, which has {KEY_BYTES}"
+                )
+
+    def _check_buffers(
+        self, keys: Sequence[bytes], buffers: Sequence[memoryview], *, writable: bool
+    ) -> None:
+        if len(keys) != len(buffers):
+            raise MisuseError(f"{len(keys)} keys and {len(buffers)} buffers")
+        for buffer in buffers:
+            if buffer.nbytes != self.value_bytes:
+                raise MisuseError(
+                    f"a buffer of {buffer.nbytes} bytes: this store's pages have {self.value_bytes}"
+                )
+            if buffer.itemsize != 1 or not buffer.c_contiguous:
+                raise MisuseError("a buffer is not a memoryview of bytes in one piece")
+            if writable and buffer.readonly:
+                raise MisuseError("a buffer to read into is read-only")
+
+    def _count_put(self, results: list[Result]) -> None:
+        done = results.count(Result.DONE)
+        self.counts.stored += done
+        self.counts.stored_bytes += done * self.value_bytes
+        self.counts.not_stored += len(results) - done
+
+    def _count_get(self, results: list[Result]) -> None:
+        done = results.count(Result.DONE)
+        self.counts.read += done
+        self.counts.read_bytes += done * self.value_bytes
+        self.counts.not_read += len(results) - done
+        self.counts.absent += results.count(Result.ABSENT)
+        self.counts.damaged += results.count(Result.DAMAGED)
+
+
+class _Side:
+    """Reading, or writing: a breaker, and the probe that closes it."""
+
+    def __init__(
+        self, name: str, what: str, probe: Callable[[], None], counts: StorageCounts, limits: Limits
+    ) -> None:
+        self.what, self.counts, self.limits = what, counts, limits
+        self.threads = DaemonThreads(1, f"{name}-probe-{what}")
+        self.breaker = Breaker(limits.failures, limits.pause_s, limits.max_pause_s)
+        self.lanes: list[_Lane] = []
+        self._name, self._probe, self._asked_s = name, probe, 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._probing: asyncio.Future[None] | None = None
+        self._closed = False
+
+    def opened(self) -> None:
+        """The breaker has opened: end what waits and what runs, and ask the store again after a
+        while.
+        """
+        self.counts.trips += 1
+        log.warning(
+            "storage %s: %s is left alone for %g s", self._name, self.what, self.breaker.pause_s
+        )
+        for lane in self.lanes:
+            lane.cancel()
+        self._later()
+
+    def close(self) -> asyncio.Future[None] | None:
+        """No more probes; what is under way is returned."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        probing, self._probing = self._probing, None
+        return probing
+
+    def _later(self) -> None:
+        if self._closed:
+            return
+        self._timer = asyncio.get_running_loop().call_later(self.breaker.pause_s, self._ask)
+
+    def _ask(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._asked_s, self._probing = loop.time(), loop.run_in_executor(self.threads, self._probe)
+        self._probing.add_done_callback(self._answered)
+
+    def _answered(self, probing: asyncio.Future[None]) -> None:
+        error = None if probing.cancelled() else probing.exception()
+        if self._probing is not probing:
+            return  # closed meanwhile
+        self._probing = None
+        took_s = asyncio.get_running_loop().time() - self._asked_s
+        self.breaker.probed(error is None and took_s <= self.limits.stall_s)
+        if self.breaker.is_open:
+            why = error or f"a probe took {took_s:.1f} s"
+            log.info(
+                "storage %s: %s stays left alone for %g s: %s",
+                self._name,
+                self.what,
+                self.breaker.pause_s,
+                why,
+            )
+            self._later()
+        else:
+            log.warning("storage %s: %s again", self._name, self.what)
+
+
+class _Lane:
+    """The calls of one kind, and their threads."""
+
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        side: _Side,
+        work: Work,
+        per_slice: int,
+        count: Callable[[list[Result]], None],
+    ) -> None:
+        self.threads = DaemonThreads(limit, name)
+        self._limit, self._side, self._work, self._per_slice, self._count = (
+            limit,
+            side,
+            work,
+            per_slice,
+            count,
+        )
+        self._calls: set[Call] = set()
+        side.lanes.append(self)
+
+    @property
+    def hung(self) -> int:
+        return sum(call.is_stalled for call in self._calls)
+
+    @property
+    def admits(self) -> bool:
+        """What hangs has taken its thread along: with all of them gone nothing would be begun."""
+        return not self._side.breaker.is_open and self.hung < self._limit
+
+    def start(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
+        stall_s = self._side.limits.stall_s
+        call = Call(
+            self._work, keys, buffers, self._per_slice, self._sliced, self._stalled, stall_s
+        )
+        call.done.add_done_callback(lambda _: self._count(call.results))
+        if (
+            not keys
+            or not self.admits
+            or len(self._calls) >= self._limit + self._side.limits.waiting
+        ):
+            self._side.counts.refused += bool(keys)
+            call.cancel()
+            return call
+        self._calls.add(call)
+        call.released.add_done_callback(lambda _: self._calls.discard(call))
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self.threads, call.run)
+        except RuntimeError:
+            log.exception("storage: no thread is to be had")
+            call.cancel()
+        else:
+            running.add_done_callback(lambda _: call.returned())
+        return call
+
+    def cancel(self) -> list[Call]:
+        """All calls; returns them."""
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        return calls
+
+    def _sliced(self, call: Call, part: Slice) -> None:
+        if call.done.done():
+            # Given up, or cancelled: what it was told is final, and this is late news of the store.
+            return
+        call.results[part.start : part.start + len(part.results)] = part.results
+        counts, breaker, limits = self._side.counts, self._side.breaker, self._side.limits
+        failed, slow = Result.FAILED in part.results, part.took_s > limits.slow_s
+        counts.errors += failed
+        counts.slow += slow
+        if not failed and not slow:
+            breaker.succeed()
+        elif breaker.fail():
+            self._side.opened()
+
+    def _stalled(self, call: Call) -> None:
+        self._side.counts.stalls += 1
+        call.cancel()
+        if self._side.breaker.open():
+            self._side.opened()

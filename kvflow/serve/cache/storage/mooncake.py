@@ -1,0 +1,346 @@
+"""Pages in a Mooncake Store: memory that processes of a cluster lend to each other, under a master
+that knows what lies where.
+
+Every call blocks, and a store that is in trouble answers in its own time, so all of this runs in
+the threads of `guarded`. Measured with 0.3.13 (TCP, loopback):
+
+- The master is killed: the first call fails at once or after 4.3 s, each later one after 4.3 s. It
+  is frozen: a call waits for as long as that lasts. Both without the GIL. When a master is back the
+  client goes on by itself, within half a second; what was stored is gone, and there is no room
+  until clients have lent theirs again (about 1 s).
+- `setup` with no master waits for 90 s and **holds the GIL**, which stops the process. So a master
+  is asked by a child process first, and the client is set up only where that has worked, which
+  takes 50 to 100 ms, once. `close` holds it for 2 s.
+- A second put of a key changes nothing and reports success. So what is damaged is removed when it
+  is found.
+- A put reports success also for a page that somebody else has begun to put. So what was put is
+  looked up before it counts as stored.
+
+**The engine reaches none of the caller's buffers.** A transfer that has ended in an error may still
+go on when the call has returned, and nothing says until when. So records pass through memory of
+this backend that is never freed. A page is first copied from it to the caller's buffer, and then
+checked (`record`): what arrives late reaches no page, and what it has changed before does not pass.
+The checksum is needed for the rest, too: a lease that has run out, memory that was given to another
+page meanwhile, a process that died while it put.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.serve.cache.storage.port import Result
+from kvflow.serve.cache.storage.record import HEADER_BYTES, flaw_in, header_of
+
+BATCH_BYTES = 8 << 20  # of pages that pass through one piece of memory; at least one
+LOCAL_BYTES = 16 << 20
+PEER_TO_PEER = "P2PHANDSHAKE"  # clients ask each other: no metadata server
+CONNECT_S, ASK_S = 0.5, 10.0
+MORE_LOOKS, LOOK_S = 5, 0.01
+NO_ROOM, NOT_READY, NOT_FOUND = -200, -703, -704
+OTHER_SIZE, UNREADABLE = -600, -800  # what its key stands for cannot be read by us, now or ever
+_ENVIRONMENT = {
+    "MC_FORCE_TCP": "1",
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_LOG_LEVEL": "ERROR",
+}
+"""Read by the engine when it is loaded."""
+_KEPT: list[NDArray[np.uint8]] = []
+"""What a late transfer may still reach."""
+_NOT_INSTALLED = "mooncake is not installed: pip install 'kvflow[mooncake]'"
+_ASK = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+master, host, metadata, size = sys.argv[1:]
+os._exit(bool(MooncakeDistributedStore().setup(host, metadata, 0, int(size), "tcp", "", master)))
+"""
+log = logging.getLogger("kvflow.storage")
+
+
+class MooncakeBackend:
+    """Implements `port.Backend` over TCP."""
+
+    name = "mooncake"
+    pages_at_once = 256
+
+    def __init__(
+        self,
+        master: str,
+        identity: bytes,
+        value_bytes: int,
+        *,
+        host: str = "127.0.0.1",
+        lent_bytes: int = 0,
+        metadata_server: str = PEER_TO_PEER,
+        local_bytes: int = LOCAL_BYTES,
+    ) -> None:
+        """`master` is its host:port, `host` the address at which other clients reach this process,
+        `identity` as `identity.identity_of` gives it, of pages of `value_bytes`. This process lends
+        `lent_bytes` to the store: pages of any process lie there, and are gone with it.
+        `metadata_server`: of the transfer engine, one for all clients; `local_bytes`: that the
+        client takes for itself.
+
+        Raises: MisuseError.
+        """
+        self._address = _parsed(master)
+        if value_bytes < 1 or lent_bytes < 0:
+            raise MisuseError(
+                f"value_bytes {value_bytes} is below 1, or lent_bytes {lent_bytes} below 0"
+            )
+        self.value_bytes, self.identity = value_bytes, identity
+        self._master, self._host, self._lent_bytes = master, host, lent_bytes
+        self._metadata_server, self._local_bytes = metadata_server, local_bytes
+        self._prefix = f"kvflow/{identity.hex()[:32]}/"
+        self._record_bytes = HEADER_BYTES + value_bytes
+        self._batch = max(1, min(self.pages_at_once, BATCH_BYTES // value_bytes))
+        self._free: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
+        self._connecting, self._numbers = threading.Lock(), itertools.count(1)
+        self._client: Any = None
+
+    def __repr__(self) -> str:
+        return (
+            "<MooncakeBackend of the master "
+            f"{self._master}{'' if self._client else ', not connected'}>"
+        )
+
+    def open(self) -> None:
+        """A master that is not there is looked for later.
+
+        Raises: MisuseError when the package cannot be loaded.
+        """
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        try:
+            importlib.import_module("mooncake.store")
+        except ModuleNotFoundError as error:
+            raise MisuseError(_NOT_INSTALLED) from error
+        except ImportError as error:
+            raise MisuseError(
+                f"mooncake cannot be loaded ({error}): apt install libibverbs1 libnuma1 libcurl4"
+            ) from error
+        try:
+            self._connected()
+        except OSError as error:
+            log.warning("storage mooncake: %s", error)
+
+    def close(self) -> None:
+        """Holds the GIL for some 2 s."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+        client = self._ready()
+        return [
+            result
+            for part in self._batches(keys)
+            for result in self._put(client, keys[part], buffers[part])
+        ]
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
+        client = self._ready()
+        return [
+            result
+            for part in self._batches(keys)
+            for result in self._get(client, keys[part], buffers[part])
+        ]
+
+    def exists(self, keys: Sequence[bytes]) -> list[Result]:
+        codes = self._ready().batch_is_exist(self._names(keys))
+        return [{1: Result.DONE, 0: Result.ABSENT}.get(code, Result.FAILED) for code in codes]
+
+    def probe_reads(self) -> None:
+        """Asks the master; connects to one that was not there at first."""
+        if (code := self._connected().batch_is_exist([f"{self._prefix}probe"])[0]) not in (0, 1):
+            raise OSError(f"the master does not answer (status {code})")
+
+    def probe_writes(self) -> None:
+        """Puts a page, and removes it."""
+        client, name = self._connected(), f"{self._prefix}probe-{os.getpid()}-{next(self._numbers)}"
+        with self._memory(client) as memory:
+            code = client.batch_put_from([name], [memory.ctypes.data], [self._record_bytes])[0]
+        if code not in (0, NO_ROOM):
+            raise OSError(f"a page cannot be put (status {code})")
+        client.remove(name, True)
+
+    def _put(
+        self, client: Any, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[Result]:
+        names = self._names(keys)
+        with self._memory(client) as memory:
+            for record, key, buffer in zip(self._records(memory), keys, buffers, strict=False):
+                record[:HEADER_BYTES] = np.frombuffer(
+                    header_of(self.identity, key, buffer), dtype=np.uint8
+                )
+                record[HEADER_BYTES:] = np.frombuffer(buffer, dtype=np.uint8)
+            codes = client.batch_put_from(names, *self._places(memory, len(keys)))
+        put = [code in (0, NOT_READY) for code in codes]
+        there = iter(_found(client, list(compress(names, put))))
+        found = {1: Result.DONE, 0: Result.ABSENT}
+        return [
+            found.get(next(there), Result.FAILED)
+            if is_put
+            else Result.ABSENT
+            if code == NO_ROOM
+            else Result.FAILED
+            for code, is_put in zip(codes, put, strict=True)
+        ]
+
+    def _get(
+        self, client: Any, keys: Sequence[bytes], buffers: Sequence[memoryview]
+    ) -> list[Result]:
+        names, results = self._names(keys), [Result.FAILED] * len(keys)
+        with self._memory(client) as memory:
+            codes = client.batch_get_into(names, *self._places(memory, len(keys)))
+            for n, record in enumerate(self._records(memory)[: len(keys)]):
+                if codes[n] in (NOT_FOUND, NOT_READY):
+                    results[n] = Result.ABSENT
+                elif codes[n] == self._record_bytes:
+                    header = record[:HEADER_BYTES].tobytes()
+                    np.frombuffer(buffers[n], dtype=np.uint8)[:] = record[HEADER_BYTES:]
+                    flaw = flaw_in(header, self.identity, keys[n], buffers[n])
+                    results[n] = Result.DAMAGED if flaw else Result.DONE
+                elif codes[n] >= 0 or codes[n] in (OTHER_SIZE, UNREADABLE):
+                    results[n] = Result.DAMAGED
+        for n, result in enumerate(results):
+            if result is Result.DAMAGED:
+                log.warning(
+                    "storage mooncake: %s is damaged (status %d), and removed", names[n], codes[n]
+                )
+                client.remove(names[n], True)
+        return results
+
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        return [self._prefix + key.hex() for key in keys]
+
+    def _batches(self, keys: Sequence[bytes]) -> Iterator[slice]:
+        return (slice(start, start + self._batch) for start in range(0, len(keys), self._batch))
+
+    def _places(self, memory: NDArray[np.uint8], count: int) -> tuple[list[int], list[int]]:
+        """Addresses and sizes."""
+        size = self._record_bytes
+        return [memory.ctypes.data + n * size for n in range(count)], [size] * count
+
+    def _records(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return memory.reshape(self._batch, self._record_bytes)
+
+    @contextmanager
+    def _memory(self, client: Any) -> Iterator[NDArray[np.uint8]]:
+        """For a batch; there are as many as were ever needed at once."""
+        try:
+            memory = self._free.get_nowait()
+        except Empty:
+            memory = np.zeros(self._batch * self._record_bytes, dtype=np.uint8)
+            if status := client.register_buffer(memory.ctypes.data, memory.nbytes):
+                raise OSError(
+                    f"the engine refuses {memory.nbytes} bytes of memory (status {status})"
+                ) from None
+            _KEPT.append(memory)
+        try:
+            yield memory
+        finally:
+            self._free.put(memory)
+
+    def _ready(self) -> Any:
+        """Raises: OSError. Only probes connect: that can take longer than a request waits."""
+        if self._client is None:
+            raise OSError(f"not connected to the master {self._master}")
+        return self._client
+
+    def _connected(self) -> Any:
+        """Raises: OSError."""
+        with self._connecting:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def _connect(self) -> Any:
+        try:
+            socket.create_connection(self._address, CONNECT_S).close()
+            where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
+            arguments = [sys.executable, "-P", "-c", _ASK, *where]
+            status = subprocess.run(
+                arguments, timeout=ASK_S, capture_output=True, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        except OSError as error:
+            raise OSError(f"the master {self._master} does not answer: {error}") from None
+        if status != 0:
+            ended = (
+                f"has not ended within {ASK_S:g} s"
+                if status is None
+                else f"ended with status {status}"
+            )
+            raise OSError(
+                f"nobody can be a client of the master {self._master} with the metadata server "
+                f"{self._metadata_server}: a child that tried to {ended}"
+            )
+        client = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        status = client.setup(
+            self._host,
+            self._metadata_server,
+            self._lent_bytes,
+            self._local_bytes,
+            "tcp",
+            "",
+            self._master,
+        )
+        if status:
+            raise OSError(f"the master {self._master} refuses us (status {status})")
+        return client
+
+
+def check_usable(master: str) -> None:
+    """What can be known before anything is allocated.
+
+    Raises: MisuseError for an address that is none, or a package that is not installed."""
+    _parsed(master)
+    if importlib.util.find_spec("mooncake") is None:
+        raise MisuseError(_NOT_INSTALLED)
+
+
+def _parsed(master: str) -> tuple[str, int]:
+    """Host and port. Raises: MisuseError."""
+    host, _, port = master.rpartition(":")
+    if (
+        not host
+        or "/" in host
+        or not port.isascii()
+        or not port.isdigit()
+        or not 0 < int(port) < 1 << 16
+    ):
+        raise MisuseError(f"master {master!r} is not host:port with a port in 1..65535")
+    return host.strip("[]"), int(port)
+
+
+def _found(client: Any, names: list[str]) -> list[int]:
+    """Whether they are there, as the client says it.
+
+    A page that another client puts at the same time, as prefill and decode do of one prompt, is
+    there when that one has written it: so a few looks."""
+    found: list[int] = client.batch_is_exist(names)
+    for _ in range(MORE_LOOKS):
+        if 0 not in found:
+            break
+        time.sleep(LOOK_S)
+        found = client.batch_is_exist(names)
+    return found

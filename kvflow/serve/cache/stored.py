@@ -1,0 +1,49 @@
+"""The storage tier: pages of host memory on their way to a store of pages, and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.serve.cache.host import HostTier
+from kvflow.serve.cache.storage.identity import PageViews
+from kvflow.serve.cache.storage.port import Storage, StorageCall, StorageState
+
+
+class StorageTier:
+    """A store, and the host memory that its pages pass through. Used on one event loop."""
+
+    def __init__(self, store: Storage, host: HostTier) -> None:
+        """`store`: closed with the cache.
+
+        Raises: LayoutError for host memory that a store cannot read.
+        """
+        self.store, self._views = store, PageViews(host.memory)
+
+    async def put(self, keys: Sequence[bytes], pages: PageIndices) -> bool:
+        """Store host pages (int32 [n]) under their digests; returns whether all of them are in the
+        store, when nothing reads them any more, which may be long after a store has begun to hang.
+        Not to be cancelled before the store is closed."""
+        call = self.store.put(keys, self._buffers(pages))
+        stored = await asyncio.shield(call.done)
+        await asyncio.shield(call.released)
+        return all(stored)
+
+    def get(self, keys: Sequence[bytes], pages: PageIndices) -> StorageCall:
+        """Begin to read pages into host pages (int32 [n]), which may be written to until it is
+        `released`.
+        """
+        return self.store.get(keys, self._buffers(pages))
+
+    def state(self) -> StorageState:
+        store = self.store
+        counts = msgspec.structs.asdict(store.counts)
+        return StorageState(
+            name=store.name, readable=store.readable, writable=store.writable, **counts
+        )
+
+    def _buffers(self, pages: PageIndices) -> list[memoryview]:
+        return [self._views[page] for page in pages.tolist()]

@@ -1,0 +1,337 @@
+"""Cached pages on their way between device, host and storage: what begins when, and what becomes of
+it.
+
+A copy names a run of pages (`protocols.cache.writes`): splits, evictions and flushes meanwhile
+change nothing. Its pages come home when nothing reads or writes them any more, which may be long
+after a store has begun to hang.
+
+What waits to be copied cannot be evicted, so no more than three quarters of a tier wait; what is
+more stays where it is, counted, until it is used again.
+
+**write_back.** Pages leave the device when they are needed, and only after a copy has landed.
+`make_way` frees at once what the host has too, in the order of the policy, and begins to copy the
+rest: with all that comes before it in its prompts, so that a parent comes before its child. Who
+needs pages asks again. What cannot be copied (the host is full of what is read, or a copy has
+failed) is given up then.
+
+**A store loses pages**, to its own evictions, to the death of who held them. So before what follows
+is stored, the store is asked for what it is said to have; from the first page that it lacks on
+everything is stored again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from kvflow.aio import run_to_end
+from kvflow.protocols.cache.hashes import TOKEN_BYTES, Namespace, chain_root, page_hashes
+from kvflow.protocols.cache.index import Match, PrefixIndex
+from kvflow.protocols.cache.nodes import Node, Tier
+from kvflow.protocols.cache.residents import NOTHING, Freed
+from kvflow.protocols.cache.writes import Write
+from kvflow.protocols.errors import TransferError
+from kvflow.protocols.pages.layout import NO_PLACES
+from kvflow.serve.cache.host import HostTier
+from kvflow.serve.cache.storage.port import Storage
+from kvflow.serve.cache.stored import StorageTier
+
+OWNER = ("cache", "prefix")
+_log = logging.getLogger("kvflow.serve.cache")
+
+
+class TierCounts(msgspec.Struct, kw_only=True):
+    """What has been moved since the start."""
+
+    saved_pages: int = 0  # copied to the host
+    loaded_pages: int = 0  # copied back
+    stored_pages: int = 0  # put into storage
+    fetched_pages: int = 0  # read from there
+    # On the device alone, or lost with it: the host was full, or too much waited for a copy.
+    unsaved_pages: int = 0
+    unstored_pages: int = 0  # not put into storage: too much waited for that
+    lost_pages: int = 0  # that storage turned out to lack, and those that follow them
+    failed_copies: int = 0  # that failed, or were cut off
+
+
+class Tiers:
+    """The copies of one index. Used on one event loop."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        host: HostTier,
+        storage: StorageTier | None,
+        *,
+        device_pages: int,
+        now: Callable[[], float],
+        free: Callable[[Freed], None],
+        on_copied: Callable[[], None],
+    ) -> None:
+        """`device_pages`: how many the device has; `free` is called with what the index gives back,
+        even if it is nothing, after each change of it; `on_copied` when a copy has ended that
+        `leaving_pages` waited for."""
+        self.host, self.storage, self.counts = host, storage, TierCounts()
+        self._index, self._now, self._free, self._on_copied = index, now, free, on_copied
+        self._copies: set[asyncio.Task[None]] = set()
+        self._loads: set[asyncio.Task[None]] = set()  # of them, those to the device
+        self._waiting = [0, 0, 0]  # pages of copies that have not ended, by the tier they go to
+        self._most_waiting = (
+            1 << 62,
+            *(max(1, pages * 3 // 4) for pages in (device_pages, host.pages.capacity)),
+        )
+        # By number of write: pages of the device that can go when it has landed.
+        self._leaving: dict[int, int] = {}
+        self._given_up = 0  # pages of such writes that have failed since somebody asked for pages
+        self._asking = False  # storage, for what it has
+
+    @property
+    def leaving_pages(self) -> int:
+        """Pages of the device that can be evicted when the copies have landed which
+        are under way.
+        """
+        return sum(self._leaving.values())
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._copies)
+
+    def save(self, end: Node) -> None:
+        """Begin to copy to the host what it lacks up to `end`, as far as it has room; then to
+        storage.
+        """
+        wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
+        if not wanted:
+            self._store(end)
+            return
+        write = self._save(end, min(wanted, self._may_wait(Tier.HOST)))
+        self.counts.unsaved_pages += wanted - (0 if write is None else len(write.source_pages))
+
+    def make_way(self, count: int) -> bool:
+        """For write_back: free `count` pages of the device, now what the host has too, and the
+        others when they are asked for again once they have been copied. False when nothing could be
+        done."""
+        freed, uncopied = self._index.evict_copied(count)
+        self._free(freed)
+        left = count - freed.device.size
+        lost, self._given_up = min(left, self._given_up), 0
+        for end in uncopied:
+            wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
+            waits = self._waiting[Tier.HOST] and wanted > self._may_wait(Tier.HOST)
+            if self.leaving_pages + lost >= left or waits:
+                break
+            write = self._save(end, wanted)
+            if write is not None and end.readers[Tier.DEVICE]:
+                self._leaving[write.number] = end.num_pages
+            elif end.evictable(Tier.DEVICE):  # there is no room for it
+                lost += end.num_pages
+        if lost:
+            gone = self._index.evict(Tier.DEVICE, min(lost, left))
+            self.counts.unsaved_pages += gone.device.size
+            self._free(gone)
+            freed = freed if freed.device.size else gone
+        return bool(freed.device.size or self._leaving)
+
+    def _save(self, end: Node, wanted: int) -> Write | None:
+        """Begin to copy the first `wanted` pages that the host lacks, as far as it has room."""
+        if wanted <= 0 or not (room := self._room(wanted)):
+            return None
+        write = self._index.begin_write(
+            end, Tier.DEVICE, Tier.HOST, self.host.pages.take(room, OWNER)
+        )
+        self.begin(write)
+        return write
+
+    def _may_wait(self, target: Tier) -> int:
+        """How many pages more."""
+        return max(0, self._most_waiting[target] - self._waiting[target])
+
+    def begin(
+        self,
+        write: Write,
+        keys: list[bytes] | None = None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> asyncio.Task[None]:
+        """`keys`: the digests of what is stored.
+
+        `ended` is called in the turn of the loop in which the index learns of the end."""
+        self._waiting[write.target] += len(write.source_pages)
+        copying = self._spawn(self._copy(write, keys, ended), f"kvflow-cache-copy-{write.number}")
+        if write.target is Tier.DEVICE:
+            self._loads.add(copying)
+            copying.add_done_callback(self._loads.discard)
+        return copying
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+        return task
+
+    async def wait_for_load(self) -> None:
+        """Return when one of the copies to the device that are under way has ended; at once where
+        there is none.
+        """
+        if self._loads:
+            await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
+
+    async def wait_for_copy(self) -> None:
+        """Return when one of the copies that are under way has ended;
+        at once where there is none.
+        """
+        if self._copies:
+            await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
+
+    async def fetch(
+        self, tokens: bytes, found: Match, namespace: Namespace, most_pages: int
+    ) -> None:
+        """Read from storage what follows on `found`, at most `most_pages` pages, as far as the host
+        has room.
+
+        A cancellation ends the call to the store, and raises at once; what has come by then is
+        good."""
+        assert self.storage is not None
+        store, host, epoch = self.storage.store, self.host.pages, self._index.epoch
+        if not store.readable:
+            return
+        start, size = found.num_pages, self._index.page_size * TOKEN_BYTES
+        above = (
+            chain_root(namespace) if found.end is None else self._index.page_hashes(found.end)[-1]
+        )
+        most_pages = min(most_pages, host.capacity)
+        keys = page_hashes(
+            tokens[start * size : (start + most_pages) * size], self._index.page_size, above
+        )
+        count = await store.exists_prefix(keys) if keys else 0
+        pages = host.take(self._room(count), OWNER) if count else NO_PLACES
+        if not pages.size:
+            return
+        call = self.storage.get(keys[: pages.size], pages)
+        try:
+            await asyncio.shield(call.done)
+        finally:
+            call.cancel()  # where this was: then what has come by now is known
+            # Flushed: it was for earlier prompts.
+            read = call.done.result() if epoch == self._index.epoch else [False]
+            good = read.index(False) if False in read else len(read)
+            left, taken = pages[good:], pages[:good].copy()
+            call.released.add_done_callback(lambda _: host.give_back(left, OWNER))
+            whole = tokens[: (start + good) * size]
+            self._free(
+                Freed(
+                    host=self._index.insert_stored(
+                        whole, taken, self._now(), namespace, start=start
+                    )
+                )
+            )
+            self.counts.fetched_pages += good
+
+    async def end(self) -> None:
+        """End every copy, and close the store; when this returns, or raises a cancellation, they
+        have ended (I12). What hangs in the store is left alone: it keeps its memory."""
+        await run_to_end(asyncio.ensure_future(self._end()))
+
+    async def _end(self) -> None:
+        await asyncio.sleep(0)  # a copy that has not begun would not end its write
+        if self.storage is not None:
+            await self.storage.store.close()
+        for copying in self._copies:
+            copying.cancel()
+        await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))
+
+    def _room(self, wanted: int) -> int:
+        """How many of `wanted` pages the host has free, after some have made way."""
+        pages = self.host.pages
+        if pages.free_pages < wanted:
+            self._free(self._index.evict(Tier.HOST, wanted - pages.free_pages))
+        return min(wanted, pages.free_pages)
+
+    def _store(self, end: Node) -> None:
+        """Begin to store what storage lacks up to `end`, of what the host has."""
+        if self.storage is None or not self.storage.store.writable or end.removed or end.detached:
+            return
+        if (
+            self.storage.store.readable
+            and not self._asking
+            and (stored := self._index.stored_pages(end))
+        ):
+            self._asking = True
+            digests = self._index.page_hashes(end)  # it may have gone by the first step of the task
+            asking = self._ask(self.storage.store, end, stored, [digests[page] for page in stored])
+            self._spawn(asking, "kvflow-cache-ask")
+        else:
+            self._put(end)
+
+    async def _ask(self, store: Storage, end: Node, stored: list[int], keys: list[bytes]) -> None:
+        """Whether the store has the pages `stored`, as it is said to have, up to `end`; then store
+        what it lacks.
+        """
+        try:
+            if not store.readable:
+                return
+            before = _troubles(store)
+            count = await store.exists_prefix(keys)
+        finally:
+            self._asking = False
+        if end.removed or end.detached:
+            return
+        if count < len(stored) and _troubles(store) == before:  # else it could not say
+            self.counts.lost_pages += self._index.lost(end, stored[count])
+            self._free(NOTHING)
+        if store.writable:
+            self._put(end)
+
+    def _put(self, end: Node) -> None:
+        missing = self._index.missing(end, Tier.HOST, Tier.STORAGE)
+        count = min(missing, self._may_wait(Tier.STORAGE))
+        self.counts.unstored_pages += missing - count
+        if count:
+            digests = self._index.page_hashes(end)
+            write = self._index.begin_write(end, Tier.HOST, Tier.STORAGE, count=count)
+            self.begin(write, [digests[page] for offsets in write.offsets for page in offsets])
+
+    async def _copy(
+        self, write: Write, keys: list[bytes] | None, ended: Callable[[], None]
+    ) -> None:
+        whole = False
+        try:
+            if keys is not None and self.storage is not None:
+                whole = await self.storage.put(keys, write.source_pages)
+            else:
+                whole = await self.host.copy(write.source_pages, write.target_pages, write.target)
+        except TransferError:
+            _log.exception("a copy of %d cached pages failed", len(write.source_pages))
+        finally:  # nothing of it runs on, cancelled or not
+            self._waiting[write.target] -= len(write.source_pages)
+            left = self._leaving.pop(write.number, 0)
+            self._given_up += 0 if whole else left
+            self._free(self._index.ack(write.number) if whole else self._index.fail(write.number))
+            ended()
+            if left:
+                self._on_copied()
+            self._count(write, whole)
+            if whole and write.target is Tier.HOST:
+                run, start, stop = write.pieces[-1]
+                if nodes := run.between(start, stop):
+                    self._store(nodes[-1])
+
+    def _count(self, write: Write, whole: bool) -> None:
+        count = len(write.source_pages)
+        if not whole:
+            self.counts.failed_copies += 1
+        elif write.target is Tier.DEVICE:
+            self.counts.loaded_pages += count
+        elif write.target is Tier.HOST:
+            self.counts.saved_pages += count
+        else:
+            self.counts.stored_pages += count
+
+
+def _troubles(store: Storage) -> tuple[int, ...]:
+    """It changes with every call that the store could not answer."""
+    counts = store.counts
+    return counts.errors, counts.stalls, counts.refused, counts.trips

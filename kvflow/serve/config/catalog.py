@@ -1,0 +1,226 @@
+"""Which role has which setting, and how a setting is named, grouped and described."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Settings
+
+_HTTP = (
+    *("host", "port", "api_key", "admin_api_key", "allowed_origins"),
+    *("log_level", "log_format", "access_log", "drain_timeout_s"),
+)
+_MODEL = (
+    "model_path",
+    "served_model_name",
+    "dtype",
+    "device",
+    "attention",
+    "sliding_window_rows",
+    "sampling_defaults",
+    "threads",
+)
+_CACHE = (
+    "prefix_cache",
+    "cache_host_bytes",
+    "cache_state_bytes",
+    "cache_write_policy",
+    "cache_prefetch_policy",
+    "l3",
+    "l3_dir",
+    "l3_bytes",
+    "mooncake_master",
+    "mooncake_metadata_server",
+    "mooncake_global_segment_size",
+    "mooncake_local_buffer_size",
+)
+_POOL = ("page_size", "num_pages", "pool_bytes", "pool_order", *_CACHE)
+_LOAD = (
+    "max_running_requests",
+    "max_queued_requests",
+    "request_timeout_s",
+    "schedule_low_priority_values_first",
+)
+_PLANE = (
+    "disaggregation_transfer_backend",
+    "disaggregation_ib_device",
+    "staging",
+    "staging_bytes",
+    "kv_events_config",
+    "kv_events_key_file",
+    "verify_transfers",
+    "control_key_file",
+)
+_WORKER = (
+    *_HTTP,
+    "sse_keepalive_s",
+    "sse_headers_after_s",
+    "sglang_metrics",
+    *_MODEL,
+    *_POOL,
+    *_LOAD,
+    *_PLANE,
+)
+_RETRACT = ("new_token_ratio", "host_memory_bytes", "host_memory_full")
+_RECEIVER = ("max_quarantine_share", "disaggregation_prefill_tp", *_RETRACT)
+_ROUTER = (
+    "poll_s",
+    "retry_timeout_s",
+    "policy",
+    "tokenizer_path",
+    "balance_abs_threshold",
+    "balance_rel_threshold",
+)
+_SENDER = (
+    "pp",
+    "tp",
+    "chunked_prefill_size",
+    "max_batch_tokens",
+    "transfer_rate_limit",
+    "rendezvous_s",
+    "optimistic_prefill",
+    "max_pinned_share",
+)
+FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
+    "prefill": (
+        *_WORKER,
+        *_SENDER,
+        "disaggregation_mode",
+        "disaggregation_bootstrap_port",
+        "control_port",
+        "join",
+    ),
+    "decode": (
+        *_WORKER,
+        *_RECEIVER,
+        "tp",
+        "disaggregation_mode",
+        "disaggregation_bootstrap_port",
+        "join",
+    ),
+    "router": (
+        *_HTTP,
+        *_ROUTER,
+        *(
+            "request_timeout_s",
+            "max_queued_requests",
+            "prefill",
+            "decode",
+            "engine",
+            "legs",
+            "kv_events_key_file",
+        ),
+    ),
+    "up": (
+        *_WORKER,
+        *_SENDER,
+        *_RECEIVER,
+        "prefill_workers",
+        "decode_workers",
+        "decode_tp",
+        "start_timeout_s",
+        *_ROUTER,
+    ),
+}
+# Where a setting stands in the help of its roles. One that stands in no group fails at import.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "serving": (
+        "host",
+        "port",
+        "max_running_requests",
+        "max_queued_requests",
+        "schedule_low_priority_values_first",
+        "request_timeout_s",
+        "drain_timeout_s",
+        "sse_keepalive_s",
+        "sse_headers_after_s",
+        "sglang_metrics",
+        "log_level",
+        "log_format",
+        "access_log",
+    ),
+    "processes": ("prefill_workers", "decode_workers", "start_timeout_s"),
+    "routing": ("prefill", "decode", "engine", "legs", "join", *_ROUTER),
+    "model": (*_MODEL, "pp", "tp", "decode_tp", "chunked_prefill_size", "max_batch_tokens"),
+    "pool": (*_POOL, *_RETRACT, "max_quarantine_share", "max_pinned_share"),
+    "disaggregation": (
+        "disaggregation_transfer_backend",
+        "disaggregation_bootstrap_port",
+        "control_port",
+        "disaggregation_ib_device",
+        "disaggregation_mode",
+        "transfer_rate_limit",
+        "staging",
+        "staging_bytes",
+        "disaggregation_prefill_tp",
+        "verify_transfers",
+        "rendezvous_s",
+        "optimistic_prefill",
+        "kv_events_config",
+    ),
+    "security": (
+        "api_key",
+        "admin_api_key",
+        "kv_events_key_file",
+        "allowed_origins",
+        "control_key_file",
+    ),
+}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+if ungrouped := set(Settings.__struct_fields__) - _GROUP_OF.keys():
+    raise AssertionError(
+        f"settings that stand in no group of config.GROUPS: {', '.join(sorted(ungrouped))}"
+    )
+ALIASES: dict[str, tuple[str, ...]] = {
+    "model_path": ("model",),
+    "disaggregation_bootstrap_port": ("bootstrap_port",),
+    "disaggregation_transfer_backend": ("transfer_backend",),
+    "disaggregation_ib_device": ("ib_device",),
+}
+CANONICAL = {alias: name for name, aliases in ALIASES.items() for alias in aliases}
+HINTS: dict[str, Any] = get_type_hints(Settings, include_extras=True)
+FIELDS = {field.name: field for field in msgspec.structs.fields(Settings)}
+
+
+def flag_of(name: str) -> str:
+    """`page_size` as it is written on a command line."""
+    return "--" + name.replace("_", "-")
+
+
+def env_of(name: str) -> str:
+    """`page_size` as it is written in the environment."""
+    return ENV_PREFIX + name.upper()
+
+
+def describe(name: str) -> str:
+    """The help text of a setting."""
+    for meta in get_args(HINTS[name])[1:]:
+        if isinstance(meta, Meta) and meta.description:
+            return meta.description
+    return ""
+
+
+def limits_of(name: str) -> list[str]:
+    """What a number may be, as [">= 1", "<= 65536"]."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    metas = [meta for meta in get_args(HINTS[name])[1:] if isinstance(meta, Meta)]
+    limits = [(sign, getattr(meta, bound)) for meta in metas for bound, sign in signs.items()]
+    return [f"{sign} {limit}" for sign, limit in limits if limit is not None]
+
+
+def default_of(name: str, role: str) -> Any:
+    """The value of a setting that is not given."""
+    return DEFAULT_PORTS[role] if name == "port" else FIELDS[name].default
+
+
+def group_of(name: str) -> str:
+    """The heading, in lower case, under which the help shows a setting."""
+    return _GROUP_OF[name]
+
+
+def base_type(name: str) -> Any:
+    """The Python type below the limits: int, float, bool, str, tuple, or a Literal."""
+    return get_args(HINTS[name])[0]

@@ -1,0 +1,89 @@
+"""The demo's output: none for --json, text and tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvflow.serve.demo.client import Streamed
+from kvflow.serve.demo.timeline import draw
+
+Show = Callable[[str], None]
+PROMPT_WIDTH = 32  # longer prompts are cut, so that no number is, at 80 columns
+
+
+class DemoOutput(Protocol):
+    """Where the demo writes its progress and results.
+
+    Every call is flushed, so that a pipe sees it at once.
+    """
+
+    def line(self, text: str) -> None: ...
+
+    @contextmanager
+    def streaming(self, prompt: str) -> Generator[Show, None, None]:
+        """Yields a function for one completion's text as it comes."""
+        yield lambda _: None
+
+    def table(self, done: list[Streamed], same: list[bool], backend: str) -> None: ...
+
+    def room(self, title: str, sides: dict[str, Any]) -> None:
+        """Draw what happened in one room, on both sides."""
+
+
+class ProgressOutput(DemoOutput):
+    """For --json: what is being done, on stderr."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        self._console.print(text)
+
+    def table(self, done: list[Streamed], same: list[bool], backend: str) -> None:
+        return None
+
+    def room(self, title: str, sides: dict[str, Any]) -> None:
+        return None
+
+
+class TerminalOutput(DemoOutput):
+    """For a terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=False)
+
+    def line(self, text: str) -> None:
+        self._console.print(text)
+
+    @contextmanager
+    def streaming(self, prompt: str) -> Generator[Show, None, None]:
+        self._console.print(f"[bold cyan]{escape(prompt)}[/]", end="")
+        yield lambda text: self._console.print(escape(text), end="")
+        self._console.print("\n")
+
+    def table(self, done: list[Streamed], same: list[bool], backend: str) -> None:
+        table = Table(title=f"{len(done)} completions over {backend}")
+        table.add_column("prompt", no_wrap=True, max_width=PROMPT_WIDTH)
+        for heading in ("tokens", "TTFT\nms", "total\nms", "tokens\n/s", "as\nstock"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for streamed, matched in zip(done, same, strict=True):
+            times = (
+                f"{streamed.ttft_s * 1e3:.0f}",
+                f"{streamed.total_s * 1e3:.0f}",
+                f"{streamed.tokens_per_s:.0f}",
+            )
+            verdict = "[green]yes[/]" if matched else "[red]NO[/]"
+            table.add_row(escape(streamed.prompt), str(len(streamed.output_ids)), *times, verdict)
+        self._console.print(table)
+
+    def room(self, title: str, sides: dict[str, Any]) -> None:
+        self._console.print(f"\n[bold]{escape(title)}[/]")
+        for line in draw(sides):
+            self._console.print(escape(line), soft_wrap=True)
+        self._console.print()

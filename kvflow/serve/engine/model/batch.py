@@ -1,0 +1,101 @@
+"""How the packed axes of a step are divided: a span a sequence, or batches of rows that decode one
+token each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvflow.serve.engine.model.device import Place
+
+# A batch of decoding rows is one attention call over keys padded to its longest row. Rows of very
+# different lengths are divided: padding may take this share of the keys, plus as much as another
+# call costs.
+_PADDED_SHARE, _CALL_KEYS = 0.25, 512
+_MORE_COLUMNS = 8  # of a mask, for the steps that follow
+
+
+class Span(NamedTuple):
+    """One sequence of a packed step: its queries and its keys, as ranges of the packed axes."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
+class Batch:
+    """Rows of one query each, whose keys are padded on the left to `keys`: queries q0..q1, keys
+    k0..k1, `width` a row, of which the first `keys` are meant."""
+
+    def __init__(
+        self,
+        q0: int,
+        lengths: list[int],
+        k0: int,
+        more: int = 0,
+        masks: dict[torch.dtype, torch.Tensor] | None = None,
+        place: Place = torch.from_numpy,
+    ) -> None:
+        """`lengths` ascend; there are `more` keys of each row than are meant.
+
+        `masks` are kept from step to step of the same rows: their padding stays what it is."""
+        self.q0, self.rows, self.k0 = q0, len(lengths), k0
+        self.q1 = q0 + self.rows
+        self.keys, self.lengths = lengths[-1], lengths
+        self.width = self.keys + more
+        self.k1 = k0 + self.rows * self.width
+        self._masks = {} if masks is None else masks
+        self._place = place
+
+    def later(self, steps: int) -> Batch:
+        """The same rows so many steps later: more of their keys are meant,
+        none stands elsewhere.
+        """
+        lengths = [length + steps for length in self.lengths]
+        return Batch(self.q0, lengths, self.k0, self.width - lengths[-1], self._masks, self._place)
+
+    def positions(self) -> NDArray[np.int64]:
+        """[rows, width]: the position in its sequence of every key; padding repeats the row's own
+        first one, so no other sequence is read."""
+        found: NDArray[np.int64] = np.maximum(np.arange(self.width) - self._padding(), 0)
+        return found
+
+    def region(self, states: torch.Tensor) -> torch.Tensor:
+        """[heads, rows, width, dim]: the keys of this batch in `states` [heads, keys, dim]."""
+        own = states.narrow(1, self.k0, self.k1 - self.k0)
+        return own.view(own.shape[0], self.rows, self.width, own.shape[2])
+
+    def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """[rows, 1, 1, last], to be added to the scores of the `last` keys; None when none of them
+        is padding.
+        """
+        if last <= self.lengths[0]:
+            return None
+        if dtype not in self._masks or self._masks[dtype].shape[1] < self.keys:
+            columns = np.arange(self.keys + _MORE_COLUMNS)
+            padding = self._place(columns < self._padding())
+            mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
+            self._masks[dtype] = mask.masked_fill_(padding, float("-inf"))
+        return self._masks[dtype][:, None, None, self.keys - last : self.keys]
+
+    def _padding(self) -> NDArray[np.int64]:
+        return np.array([self.keys - length for length in self.lengths])[:, None]
+
+
+def divided(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive rows of ascending `lengths`, from the first to before the last, as far as padding
+    them to the longest one is worth it."""
+    first = used = 0
+    for i, length in enumerate(lengths):
+        padded = (i + 1 - first) * length
+        if padded - used - length > _PADDED_SHARE * used + _CALL_KEYS:
+            yield first, i
+            first, used = i, 0
+        used += length
+    yield first, len(lengths)

@@ -1,0 +1,227 @@
+"""The cache of a model: pages and rows of a pool, behind transformers' own cache interface.
+
+K, V and indexer keys are written to pages, or K and V to rings, and gathered from them layer by
+layer. The states of conv and recurrent layers are read and changed in place by models, each in its
+own way, so those of all layers are copied out of their rows before a forward, and back after it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.pages.kinds import StateKind
+from kvflow.serve.engine.model.probe import Layers, LayerStreams
+from kvflow.serve.engine.model.step import Step
+
+
+def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
+    """One stream's view of a pool, which may hold other parts and copies of it beside."""
+    return pool.tensor(kind.name, start=int(kind.start), replica=int(kind.replica))
+
+
+class PagedStream:
+    """K, V or indexer keys of one layer: a view [pages, page size, heads, dim] of the pool.
+
+    Nothing else writes it.
+    """
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        count, page_size, heads, dim = pages.shape
+        row = heads * dim
+        step = math.gcd(pages.stride(0), row)
+        # The same memory as overlapping rows of one slot each, `step` elements apart: gathering
+        # rows of a contiguous dimension costs a third of gathering pages that lie apart.
+        self._pages = pages
+        self._page_rows, self._slot_rows = pages.stride(0) // step, row // step
+        starts = (count - 1) * self._page_rows + (page_size - 1) * self._slot_rows + 1
+        self._rows = pages.as_strided((starts, row), (step, 1))
+
+    def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
+        """Write the new states [batch, heads, tokens, dim]; returns [batch, heads, keys, dim]: all
+        that the step's rows attend to."""
+        batch, heads, tokens, dim = new.shape
+        flat = new.transpose(1, 2).reshape(batch * tokens, heads, dim)
+        self._pages.index_put_((step.write_pages, step.write_slots), flat)
+        if (kept := step.kept(self, new)) is not None:
+            return kept
+        rows = step.gather(self._page_rows, self._slot_rows)
+        if rows is None:
+            return new
+        return step.read(self, self._rows, rows, heads)
+
+
+class RingStream(PagedStream):
+    """K or V of one layer with a sliding window: [rows, window, heads, dim], of which each row is a
+    ring of slots.
+    """
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__(rows)
+        self._window = rows.shape[1]
+
+    def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
+        """As that of pages, for a packed step; new tokens take the slots of others that are read
+        first.
+        """
+        _, heads, tokens, dim = new.shape
+        rings = step.rings(self._window)
+        flat = new.transpose(1, 2).reshape(tokens, heads * dim)
+        states = rings.kept(self)
+        if states is None and (rows := rings.gather(self._page_rows, self._slot_rows)) is not None:
+            states = rings.read(self, self._rows, rows)
+        written = flat if rings.written is None else flat.index_select(0, rings.written)
+        self._pages.index_put_((rings.write_rows, rings.write_slots), written.view(-1, heads, dim))
+        if states is None:
+            return new
+        states.index_copy_(0, rings.new_at, flat)
+        return states.view(1, -1, heads, dim).transpose(1, 2)
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's K and V, and the keys of its indexer where it has one."""
+
+    is_sliding = False
+
+    def __init__(self, cache: PagedCache, streams: LayerStreams, pool: PagedPool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        assert streams.keys is not None and streams.values is not None
+        self._cache = cache
+        stream = RingStream if streams.ring else PagedStream
+        self._k, self._v = (
+            stream(memory_of(streams.keys, pool)),
+            stream(memory_of(streams.values, pool)),
+        )
+        # Indexer keys have no heads.
+        self._index_k = (
+            PagedStream(memory_of(streams.indexer, pool).unsqueeze(2)) if streams.indexer else None
+        )
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool has been allocated."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new states [batch, heads, tokens, dim] in place; return all that the step's
+        rows may attend to.
+        """
+        step = self._cache.step
+        return self._k.exchange(step, key_states), self._v.exchange(step, value_states)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """As `update`, for [batch, tokens, dim]."""
+        assert self._index_k is not None
+        return self._index_k.exchange(self._cache.step, indexer_key_states.unsqueeze(1)).squeeze(1)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.step.past + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.step.past
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class StateLayer(LinearAttentionLayer):
+    """One layer's conv and recurrent states, of the rows of one forward: transformers' own layer,
+    filled by `StateRows`."""
+
+    def __init__(self, streams: LayerStreams) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=len(streams.conv))
+        for i, kind in enumerate(streams.conv):
+            self.is_conv_states_initialized[i] = kind is not None
+            self.conv_kernel_size[i] = int(kind.shape[-1]) if kind is not None else None
+        for i, kind in enumerate(streams.recurrent):
+            self.is_recurrent_states_initialized[i] = kind is not None
+
+
+# Neither is initialised lazily.
+class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]
+    """A layer with attention and a state beside it."""
+
+    def __init__(self, cache: PagedCache, streams: LayerStreams, pool: PagedPool) -> None:
+        PagedLayer.__init__(self, cache, streams, pool)
+        StateLayer.__init__(self, streams)
+
+
+class StateRows:
+    """The states of every layer of the model, between their rows in the pool and what the layers
+    hold in a forward.
+    """
+
+    def __init__(self, pool: PagedPool) -> None:
+        self._pool = pool
+        self.layers: list[StateLayer] = []
+        self._parts: list[tuple[dict[int, torch.Tensor | None], int, torch.Tensor]] = []
+
+    def add(self, layer: StateLayer, streams: LayerStreams) -> None:
+        self.layers.append(layer)
+        for states, kinds in (
+            (layer.conv_states, streams.conv),
+            (layer.recurrent_states, streams.recurrent),
+        ):
+            self._parts.extend(
+                (states, i, memory_of(k, self._pool)) for i, k in enumerate(kinds) if k is not None
+            )
+
+    def gather(self, rows: torch.Tensor, *, new: bool) -> None:
+        """Copy the states of `rows` int64 [batch] out; those of `new` requests begin at zero,
+        whatever lies there.
+        """
+        for layer in self.layers:
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not new)
+        for states, i, pool in self._parts:
+            states[i] = (
+                pool.new_zeros(len(rows), *pool.shape[1:]) if new else pool.index_select(0, rows)
+            )
+
+    def scatter(self, rows: torch.Tensor) -> None:
+        """Copy the states of all layers back to the rows that they were gathered from."""
+        for states, i, pool in self._parts:
+            found = states[i]
+            assert found is not None
+            pool.index_copy_(0, rows, found)
+            states[i] = None  # nothing of them outlives the forward
+
+
+class PagedCache(Cache):
+    """`step` has the page and slot of every token; the runner sets it before each forward."""
+
+    step: Step
+
+    def __init__(self, layers: Layers, pool: PagedPool) -> None:
+        self.states = StateRows(pool)
+        super().__init__(layers=[self._layer(streams, pool) for streams in layers])
+
+    # Of the whole model: in a stage the layers that models ask may be another's.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.step.past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.step.past + query_length, 0
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        if layer_idx is None and not self.states.layers:
+            return self.step.past > 0
+        return bool(super().has_previous_state(layer_idx, state_idx))
+
+    def _layer(self, streams: LayerStreams | None, pool: PagedPool) -> Any:
+        if streams is None:
+            return DummyLayer()
+        if not streams.has_states:
+            return PagedLayer(self, streams, pool)
+        layer = (
+            StateLayer(streams) if streams.keys is None else PagedStateLayer(self, streams, pool)
+        )
+        self.states.add(layer, streams)
+        return layer

@@ -1,0 +1,106 @@
+"""What the processes of one model agree on while it is loaded, through a file in their meeting
+directory.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import msgspec
+
+from kvflow.protocols.errors import LostError, MisuseError
+from kvflow.protocols.ports import ProcessIdentity
+from kvflow.serve.engine.model.parallel.part import Meeting, ModelPart
+from kvflow.transports.host.identity import is_alive, own_identity
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+T = TypeVar("T")
+_POLL_S = 0.02
+
+
+class ProcessOfRank(NamedTuple):
+    """Which process a rank is, and how often its stage had been started before."""
+
+    attempt: int
+    identity: ProcessIdentity
+
+
+class OtherRankError(MisuseError):
+    """Another process could not load its part."""
+
+
+class Agreement:
+    """One process among those of a model.
+
+    Each states the same facts in the same order, and waits for all others.
+    """
+
+    def __init__(self, part: ModelPart, meeting: Meeting) -> None:
+        """Raises: MisuseError (a directory that others may enter)."""
+        # Public, and not in its stubs.
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+        meeting.check()
+        self._part, self._attempt, self._timeout_s = part, meeting.attempt, meeting.load_timeout_s
+        self.store: Store = FileStore(str(meeting.directory / "agreement"), -1)
+        self.store.set_timeout(timedelta(seconds=meeting.load_timeout_s))
+        self.store.set(f"failed/{part.rank}", "")  # of an earlier process with this rank
+        mine = ProcessOfRank(meeting.attempt, own_identity())
+        self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
+
+    def wait_for_weights(self) -> None:
+        """Block until all shards of this stage have loaded their weights, in this attempt.
+
+        Raises: as `exchange`.
+        """
+        self.exchange(f"weights/{self._attempt}", True, self._part.beside)
+
+    def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:
+        """The statements of `ranks`, by default all, about `what`; blocks until all are there.
+
+        Raises: OtherRankError when a rank could not load its part, LostError when one has ended, or
+        says nothing for too long.
+        """
+        self.store.set(f"{what}/{self._part.rank}", msgspec.json.encode(mine).decode())
+        deadline, found = time.monotonic() + self._timeout_s, []
+        for rank in range(self._part.ranks) if ranks is None else ranks:
+            while not self.store.check([f"{what}/{rank}"]):
+                self._check_failures()
+                self._check_runs(rank)
+                if time.monotonic() > deadline:
+                    raise LostError(
+                        f"rank {rank} has said nothing of its part of the model for "
+                        f"{self._timeout_s:g} s"
+                    )
+                time.sleep(_POLL_S)
+            found.append(msgspec.json.decode(self.store.get(f"{what}/{rank}"), type=type(mine)))
+        return found
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this process ends, so that none waits for it."""
+        self.store.set(f"failed/{self._part.rank}", str(error) or type(error).__name__)
+
+    def _check_runs(self, rank: int) -> None:
+        """Whether a rank that was there has ended since."""
+        key = f"process/{rank}"
+        if self.store.check([key]):
+            found = self.store.get(key)
+            other = msgspec.json.decode(found, type=ProcessOfRank)
+            if rank in self._part.beside and other.attempt < self._attempt:
+                return  # it is started again too, and has not said so yet
+            if not is_alive(other.identity) and self.store.get(key) == found:
+                raise LostError(f"rank {rank} has ended while it loaded its part of the model")
+
+    def _check_failures(self) -> None:
+        for rank in range(self._part.ranks):
+            key = f"failed/{rank}"
+            if (
+                rank != self._part.rank
+                and self.store.check([key])
+                and (text := self.store.get(key).decode())
+            ):
+                raise OtherRankError(f"rank {rank} cannot load its part of the model: {text}")

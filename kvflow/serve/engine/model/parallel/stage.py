@@ -1,0 +1,210 @@
+"""Stages: every process calls the whole model with the same tokens and positions, and has only its
+own layers.
+
+In the place of other layers stand modules that return the hidden states they are given. So
+embeddings, masks, rotary tables and whatever else a model computes from tokens come out of its own
+code. The first own layer takes the hidden states that have been received, and the layer after the
+last own one ends the forward. While no step of `Neighbours` runs, nothing is received or sent: the
+stage is a small model by itself, as probe and self-test need it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.model.parallel.link import HiddenSink, HiddenSource
+
+
+class StageEnd(BaseException):
+    """Ends a forward after the last own layer; carries its hidden states.
+
+    No error, and not to be taken for one.
+    """
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__("the layers of this stage end here")
+        self.hidden = hidden
+
+
+class _Passage(threading.local):
+    """Where the forward that this thread runs has its hidden states from, and where they go."""
+
+    source: HiddenSource | None = None
+    sink: HiddenSink | None = None
+
+
+passage = _Passage()
+
+
+class _Convention:
+    """What the model's layers return: the hidden states, or a tuple of `length` that begins with
+    them.
+
+    An own layer shows it. Before one has run a tuple is returned: a model that expects none passes
+    it on as it is, to the next layer, while one that does would take a bare tensor apart without an
+    error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.length: int | None = 2  # None: no tuple
+        self._more: list[Any] = []  # what an own layer has just returned beside hidden states
+
+    def plain(self, hidden: Any) -> Any:
+        if isinstance(hidden, tuple):
+            self.length = None
+            return hidden[0]
+        return hidden
+
+    def learn(self, output: Any) -> None:
+        self.length = len(output) if isinstance(output, tuple) else None
+        self._more = [more for more in output[1:] if more is not None] if self.length else []
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the next layer is given.
+
+        Raises: MisuseError where it depends on more than hidden states.
+        """
+        if self._more and any(
+            value is more for value in (*args, *kwargs.values()) for more in self._more
+        ):
+            what = "its layers hand on more than hidden states"
+            raise MisuseError(f"model {self._name!r} cannot be cut into stages: {what}")
+        self._more = []
+
+
+class ForeignLayer(nn.Module):
+    """In the place of layer `index`, which another stage has.
+
+    `follows`: it comes right after this stage's last one.
+    """
+
+    def __init__(
+        self, layer: nn.Module, index: int, convention: _Convention, *, follows: bool
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self._convention, self._follows = convention, follows
+        for name, value in vars(layer).items():  # models read some before they call a layer
+            if isinstance(value, (str, int, float, bool)) and not name.startswith("_"):
+                setattr(self, name, value)
+        for name, buffer in layer.named_buffers():  # and some write them when they are made
+            *path, last = name.split(".")
+            inside: nn.Module = self
+            for step in path:
+                if step not in inside._modules:
+                    inside.add_module(step, nn.Module())
+                inside = inside.get_submodule(step)
+            inside.register_buffer(last, buffer, persistent=False)
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = self._convention.plain(hidden_states)
+        self._convention.check(args, kwargs)
+        if self._follows and passage.sink is not None:
+            raise StageEnd(hidden)
+        length = self._convention.length
+        return hidden if length is None else (hidden, *(None for _ in range(length - 1)))
+
+
+def decoder_layers(model: Any, name: str) -> nn.ModuleList:
+    """The list of the model's layers: the outermost that is as long as the configuration says.
+
+    Raises: MisuseError.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for inside in (model.get_decoder(), model):
+        found = [
+            (path, m)
+            for path, m in inside.named_modules()
+            if isinstance(m, nn.ModuleList) and len(m) == count
+        ]
+        if found:
+            layers: nn.ModuleList = min(found, key=lambda item: item[0].count("."))[1]
+            return layers
+    raise MisuseError(f"model {name!r} cannot be cut into stages: it has no list of {count} layers")
+
+
+def keep_layers(model: Any, own: range, name: str) -> None:
+    """Replace all but its `own` layers, in place. Raises: MisuseError."""
+    layers, convention = decoder_layers(model, name), _Convention(name)
+    for i in range(len(layers)):
+        if i not in own:
+            layers[i] = ForeignLayer(layers[i], i, convention, follows=i == own.stop)
+
+    def enter(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found = convention.plain(args[0] if args else kwargs["hidden_states"])
+        hidden = found if passage.source is None else passage.source.receive(found)
+        return (
+            ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+        )
+
+    def leave(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        convention.learn(output)
+
+    first = layers[own.start]
+    if own.start:
+        first.register_forward_pre_hook(enter, with_kwargs=True)
+    first.register_forward_hook(leave)
+    if len(own) > 1:
+        layers[own.start + 1].register_forward_pre_hook(
+            lambda _, args, kwargs: convention.check(args, kwargs), with_kwargs=True
+        )
+
+
+def is_stage(model: Any) -> bool:
+    return any(isinstance(module, ForeignLayer) for module in model.modules())
+
+
+def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
+    """A class of transformers whose models have only their `own` layers, so that no other weights
+    are read, and the configuration that it is loaded with. Raises: MisuseError."""
+    mapping = getattr(AutoModelForCausalLM, "_model_mapping", None)
+    if mapping is None:
+        raise MisuseError(
+            f"model {name!r} cannot be cut into stages with transformers "
+            f"{transformers.__version__}: it works with 5.23"
+        )
+    base = mapping[type(config)]
+    if isinstance(base, (list, tuple)):
+        base = base[0]
+    if getattr(base, "config_class", None) is type(config.get_text_config()):
+        config = config.get_text_config()
+
+    def init(self: Any, given: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, given, *args, **kwargs)
+        keep_layers(self, own, name)
+
+    return type(base.__name__, (base,), {"__init__": init, "__module__": base.__module__}), config
+
+
+def stock_cache(model: Any) -> DynamicCache:
+    """transformers' own cache.
+
+    Models ask its layer 0, or the first one of a kind, how long a sequence is, so in a stage layers
+    of its own stand for foreign ones: of the same kind where there are any."""
+    cache = DynamicCache(config=model.config.get_text_config())
+    foreign = {module.index for module in model.modules() if isinstance(module, ForeignLayer)}
+    own = [layer for i, layer in enumerate(cache.layers) if i not in foreign]
+    if not foreign or not own:
+        return cache
+    for i in foreign:
+        if i < len(cache.layers):
+            cache.layers[i] = _stand_in(cache.layers[i], own)
+    return cache
+
+
+def _stand_in(layer: Any, own: list[Any]) -> Any:
+    alike = [o for o in own if type(o) is type(layer)]
+    if not alike and isinstance(layer, CacheLayerMixin):
+        alike = [o for o in own if isinstance(o, CacheLayerMixin)]
+    return alike[0] if alike else layer

@@ -1,0 +1,224 @@
+"""Rings: the rows of a pool in which layers with a sliding window keep the K and V of their last
+tokens, and no others.
+
+A ring has one slot for each token of the window. The token at position p lies in slot p % window,
+in the place of the one that has just left the window. What an earlier request has left in a row is
+never read. A chunk that has failed cannot be computed again on the same row: some layers have given
+up what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvflow.serve.engine.model.batch import Batch, Span, divided
+from kvflow.serve.engine.model.device import Place
+from kvflow.serve.engine.model.probe import Layers
+
+GatherToKeep = Callable[[Hashable, torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""Reads as `Rings.read` does, for the next steps too; None where no more may be kept."""
+
+
+class RingLayers:
+    """Which layers of a model attend to keys of rings."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._windows = {i: layer.ring for i, layer in enumerate(layers) if layer}
+        self._rings = frozenset(self._windows.values()) - {0}
+
+    def window_of(self, layer: int, window: int) -> int:
+        """Slots of the ring whose keys a layer with a `window` attends to; 0 for keys of pages.
+
+        A layer that keeps nothing of its own attends to the keys of another one with the same
+        window.
+        """
+        if not self._rings:
+            return 0
+        found = self._windows.get(layer)
+        return (window if window in self._rings else 0) if found is None else found
+
+
+class RingBatch(Batch):
+    """A batch whose keys stand in the order of their slots: a row that has not filled its ring is
+    padded on the right, and each step fills one slot more."""
+
+    def __init__(
+        self, q0: int, ends: list[int], k0: int, window: int, width: int, place: Place
+    ) -> None:
+        """`ends` ascend: the number of tokens that each row has with the new one."""
+        lengths = [min(end, window) for end in ends]
+        super().__init__(q0, lengths, k0, width - lengths[-1], place=place)
+        self._ends, self._window = ends, window
+
+    def later(self, steps: int) -> RingBatch:
+        ends = [end + steps for end in self._ends]
+        return RingBatch(self.q0, ends, self.k0, self._window, self.width, self._place)
+
+    def positions(self) -> NDArray[np.int64]:
+        """[rows, width]: the slot of every key; padding repeats the row's own first one."""
+        columns = np.arange(self.width)
+        return np.where(columns < np.array(self.lengths)[:, None], columns, 0)
+
+    def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """As of any batch, and `last` is all `keys`: those of a ring are what its window holds."""
+        if self.keys == self.lengths[0]:
+            return None
+        if dtype not in self._masks:
+            padding = self._place(np.arange(self.keys) >= np.array(self.lengths)[:, None])
+            mask = torch.zeros(padding.shape, dtype=dtype, device=padding.device)
+            self._masks[dtype] = mask.masked_fill_(padding, float("-inf"))
+        return self._masks[dtype][:, None, None]
+
+
+class Rings:
+    """What a step does with rings of one size: `write_*` int64 [tokens], the row and slot of every
+    new token that is written; `written`, which of the new tokens these are, None for all; `new_at`,
+    where the new tokens stand among the keys, which `spans` or `batches` divide as those of a step.
+    """
+
+    write_rows: torch.Tensor
+    write_slots: torch.Tensor
+    new_at: torch.Tensor
+    written: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.batches: list[RingBatch] = []
+        self._gathers: dict[tuple[int, int], torch.Tensor] = {}
+
+    def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:
+        """As `Step.gather`, where a ring is `ring_rows` rows from the next one.
+
+        What is gathered for a new token means nothing: its own states take that place."""
+        raise NotImplementedError
+
+    def kept(self, stream: Hashable) -> torch.Tensor | None:
+        """States of `stream` [keys, heads * dim] that an earlier step has gathered, without those
+        of this step.
+        """
+        return None
+
+    def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Those `rows` of its `slots` [any, heads * dim].
+
+        `kept` may return them in the next step.
+        """
+        return slots.index_select(0, rows)
+
+
+class ChunkRings(Rings):
+    """Rings in a step with prompt chunks: each row's earlier keys are read before its new tokens
+    take their slots; where there are more of these than slots, only the last ones are written."""
+
+    def __init__(
+        self, window: int, rows: list[int], starts: list[int], ends: list[int], place: Place
+    ) -> None:
+        """`rows` of the pool, and the positions of the new tokens of each: from `starts` to before
+        `ends`.
+        """
+        super().__init__()
+        self._place = place
+        self._read: tuple[NDArray[Any], NDArray[Any]] | None = None
+        reads, writes = (
+            starts,
+            [max(start, end - window) for start, end in zip(starts, ends, strict=True)],
+        )
+        if any(starts):  # else the new states are all there is
+            reads = [max(0, start + 1 - window) for start in starts]
+            self._read = (
+                np.repeat(np.array(rows), np.subtract(ends, reads)),
+                _ranges(reads, ends) % window,
+            )
+        self.write_rows = place(np.repeat(np.array(rows), np.subtract(ends, writes)))
+        self.write_slots = place(_ranges(writes, ends) % window)
+        written, new_at, q0, k0 = [], [], 0, 0
+        for start, read, write, end in zip(starts, reads, writes, ends, strict=True):
+            q1, k1 = q0 + end - start, k0 + end - read
+            self.spans.append(Span(q0, q1, k0, k1))
+            new_at.append(np.arange(k1 + start - end, k1))
+            written.append(np.arange(q1 + write - end, q1))
+            q0, k0 = q1, k1
+        self.new_at = place(np.concatenate(new_at))
+        if writes != starts:
+            self.written = place(np.concatenate(written))
+
+    def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:
+        if self._read is None:
+            return None
+        found = self._gathers.get((ring_rows, slot_rows))
+        if found is None:
+            rows, slots = self._read
+            found = self._gathers[ring_rows, slot_rows] = self._place(
+                rows * ring_rows + slots * slot_rows
+            )
+        return found
+
+
+class DecodeRings(Rings):
+    """Rings in `ahead.DecodeSteps`: what the first step has gathered holds, slot by slot, what lies
+    in the rings, and each step puts its new tokens into both."""
+
+    def __init__(
+        self,
+        window: int,
+        rows: list[int],
+        ends: list[int],
+        steps: int,
+        gather_to_keep: GatherToKeep,
+        place: Place,
+    ) -> None:
+        """`ends`: of the first of so many `steps`, see `RingBatch`."""
+        super().__init__()
+        self._rows, self._place = np.array(rows), place
+        self._steps, self._gather_to_keep = steps, gather_to_keep
+        self._kept: dict[Hashable, torch.Tensor] = {}
+        self._plan: list[RingBatch] = []
+        for first, end in divided([min(end, window) for end in ends]):
+            k0, width = (
+                self._plan[-1].k1 if self._plan else 0,
+                min(ends[end - 1] + steps - 1, window),
+            )
+            self._plan.append(RingBatch(first, ends[first:end], k0, window, width, place))
+        self._filling = ends[0] < window
+        slots = (np.arange(-1, steps - 1)[:, None] + np.array(ends)) % window
+        self._new_at = place(
+            np.concatenate([b.k0 + np.arange(b.rows) * b.width for b in self._plan]) + slots
+        )
+        self._slots, self.write_rows = place(slots), place(self._rows)
+        self.show(0)
+
+    def show(self, at: int) -> None:
+        """Become the rings of the step that is so many after the first."""
+        self.batches = [batch.later(at) for batch in self._plan]
+        self.write_slots, self.new_at = self._slots[at], self._new_at[at]
+        if self._filling:
+            self._gathers.clear()
+
+    def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:
+        found = self._gathers.get((ring_rows, slot_rows))
+        if found is None:
+            starts = self._rows * ring_rows
+            places = [starts[b.q0 : b.q1, None] + b.positions() * slot_rows for b in self.batches]
+            found = self._place(np.concatenate([p.reshape(-1) for p in places]))
+            self._gathers[ring_rows, slot_rows] = found
+        return found
+
+    def kept(self, stream: Hashable) -> torch.Tensor | None:
+        return self._kept.get(stream)
+
+    def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        found = self._gather_to_keep(stream, slots, rows)
+        if found is None:
+            return super().read(stream, slots, rows)
+        if self._steps > 1:
+            self._kept[stream] = found
+        return found
+
+
+def _ranges(starts: list[int], ends: list[int]) -> NDArray[np.int64]:
+    return np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])

@@ -1,0 +1,236 @@
+"""A model over one pool: one forward over any mix of prompt chunks and decoding sequences.
+
+Runs in the model thread. It reads and writes only pages and pool rows of the sequences that it is
+given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.differences import differences
+from kvflow.protocols.pages.layout import build_layout
+from kvflow.serve.engine.model.ahead import DecodeSteps, KeptMemory
+from kvflow.serve.engine.model.attention import NAME
+from kvflow.serve.engine.model.device import place_on
+from kvflow.serve.engine.model.paged_cache import PagedCache
+from kvflow.serve.engine.model.parallel.neighbours import ALONE, Neighbours
+from kvflow.serve.engine.model.parallel.stage import StageEnd
+from kvflow.serve.engine.model.probe import Layers, cache_argument, have_rows, kinds_of
+from kvflow.serve.engine.model.rings import RingLayers
+from kvflow.serve.engine.model.step import Row, Step, current
+
+
+class Runner:
+    """`packed` mode is one row with kvflow's attention function; otherwise the model's own
+    attention, left-padded.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Layers,
+        pool: PagedPool,
+        *,
+        packed: bool,
+        neighbours: Neighbours = ALONE,
+    ) -> None:
+        """`neighbours`: where the model is a part.
+
+        A pool may have the streams of other shards beside.
+
+        Raises: LayoutError when the pool's streams are not the model's.
+        """
+        kinds = kinds_of(layers)
+        wanted = build_layout(
+            kinds,
+            page_size=pool.layout.page_size,
+            num_pages=pool.layout.num_pages,
+            num_rows=int(have_rows(layers)),
+            fingerprint=pool.layout.fingerprint,
+        )
+        partly = any(int(kind.whole) or int(kind.replicas) > 1 for kind in kinds)
+        if found := differences(wanted, pool.layout, ("model", "pool"), partly=partly):
+            raise LayoutError("the pool does not fit the model: " + "; ".join(found))
+        parameters = inspect.signature(model.forward).parameters
+        self._model, self._packed, self._rings, self._neighbours = (
+            model,
+            packed,
+            RingLayers(layers),
+            neighbours,
+        )
+        self._has_states = any(layer.has_states for layer in layers if layer)
+        self._cache_argument = cache_argument(model) or ""
+        self._attends = any(layer.keys for layer in layers if layer)
+        self._takes_positions, self._takes_keep = (
+            "position_ids" in parameters,
+            "logits_to_keep" in parameters,
+        )
+        self._page_size, self.device = pool.layout.page_size, torch.device(pool.device)
+        self._place = place_on(self.device)
+        self._cache = PagedCache(layers, pool)
+        self._ahead: DecodeSteps | None = None
+        self._memory = KeptMemory()
+        self._with_hidden = False
+
+    @torch.inference_mode()
+    def forward(self, rows: list[Row]) -> torch.Tensor:
+        """Compute every row's new tokens.
+
+        Returns logits [tokens that they are asked for, vocabulary], in row order; a stage that is
+        not the last returns none [0, any].
+
+        Every sequence must have pages for all of its tokens, the new ones included, and a row of a
+        pool with rows. All processes of a model are given the same rows, in the same order. Raises:
+        LostError when one of them is gone, or the step was aborted.
+        """
+        with self._neighbours.step(rows):
+            logits = self._forward_packed(rows) if self._packed else self._forward_each_length(rows)
+        return logits if self._neighbours.returns_logits else logits[:0]
+
+    def _forward_each_length(self, rows: list[Row]) -> torch.Tensor:
+        """Decoding rows in one left-padded batch, chunks of prompts one by one."""
+        decoding = [r for r in rows if r.new == 1 and r.sequence.computed]
+        parts: dict[int, torch.Tensor] = {}
+        if decoding:
+            logits = self._forward_padded(decoding)
+            parts.update((id(r.sequence), logits[i : i + 1]) for i, r in enumerate(decoding))
+        for r in rows:
+            if r.new > 1 or not r.sequence.computed:
+                parts[id(r.sequence)] = self._forward_padded([r])
+        return torch.cat(
+            [parts[id(r.sequence)] for r in rows if r.logits]
+            or [torch.empty(0, 1, device=self.device)]
+        )
+
+    def forward_with_hidden(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, and for the same tokens what the model's output layer reads [tokens,
+        hidden]: its last hidden states, in the dtype of the logits."""
+        self._with_hidden = True
+        try:
+            both = self.forward(rows)
+        finally:
+            self._with_hidden = False
+        width = both.shape[-1] - hidden_size_of(self._model) if both.shape[0] else both.shape[-1]
+        return both[:, :width], both[:, width:]
+
+    def rest(self) -> None:
+        """No step follows soon: let go of what was gathered for the next one."""
+        self._ahead, self._memory = None, KeptMemory()
+        self._neighbours.rest()
+
+    def _forward_packed(self, rows: list[Row]) -> torch.Tensor:
+        step = self._packed_step(rows)
+        current.step, current.rings = step, self._rings
+        self._cache.step = step
+        try:
+            logits = self._call(step.ids[None], step.positions[None], step.logits_to_keep, None)
+        finally:
+            current.step = None
+        if self._takes_keep or isinstance(step.logits_to_keep, int):
+            return logits
+        return logits[step.logits_to_keep]
+
+    def _packed_step(self, rows: list[Row]) -> Step:
+        if self._ahead is not None and self._ahead.advance(rows):
+            return self._ahead
+        self._ahead = None
+        if all(r.new == 1 and r.sequence.computed for r in rows):
+            self._ahead = DecodeSteps(rows, self._page_size, self._place, self._memory)
+            return self._ahead
+        step = Step(rows, self._page_size, self._place)
+        step.pack()
+        return step
+
+    def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
+        step = Step(rows, self._page_size, self._place)
+        new = rows[0].new
+        # No keys, so none of padding; and mamba would multiply a mask with the new tokens.
+        if not self._attends:
+            step.batch, mask = len(rows), None
+        elif (mask := step.pad(new)) is None and not self._takes_positions:
+            mask = torch.ones(step.batch, step.past + new, dtype=torch.long, device=self.device)
+        self._cache.step = step
+        count = max(1, rows[0].logits)
+        # In one batch all have a state, or none: a prompt's chunk is a batch of its own.
+        places = self._place(
+            np.concatenate([rows[i].sequence.rows for i in step.order]).astype(np.int64)
+        )
+        if self._has_states:
+            self._cache.states.gather(places, new=not rows[0].sequence.computed)
+        logits = self._call(
+            step.ids.view(step.batch, new), step.positions.view(step.batch, new), count, mask
+        )
+        if self._has_states:
+            self._cache.states.scatter(places)
+        return logits[step.last] if step.batch > 1 else logits[-count:]
+
+    def _call(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [kept tokens, vocabulary] of a packed row, or of the last token of each padded
+        one.
+        """
+        more: dict[str, Any] = {"attention_mask": mask, self._cache_argument: self._cache}
+        if self._takes_positions:
+            more["position_ids"] = positions
+        if self._takes_keep:
+            more["logits_to_keep"] = keep
+        seen: list[torch.Tensor] = []
+        hook = _on_hidden(self._model, seen.append) if self._with_hidden else None
+        try:
+            logits: torch.Tensor = self._model(input_ids=ids, use_cache=True, **more).logits
+        except StageEnd as end:
+            self._neighbours.send(end)
+            return torch.zeros(
+                ids.shape[0] if ids.shape[0] > 1 else ids.shape[1], 1, device=ids.device
+            )
+        finally:
+            if hook is not None:
+                hook.remove()
+        if seen:  # side by side, so that every choice of tokens below is one of both
+            hidden = seen[0].to(logits.dtype).reshape(*logits.shape[:-1], seen[0].shape[-1])
+            logits = torch.cat((logits, hidden), dim=-1)
+        return logits[:, -1] if ids.shape[0] > 1 else logits[0]
+
+
+def hidden_size_of(model: Any) -> int:
+    """What the model's output layer reads of a token; 0 where that is not to be had."""
+    return int(getattr(model.get_output_embeddings(), "in_features", 0))
+
+
+def _on_hidden(model: Any, see: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """What the output layer reads, of this thread's forwards: other runners may use the model in
+    theirs.
+    """
+    mine = threading.get_ident()
+
+    def seen(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if threading.get_ident() == mine:
+            see(given[0])
+
+    hook: RemovableHandle = model.get_output_embeddings().register_forward_pre_hook(seen)
+    return hook
+
+
+def set_packed(model: Any, packed: bool) -> bool:
+    """Switch the model to kvflow's attention function or back to its own; False when the model does
+    not allow it.
+    """
+    if packed:
+        model.set_attn_implementation(NAME)
+        return bool(model.config.get_text_config()._attn_implementation == NAME)
+    if model.config.get_text_config()._attn_implementation == NAME:
+        model.set_attn_implementation(
+            "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+        )
+    return True

@@ -1,0 +1,75 @@
+"""Running work in the one model thread, and waiting for its end in every case (I11, I12, I13)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from kvflow.aio import run_to_end
+from kvflow.protocols.pages.layout import Places, PoolLayout
+from kvflow.protocols.ports import PageStore
+from kvflow.serve.engine.model import sequence
+
+if TYPE_CHECKING:  # the simulator of whole nodes has steps, and needs no torch
+    import torch
+
+T = TypeVar("T")
+
+
+class ModelThread:
+    """The steps of one engine.
+
+    Pages and rows of a running step are held: those of an aborted request become free when it has
+    ended.
+
+    A step has ended when the thread has returned, its device has run all that the step has queued
+    there, and no other process reads or writes for it.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        places: PageStore,
+        layout: PoolLayout,
+        device: torch.device | None = None,
+        wait_for_others: Callable[[], None] | None = None,
+    ) -> None:
+        """`device`: None where nothing of a step runs on after it has returned.
+
+        `wait_for_others` blocks until the other processes that take part in steps over these pages
+        have ended them, or have ended themselves."""
+        self._executor, self._places, self._layout, self._device = executor, places, layout, device
+        self._wait_for_others = wait_for_others
+
+    async def run(self, sequences: Sequence[sequence.Sequence], work: Callable[[], T]) -> T:
+        """Run `work` in the thread, to its end even if this coroutine is cancelled.
+
+        Raises: what `work` raises.
+        """
+        pages, rows = (
+            np.concatenate([s.pages for s in sequences]),
+            np.concatenate([s.rows for s in sequences]),
+        )
+        held = self._layout.numbered(Places(pages, rows))
+        self._places.hold(held)
+        try:
+            return await run_to_end(
+                asyncio.get_running_loop().run_in_executor(self._executor, self._whole, work)
+            )
+        finally:
+            self._places.unhold(held)
+
+    def _whole(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        finally:  # a step that failed half-way has queued some of its writes
+            if self._device is not None:
+                from kvflow.serve.engine.model.device import wait_for
+
+                wait_for(self._device)
+            if self._wait_for_others is not None:
+                self._wait_for_others()

@@ -1,0 +1,472 @@
+"""A rank that follows the first one: it runs the steps it is told of, and sends its own pages to
+decode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+
+from kvflow.aio import all_ended
+from kvflow.protocols.cache.choices import PrefetchPolicy
+from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, LostError, WireError
+from kvflow.protocols.ports import ControlSocket
+from kvflow.serve.engine.model.sequence import Prompt, Sequence
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.ranks.followed import Followed, FollowedRoom
+from kvflow.serve.engine.ranks.leading import Neighbours
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
+from kvflow.serve.engine.scheduler.turn import Loads
+
+log = logging.getLogger("kvflow.serve.engine")
+RECHECK_S = 0.005  # how often pages are looked for that rooms free without a word
+STATUS_S = 0.2
+_Between = wire.Drop | wire.Preempt | wire.Keep | wire.Find | wire.Flush
+"""What the first rank says between steps."""
+
+
+class _GenerationOverError(Exception):
+    """Leave what is being done for it."""
+
+
+class StepFollower:
+    """The steps of one rank that is not the first.
+
+    A request's places are taken with the first step that names it, in the order of the steps, which
+    is the same at every rank; they are given back when the first rank preempts it or says that no
+    further step will name it, or the generation is over. A request that has failed here is computed
+    all the same until then: the other ranks count on it. Nothing of it leaves before the group has
+    started it. What the cache has of it is loaded from the host and locked when the first rank
+    asks; the step that names it first says how much of that all ranks have.
+    """
+
+    def __init__(
+        self,
+        steps: PrefillSteps,
+        socket: ControlSocket,
+        *,
+        hello: wire.Hello,
+        status: Callable[[], wire.Status],
+        neighbours: Neighbours,
+        eos_ids: frozenset[int],
+        shards: int = 1,
+        tells_openings: bool = False,
+        owner: Hashable = "prefill",
+        prefetch: PrefetchPolicy = "timeout",
+    ) -> None:
+        """`shards`: ranks of each stage.
+
+        `tells_openings`: the first rank may begin requests early. `prefetch`: how long an answer to
+        the first rank waits for what is loaded."""
+        self._shards, self._tells_openings = shards, tells_openings
+        self.steps, self._socket, self._neighbours = steps, socket, neighbours
+        self._hello, self._status, self._eos_ids = hello, status, eos_ids
+        self._owner = owner
+        self.requests: dict[int, Followed] = {}  # by ticket
+        self._loads = Loads(steps, prefetch, self._answer)
+        # Of what is being loaded, by ticket: the numbers that answers name.
+        self._questions: dict[int, int] = {}
+        self.failed_steps = self.dropped = 0
+        self._dropped_ahead: set[int] = set()  # before they were opened here
+        self._opened = 0  # the last ticket
+        self._generation = self._step = 0
+        self._open = self._over = self._stepping = self._finishing = False
+        self.unusable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets an error when no other generation can begin in this process."""
+        self._failed = 0  # the generation in which a step failed here
+        self._queue: deque[wire.Plan | _Between] = deque()
+        self._wake = asyncio.Event()
+        if steps.cache is not None:
+            steps.cache.on_copied = self._wake.set
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing = False
+
+    async def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._read(), name="kvflow-steps-read"),
+            asyncio.create_task(self._run(), name="kvflow-steps-run"),
+            asyncio.create_task(self._tell(), name="kvflow-steps-status"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+        self._say_hello()
+
+    async def close(self) -> None:
+        """Return when the running step has ended, even if this coroutine is cancelled (I12)."""
+        self._closing = True  # with the generation, so that whoever waits for it goes on
+        self._end(Cause(Code.SHUTDOWN, "this rank is shutting down"))
+        self._wake.set()
+        for task in (self._tasks[0], self._tasks[2]) if self._tasks else ():
+            task.cancel()
+        try:
+            await all_ended(self._tasks)
+        finally:
+            await self._loads.close()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """The first rank hears by the end of this process: without any of them it would wait for
+        ever.
+        """
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s ended", task.get_name(), exc_info=error)
+            self._give_up(
+                LostError(f"the steps of this rank have ended: {type(error).__name__}: {error}")
+            )
+
+    def _give_up(self, error: KvflowError) -> None:
+        if not self.unusable.done():
+            self.unusable.set_exception(error)
+
+    # --- requests
+
+    def add(
+        self,
+        ticket: int,
+        room: FollowedRoom,
+        prompt: Prompt,
+        params: SamplingParams,
+        namespace: Namespace = ANY,
+    ) -> None:
+        """A request has been opened, whose tickets count up."""
+        self._opened = max(self._opened, ticket)
+        dropped = ticket in self._dropped_ahead
+        self._dropped_ahead = {ahead for ahead in self._dropped_ahead if ahead > ticket}
+        if dropped:
+            return
+        self.requests[ticket] = Followed(room, prompt, params, namespace)
+        if self._tells_openings:
+            self._socket.send(wire.encode(wire.Opened(ticket=ticket)))
+
+    def started(self, ticket: int) -> None:
+        """The group has decided that it starts."""
+        if found := self.requests.get(ticket):
+            found.started = True
+            self._send_computed(found)
+
+    def _keep(self, ticket: int) -> None:
+        if found := self.requests.get(ticket):
+            found.kept = True
+            self._send_computed(found)
+
+    def _send_computed(self, found: Followed) -> None:
+        """What was computed before it could leave."""
+        if found.request is not None and found.may_send:
+            found.request.sent_pages = found.room.prefix_tokens // self.steps.layout.page_size
+            self._send(found.request)
+
+    # --- the first rank
+
+    async def _read(self) -> None:
+        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
+        (I7).
+        """
+        while True:
+            for _, frame in await self._socket.receive():
+                try:
+                    self._receive(wire.parse_at_others(frame))
+                except WireError:
+                    self.dropped += 1
+                except Exception:
+                    self.dropped += 1
+                    log.exception("a message of the first rank failed")
+
+    def _receive(self, message: wire.ToOthers) -> None:
+        if isinstance(message, wire.Begin):
+            self._begin(message)
+        elif isinstance(message, wire.End):
+            if message.generation == self._generation:
+                self._end(message.cause, message.failed)
+        elif isinstance(message, wire.Plan | wire.Find) and not (
+            self._open and message.generation == self._generation
+        ):
+            self.dropped += 1
+        elif isinstance(message, wire.Keep) and not self._awaits_preemption(message.ticket):
+            # At once: what is computed need not wait for the steps before it.
+            self._keep(message.ticket)
+        else:
+            self._queue.append(message)
+            self._wake.set()
+
+    def _begin(self, message: wire.Begin) -> None:
+        if self._open or message.generation <= self._generation:
+            self.dropped += 1
+            return
+        try:
+            self._neighbours.begin(message.generation)
+        except KvflowError as error:
+            self._give_up(error)
+            return
+        self._generation, self._step, self._open = message.generation, 0, True
+
+    def _end(self, cause: Cause, failed: int | None = None) -> None:
+        """Leave the step that runs; `_run` forgets what it named when it has ended, and says hello.
+
+        The shards of the first stage run what was announced to its end: the first rank, which is
+        one of them, has begun it, and waits for them within each layer.
+        """
+        if self._open:
+            self._open, self._over = False, True
+            self._finishing = self._shards > self._hello.rank and (
+                failed is None or failed >= self._shards
+            )
+            log.warning("generation %d of steps has ended: %s", self._generation, cause)
+            if self._stepping or self._finishing:
+                self._neighbours.abort(shards=not self._finishing)
+            self._wake.set()
+
+    def _say_hello(self) -> None:
+        if self._neighbours.broken:
+            self._give_up(LostError("the shards of this stage have lost each other"))
+            return
+        self._socket.send(wire.encode(self._hello))
+
+    async def _tell(self) -> None:
+        """What this rank has now, when it has changed."""
+        told: wire.Status | None = None
+        while True:
+            now = self._status()
+            if now != told:
+                self._socket.send(wire.encode(now))
+                told = now
+            await asyncio.sleep(STATUS_S)
+
+    # --- steps
+
+    async def _run(self) -> None:
+        while not self._closing:
+            self._wake.clear()
+            if self._over and not (self._finishing and self._queue):
+                self._over = self._finishing = False
+                self._forget()
+                self._say_hello()
+            if not self._queue:
+                self.steps.runner.rest()
+                await self._wake.wait()
+                continue
+            message = self._queue.popleft()
+            if not isinstance(message, wire.Plan):
+                self._apply(message)
+                continue
+            if message.generation == self._failed:
+                continue
+            try:
+                await self._execute(message)
+            except _GenerationOverError:
+                continue
+            except Exception as error:  # noqa: BLE001
+                # Of whatever kind, the others must hear of it.
+                if self._open:  # else the step was broken off
+                    self._report_failure(error)
+        self._forget()
+
+    def _report_failure(self, error: Exception) -> None:
+        """The others wait for what will not come: the first rank ends the generation."""
+        self.failed_steps += 1
+        self._failed = self._generation
+        log.exception("a prefill step failed")
+        cause = Cause(Code.ENGINE_ERROR, f"prefill step failed: {type(error).__name__}")
+        if isinstance(error, KvflowError):
+            cause = error.cause()
+        self._socket.send(wire.encode(wire.StepFailed(generation=self._generation, cause=cause)))
+
+    def _forget(self) -> None:
+        """The generation is over, and no step runs: give back what it had taken.
+
+        Their rooms end by the group.
+        """
+        messages, self._queue = self._queue, deque()
+        for message in messages:
+            if not isinstance(message, wire.Plan | wire.Find):
+                self._apply(message)
+        for ticket, found in list(self.requests.items()):
+            if found.request is not None:
+                self._drop(ticket)
+
+    def _apply(self, message: _Between) -> None:
+        """What the first rank said between two steps."""
+        if isinstance(message, wire.Drop):
+            self._drop(message.ticket, succeeded=message.succeeded)
+        elif isinstance(message, wire.Keep):
+            self._keep(message.ticket)
+        elif isinstance(message, wire.Find):
+            self._find(message)
+        elif isinstance(message, wire.Flush):
+            self._flush()
+        elif found := self.requests.get(message.ticket):
+            self._give_back(found)
+
+    def _awaits_preemption(self, ticket: int) -> bool:
+        return any(
+            isinstance(message, wire.Preempt) and message.ticket == ticket
+            for message in self._queue
+        )
+
+    def _find(self, message: wire.Find) -> None:
+        """In the order of the steps: what they have left is cached, and what is locked fits beside
+        all others, as does what is loaded."""
+        found = self.requests.get(message.ticket)
+        if found is None or found.request is not None:
+            self._socket.send(wire.encode(wire.Found(number=message.number, tokens=0)))
+            return
+        found.request = request = self._new_request(message.ticket, found)
+        self.steps.find(request, message.tokens)
+        self._questions[message.ticket] = message.number
+        if not self._loads.begin(request):
+            self._answer(request)
+
+    def _answer(self, request: PrefillRequest) -> None:
+        """It holds what the cache has of it."""
+        tokens = 0 if request.prefix is None else request.prefix.tokens
+        number = self._questions.pop(request.ticket)
+        self._socket.send(wire.encode(wire.Found(number=number, tokens=tokens)))
+
+    def _give_back(self, found: Followed) -> None:
+        """Its places, or what it holds of the cache; nothing more is loaded for it. Idempotent."""
+        request, found.request = found.request, None
+        if request is not None:
+            self._loads.stop(request)
+            self._questions.pop(request.ticket, None)
+            self.steps.give_back(request)
+
+    def _flush(self) -> None:
+        if self.steps.cache is not None:
+            self.steps.cache.flush()
+        for found in self.requests.values():
+            if found.request is not None and not found.request.sequence.page_count:
+                self._give_back(found)
+
+    def _drop(self, ticket: int, *, succeeded: bool = False) -> None:
+        found = self.requests.pop(ticket, None)
+        if found is None:
+            if ticket > self._opened:
+                self._dropped_ahead.add(ticket)
+        elif found.request is not None:
+            if succeeded:
+                self.steps.keep(found.request)
+            self._give_back(found)
+
+    async def _execute(self, plan: wire.Plan) -> None:
+        """Run one step.
+
+        Raises: PeerError for one that cannot be meant, whatever the model raises.
+        """
+        self._step += 1
+        if plan.step != self._step:
+            raise WireError(
+                f"step {plan.step} of generation {plan.generation} came instead of {self._step}"
+            )
+        if len({row.ticket for row in plan.rows}) != len(plan.rows):
+            raise WireError(f"step {plan.step} names a request twice")
+        requests = [await self._ready(row) for row in plan.rows]
+        rows = [
+            _row(planned, request) for planned, request in zip(plan.rows, requests, strict=True)
+        ]
+        self._stepping = True
+        try:
+            await self.steps.run(rows, requests)
+        finally:
+            self._stepping = False
+        for request in requests:
+            if request.choice is not None:
+                token = self.steps.token_out(request, request.choice)
+                report = wire.FirstToken(
+                    generation=plan.generation, step=plan.step, ticket=request.ticket, token=token
+                )
+                self._socket.send(wire.encode(report))
+            if self.requests[request.ticket].may_send:
+                self._send(request)
+
+    def _send(self, request: PrefillRequest) -> None:
+        try:
+            self.steps.send(request)
+        except KvflowError as error:
+            request.room.close(error.cause())
+        except Exception as error:  # an error of one room must not end the others
+            self.failed_steps += 1
+            log.exception("sending pages failed")
+            request.room.close(
+                Cause(Code.ENGINE_ERROR, f"sending pages failed: {type(error).__name__}")
+            )
+
+    async def _ready(self, row: wire.PlannedRow) -> PrefillRequest:
+        """A request, and its places. Raises: WireError, CapacityError."""
+        found = self.requests.get(row.ticket)
+        if found is None:
+            raise WireError(f"a step names request {row.ticket}, which there is not")
+        request = found.request = found.request or self._new_request(row.ticket, found)
+        if self._loads.is_running(request):
+            raise WireError(
+                f"a step names request {row.ticket}, and this rank has not said yet what it has of "
+                "it"
+            )
+        if not request.sequence.page_count:
+            await self._take_places(request, row.start)
+            if found.may_send and request.cached_tokens:
+                self._send(request)
+        if request.sequence.computed != row.start:
+            text = f"a step begins at token {row.start} of request {row.ticket}, and this rank at"
+            raise WireError(f"{text} {request.sequence.computed}")
+        return request
+
+    async def _take_places(self, request: PrefillRequest, start: int) -> None:
+        """All that it needs, beside what is cached of its first `start` tokens.
+
+        Raises: CapacityError.
+        """
+        self.steps.agree(request, start)
+        missing = request.sequence.pages_missing(request.sequence.prompt_length)
+        if missing > self.steps.pages.capacity:
+            size = self.steps.layout.page_size
+            raise CapacityError(
+                "prompt tokens in this rank's pool",
+                missing * size,
+                self.steps.pages.capacity * size,
+            )
+        while max(self.steps.short_of(request)) > 0:
+            await self._look_again()
+        self.steps.take_places(request)
+        self.steps.count(request)
+
+    def _new_request(self, ticket: int, found: Followed) -> PrefillRequest:
+        sequence = Sequence((self._owner, ticket), found.prompt, 0, self.steps.layout.page_size)
+        request = PrefillRequest(
+            sequence,
+            found.room,
+            found.params,
+            self._eos_ids,
+            ticket=ticket,
+            namespace=found.namespace,
+        )
+        if found.may_send:
+            request.sent_pages = found.room.prefix_tokens // sequence.page_size
+        return request
+
+    async def _look_again(self) -> None:
+        """Soon, or when something has changed. Raises: _GenerationOverError."""
+        self._check_open()
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECHECK_S):
+                await self._wake.wait()
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if not (self._open or self._finishing) or self._closing:
+            raise _GenerationOverError
+
+
+def _row(planned: wire.PlannedRow, request: PrefillRequest) -> Row:
+    left = request.sequence.prompt_length - request.sequence.computed
+    if planned.count > left or planned.logits > planned.count:
+        text = (
+            f"{planned.count} tokens and {planned.logits} logits of request {planned.ticket}, "
+            f"{left} tokens are left"
+        )
+        raise WireError(f"a step asks for {text}")
+    return Row(request.sequence, planned.count, planned.logits)

@@ -1,0 +1,280 @@
+"""Requests that several prefill ranks serve together, as the first rank sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from kvflow.aio import all_ended
+from kvflow.handlers.group import GroupRequest, LeaderShell, MemberShell, RankRequest
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.protocols.arguments import CheckedPrompt
+from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.serve.engine.model.sequence import Prompt
+from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.ranks.leading import StepLeader
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
+
+log = logging.getLogger("kvflow.serve.engine")
+
+
+class _Asked:
+    """One request of a client.
+
+    `computing` once it is open at this rank, and `started` by the group; `unopened` are the ranks
+    where it is not known to be open."""
+
+    __slots__ = (
+        "computing",
+        "group",
+        "namespace",
+        "params",
+        "prompt",
+        "started",
+        "token",
+        "unopened",
+    )
+
+    def __init__(
+        self,
+        group: GroupRequest,
+        prompt: Prompt,
+        params: SamplingParams,
+        namespace: Namespace,
+        world_size: int,
+    ) -> None:
+        self.group, self.prompt, self.params, self.namespace = group, prompt, params, namespace
+        self.unopened = set(range(world_size))
+        self.computing: PrefillRequest | None = None
+        self.started = False
+        self.token: asyncio.Future[TokenOut] = asyncio.get_running_loop().create_future()
+
+
+class PrefillGroup:
+    """Opens requests at every rank, and tells this rank's engine of those that are open everywhere,
+    and that start.
+    """
+
+    def __init__(
+        self, leader: LeaderShell, member: MemberShell, engine: PrefillEngine, steps: StepLeader
+    ) -> None:
+        self._leader, self._member, self._engine, self._steps = leader, member, engine, steps
+        self._asked: dict[int, _Asked] = {}  # by ticket
+        self._serving: set[asyncio.Task[TokenOut]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._start_requests(), name="kvflow-group-start")
+
+    async def close(self) -> None:
+        """End every request."""
+        for asked in self._asked.values():
+            asked.group.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
+        try:
+            await all_ended(self._serving)
+        finally:
+            if self._task is not None:
+                self._task.cancel()
+                await all_ended([self._task])
+
+    @property
+    def unavailable_reason(self) -> str:
+        """Why no request can be served now; empty when one can."""
+        return self._leader.leader.unavailable_reason or self._steps.unavailable_reason
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What one request may ask for: the smallest pool of all ranks has to hold its prompt."""
+        return self._engine.limits.within(self._steps.most_places[0])
+
+    @property
+    def running(self) -> int:
+        return len(self._asked)
+
+    async def prefill(
+        self,
+        room: int,
+        prompt: Prompt,
+        checked: CheckedPrompt,
+        params: SamplingParams,
+        deadline_s: float,
+        on_open: Callable[[GroupRequest], None] = lambda request: None,
+        *,
+        namespace: Namespace = ANY,
+    ) -> TokenOut:
+        """Compute `prompt` on all ranks and send its pages; returns the first token when all have
+        landed everywhere. Where ranks have caches, it begins with what all of them have under
+        `namespace`.
+
+        A cancellation ends it on all ranks. Raises: MisuseError, CapacityError, LostError while a
+        rank is missing: then decode's half has been refused. Later by what failed it, once for the
+        group.
+        """
+        try:
+            self._check(prompt, params)
+        except KvflowError as error:
+            self.refuse(room, error.cause())
+            raise
+        ids = np.ascontiguousarray(prompt, dtype="<u4").tobytes()
+        request = wire.GroupPrompt(
+            ids=ids,
+            digest=checked.digest,
+            params=params,
+            deadline_s=deadline_s,
+            namespace=namespace,
+        )
+        opened = self._leader.open(room, wire.encode(request))
+        asked = self._asked[opened.ticket] = _Asked(
+            opened, prompt, params, namespace, self._leader.leader.world_size
+        )
+        on_open(opened)
+        serving = asyncio.create_task(self._serve(asked), name=f"kvflow-group-{opened.ticket}")
+        self._serving.add(serving)
+        serving.add_done_callback(self._forget)
+        try:
+            return await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            if (
+                not asked.token.done()
+            ):  # else what is left are writes, which end soon: decode may have its answer by now
+                opened.close(Cause(Code.CLIENT_GONE, "the request was cancelled"))
+            raise
+
+    def refuse(self, room: int, cause: Cause) -> None:
+        """No request for this room will come: decode is told why at every rank.
+
+        Raises: MisuseError for no room id.
+        """
+        self._leader.refuse(room, cause)
+
+    def _check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raises: MisuseError, CapacityError."""
+        self._engine.check(prompt, params)
+        self.limits.check_prompt(prompt)
+
+    async def _serve(self, asked: _Asked) -> TokenOut:
+        """Until it is decided, and nothing of it is left to be done here."""
+        ticket, succeeded = asked.group.ticket, False
+        try:
+            await asked.group.decided()
+            succeeded = True
+            return await asked.token
+        finally:
+            asked.group.close()
+            del self._asked[ticket]
+            if asked.computing is not None:
+                if succeeded:
+                    self._engine.steps.keep(asked.computing)
+                self._engine.drop(asked.computing)
+            asked.token.cancel()
+            self._steps.drop(ticket, succeeded=succeeded)
+
+    def _forget(self, serving: asyncio.Task[TokenOut]) -> None:
+        self._serving.discard(serving)
+        if not serving.cancelled():
+            serving.exception()  # retrieved: its client may have gone
+
+    def opened(self, ticket: int, room: PrefillRoom) -> None:
+        """This rank's half of the room is open. The room ends if the engine does not take it."""
+        asked = self._asked.get(ticket)
+        if asked is None:  # decided already
+            return
+        try:
+            asked.computing = self._engine.expect(
+                room, asked.prompt, asked.params, ticket, asked.namespace
+            )
+        except KvflowError as error:
+            room.close(error.cause())
+            return
+
+        def known(first: asyncio.Future[TokenOut | None]) -> None:
+            if first.cancelled():
+                return
+            error = first.exception()
+            if error is None:
+                if (token := first.result()) is not None:
+                    self.first_token(ticket, token)
+            else:
+                cause = (
+                    error.cause()
+                    if isinstance(error, KvflowError)
+                    else Cause(Code.ENGINE_ERROR, str(error))
+                )
+                room.close(cause)
+
+        asked.computing.first.add_done_callback(known)
+        self.opened_at(0, ticket)
+
+    def opened_at(self, rank: int, ticket: int) -> None:
+        """It is open there.
+
+        A step names it early only when it is open at all ranks: one that does not know it could not
+        take part."""
+        asked = self._asked.get(ticket)
+        if asked is None:
+            return
+        asked.unopened.discard(rank)
+        if not asked.unopened and asked.computing is not None:
+            self._engine.may_begin(asked.computing)
+
+    def first_token(self, ticket: int, token: TokenOut) -> None:
+        """The rank that chooses it has done so."""
+        asked = self._asked.get(ticket)
+        if asked is None or asked.computing is None:
+            return
+        if not asked.started:
+            asked.computing.early_token = token
+        elif not asked.token.done():
+            asked.token.set_result(token)
+
+    def agreed(self, ticket: int, tokens: int) -> None:
+        """All ranks have that much of its prompt cached."""
+        asked = self._asked.get(ticket)
+        if asked is not None and asked.computing is not None:
+            self._engine.agreed(asked.computing, tokens)
+
+    def broken(self, cause: Cause) -> None:
+        """A generation of steps has ended: what it may have named cannot be completed."""
+        for asked in list(self._asked.values()):
+            computing = asked.computing
+            if computing is not None and (asked.started or self._engine.has_places(computing)):
+                asked.group.close(cause)
+                self._engine.drop(computing)
+                # Before a step is announced that needs its places.
+                self._steps.drop(asked.group.ticket)
+                if not asked.token.done():
+                    asked.token.set_exception(room_error(cause))
+                    # Retrieved, so that asyncio does not log it: there may be no reader.
+                    asked.token.exception()
+
+    async def _start_requests(self) -> None:
+        while True:
+            started = await self._member.started()
+            try:
+                self._start(started)
+            except KvflowError as error:
+                started.room.close(error.cause())
+            except Exception as error:  # of one request; those that follow are others'
+                log.exception("request %d of the group could not start", started.key.ticket)
+                text = f"starting the request failed: {type(error).__name__}"
+                started.room.close(Cause(Code.ENGINE_ERROR, text))
+
+    def _start(self, started: RankRequest) -> None:
+        ticket = started.key.ticket
+        asked = self._asked.get(ticket)
+        if asked is None or asked.computing is None or started.room.ended:
+            return
+        if ticket not in self._leader.leader.requests:  # decided already: no step names it
+            return
+        asked.started = True
+        self._steps.keep(ticket)
+        if asked.computing.early_token is not None:
+            asked.token.set_result(asked.computing.early_token)
+        self._engine.matched(asked.computing, started.room.prefix_tokens)

@@ -1,0 +1,276 @@
+"""The first shard's side of decode steps that all shards run: plans, their ends, and the loss of a
+shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Protocol
+
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import KvflowError, LostError, MisuseError
+from kvflow.protocols.limits import Timing
+from kvflow.serve.engine.model.sequence import Sequence as TokenSequence
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.ranks import shard_wire as wire
+from kvflow.transports.host.identity import open_process
+
+log = logging.getLogger("kvflow.serve.engine")
+TIMING = Timing()
+_REASON_S = 0.1
+
+
+class ShardGroupPort(Protocol):
+    """What ties the shards within a step."""
+
+    def abort(self) -> None:
+        """From any thread: a step that waits for another shard raises,
+        and so does every later one.
+        """
+
+
+class _Shard:
+    """What is known of another shard."""
+
+    def __init__(self, number: int, link: wire.ShardLink) -> None:
+        self.number, self.link = number, link
+        self.ended = -1  # the last step that has ended there; 0: it has mapped the pool
+        self.pid, self.process = 0, -1  # a pidfd
+        self.silent_s = 0.0
+        self.is_up = False
+
+
+class _Told:
+    """What the other shards know of a sequence.
+
+    It is kept as long as they do, so that its `id` stays its own.
+    """
+
+    __slots__ = ("number", "pages", "sequence")
+
+    def __init__(self, number: int, sequence: TokenSequence) -> None:
+        self.number, self.sequence, self.pages = number, sequence, 0
+
+
+class ShardLeader:
+    """Implements `Followers` over the links to shards 1 and up.
+
+    A step has ended when every shard says so. When one of them is lost, ends its connection, falls
+    silent, or a step fails anywhere, no other step can run: the processes of all the others are
+    killed, and what waits for a step's end goes on when they are dead, since until then they may
+    write into the pool.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[wire.ShardLink],
+        group: ShardGroupPort,
+        on_lost: Callable[[LostError], None],
+        timing: Timing = TIMING,
+    ) -> None:
+        """`on_lost` is called once, in any thread."""
+        self.shards = [_Shard(number, link) for number, link in enumerate(links, 1)]
+        self._group, self._on_lost, self._timing = group, on_lost, timing
+        self._changed = threading.Condition()
+        self._broken: LostError | None = None
+        self._closing = False
+        self._step = 0
+        self._numbers = 0
+        self._told: dict[int, _Told] = {}  # by `id`
+        self._reader = threading.Thread(target=self._read, name="kvflow-shards", daemon=True)
+
+    def __repr__(self) -> str:
+        return (
+            f"<ShardLeader of {len(self.shards)} others, step "
+            f"{self._step}{', broken' if self._broken else ''}>"
+        )
+
+    def start(self) -> None:
+        self._reader.start()
+
+    def share(self, pool: PagedPool) -> None:
+        """Blocks until every other shard has loaded its part, and mapped `pool`.
+
+        Raises: LostError, MisuseError.
+        """
+        segment = pool.segment
+        if segment is None:
+            raise MisuseError("the pool of several shards has to be in memory that they can open")
+        self._wait_until(lambda: all(shard.is_up for shard in self.shards))
+        message = wire.MapPool(os.getpid(), segment.fd, pool.layout)
+        self._send(message)
+        self._wait_until(lambda: all(shard.ended >= 0 for shard in self.shards))
+        if self._broken is not None:
+            raise self._broken
+
+    def close(self) -> None:
+        """The other shards end by themselves. Not while a step runs. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for shard in self.shards:
+            shard.link.abort()
+        if self._reader.is_alive():
+            self._reader.join()
+        for shard in self.shards:
+            shard.link.close()
+            if shard.process >= 0:
+                os.close(shard.process)
+                shard.process = -1
+
+    @property
+    def sequences(self) -> int:
+        """That the other shards know now."""
+        return len(self._told)
+
+    def lost(self, number: int, why: str) -> None:
+        """The process of a shard has ended. From any thread."""
+        self._lose(LostError(f"shard {number} of the model is gone: {why}"))
+
+    # --- Followers
+
+    def announce(self, rows: list[Row]) -> None:
+        if self._broken is not None:
+            raise self._broken
+        plan = wire.Plan(self._step + 1, self._planned(rows))
+        self._step += 1
+        self._send(plan)
+
+    def rest(self) -> None:
+        if self._told and self._broken is None:
+            self._told = {}
+            with suppress(LostError):
+                self._send(wire.Rest())
+
+    def failed(self, error: Exception) -> LostError:
+        if isinstance(error, LostError):
+            self._wait_for_reason()
+        what = error if isinstance(error, LostError) else type(error).__name__
+        self._lose(LostError(f"a decode step failed at the first shard: {what}"))
+        return self._broken or LostError(str(error))
+
+    def wait(self) -> None:
+        step = self._step
+        self._wait_until(lambda: all(shard.ended >= step for shard in self.shards))
+        if self._broken is not None:
+            self._wait_dead()
+
+    # --- plans
+
+    def _planned(self, rows: list[Row]) -> tuple[wire.PlannedRow, ...]:
+        before, self._told = self._told, {}
+        return tuple(self._planned_row(row, before) for row in rows)
+
+    def _planned_row(self, row: Row, before: dict[int, _Told]) -> wire.PlannedRow:
+        s = row.sequence
+        told, capacity = before.get(id(s)), 0
+        if told is None:
+            self._numbers += 1
+            told, capacity = _Told(self._numbers, s), s.tokens.size
+        self._told[id(s)] = told
+        pages = s.pages[told.pages :].tobytes()
+        told.pages = s.page_count
+        return wire.PlannedRow(
+            told.number,
+            s.computed,
+            s.tokens[s.computed : row.end].tobytes(),
+            row.logits,
+            pages,
+            capacity,
+            s.rows.tobytes() if capacity else b"",
+        )
+
+    def _send(self, message: wire.ToOtherShards) -> None:
+        for shard in self.shards:
+            try:
+                shard.link.send(message)
+            except LostError as error:
+                self.lost(shard.number, str(error))
+                raise
+
+    # --- ends
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Raises nothing: what has been lost is for the caller to look at."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken is not None or self._closing or condition())
+
+    def _wait_for_reason(self) -> None:
+        """A shard is gone: whoever watches its process knows in a moment how it has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken is not None or self._closing, _REASON_S)
+
+    def _wait_dead(self) -> None:
+        for shard in self.shards:
+            if shard.process >= 0:
+                poll = select.poll()
+                poll.register(shard.process, select.POLLIN)
+                poll.poll()
+
+    def _lose(self, error: LostError) -> None:
+        with self._changed:
+            if self._broken is not None or self._closing:
+                return
+            self._broken = error
+            for shard in self.shards:
+                shard.is_up = False
+                if shard.process >= 0:
+                    with suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(shard.process, signal.SIGKILL)
+            self._changed.notify_all()
+        log.error("%s", error)
+        self._group.abort()
+        for shard in self.shards:
+            shard.link.abort()
+        self._on_lost(error)
+
+    # --- what the others say
+
+    def _read(self) -> None:
+        """In a thread of its own: the model thread waits for what it hears, and the event loop need
+        not.
+        """
+        now_s = time.monotonic()
+        while not self._closing and self._broken is None:
+            ready = wait([shard.link.fileno() for shard in self.shards], self._timing.heartbeat_s)
+            before_s, now_s = now_s, time.monotonic()
+            # Where this process has been stopped, or had no turn, for long, the others need not
+            # have been.
+            passed_s = min(now_s - before_s, self._timing.heartbeat_s)
+            for shard in self.shards:
+                if shard.link.fileno() in ready:
+                    shard.silent_s = 0.0
+                    self._hear(shard)
+                elif shard.is_up:
+                    shard.silent_s += passed_s
+                    if shard.silent_s > self._timing.lost_after_s:
+                        self.lost(
+                            shard.number, f"it was silent for {self._timing.lost_after_s:g} s"
+                        )
+
+    def _hear(self, shard: _Shard) -> None:
+        try:
+            message = wire.parse_at_first(shard.link.receive())
+            if isinstance(message, wire.Hello):
+                shard.pid, shard.process = message.process.pid, open_process(message.process)
+        except LostError:
+            self._wait_for_reason()
+            self.lost(shard.number, "it has ended")
+            return
+        except (KvflowError, OSError) as error:
+            self.lost(shard.number, str(error))
+            return
+        with self._changed:
+            if isinstance(message, wire.Hello):
+                shard.is_up = self._broken is None
+            elif isinstance(message, wire.Ended):
+                shard.ended = max(shard.ended, message.step)
+            self._changed.notify_all()

@@ -1,0 +1,91 @@
+"""What a request changes in its logits before a token is chosen: transformers' own logits
+processors.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.scheduler.params import SamplingParams
+
+
+class CountPenalties(LogitsProcessor):
+    """OpenAI's penalties: counted over the generated tokens alone, as SGLang and vLLM do."""
+
+    def __init__(self, prompt_length: int, frequency: float, presence: float) -> None:
+        self._prompt_length, self._frequency, self._presence = prompt_length, frequency, presence
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`input_ids` int64 [1, tokens], `scores` [1, vocabulary]."""
+        vocabulary = scores.shape[-1]
+        counts = torch.bincount(input_ids[0, self._prompt_length :], minlength=vocabulary)[
+            :vocabulary
+        ]
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class Adjustments:
+    """The changes of one request, which depend on its own tokens alone: no batch, no state between
+    tokens.
+
+    Called by the model thread; `sequence` must hold all tokens before the one that is chosen.
+    """
+
+    def __init__(self, params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]) -> None:
+        self._params, self._sequence, self._eos_ids = params, sequence, eos_ids
+        self._processors: LogitsProcessorList | None = None
+
+    def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
+        """The changed copy of `logits` [vocabulary] for the token at `position`, in float32."""
+        if self._processors is None:
+            self._processors = LogitsProcessorList(self._made(logits.shape[-1], logits.device))
+        tokens = torch.from_numpy(self._sequence.tokens[:position]).to(logits.device)
+        changed: torch.Tensor = self._processors(
+            tokens[None],  # type: ignore[arg-type]
+            logits[None].float(),
+        )
+        return changed[0]
+
+    def _made(self, vocabulary: int, device: torch.device) -> list[LogitsProcessor]:
+        """Ids that the model has an embedding but no logit for are left out: it never generates
+        them.
+        """
+        params, prompt_length = self._params, self._sequence.prompt_length
+        made: list[LogitsProcessor] = []
+        if bias := {
+            (token_id,): float(value)
+            for token_id, value in params.logit_bias
+            if token_id < vocabulary
+        }:
+            made.append(SequenceBiasLogitsProcessor(bias))  # type: ignore[arg-type]
+        if params.repetition_penalty != 1:
+            made.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
+        if params.frequency_penalty or params.presence_penalty:
+            made.append(
+                CountPenalties(prompt_length, params.frequency_penalty, params.presence_penalty)
+            )
+        if words := [list(word) for word in params.bad_words if max(word) < vocabulary]:
+            made.append(NoBadWordsLogitsProcessor(words))
+        if params.min_new_tokens and (ending := sorted(params.ending_ids(self._eos_ids))):
+            made.append(
+                MinNewTokensLengthLogitsProcessor(
+                    prompt_length, params.min_new_tokens, ending, device=str(device)
+                )
+            )
+        return made
+
+
+def adjustments_of(
+    params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]
+) -> Adjustments | None:
+    """None for a request that chooses from the model's logits as they are."""
+    return Adjustments(params, sequence, eos_ids) if params.adjusts else None

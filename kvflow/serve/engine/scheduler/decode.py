@@ -1,0 +1,510 @@
+"""The decode engine: continuous batching of sequences whose pages have landed, one token each per
+step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import Executor
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.residency import Resident
+from kvflow.memory.snapshot import SnapshotStore
+from kvflow.protocols.cache.choices import PrefetchPolicy
+from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.protocols.machines.residency import ResidencyPhase
+from kvflow.serve.cache.prefix import Prefix, PrefixCache
+from kvflow.serve.engine.model.ahead import MOST_STEPS
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.sequence import Prompt, Sequence
+from kvflow.serve.engine.model.thread import ModelThread
+from kvflow.serve.engine.scheduler.adjustments import adjustments_of
+from kvflow.serve.engine.scheduler.budget import RECHECK_S, Admission, NewTokenRatio, PageBudget
+from kvflow.serve.engine.scheduler.burst import Burst, DecodeRequest, Tokens
+from kvflow.serve.engine.scheduler.growth import Growth
+from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.loop import EngineLoop
+from kvflow.serve.engine.scheduler.params import (
+    EngineLoad,
+    EngineRetractions,
+    SamplingParams,
+    TokenOut,
+)
+from kvflow.serve.engine.scheduler.prefetch import begin_fetch, bring, stopped
+from kvflow.serve.engine.scheduler.retraction import Retractions
+from kvflow.serve.engine.scheduler.rooms import DecodeRoomPort
+from kvflow.serve.engine.scheduler.sampling import Choice
+
+READERS_PER_TURN = 16  # who get tokens in one turn of the loop
+
+
+class DecodeEngine(EngineLoop):
+    """Steps over all running requests, at most `max_batch`: the others wait, in order of priority
+    and arrival, as does one whose pages cannot be promised."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: PagedPool,
+        pages: PageAllocator,
+        executor: Executor,
+        *,
+        max_batch: int = 256,
+        new_token_ratio: float = 1.0,
+        snapshots: SnapshotStore | None = None,
+        recompute: bool = True,
+        cache: PrefixCache | None = None,
+        prefetch: PrefetchPolicy = "timeout",
+    ) -> None:
+        """`new_token_ratio`: the share of a request's new tokens for which it is promised pages.
+
+        Below 1.0, requests are retracted when the pool runs short: to host memory (`snapshots`),
+        and where that is full or there is none, they are computed again (`recompute`) or end in an
+        error. `cache`: of this pool; it keeps the pages of what requests have computed unless they
+        end in an error; `prefetch`: how long a prompt waits for what it loads.
+
+        Raises: LayoutError when the pool is not this model's."""
+        super().__init__("decode")
+        self._runner = model.runner(pool)
+        self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
+        self._layout = pool.layout
+        self._ratio = NewTokenRatio(new_token_ratio)
+        self._rows = pool.rows if pool.layout.num_rows else None
+        self._budget = PageBudget(
+            pages,
+            max_batch,
+            rows=self._rows,
+            ratio=self._ratio,
+            page_size=self._page_size,
+            # Made below.
+            release_cached=lambda: self._retractions.release_cached(),  # noqa: PLW0108
+        )
+        self.limits = self._limits_of(model)
+        self._thread = ModelThread(
+            executor,
+            pool.places_over(pages),
+            pool.layout,
+            self._runner.device,
+            model.neighbours.wait_for_followers,
+        )
+        self._max_batch = max_batch
+        self._running: dict[int, DecodeRequest] = {}  # by number: in order of arrival
+        self._numbers = itertools.count()
+        self._outgoing: dict[DecodeRequest, list[TokenOut | KvflowError]] = {}
+        self._paused = False
+        self._burst = self._burst_of(model)
+        self._snapshots, self.cache = snapshots, cache
+        self._prefetch: PrefetchPolicy = prefetch
+        self._retractions = self._retractions_of(model, recompute)
+        if cache is not None:
+            cache.on_copied = self._wake.set
+        self._retract_all = False
+        self._growth = Growth(self._budget, pages, self._fail)
+        self.steps = 0
+
+    def _limits_of(self, model: LoadedModel) -> EngineLimits:
+        return EngineLimits(
+            model.context_length,
+            model.vocab_size,
+            self._page_size,
+            self._budget.capacity,
+            model.hidden_size,
+            whole_prompts=model.whole_prompts,
+        )
+
+    def _retractions_of(self, model: LoadedModel, recompute: bool) -> Retractions:
+        return Retractions(
+            self._budget,
+            self._ratio,
+            self._snapshots,
+            model.eos_ids,
+            recompute=recompute,
+            back=self._join,
+            failed=self._fail,
+            moved=self._wake.set,
+        )
+
+    def _burst_of(self, model: LoadedModel) -> Burst:
+        return Burst(
+            self._runner,
+            model.eos_ids,
+            deliver=self._deliver,
+            is_running=self._is_running,
+            goes_on=self._goes_on,
+            one_by_one=model.has_states,
+            chunk=model.chunk,
+        )
+
+    async def close(self) -> None:
+        """End every request, and return when neither a step nor a copy runs, even if this coroutine
+        is cancelled.
+        """
+        try:
+            await super().close()
+        finally:
+            await self._retractions.close()
+
+    def _fail_all(self, cause: Cause) -> None:
+        self._budget.close(room_error(cause))
+        for request in [*self._running.values(), *self._retractions.away]:
+            self._fail(request, room_error(cause))
+
+    def pause(self) -> None:
+        """Start no step until `resume`.
+
+        Requests collect meanwhile, so the composition of a batch is known.
+        """
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._wake.set()
+
+    def retract_all(self) -> None:
+        """Retract every running request before the next step, whatever the pool has; they come back
+        in their turn.
+        """
+        self._retract_all = True
+        self._wake.set()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(len(self._running), self._budget.waiting)
+
+    @property
+    def retraction(self) -> EngineRetractions:
+        return self._retractions.report()
+
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would
+        refuse.
+        """
+        self.limits.check_prompt(prompt)
+        self.limits.check_sampling(prompt, params)
+        self.limits.check_total(len(prompt) + self.limits.new_tokens(prompt, params))
+
+    async def admit(
+        self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
+    ) -> Admission:
+        """Wait until the pages of the request's worst case can be promised; open its room after
+        that. With best_effort what storage has of it comes to the host meanwhile.
+
+        The caller releases the admission, or passes it to `generate`.
+        Raises: MisuseError, CapacityError for a request that can never run.
+        """
+        self._refuse_when_closing()
+        self.check(prompt, params)
+        started = time.perf_counter()
+        total = self.limits.worst_pages(prompt, self.limits.new_tokens(prompt, params))
+        base = self.limits.worst_pages(prompt, 1)
+        fetching = begin_fetch(self.cache, self._prefetch, np.asarray(prompt), namespace)
+        admission: Admission | None = None
+        try:
+            admission = await self._budget.admit(total, base=base, priority=params.priority)
+            self.queue_seconds.observe(time.perf_counter() - started)
+            await stopped(fetching)
+        except BaseException:
+            if fetching is not None:
+                fetching.cancel()
+            if admission is not None:
+                admission.release()
+            raise
+        return admission
+
+    async def cached(
+        self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None
+    ) -> Prefix | None:
+        """What the cache has of a prompt, locked: release it, or pass it to `generate`.
+
+        Its pages need not travel, and `admission` promises them no more. What the host alone has is
+        loaded first, into pages promised to `admission`, and so is what storage alone has, as long
+        as the policy waits."""
+        cache, tokens = self.cache, np.asarray(prompt)
+        if cache is None:
+            return None
+        if admission is None or not cache.has_host:
+            prefix = cache.match(tokens, namespace=namespace)
+        else:
+            prefix = await bring(
+                cache,
+                self._prefetch,
+                tokens,
+                None,
+                namespace,
+                most_pages=admission.opening,
+                taking=admission.has,
+                from_storage=self._prefetch != "best_effort",
+                locked=lambda prefix: admission.cover(int(prefix.pages.size)),
+            )
+        cache.count(len(prompt), prefix)
+        if admission is not None:
+            admission.cover(int(prefix.pages.size))
+        return prefix
+
+    async def generate(
+        self,
+        room: DecodeRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        admission: Admission | None = None,
+        prefix: Prefix | None = None,
+    ) -> AsyncGenerator[TokenOut, None]:
+        """Tokens as they come, the first one from prefill.
+
+        Takes ownership of the room, the admission and the prefix, whose tokens the room was offered
+        without.
+
+        Closing the generator, or cancelling its reader, aborts the room or ends the sequence; pages
+        that a step uses become free when it has ended. Without an admission, the pages to grow are
+        requested after landing. Raises: MisuseError, CapacityError, the room's error.
+        """
+        request: DecodeRequest | None = None
+        number = next(self._numbers)
+        cause: Cause | None = Cause(Code.CLIENT_GONE, "the reader of the tokens has stopped")
+        try:
+            self._refuse_when_closing()
+            self.check(prompt, params)
+            if admission is not None:
+                if prefix is not None:
+                    admission.cover(int(prefix.pages.size))
+                admission.took(self._layout.split(room.pages).pages.size)
+            handoff = HandOff.decode(await room.landed())
+            limit = self.limits.new_tokens(prompt, params)
+            if admission is None:
+                admission = await self._admit_landed(room, prompt, limit, prefix, params.priority)
+            self._refuse_when_closing()
+            request = self._take_over(
+                number, room, prompt, params, limit, admission, prefix, handoff
+            )
+            out = self._first(request)
+            yield out
+            while out.finish_reason is None:
+                token = await request.tokens.get()
+                if isinstance(token, KvflowError):
+                    raise token
+                out = token
+                yield out
+            cause = None
+        except KvflowError as error:
+            cause = error.cause()
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            # Enough was read, up to a stop string, or the client has gone.
+            if request is not None:
+                self._keep(request)
+            raise
+        finally:
+            if request is not None:
+                self._retire(request)
+            elif prefix is not None:
+                prefix.release()
+            room.close(cause)
+            if admission is not None:
+                admission.release()
+
+    async def _admit_landed(
+        self, room: DecodeRoomPort, prompt: Prompt, limit: int, prefix: Prefix | None, priority: int
+    ) -> Admission:
+        """Wait until the pages to grow are promised to a request whose prompt has landed
+        unadmitted.
+        """
+        total = self.limits.worst_pages(prompt, limit) - (
+            0 if prefix is None else prefix.pages.size
+        )
+        taken = self._layout.split(room.pages).pages.size
+        return await self._budget.admit(total, taken, base=0, priority=priority)
+
+    def _take_over(
+        self,
+        number: int,
+        room: DecodeRoomPort,
+        prompt: Prompt,
+        params: SamplingParams,
+        limit: int,
+        admission: Admission,
+        prefix: Prefix | None,
+        handoff: HandOff,
+    ) -> DecodeRequest:
+        """Make the landed pages, and row, a sequence of this engine."""
+        owner = ("sequence", number)
+        sequence = Sequence(owner, prompt, limit, self._page_size)
+        places = self._layout.split(room.keep(owner))
+        resident = Resident(
+            owner, places, pages=self._pages, rows=self._rows, store=self._snapshots
+        )
+        if prefix is not None:
+            sequence.begin_with(prefix.pages)
+        sequence.add(places)
+        sequence.computed = sequence.prompt_length
+        adjustments = adjustments_of(params, sequence, self._model.eos_ids)
+        return DecodeRequest(
+            number, sequence, resident, params, limit, admission, adjustments, handoff, prefix
+        )
+
+    def _first(self, request: DecodeRequest) -> TokenOut:
+        """Prefill's token; unless it is the last one, the sequence joins the batch.
+
+        Raises: WireError, MisuseError.
+        """
+        handoff = request.handoff
+        handoff.check(request.sequence.prompt_length, request.params, self._model.vocab_size)
+        request.sequence.append(handoff.first_token)
+        choice = Choice(
+            handoff.first_token, handoff.logprob, handoff.top_logprobs, handoff.asked_logprobs
+        )
+        out = request.token_out(choice, self._model.eos_ids)
+        if request.params.prompt_logprobs_from is not None:
+            out = msgspec.structs.replace(out, prompt_logprobs=handoff.prompt_logprobs)
+        if request.params.hidden_states:
+            out = msgspec.structs.replace(out, hidden_states=handoff.hidden_states)
+        if handoff.cached_tokens:
+            out = msgspec.structs.replace(out, cached_tokens=handoff.cached_tokens)
+        if out.finish_reason is None:
+            self._join(request)
+        else:
+            self._keep(request)
+            self._let_go(request)
+        return out
+
+    def _join(self, request: DecodeRequest) -> None:
+        self._running[request.number] = request
+        self._wake.set()
+
+    def _retire(self, request: DecodeRequest) -> None:
+        """Give back what it holds; what a step or a copy uses becomes free when that has ended
+        (I13). Idempotent.
+        """
+        self._running.pop(request.number, None)
+        if request.resident.phase is ResidencyPhase.ENDED:
+            return
+        request.resident.close()
+        if request.prefix is not None:
+            request.prefix.release()
+        if request.move is not None:
+            request.move.cancel()
+        self._wake.set()  # they are free at the end of the running burst
+
+    def _keep(self, request: DecodeRequest) -> None:
+        """It has ended, and not by an error: the cache takes over the whole pages of what is
+        computed. A step that runs writes behind them.
+
+        A model with states may compute a token that it has generated with other numbers than
+        prefill (nemotron_h: K by 0.05 of 8), so of such a one these are pages of the prompt."""
+        prefix, s, resident = request.prefix, request.sequence, request.resident
+        if self.cache is None or prefix is None or resident.phase is not ResidencyPhase.RESIDENT:
+            return
+        end = s.prompt_length if self._model.has_states else request.settled
+        kept = self.cache.keep(s.tokens[:end], s.pages, s.owner, prefix, request.params.priority)
+        resident.hand_over(kept - s.shared)
+
+    def _let_go(self, request: DecodeRequest) -> None:
+        """It has ended: its reader may be slow, and others wait for what it holds. Idempotent."""
+        self._retire(request)
+        request.admission.release()
+
+    def _fail(self, request: DecodeRequest, error: KvflowError) -> None:
+        self._let_go(request)
+        if (tokens := self._outgoing.get(request)) is not None:
+            tokens.append(error)  # after what it has generated
+        else:
+            request.tokens.put_nowait(error)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._closing:
+            self._wake.clear()
+            self._budget.grant()  # what the last burst or a copy has held is free now
+            batch, most_steps = self._next_batch()
+            if not batch:
+                self._runner.rest()
+                await self._sleep()
+                continue
+            try:
+                await self._thread.run(
+                    [r.sequence for r in batch], partial(self._burst.run, batch, most_steps, loop)
+                )
+            # The loop serves all requests: a failed step ends those in it, and is counted.
+            except Exception as error:  # noqa: BLE001
+                cause = self._failed("decode step", error)
+                for request in filter(self._is_running, batch):
+                    self._fail(request, room_error(cause))
+
+    def _next_batch(self) -> tuple[list[DecodeRequest], int]:
+        """Who takes part in the next steps, and how many there are at most."""
+        if self._paused:
+            return [], 0
+        if self._retract_all:
+            self._retract_all = False
+            self._leave(list(self._running.values()))
+        if not self._running:
+            self._ratio.rest()
+        candidates = list(self._running.values())[: self._max_batch]
+        batch, most_steps = self._growth.grow(candidates, MOST_STEPS)
+        leaving = 0 if self.cache is None else self.cache.leaving_pages
+        if self._growth.short and not leaving:
+            victims = self._retractions.victims(self._running.values(), self._growth.short)
+            self._leave(victims)
+            batch = list(filter(self._is_running, batch)) if victims else batch
+        # It ends in time, or can be retracted when it runs.
+        on_the_way = self._budget.admitted > len(self._running)
+        may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
+        if self._growth.short and not may_come and self._retractions.release_cached():
+            return self._next_batch()
+        self._growth.fail_stuck(may_come=may_come)
+        return batch, most_steps
+
+    def _leave(self, victims: list[DecodeRequest]) -> None:
+        for victim in victims:
+            del self._running[victim.number]
+            self._retractions.retract(victim)
+
+    async def _sleep(self) -> None:
+        """Wait for a wake-up; rooms free pages without one, so with requests that are short of
+        pages, poll.
+        """
+        await self._wait(RECHECK_S if self._growth.short else None)
+
+    def _is_running(self, request: DecodeRequest) -> bool:
+        return request.number in self._running
+
+    def _goes_on(self) -> bool:
+        """Nothing has happened that the next batch should know of: a request that joins or leaves.
+
+        Asked by the model thread, so it only reads.
+        """
+        return not (self._wake.is_set() or self._paused or self._closing)
+
+    def _deliver(self, steps: list[Tokens]) -> None:
+        """What has ended gives its pages back now. Then tokens to their readers."""
+        self.steps += len(steps)
+        self._ratio.stepped(len(steps))
+        idle = not self._outgoing
+        for request, out in itertools.chain.from_iterable(steps):
+            if not self._is_running(request):
+                continue
+            request.stepped()
+            if out.finish_reason is not None:
+                self._keep(request)
+                self._let_go(request)
+            self._outgoing.setdefault(request, []).append(out)
+        if idle:
+            self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Tokens to some readers in each turn of the loop: every one of them writes to its client
+        (I11).
+        """
+        for request in list(itertools.islice(self._outgoing, READERS_PER_TURN)):
+            for out in self._outgoing.pop(request):
+                request.tokens.put_nowait(out)
+        if self._outgoing:
+            asyncio.get_running_loop().call_soon(self._hand_out)

@@ -1,0 +1,71 @@
+"""Pages for the tokens that running requests are about to generate, and what becomes of those who
+find none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvflow.memory.allocator import PageAllocator
+from kvflow.protocols.errors import KvflowError
+from kvflow.serve.engine.scheduler.budget import PageBudget, Shortage
+from kvflow.serve.engine.scheduler.burst import DecodeRequest
+
+
+class Growth:
+    """Takes pages for the next steps of a batch.
+
+    `short` is who went without, and how many pages each one misses.
+    """
+
+    def __init__(
+        self,
+        budget: PageBudget,
+        pages: PageAllocator,
+        failed: Callable[[DecodeRequest, KvflowError], None],
+    ) -> None:
+        self._budget, self._pages, self._failed = budget, pages, failed
+        self.short: dict[DecodeRequest, int] = {}
+        self._shortage = Shortage()
+
+    def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
+        """Who has pages for its next steps, and for how many: for one, where not all find pages for
+        `most_steps`.
+        """
+        self.short = {}
+        needed = [request.pages_missing(most_steps) for request in batch]
+        if not any(needed):
+            return batch, most_steps
+        self._budget.reclaim(sum(needed))
+        spare = max(0, self._budget.spare)
+        if sum(needed) > spare:
+            most_steps, needed = 1, [request.pages_missing(1) for request in batch]
+            self._budget.reclaim(min(sum(needed), self._budget.most_spare))
+            spare = max(0, self._budget.spare)
+        ready: list[DecodeRequest] = []
+        for request, missing in zip(batch, needed, strict=True):
+            if missing > spare:
+                self.short[request] = missing
+                continue
+            self._take(request, missing)
+            spare -= missing
+            ready.append(request)
+        return ready, most_steps
+
+    def fail_stuck(self, *, may_come: bool) -> None:
+        """Unless pages `may_come` free, from steps or copies, what is missing is in quarantine: if
+        that lasts, end who is short."""
+        if may_come or not self.short:
+            self._shortage.ended()
+        elif self._shortage.lasts():
+            for request, missing in self.short.items():
+                what = "free pool tokens to grow, and no running request will free more"
+                self._failed(request, self._budget.shortage(what, missing, self._budget.spare))
+            self.short = {}
+
+    def _take(self, request: DecodeRequest, count: int) -> None:
+        if count:
+            pages = self._pages.take(count, request.sequence.owner)
+            request.sequence.add_pages(pages)
+            request.resident.add(pages)
+            request.admission.took(count)

@@ -1,0 +1,97 @@
+"""The life of an engine: one task that steps until it is closed, and ends every request, however it
+stops itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from kvflow.aio import run_to_end
+from kvflow.protocols.errors import Cause, Code, LostError, room_error
+from kvflow.telemetry.histogram import BOOTSTRAP_SECONDS, QUEUE_SECONDS, Histogram
+
+_log = logging.getLogger("kvflow.serve.engine")
+
+
+class EngineLoop:
+    """The base of both engines.
+
+    `_run` steps until `_closing` and sleeps on `_wake`; `_fail_all` ends every request.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self._closing_cause = Cause(Code.SHUTDOWN, "the engine is closing")
+        self.failed_steps = 0
+        self.queue_seconds = Histogram(
+            sorted({*QUEUE_SECONDS, *BOOTSTRAP_SECONDS})
+        )  # for a place in the batch and pages
+
+    async def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"kvflow-{self._name}-engine")
+            self._task.add_done_callback(
+                lambda _: self._end_all(f"the {self._name} engine has stopped")
+            )
+
+    def end_requests(self) -> None:
+        """Accept none from here on, and end every one with `Code.SHUTDOWN`; `close` waits for the
+        running step.
+        """
+        self._wake.set()
+        self._end_all("the engine is closing")
+
+    def break_off(self, cause: Cause) -> None:
+        """As `end_requests`, because no step can follow: every request, those to come as well, gets
+        `cause`.
+        """
+        if not self._closing:
+            self._closing, self._closing_cause = True, cause
+            self._fail_all(cause)
+        self._wake.set()
+
+    async def close(self) -> None:
+        """End every request, and return when the running step has ended, even if this coroutine is
+        cancelled (I12).
+        """
+        self.end_requests()
+        if self._task is not None:
+            await run_to_end(self._task)
+
+    @property
+    def healthy(self) -> bool:
+        return self._task is not None and not self._task.done() and not self._closing
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+    async def _wait(self, at_most_s: float | None) -> None:
+        """Until `_wake` is set, or so many seconds have passed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._wake.wait()
+
+    def _fail_all(self, cause: Cause) -> None:
+        raise NotImplementedError
+
+    def _end_all(self, why: str) -> None:
+        self._closing = True
+        self._fail_all(Cause(Code.SHUTDOWN, why))
+
+    def _refuse_when_closing(self) -> None:
+        if self._closing:
+            raise room_error(self._closing_cause)
+
+    def _failed(self, what: str, error: Exception) -> Cause:
+        """Count and log a failure; returns the cause for the requests in it."""
+        self.failed_steps += 1
+        if isinstance(error, LostError):  # another process of the model
+            _log.error("%s failed: %s", what, error)
+            return error.cause()
+        _log.exception("%s failed", what)
+        return Cause(Code.ENGINE_ERROR, f"{what} failed: {type(error).__name__}")

@@ -1,0 +1,149 @@
+"""Prompts that are computed before decode's half of their room is there (`--optimistic-prefill`).
+
+Such a request holds places on sufferance: one that has both halves of its room takes them from it,
+the least work lost first. So nothing that runs ever waits for a half that may never come, and there
+is no deadlock, however many prompts were begun early. What is lost is computed again, and a request
+that has lost its places as often as it may waits for its match before it begins once more.
+
+Over several ranks the first one decides, and the others take and give places back in the order of
+what it announces: a step that names the request, or that it is preempted (`engine/ranks`).
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.scheduler.params import EngineLoad, EngineOptimism, SamplingParams
+
+
+class EarlyRequest(Protocol):
+    """What is asked of an engine's request."""
+
+    sequence: Sequence
+    params: SamplingParams
+
+
+R = TypeVar("R", bound=EarlyRequest)
+
+
+def urgency(request: EarlyRequest) -> int:
+    """The smallest first."""
+    return -request.params.priority
+
+
+class OptimisticStarts(Generic[R]):
+    """The requests of one prefill whose rooms are not matched yet, as far as they may begin all the
+    same.
+
+    `first` is the next to begin, in order of priority and arrival. It begins at most `tries` times.
+    """
+
+    def __init__(self, tries: int) -> None:
+        """`tries` 0: none begins early."""
+        self._tries = tries
+        self._waiting: list[R] = []  # for places
+        self._holding: dict[int, R] = {}  # by id
+        self._losses: dict[int, int] = {}  # by id, of those that have lost their places
+        self._starts = self._hits = self._lost = 0
+
+    @property
+    def counts(self) -> EngineOptimism:
+        return EngineOptimism(
+            starts=self._starts, hits=self._hits, lost=self._lost, holding_now=len(self._holding)
+        )
+
+    @property
+    def first(self) -> R | None:
+        return self._waiting[0] if self._waiting else None
+
+    def load(self, running: int, unmatched: int, waiting: int) -> EngineLoad:
+        """Of an engine whose requests that run, and whose unmatched ones, include those that have
+        begun early.
+        """
+        return EngineLoad(running, unmatched - len(self._holding) + waiting)
+
+    def add(self, request: R) -> None:
+        """Its match is awaited."""
+        if self._losses.get(id(request), 0) < self._tries:
+            bisect.insort_right(self._waiting, request, key=urgency)
+
+    def began(self, request: R) -> None:
+        """It, the first, has taken its places."""
+        self._waiting.remove(request)
+        self._holding[id(request)] = request
+        self._starts += 1
+
+    def holds(self, request: R) -> bool:
+        """Whether it computes, or has computed, and is not matched."""
+        return id(request) in self._holding
+
+    def matched(self, request: R) -> bool:
+        """Whether it has places already, which are its own from here on."""
+        hit = self.holds(request)
+        self.forget(request)
+        self._hits += hit
+        return hit
+
+    def forget(self, request: R) -> None:
+        """It has ended, or been matched. Idempotent."""
+        self._holding.pop(id(request), None)
+        self._losses.pop(id(request), None)
+        if request in self._waiting:
+            self._waiting.remove(request)
+
+    def give_way(self, pages: int, rows: int, without_cache: int, in_use: PageIndices) -> list[R]:
+        """Choose the requests whose places are to be taken from them, so that `pages` more pages
+        and `rows` more rows are free: the ones that have computed the fewest tokens, and none in
+        vain. Empty where all together have too few. `without_cache`: pages that are missing at a
+        rank that shares none between prompts, where each of these requests has all the pages of its
+        prompt. `in_use`: pages of a cache that others than these read.
+
+        They begin again if they may. Call it between steps: none of them is in one then (I13).
+        """
+        holding = list(self._holding.values())
+
+        def are_enough(chosen: list[R]) -> bool:
+            """Whether they have so many pages and rows between them, with those that a cache keeps
+            for them alone.
+            """
+            if sum(r.sequence.rows.size for r in chosen) < rows:
+                return False
+            if sum(r.sequence.prompt_pages for r in chosen) < without_cache:
+                return False
+            missing = pages - sum(r.sequence.places.pages.size for r in chosen)
+            if missing <= 0 or not any(r.sequence.shared for r in chosen):
+                return missing <= 0
+            kept = [_shared(r) for r in holding if r not in chosen]
+            alone = np.setdiff1d(
+                np.concatenate([_shared(r) for r in chosen]), np.concatenate([in_use, *kept])
+            )
+            return int(alone.size) >= missing
+
+        chosen: list[R] = []
+        for request in sorted(
+            holding, key=lambda r: r.sequence.computed - r.sequence.shared * r.sequence.page_size
+        ):
+            if are_enough(chosen):
+                break
+            chosen.append(request)
+        if not are_enough(chosen):
+            return []
+        for request in reversed(chosen):  # the last ones may be enough without some of the first
+            others = [other for other in chosen if other is not request]
+            if are_enough(others):
+                chosen = others
+        for request in chosen:
+            del self._holding[id(request)]
+            self._losses[id(request)] = self._losses.get(id(request), 0) + 1
+            self._lost += 1
+            self.add(request)
+        return chosen
+
+
+def _shared(request: EarlyRequest) -> PageIndices:
+    return request.sequence.pages[: request.sequence.shared]

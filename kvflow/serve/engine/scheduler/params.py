@@ -1,0 +1,281 @@
+"""What a request asks of the engine, and what it gets back, token by token.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import secrets
+from collections.abc import Iterable
+from typing import Literal, Self
+
+import msgspec
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.scheduler.packed_array import PackedArray
+from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.serve.engine.scheduler.stops import StopStrings
+
+FinishReason = Literal["stop", "length"]
+
+MAX_TOP_LOGPROBS = 128
+MAX_STOP_IDS = 64
+MAX_LOGIT_BIAS = 4096
+MAX_BAD_WORD_TOKENS = 8192  # of all bad words together
+MAX_BIAS = 100
+MAX_PRIORITY = (1 << 63) - 1  # SGLang's range
+GREEDY_BELOW = 1e-6  # dividing by less overflows a float; the most likely token is chosen anyway
+
+_RANGES = {
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+
+
+class LogitBias(tuple[tuple[int, float], ...]):
+    """Token ids and what is added to their logits, checked; `extent` are the lowest and the highest
+    id.
+    """
+
+    extent: tuple[int, int]
+
+    def __new__(cls, entries: Iterable[tuple[int, float]] = ()) -> Self:
+        """Raises: MisuseError."""
+        if isinstance(entries, cls):
+            return entries
+        made = super().__new__(cls, entries)
+        if len(made) > MAX_LOGIT_BIAS:
+            raise MisuseError(f"logit_bias: {len(made)} entries, limit {MAX_LOGIT_BIAS}")
+        for token_id, bias in made:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise MisuseError(
+                    f"logit_bias: {bias} for token {token_id} is outside -{MAX_BIAS}..{MAX_BIAS}"
+                )
+        made.extent = _extent([token_id for token_id, _ in made])
+        return made
+
+
+class BadWords(tuple[tuple[int, ...], ...]):
+    """Token sequences that are never completed, checked; `extent` are the lowest and the highest
+    id.
+    """
+
+    extent: tuple[int, int]
+
+    def __new__(cls, words: Iterable[tuple[int, ...]] = ()) -> Self:
+        """Raises: MisuseError."""
+        if isinstance(words, cls):
+            return words
+        made = super().__new__(cls, words)
+        if () in made:
+            raise MisuseError("bad_words: a word of no tokens cannot be banned; leave it out")
+        if (total := sum(map(len, made))) > MAX_BAD_WORD_TOKENS:
+            raise MisuseError(f"bad_words: {total} tokens in all, limit {MAX_BAD_WORD_TOKENS}")
+        made.extent = _extent(list(itertools.chain(*made)))
+        return made
+
+
+def _extent(ids: list[int]) -> tuple[int, int]:
+    return min(ids, default=0), max(ids, default=0)
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to choose tokens.
+
+    `temperature` 0 is greedy; `top_k` 0 or -1 is off; `logprobs` is the number of top logprobs (0:
+    only that of the chosen token, None: none). `stop`, `include_stop` (what ends the text is part
+    of it) and `skip_special_tokens` are applied by the detokenizer, not by the engine.
+
+    The penalties are those of OpenAI (`frequency_penalty`, `presence_penalty`: subtracted, counted
+    over the generated tokens) and of transformers (`repetition_penalty`: a factor, for tokens of
+    the prompt too). `min_p` is a share of the most likely token's probability, `logit_bias` is
+    added by token id, `bad_words` are token sequences that are never completed. Before
+    `min_new_tokens` no token ends the request. Log-probabilities are those of the model, whatever
+    is set here.
+
+    `logprob_token_ids` are tokens whose log-probabilities are given at every place beside those of
+    the chosen one. `prompt_logprobs_from` asks for those of the prompt's tokens behind this
+    position too. Prefill chooses one token with every prompt: where `max_new_tokens` is 0 it is the
+    caller's to drop.
+
+    `hidden_states` asks for the last hidden state that each token was chosen from.
+
+    `priority` decides who waits, not what is chosen: of requests that wait, the one with the
+    largest is started first, and of running ones, the one with the smallest is retracted first;
+    among equals the order of arrival decides. Raises: MisuseError naming the field, the value and
+    the limit.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs_from: int | None = None
+    min_new_tokens: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    hidden_states: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise MisuseError(f"temperature {self.temperature} is not a finite number >= 0")
+        if not 0 < self.top_p <= 1:
+            raise MisuseError(f"top_p {self.top_p} is outside (0, 1]")
+        if self.top_k < -1:
+            raise MisuseError(f"top_k {self.top_k} is below -1")
+        if self.max_new_tokens < 0:
+            raise MisuseError(f"max_new_tokens {self.max_new_tokens} is below 0")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
+            raise MisuseError(f"logprobs {self.logprobs} is outside 0..{MAX_TOP_LOGPROBS}")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise MisuseError(
+                f"stop_token_ids: {len(self.stop_token_ids)} entries, limit {MAX_STOP_IDS}"
+            )
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            limit = f"0..{self.max_new_tokens} (max_new_tokens)"
+            raise MisuseError(
+                f"min_new_tokens (min_tokens) {self.min_new_tokens} is outside {limit}"
+            )
+        for name, (least, most) in _RANGES.items():
+            if not least <= (value := getattr(self, name)) <= most:  # false for NaN too
+                raise MisuseError(f"{name} {value} is outside {least:g}..{most:g}")
+        if len(self.logprob_token_ids) > MAX_TOP_LOGPROBS:
+            raise MisuseError(
+                f"token_ids_logprob: {len(self.logprob_token_ids)} ids, limit {MAX_TOP_LOGPROBS}"
+            )
+        if self.logprob_token_ids and self.logprobs is None:
+            raise MisuseError("token_ids_logprob needs logprobs (return_logprob)")
+        if not -MAX_PRIORITY - 1 <= self.priority <= MAX_PRIORITY:
+            raise MisuseError(
+                f"priority {self.priority} is outside {-MAX_PRIORITY - 1}..{MAX_PRIORITY}"
+            )
+        # Checked once, however many requests share them.
+        msgspec.structs.force_setattr(self, "stop", StopStrings(self.stop))
+        msgspec.structs.force_setattr(self, "logit_bias", LogitBias(self.logit_bias))
+        msgspec.structs.force_setattr(self, "bad_words", BadWords(self.bad_words))
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits are changed before a token is chosen."""
+        return bool(
+            self.min_new_tokens
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.repetition_penalty != 1
+            or self.logit_bias
+            or self.bad_words
+        )
+
+    def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The token ids that end the request."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    def first_token_digest(self) -> bytes:
+        """Of all that decides which token is chosen first: two requests for one prompt may share it
+        where these are the same. What only later tokens see, and where the answer ends, is left
+        out; and so is what says the same in other words, as proxies that write a body anew for each
+        leg may: the order of entries, 1 for 1.0."""
+        return self._digest(spares_ending=self.min_new_tokens > 0)
+
+    def may_take_first_token(self, digest: bytes) -> bool:
+        """Whether a token that was chosen by what has this `first_token_digest` may be this
+        request's first. Proxies ask prefill for exactly one token (`min_tokens` 1) whatever the
+        client said: then it ends no answer, which is one that could have been drawn here too."""
+        if digest == self.first_token_digest():
+            return True
+        return not self.min_new_tokens and digest == self._digest(spares_ending=True)
+
+    def _digest(self, *, spares_ending: bool) -> bytes:
+        floats = map(float, (self.temperature, self.top_p, self.min_p))
+        drawn = None if self.greedy else (*floats, max(self.top_k, 0), self.seed)
+        spared = (self.ignore_eos, sorted(set(self.stop_token_ids))) if spares_ending else None
+        biases = sorted((token_id, float(bias)) for token_id, bias in self.logit_bias)
+        decides = drawn, spared, float(self.repetition_penalty), biases, sorted(set(self.bad_words))
+        return hashlib.blake2b(msgspec.msgpack.encode(decides), digest_size=8).digest()
+
+    def seed_or_random(self) -> int:
+        """The given seed, or a random one."""
+        return secrets.randbits(63) if self.seed is None else self.seed
+
+
+class TokenOut(msgspec.Struct, frozen=True):
+    """One generated token; the last one has a `finish_reason`, and in `matched_stop` the token id
+    that ended it.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+    matched_stop: int | None = None
+    asked_logprobs: tuple[tuple[int, float], ...] = ()  # of `logprob_token_ids`
+    # With the first token at decode, where they were asked for.
+    prompt_logprobs: PromptLogprobs | None = None
+    hidden_states: PackedArray | None = None  # [1, hidden], where they were asked for
+    cached_tokens: int = 0  # with the first token: of the prompt, those that prefill had cached
+
+
+class EngineLoad(msgspec.Struct, frozen=True):
+    """The load of an engine: requests in the batch, requests waiting for a place in it, pages or
+    their other half.
+    """
+
+    running: int
+    waiting: int
+
+
+class EngineOptimism(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts that a prefill has begun before decode's half of their room was there."""
+
+    starts: int = 0  # each time
+    hits: int = 0  # of them, those that still had their places when decode's half came
+    lost: int = 0  # of them, those whose places went to a request that had both halves
+    holding_now: int = 0  # they hold places, and decode's half is not there
+
+
+class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
+    """What over-commitment has led to at a decode: requests that gave their pages up, and how they
+    came back.
+    """
+
+    retracts: int = 0  # requests whose pages were given back before they had ended, each time
+    resumes: int = 0  # retracted requests that run again, with their state from host memory
+    recomputes: int = 0  # retracted requests that run again, with their state computed once more
+    retracted_now: int = 0  # they wait for pages
+    host_bytes_used: int = 0  # host memory that holds the state of retracted requests
+    host_bytes_limit: int = 0
+    # The share of its new tokens for which an admitted request is promised pages.
+    new_token_ratio: float = 1.0
+
+
+def finish(
+    token_id: int, generated: int, limit: int, params: SamplingParams, eos_ids: frozenset[int]
+) -> tuple[FinishReason | None, int | None]:
+    """Whether `token_id`, the `generated`-th new token of at most `limit`, ends the request, and
+    which id ends it.
+    """
+    if token_id in params.stop_token_ids or (token_id in eos_ids and not params.ignore_eos):
+        return "stop", token_id
+    return ("length", None) if generated >= limit else (None, None)

@@ -1,0 +1,96 @@
+"""What the cache brings for one request before it begins, and how long the request waits for it.
+
+What a store has comes to the host while the request waits for something else anyway. What is on the
+host is copied to the device when the request's turn has come, and is locked from then on: copied
+earlier, it would be evicted for those whose turn comes first. With best_effort a request waits for
+no store: what has come from there by the time its turn comes is good."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from kvflow.aio import run_to_end
+from kvflow.protocols.cache.choices import PrefetchPolicy
+from kvflow.protocols.cache.hashes import Namespace
+from kvflow.serve.cache.prefix import Prefix, PrefixCache, Tokens
+
+T = TypeVar("T")
+TIMEOUT_S, TIMEOUT_PER_TOKEN_S = 1.0, 0.00025  # of SGLang's hierarchical cache
+
+
+def patience_s(policy: PrefetchPolicy, tokens: int) -> float | None:
+    """How long a request with a prompt of `tokens` waits for nothing else; None: as long as it
+    takes.
+    """
+    return None if policy == "wait_complete" else TIMEOUT_S + tokens * TIMEOUT_PER_TOKEN_S
+
+
+async def bring(
+    cache: PrefixCache,
+    policy: PrefetchPolicy,
+    tokens: Tokens,
+    most_tokens: int | None,
+    namespace: Namespace,
+    **how: Any,
+) -> Prefix:
+    """`PrefixCache.load`, with `how` it is told, for as long as the policy waits; what is there
+    then is locked.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(patience_s(policy, len(tokens))):
+            return await cache.load(tokens, most_tokens, namespace, **how)
+    return cache.match(tokens, most_tokens, namespace)
+
+
+async def fetch_beside(
+    other: Awaitable[T],
+    cache: PrefixCache,
+    policy: PrefetchPolicy,
+    tokens: Tokens,
+    most_tokens: int | None,
+    namespace: Namespace,
+) -> T:
+    """Wait for `other`, while what storage has comes to the host; for that alone as long as the
+    policy says. Raises: what `other` raises."""
+    limit_s = 0.0 if policy == "best_effort" else patience_s(policy, len(tokens))
+    return await beside(cache.fetch(tokens, most_tokens, namespace), other, limit_s)
+
+
+def begin_fetch(
+    cache: PrefixCache | None, policy: PrefetchPolicy, tokens: Tokens, namespace: Namespace
+) -> asyncio.Task[None] | None:
+    """With best_effort what storage has comes to the host from here on, until it is cancelled or
+    `stopped`.
+    """
+    if cache is None or not cache.has_host or policy != "best_effort":
+        return None
+    return asyncio.create_task(cache.fetch(tokens, namespace=namespace))
+
+
+async def stopped(task: asyncio.Task[None] | None) -> None:
+    """Cancel what is done without, and drain it (I12)."""
+    if task is not None:
+        task.cancel()
+        await run_to_end(asyncio.gather(task, return_exceptions=True))
+
+
+async def beside(
+    loading: Coroutine[Any, Any, None], other: Awaitable[T], limit_s: float | None
+) -> T:
+    """Wait for `other`, and at most `limit_s` longer for `loading`.
+
+    It has ended when this returns or raises: what did not come in time is stopped, and drained.
+    Raises: what `other` raises."""
+    task = asyncio.create_task(loading)
+    try:
+        found = await other
+        if not task.done():
+            await asyncio.wait([task], timeout=limit_s)
+    finally:
+        await stopped(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error
+    return found

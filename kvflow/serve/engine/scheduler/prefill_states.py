@@ -1,0 +1,149 @@
+"""States of a prefill's prompts for its prefix cache: where chunks end for their sake, and when
+they are copied.
+
+A state is of use at the end of a page alone. So a prompt with one has a chunk that ends with its
+last whole page, one that ends where it leaves what is cached, and others at ends of pages as far as
+limits of a step allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.serve.cache.prefix import Prefix, PrefixCache
+from kvflow.serve.cache.states import StateStore
+from kvflow.serve.engine.model import sequence
+from kvflow.serve.engine.model.device import wait_for
+from kvflow.serve.engine.model.step import Row
+
+_SHARE = 4  # a prompt keeps at most one in so many of the store's slots
+
+
+class CachedRequest(Protocol):
+    """What is asked of an engine's request."""
+
+    sequence: sequence.Sequence
+    prefix: Prefix | None
+    states: dict[int, int]
+
+
+class _Copy(NamedTuple):
+    row: PageIndices
+    slot: int
+
+
+class StepCopies(NamedTuple):
+    """What one step copies, in the model thread: in before it, and out after it."""
+
+    store: StateStore
+    restored: list[_Copy]
+    saved: list[_Copy]
+    device: torch.device
+
+    def before(self) -> None:
+        for row, slot in self.restored:
+            self.store.restore(slot, row)
+
+    def after(self) -> None:
+        if self.saved:
+            wait_for(self.device)
+        for row, slot in self.saved:
+            self.store.save(row, slot)
+
+
+class PromptStates:
+    """The states of one prefill. Used on the event loop."""
+
+    def __init__(
+        self, cache: PrefixCache, store: StateStore, fewest: int, device: torch.device
+    ) -> None:
+        """`fewest`: tokens that the model computes at once as it computes more, see
+        `LoadedModel.fewest_tokens`.
+        """
+        self._cache, self._store, self._fewest, self._device = cache, store, fewest, device
+        self._page_size = cache.page_size
+
+    def chunk(self, request: CachedRequest, most: int, chunk: Callable[[int, int], int]) -> int:
+        """How many tokens of it to compute at once, about `most`; `chunk`: of the model."""
+        s, size = request.sequence, self._page_size
+        at = s.computed
+        end = self._next_end(request)
+        count = chunk(end - at, most)
+        if at + count == end:
+            return count
+        in_pages = (at + count) // size * size
+        if in_pages - at >= self._fewest and end - in_pages >= self._fewest:
+            return in_pages - at
+        return count
+
+    def _next_end(self, request: CachedRequest) -> int:
+        """The next token before which its prompt has to be divided, or its end."""
+        s = request.sequence
+        last = self._last(request)
+        branch = 0 if request.prefix is None else request.prefix.branch_pages * self._page_size
+        for end in (branch, last):
+            if end - s.computed >= self._fewest and (end == last or last - end >= self._fewest):
+                return end
+        return s.prompt_length
+
+    def _last(self, request: CachedRequest) -> int:
+        """Tokens of the pages that end before the last chunk."""
+        return (request.sequence.prompt_length - self._fewest) // self._page_size * self._page_size
+
+    @contextmanager
+    def step(self, rows: list[Row], requests: Sequence[CachedRequest]) -> Iterator[StepCopies]:
+        """What is copied by a step of `rows`, one of each of `requests`, which has ended when this
+        does. Its slots are held (I13): a request may be dropped meanwhile."""
+        copies = StepCopies(self._store, [], [], self._device)
+        begun = []
+        for row, request in zip(rows, requests, strict=True):
+            if request.prefix is None:
+                continue
+            if request.prefix.state is not None:
+                begun.append(request.prefix)
+                copies.restored.append(_Copy(row.sequence.rows, request.prefix.state))
+            if (slot := self._slot_for(request, row.end)) is not None:
+                copies.saved.append(_Copy(row.sequence.rows, slot))
+        held = np.array([slot for _, slot in (*copies.restored, *copies.saved)], np.int32)
+        self._store.slots.hold(held)
+        try:
+            yield copies
+        finally:
+            self._store.slots.unhold(held)
+        for prefix in begun:
+            prefix.release_state()
+
+    def _slot_for(self, request: CachedRequest, end: int) -> int | None:
+        """For the state before token `end`, if a page ends there.
+
+        Its earlier ones make way where slots are short.
+        """
+        s, states = request.sequence, request.states
+        if end % self._page_size:
+            return None
+        slot = None
+        if len(states) < max(1, self._store.slots.capacity // _SHARE):
+            slot = self._cache.take_state(s.owner)
+        if slot is None and states:
+            slot = states.pop(min(states))
+        if slot is not None:
+            states[end] = slot
+        return slot
+
+    def keep(self, request: CachedRequest) -> None:
+        """Its pages are the cache's now."""
+        s, prefix = request.sequence, request.prefix
+        states, request.states = request.states, {}
+        assert prefix is not None
+        self._cache.keep_states(s.tokens[: s.prompt_length], states, s.owner, prefix)
+
+    def give_back(self, request: CachedRequest) -> None:
+        """It has ended, or begins again. Idempotent."""
+        states, request.states = request.states, {}
+        self._store.free(tuple(states.values()), request.sequence.owner)

@@ -1,0 +1,372 @@
+"""What a step of prefill is made of: prompts, their chunks computed in the model thread, the pages
+that leave after it.
+
+It decides nothing: which prompts share a step is the engine's affair, or, at a rank that follows
+another one, that one's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from concurrent.futures import Executor
+from functools import partial
+
+import torch
+
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.cache.choices import PrefetchPolicy
+from kvflow.protocols.cache.hashes import ANY, Namespace
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.layout import Places
+from kvflow.serve.cache.prefix import Prefix, PrefixCache
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.model.thread import ModelThread
+from kvflow.serve.engine.scheduler.adjustments import adjustments_of
+from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.packed_array import PackedArray
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
+from kvflow.serve.engine.scheduler.prefetch import bring
+from kvflow.serve.engine.scheduler.prefill_states import PromptStates, StepCopies
+from kvflow.serve.engine.scheduler.rooms import PrefillRoomPort
+from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
+from kvflow.serve.engine.scheduler.scoring import PromptScorer
+
+
+def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int = 1) -> int:
+    """Tokens of a prompt that need not be computed: of the others logits are wanted, of the last
+    one always.
+    """
+    start, most = params.prompt_logprobs_from, prompt_length - fewest_tokens
+    return most if start is None else min(start, most)
+
+
+class PrefillRequest:
+    """One prompt.
+
+    `first` resolves to its first token once that is known here, to None when its room ends before.
+    """
+
+    __slots__ = (
+        *(
+            "agreed",
+            "cached_tokens",
+            "choice",
+            "draw",
+            "early_token",
+            "fewest_tokens",
+            "first",
+            "has_begun",
+        ),
+        *(
+            "hidden_states",
+            "is_asking",
+            "namespace",
+            "params",
+            "prefix",
+            "queued_at_s",
+            "room",
+            "scorer",
+        ),
+        *("sent_pages", "sequence", "states", "ticket"),
+    )
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        room: PrefillRoomPort,
+        params: SamplingParams,
+        eos_ids: frozenset[int],
+        *,
+        ticket: int = 0,
+        namespace: Namespace = ANY,
+        fewest_tokens: int = 1,
+    ) -> None:
+        """`ticket`: its number in a group of ranks; `namespace`: of cached prefixes;
+        `fewest_tokens`: that the model computes at once."""
+        self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
+        self.sent_pages = 0  # with those that decode has already
+        self.namespace = namespace
+        self.agreed: int | None = None  # tokens that every rank has cached, once that is known
+        self.is_asking = False  # it has places, and no step may name it until that is known
+        # What the cache has of it, while it has places or looks for some.
+        self.prefix: Prefix | None = None
+        self.fewest_tokens = fewest_tokens
+        # Slots of the cache's store that it owns, by the tokens before the state.
+        self.states: dict[int, int] = {}
+        self.cached_tokens = 0  # of the prompt, which were not computed for it
+        self.queued_at_s = time.perf_counter()
+        adjustments = adjustments_of(params, sequence, eos_ids)
+        self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
+        self.first: asyncio.Future[TokenOut | None] = asyncio.get_running_loop().create_future()
+        self._begin()
+
+    def _begin(self) -> None:
+        params, start = self.params, self.params.prompt_logprobs_from
+        self.scorer = (
+            None
+            if start is None
+            else PromptScorer(self.sequence, start, params.logprobs or 0, params.logprob_token_ids)
+        )
+        self.hidden_states: PackedArray | None = None  # at the last token of the prompt
+        self.has_begun = False  # a step has named it
+        self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
+        # By another rank that chooses, before the group has started it.
+        self.early_token: TokenOut | None = None
+
+    @property
+    def most_cached(self) -> int:
+        """Tokens of the prompt that need not be computed."""
+        most = most_cached(self.sequence.prompt_length, self.params, self.fewest_tokens)
+        return most if self.agreed is None else min(most, self.agreed)
+
+    def start_again(self) -> Places:
+        """Forget what was computed; returns its places. The same first token will be drawn."""
+        self._begin()
+        return self.sequence.start_again()
+
+
+class PrefillSteps:
+    """The steps over one model's pool, and the chunks that leave from it.
+
+    `samples`: this rank has the logits and chooses the first tokens; another one sends its pages
+    without a hand-over.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: PagedPool,
+        pages: PageAllocator,
+        executor: Executor,
+        *,
+        samples: bool = True,
+        cache: PrefixCache | None = None,
+    ) -> None:
+        """`cache`: of this pool, with states if the pool has rows; prompts begin with what it has.
+
+        Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not
+        for this model."""
+        if cache is not None and (
+            model.whole_prompts or (cache.states is None and pool.layout.num_rows)
+        ):
+            what = (
+                "computes every prompt as a whole"
+                if model.whole_prompts
+                else "needs a cache with states"
+            )
+            raise MisuseError(f"prefixes of {model.name} cannot be cached so: the model {what}")
+        self.runner = model.runner(pool)
+        self.layout, self.places, self.pages = pool.layout, pool.places_over(pages), pages
+        self.rows = pool.rows if pool.layout.num_rows else None
+        self.samples, self.cache = samples, cache
+        self._eos_ids, self._chunk = model.eos_ids, model.chunk
+        self._states: PromptStates | None = None
+        if cache is not None and cache.states is not None:
+            self._states = PromptStates(
+                cache, cache.states, model.fewest_tokens, self.runner.device
+            )
+        self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
+
+    def short_of(self, request: PrefillRequest) -> tuple[int, int]:
+        """How many pages and rows are missing for all of its prompt, beside what the cache has of
+        it, what it can give and the free ones; negative where more are free."""
+        s = request.sequence
+        if self.cache is not None and request.prefix is None and not s.page_count:
+            request.prefix = self._match(self.cache, request)
+        wanted = s.pages_missing(s.prompt_length) - (
+            0 if request.prefix is None else request.prefix.pages.size
+        )
+        free = self.pages.reclaim(wanted)
+        missing = wanted - free if free >= wanted else max(1, wanted - self.pages.available_pages)
+        return missing, 0 if self.rows is None else 1 - self.rows.free_pages
+
+    def take_places(self, request: PrefillRequest) -> None:
+        """All that it needs, beside what the cache has of it, which must be free."""
+        s = request.sequence
+        if request.prefix is not None:
+            s.begin_with(request.prefix.pages)
+            request.cached_tokens = s.computed
+        needed = s.pages_missing(s.prompt_length) + (self.rows is not None)
+        s.add(self.layout.split(self.places.take_room(needed, s.owner)))
+
+    def count(self, request: PrefillRequest) -> None:
+        """It begins with what the cache has of it."""
+        if self.cache is not None and request.prefix is not None:
+            self.cache.count(request.sequence.prompt_length, request.prefix)
+
+    def find(self, request: PrefillRequest, most_tokens: int) -> None:
+        """Lock what the cache has of its first `most_tokens` tokens, for one without places."""
+        request.agreed = most_tokens
+        if self.cache is not None:
+            request.prefix = self._match(self.cache, request)
+
+    def lacks(self, request: PrefillRequest) -> bool:
+        """True where the host alone has something of it that need not be computed."""
+        s, cache = request.sequence, self.cache
+        return cache is not None and cache.lacks(
+            s.tokens[: s.prompt_length], request.most_cached, request.namespace
+        )
+
+    async def load(self, request: PrefillRequest, policy: PrefetchPolicy) -> None:
+        """Copy that to the device, and lock what the cache has of it then.
+
+        For one without places.
+        """
+        assert self.cache is not None
+        s = request.sequence
+        prefix = await bring(
+            self.cache,
+            policy,
+            s.tokens[: s.prompt_length],
+            request.most_cached,
+            request.namespace,
+            from_storage=False,
+        )
+        self.forget_prefix(request)
+        request.prefix = prefix
+
+    def agree(self, request: PrefillRequest, tokens: int) -> None:
+        """Every rank has its first `tokens` tokens: keep no more locked. For one without places."""
+        request.agreed = tokens
+        longer = request.prefix
+        if self.cache is not None and longer is not None and longer.tokens > tokens:
+            # Before the longer one can be evicted.
+            request.prefix = self._match(self.cache, request)
+            longer.release()
+
+    def _match(self, cache: PrefixCache, request: PrefillRequest) -> Prefix:
+        s = request.sequence
+        return cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
+
+    def give_back(self, request: PrefillRequest) -> None:
+        """Its places; those that a step or a write still uses become free
+        when it has ended (I13).
+        """
+        self._give_back(request, request.sequence.places)
+
+    def keep(self, request: PrefillRequest) -> None:
+        """Its room has succeeded, every page of it landed: the cache takes the whole ones over."""
+        s, prefix = request.sequence, request.prefix
+        if self.cache is not None and prefix is not None and s.page_count:
+            tokens = s.tokens[: s.prompt_length]
+            s.shared = self.cache.keep(tokens, s.pages, s.owner, prefix, request.params.priority)
+            if self._states is not None:
+                self._states.keep(request)
+
+    def forget_prefix(self, request: PrefillRequest) -> None:
+        """It waits: what the cache has of it may be evicted meanwhile. Idempotent."""
+        if request.prefix is not None:
+            request.prefix.release()
+            request.prefix = None
+
+    def _give_back(self, request: PrefillRequest, places: Places) -> None:
+        self.places.give_back(self.layout.numbered(places), request.sequence.owner)
+        if self._states is not None:
+            self._states.give_back(request)
+        self.forget_prefix(request)
+
+    def start_again(self, request: PrefillRequest) -> None:
+        """Give its places back, and with them what was computed. Not while a step has it."""
+        self._give_back(request, request.start_again())
+
+    def chunk(self, request: PrefillRequest, most: int) -> int:
+        """How many tokens of it to compute at once, about `most`."""
+        if self._states is not None and request.prefix is not None:
+            return self._states.chunk(request, most, self._chunk)
+        return self._chunk(request.sequence.prompt_length - request.sequence.computed, most)
+
+    async def run(self, rows: list[Row], requests: list[PrefillRequest]) -> None:
+        """Compute `rows`, one of each of `requests`; then `choice` is there of those that are
+        complete, where this rank chooses. Raises: whatever the model raises."""
+        sequences = [r.sequence for r in rows]
+        if self._states is None:
+            choices = await self._thread.run(sequences, partial(self._step, rows, requests))
+        else:
+            with self._states.step(rows, requests) as copies:
+                choices = await self._thread.run(
+                    sequences, partial(self._step_with, copies, rows, requests)
+                )
+        for row, request in zip(rows, requests, strict=True):
+            request.sequence.computed += row.new
+            request.choice = choices.get(id(request))
+
+    def _step_with(
+        self, copies: StepCopies, rows: list[Row], requests: list[PrefillRequest]
+    ) -> dict[int, Choice]:
+        """In the model thread."""
+        copies.before()
+        choices = self._step(rows, requests)
+        copies.after()
+        return choices
+
+    def _step(self, rows: list[Row], requests: list[PrefillRequest]) -> dict[int, Choice]:
+        """In the model thread."""
+        hidden: torch.Tensor | None = None
+        if any(request.params.hidden_states for request in requests) and self.samples:
+            logits, hidden = self.runner.forward_with_hidden(rows)
+        else:
+            logits = self.runner.forward(rows)
+        if not self.samples:
+            return {}
+        last: list[PrefillRequest] = []
+        ends: list[int] = []
+        for row, request, end in zip(
+            rows, requests, itertools.accumulate(row.logits for row in rows), strict=True
+        ):
+            if request.scorer is not None and row.logits:
+                request.scorer.add(logits[end - row.logits : end], row.end)
+            if row.end == row.sequence.prompt_length:
+                last.append(request)
+                ends.append(end - 1)
+                if hidden is not None and request.params.hidden_states:
+                    request.hidden_states = PackedArray.of(hidden[end - 1 : end])
+        if not last:
+            return {}
+        if len(last) < len(logits):
+            logits = logits[ends]
+        return dict(
+            zip(map(id, last), choose(logits, [request.draw for request in last]), strict=True)
+        )
+
+    def send(self, request: PrefillRequest) -> None:
+        """The complete pages that have not been sent; after the last chunk the remaining ones and
+        the row, with the first token where it was chosen here. Raises: the room's error."""
+        s, choice = request.sequence, request.choice
+        complete = s.computed == s.prompt_length
+        ready = s.page_count if complete else s.computed // s.page_size
+        start, request.sent_pages = min(request.sent_pages, ready), max(request.sent_pages, ready)
+        pages = s.pages[start:ready].copy()
+        if not complete:
+            if pages.size:
+                request.room.send(pages)
+            return
+        places = self.layout.numbered(Places(pages, s.rows))
+        request.room.send(
+            places, last=True, handoff=b"" if choice is None else self._handoff(request, choice)
+        )
+
+    def _handoff(self, request: PrefillRequest, choice: Choice) -> bytes:
+        handoff = HandOff(
+            first_token=choice.token_id,
+            logprob=choice.logprob,
+            top_logprobs=choice.top_logprobs,
+            asked_logprobs=choice.asked_logprobs,
+            prompt_tokens=request.sequence.prompt_length,
+            cached_tokens=request.cached_tokens,
+            prompt_logprobs=request.scorer.scores if request.scorer else None,
+            hidden_states=request.hidden_states,
+            sampling=request.params.first_token_digest(),
+        )
+        return handoff.encode()
+
+    def token_out(self, request: PrefillRequest, choice: Choice) -> TokenOut:
+        """The first token, as the caller gets it."""
+        params = request.params
+        reason, matched = finish(choice.token_id, 1, params.max_new_tokens, params, self._eos_ids)
+        asked, hidden = choice.asked_logprobs, request.hidden_states
+        return TokenOut(*choice[:3], reason, matched, asked, None, hidden, request.cached_tokens)

@@ -1,0 +1,151 @@
+"""Prefill and decode in one process, on one pool: the same engines,
+and a room that moves no pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Hashable
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack
+
+from kvflow.aio import all_ended
+from kvflow.memory.allocator import PageAllocator
+from kvflow.memory.pool import PagedPool
+from kvflow.protocols.errors import Cause, Code, room_error
+from kvflow.protocols.pages.layout import PageIndices
+from kvflow.protocols.ports import PageStore
+from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.sequence import Prompt
+from kvflow.serve.engine.scheduler.decode import DecodeEngine
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+
+
+class SharedRoom:
+    """Both sides of a room whose source and target are the same pages, and row,
+    computed in place.
+    """
+
+    def __init__(self, places: PageStore, count: int, owner: Hashable) -> None:
+        """Raises: CapacityError."""
+        self._places, self._owner = places, owner
+        self.pages: PageIndices = places.take_room(count, owner)
+        self._owned = True
+        self._handoff: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._callbacks: list[Callable[[], None]] = []
+
+    async def matched(self) -> int:
+        return 0
+
+    def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
+        if last and not self._handoff.done():
+            self._handoff.set_result(handoff)
+
+    async def done(self) -> None:
+        await asyncio.shield(self._handoff)
+
+    async def landed(self) -> bytes:
+        return await asyncio.shield(self._handoff)
+
+    def keep(self, owner: Hashable) -> PageIndices:
+        self._places.move(self.pages, self._owner, owner)
+        self._owned = False
+        return self.pages
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def close(self, cause: Cause | None = None) -> None:
+        if not self._handoff.done():
+            self._handoff.set_exception(
+                room_error(cause or Cause(Code.CLIENT_GONE, "the room was closed"))
+            )
+            # Retrieved, so that asyncio does not log it: there may be no reader.
+            self._handoff.exception()
+            for callback in self._callbacks:
+                callback()
+
+    def free(self) -> None:
+        """Give the places back, unless a sequence has become their owner."""
+        if self._owned:
+            self._owned = False
+            self._places.give_back(self.pages, self._owner)
+
+
+class SingleEngine:
+    """Both engines over one pool: the reference for prefill and decode in two processes.
+
+    `max_batch_rooms=1` prefills one prompt at a time; `decode.pause` and `decode.resume` collect
+    requests, so that they decode in lockstep.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        pool: PagedPool,
+        pages: PageAllocator,
+        executor: Executor,
+        *,
+        chunk_tokens: int = 512,
+        max_batch_tokens: int = 512,
+        max_batch_rooms: int | None = None,
+        max_batch: int = 256,
+    ) -> None:
+        """Raises: LayoutError when the pool is not this model's."""
+        self.prefill = PrefillEngine(
+            model,
+            pool,
+            pages,
+            executor,
+            chunk_tokens=chunk_tokens,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_rooms=max_batch_rooms,
+        )
+        self.decode = DecodeEngine(model, pool, pages, executor, max_batch=max_batch)
+        self._places, self._layout = pool.places_over(pages), pool.layout
+        self._numbers = itertools.count()
+
+    async def start(self) -> None:
+        await self.prefill.start()
+        await self.decode.start()
+
+    async def close(self) -> None:
+        await self.prefill.close()
+        await self.decode.close()
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> AsyncGenerator[TokenOut, None]:
+        """Tokens as they come. Closing the generator ends the request in any state.
+
+        Raises: MisuseError, CapacityError.
+        """
+        admission = await self.decode.admit(prompt, params)
+        try:
+            room = SharedRoom(
+                self._places, self._layout.places_for(len(prompt)), ("shared", next(self._numbers))
+            )
+        except BaseException:
+            admission.release()
+            raise
+        prefill = asyncio.create_task(self.prefill.prefill(room, prompt, params, into=room.pages))
+        tokens = self.decode.generate(room, prompt, params, admission)
+        # In the reverse order, whatever becomes of one of them.
+        async with AsyncExitStack() as ends:
+            ends.callback(room.free)
+            ends.push_async_callback(_give_up, prefill)
+            ends.push_async_callback(tokens.aclose)
+            async for out in tokens:
+                yield out
+
+
+async def _give_up(prefill: asyncio.Task[TokenOut]) -> None:
+    """Return when it has ended, since until then it may write to the room's pages."""
+    prefill.cancel()
+    try:
+        await all_ended([prefill])
+    finally:
+        if not prefill.cancelled():
+            prefill.exception()  # retrieved: the same error as decode's, which is raised

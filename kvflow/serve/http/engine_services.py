@@ -1,0 +1,323 @@
+"""The two completion services: an engine and a node behind the interface
+that the HTTP layer calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+
+from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
+from kvflow.http.errors import RequestError
+from kvflow.memory.allocator import PageAllocator
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.machines.decode_room import DecodePhase
+from kvflow.protocols.wire.ranks import DpRankError, RankInfo
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import EngineOptimism, EngineRetractions, TokenOut
+from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
+from kvflow.serve.http.node_report import node_report
+
+if TYPE_CHECKING:  # importing the engines imports torch
+    from kvflow.serve.cache.prefix import Prefix
+    from kvflow.serve.engine.scheduler.budget import Admission
+    from kvflow.serve.engine.scheduler.decode import DecodeEngine
+    from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+
+REMEMBERED_ROOMS = 256
+_KIND_LABELS = {"grant": "room", "quarantined": "quarantine"}
+N = TypeVar("N", PrefillNode, DecodeNode)
+E = TypeVar("E", bound="PrefillEngine | DecodeEngine")
+
+
+class RecentRooms:
+    """The latest rooms, kept for /rooms and their stories; bounded."""
+
+    def __init__(self) -> None:
+        self._rooms: OrderedDict[int, PrefillRoom | DecodeRoom] = OrderedDict()
+
+    def add(self, room: PrefillRoom | DecodeRoom) -> None:
+        self._rooms[room.room] = room
+        self._rooms.move_to_end(room.room)
+        if len(self._rooms) > REMEMBERED_ROOMS:
+            self._rooms.popitem(last=False)
+
+    def close(self, cause: Cause) -> None:
+        """End those that are open."""
+        for room in list(self._rooms.values()):
+            room.close(cause)
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """The latest first."""
+        return [_summary(room) for room in reversed(self._rooms.values())]
+
+    def story(self, room_id: int) -> dict[str, Any] | None:
+        room = self._rooms.get(room_id)
+        if room is None:
+            return None
+        events = [
+            {
+                "at_s": round(line.at_s - room.opened_at_s, 6),
+                "what": line.what,
+                "phase": line.phase.lower(),
+                "text": line.text,
+            }
+            for line in room.story()
+        ]
+        # Stories of two processes of one machine, or of two with clocks that agree, merge by this.
+        opened_unix_s = time.time() - (time.monotonic() - room.opened_at_s)
+        return {**_summary(room), "opened_unix_s": round(opened_unix_s, 6), "events": events}
+
+
+def _summary(room: PrefillRoom | DecodeRoom) -> dict[str, Any]:
+    cause = room.cause
+    summary = {
+        "room": room.room,
+        "request_id": room.request_id,
+        "phase": room.phase.name.lower(),
+        "ended": room.ended,
+        "cause": None if cause is None else str(cause),
+    }
+    if isinstance(room, PrefillRoom):
+        summary.update(bytes_landed=room.bytes_landed, bytes_total=room.bytes_total)
+    return summary
+
+
+def owned_by_kind(pages: PageAllocator) -> dict[str, int]:
+    """Pages (or rows) that are not free, by kind of owner."""
+    kinds: dict[str, int] = {}
+    for owner, count in pages.owned().items():
+        kind = owner[0] if isinstance(owner, tuple) else type(owner).__name__.lower()
+        label = _KIND_LABELS.get(str(kind), str(kind))
+        kinds[label] = kinds.get(label, 0) + count
+    return kinds
+
+
+class EngineService(Generic[N, E]):
+    """What both roles have in common, over one node and one engine."""
+
+    def __init__(self, card: ModelCard, node: N, engine: E, timeout_s: float) -> None:
+        self.card = card
+        self._node: N = node
+        self._engine: E = engine
+        self._timeout_s = timeout_s
+        self._recent_rooms = RecentRooms()
+
+    @property
+    def role(self) -> str:
+        return self._node.role
+
+    @property
+    def unavailable_reason(self) -> str:
+        return self._node.unavailable_reason if self._engine.healthy else "the engine has stopped"
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._engine.limits
+
+    def end_requests(self) -> None:
+        self._engine.end_requests()
+        self._node.leave()
+
+    def report(self) -> Report:
+        node, load, cache = self._node, self._engine.load(), self._engine.cache
+        pages, rows = node.pool.pages, node.pool.rows if node.pool.layout.num_rows else None
+        report = node_report(
+            node,
+            pages_free=pages.free_pages,
+            pages_by_kind=owned_by_kind(pages),
+            at_rest=pages.at_rest() and (rows is None or rows.at_rest()) and node.staging_at_rest,
+        )
+        return msgspec.structs.replace(
+            report,
+            queue_seconds=self._engine.queue_seconds,
+            internal_errors=report.internal_errors | {"step": self._engine.failed_steps},
+            running=load.running,
+            waiting=load.waiting,
+            rows_free=rows.free_pages if rows else 0,
+            rows_total=rows.num_pages if rows else 0,
+            rows_by_kind=owned_by_kind(rows) if rows else {},
+            cache=None if cache is None else cache.stats(),
+            kv_events=None
+            if cache is None or cache.publisher is None
+            else cache.publisher.describe(),
+            optimism=self._optimism(),
+            retraction=self._retraction(),
+            decode_steps=self._decode_steps(),
+        )
+
+    def _optimism(self) -> EngineOptimism | None:
+        """Of prompts that were begun early; None where none is computed."""
+        return None
+
+    def _retraction(self) -> EngineRetractions | None:
+        """What over-commitment has led to; None where nothing is over-committed."""
+        return None
+
+    def _decode_steps(self) -> int | None:
+        return None
+
+    def rooms(self) -> Sequence[dict[str, Any]]:
+        return self._recent_rooms.summaries()
+
+    def story(self, room: int) -> dict[str, Any] | None:
+        return self._recent_rooms.story(room)
+
+    def peers(self) -> Sequence[dict[str, Any]]:
+        return self._node.peers()
+
+    def declare_dead(self, incarnation: int, why: str) -> None:
+        """A prefill is told of one, too: it may have become one, over pages that it lent as a
+        decode.
+        """
+        self._node.declare_dead(incarnation, why)
+
+    def abort(self, request: GenerationRequest) -> None:
+        """Of a room that decode has withdrawn, prefill's leg has no answer that is read."""
+
+    async def flush_cache(self) -> None:
+        if (cache := self._engine.cache) is not None:
+            cache.flush()
+
+
+class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
+    """Prefill: a request is one prompt computed, its KV moved to decode, and the first token."""
+
+    def __init__(
+        self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float
+    ) -> None:
+        super().__init__(card, node, engine, timeout_s)
+        # By `id` of the request: a room may follow one of its number.
+        self._open_rooms: dict[int, PrefillRoom] = {}
+
+    @property
+    def rank(self) -> RankInfo:
+        """What is registered at the bootstrap registry."""
+        return self._node.info
+
+    def _optimism(self) -> EngineOptimism:
+        return self._engine.optimism
+
+    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        try:
+            room = self._node.room(
+                request.room, request.checked or request.prompt, deadline_s=self._timeout_s
+            )
+        except KvflowError as error:
+            self._node.counts.room_refused(error.cause())
+            raise
+        self._recent_rooms.add(room)
+        self._open_rooms[id(request)] = room
+        try:
+            first = await self._engine.prefill(
+                room, request.prompt, request.params, namespace=request.namespace
+            )
+        finally:
+            del self._open_rooms[id(request)]
+        if first.finish_reason is None:
+            first = msgspec.structs.replace(first, finish_reason="length")
+        yield first
+
+    def abort(self, request: GenerationRequest) -> None:
+        if room := self._open_rooms.get(id(request)):
+            room.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
+
+    def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
+        self._node.refuse(room, cause)
+
+
+class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
+    """Decode: a request is pages lent to prefill, and all tokens once they have landed."""
+
+    def _retraction(self) -> EngineRetractions:
+        return self._engine.retraction
+
+    def _decode_steps(self) -> int:
+        return self._engine.steps
+
+    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        if not request.prefill:
+            error = RequestError(
+                "bootstrap_host is missing: decode cannot find its prefill without it"
+            )
+            self._node.counts.room_refused(error.cause())
+            raise error
+        # Announced before it waits for pages: prefill's leg waits for as long as this decode lives,
+        # or is told why not.
+        prompt = request.checked or request.prompt
+        try:
+            room = self._node.announce(
+                request.room,
+                request.prefill,
+                prompt,
+                deadline_s=self._timeout_s,
+                dp_rank=request.prefill_dp_rank,
+            )
+        except DpRankError as error:
+            self._node.counts.room_refused(error.cause())
+            raise self._refused_group(request, error) from None
+        self._recent_rooms.add(room)
+        admission: Admission | None = None
+        prefix: Prefix | None = None
+        try:
+            admission = await self._admit(request, room)
+            prefix = await self._engine.cached(request.prompt, request.namespace, admission)
+            await room.offer(prefix_tokens=None if prefix is None else prefix.tokens)
+        except BaseException as error:
+            room.close(error.cause() if isinstance(error, KvflowError) else None)
+            if prefix is not None:
+                prefix.release()
+            if admission is not None:
+                admission.release()
+            if isinstance(error, DpRankError):  # found out when its registry had answered
+                raise self._refused_group(request, error) from None
+            raise
+        tokens = self._engine.generate(room, request.prompt, request.params, admission, prefix)
+        try:
+            async for token in tokens:
+                yield token
+        except KvflowError as error:
+            if room.phase is DecodePhase.SUCCESS:
+                self._node.counts.engine_failed(error.code)
+            raise
+        finally:
+            await tokens.aclose()
+
+    def _refused_group(self, request: GenerationRequest, error: DpRankError) -> RequestError:
+        """The error of this leg. Prefill's leg may wait at any group: it is told there."""
+        refused = RequestError(f"disagg_prefill_{error}", param="disagg_prefill_dp_rank")
+        self.refuse(request.room, request.prefill, refused.cause(), request.prefill_dp_rank)
+        return refused
+
+    async def _admit(self, request: GenerationRequest, room: DecodeRoom) -> Admission:
+        """Wait for a place in the batch and a promise of pages, until the room ends.
+
+        Raises: KvflowError.
+        """
+        waiting = asyncio.ensure_future(
+            self._engine.admit(request.prompt, request.params, request.namespace)
+        )
+
+        def stop_waiting() -> None:
+            waiting.cancel()
+
+        room.on_end(stop_waiting)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
+                # It came in the turn of the loop in which this was cancelled.
+                waiting.result().release()
+            if room.ended:
+                await room.opened()  # raises what ended it
+            raise
+
+    def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
+        if prefill:
+            self._node.refuse(room, prefill, cause, dp_rank=dp_rank)

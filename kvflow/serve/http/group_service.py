@@ -1,0 +1,200 @@
+"""The completion services of workers over several ranks: a prefill's group, and the shards of a
+decode.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvflow.handlers.rooms import PrefillRoom
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.arguments import check_prompt
+from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.wire.ranks import RankInfo
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import EngineOptimism, TokenOut
+from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, RankReport, Report
+from kvflow.serve.http.engine_services import DecodeService, EngineService
+
+if TYPE_CHECKING:  # importing the engines imports torch
+    from kvflow.handlers.group import GroupRequest
+    from kvflow.serve.engine.ranks.group import PrefillGroup
+    from kvflow.serve.engine.ranks.shard_leading import ShardLeader
+    from kvflow.serve.engine.ranks.wire import Status
+    from kvflow.serve.engine.scheduler.decode import DecodeEngine
+    from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+
+
+class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
+    """As `PrefillService`: a request is opened, computed and sent by every rank, and ends on all of
+    them as one.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        node: PrefillNode,
+        engine: PrefillEngine,
+        timeout_s: float,
+        *,
+        group: PrefillGroup,
+        own_status: Callable[[], Status],
+        others: Mapping[int, Status],
+        world: tuple[int, int],
+    ) -> None:
+        """`others`: the last status of each other rank. `world`: stages and shards."""
+        super().__init__(card, node, engine, timeout_s)
+        self._group, self._own_status, self._others = group, own_status, others
+        self._world = world
+        self._open: dict[int, GroupRequest] = {}  # by `id` of the request
+
+    @property
+    def rank(self) -> RankInfo:
+        """What is registered at the bootstrap registry of this rank."""
+        return self._node.info
+
+    @property
+    def unavailable_reason(self) -> str:
+        return super().unavailable_reason or self._group.unavailable_reason
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._group.limits
+
+    def _optimism(self) -> EngineOptimism:
+        return self._engine.optimism
+
+    def opened(self, room: PrefillRoom) -> None:
+        """This rank's half of a request has been opened."""
+        self._recent_rooms.add(room)
+
+    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        was_opened = False
+
+        def on_open(opened: GroupRequest) -> None:
+            nonlocal was_opened
+            was_opened = True
+            self._open[id(request)] = opened
+
+        try:
+            checked = request.checked or check_prompt(request.prompt)
+            first = await self._group.prefill(
+                request.room,
+                request.prompt,
+                checked,
+                request.params,
+                self._timeout_s,
+                on_open,
+                namespace=request.namespace,
+            )
+        except KvflowError as error:
+            if not was_opened:
+                self._node.counts.room_refused(error.cause())
+            raise
+        finally:
+            self._open.pop(id(request), None)
+        if first.finish_reason is None:
+            first = msgspec.structs.replace(first, finish_reason="length")
+        yield first
+
+    def abort(self, request: GenerationRequest) -> None:
+        if opened := self._open.get(id(request)):
+            opened.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
+
+    def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
+        self._group.refuse(room, cause)
+
+    async def flush_cache(self) -> None:
+        """On every rank."""
+        self._engine.flush()
+
+    def end_requests(self) -> None:
+        for opened in list(self._open.values()):
+            opened.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
+        super().end_requests()
+
+    def report(self) -> Report:
+        stages, shards = self._world
+        statuses = {**self._others, 0: self._own_status()}
+        ranks = tuple(_rank_report(rank, statuses.get(rank)) for rank in range(stages * shards))
+        return msgspec.structs.replace(
+            super().report(), pp_size=stages, tp_size=shards, ranks=ranks
+        )
+
+
+def _rank_report(rank: int, status: Status | None) -> RankReport:
+    if status is None:
+        return RankReport(rank=rank, up=False)
+    return RankReport(
+        rank=rank,
+        up=True,
+        pid=status.pid,
+        pages_free=status.pages_free,
+        pages_total=status.pages_total,
+        pages_at_rest=status.pages_at_rest,
+        pinned_pages=status.pinned_pages,
+        rooms=status.rooms,
+        requests=status.requests,
+        tickets=status.tickets,
+        bytes_moved=status.bytes_moved,
+        internal_errors={"handler": status.handler_errors, "step": status.failed_steps},
+        messages_dropped=status.dropped,
+        cache=status.cache,
+    )
+
+
+class ShardedDecodeService(DecodeService):
+    """As `DecodeService`: requests, rooms and pages are the first shard's, the others run its steps
+    over the same pages."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        node: DecodeNode,
+        engine: DecodeEngine,
+        timeout_s: float,
+        *,
+        shards: ShardLeader,
+    ) -> None:
+        super().__init__(card, node, engine, timeout_s)
+        self._shards = shards
+
+    def break_off(self, cause: Cause) -> None:
+        """No step can follow: end every request with `cause`, at both legs."""
+        self._engine.break_off(cause)
+        self._recent_rooms.close(cause)
+        self._node.leave()
+
+    def report(self) -> Report:
+        whole, shards = super().report(), self._shards
+        mine = RankReport(
+            rank=0,
+            up=True,
+            pid=os.getpid(),
+            pages_free=whole.pages_free,
+            pages_total=whole.pages_total,
+            pages_at_rest=whole.pages_at_rest,
+            rooms=whole.rooms_by_state,
+            requests=whole.running,
+            bytes_moved=whole.bytes_moved,
+            internal_errors=whole.internal_errors,
+        )
+        others = tuple(
+            RankReport(rank=shard.number, up=False)
+            if not shard.is_up
+            else RankReport(
+                rank=shard.number,
+                up=True,
+                pid=shard.pid,
+                pages_free=whole.pages_free,
+                pages_total=whole.pages_total,
+                pages_at_rest=whole.pages_at_rest,
+                requests=shards.sequences,
+            )
+            for shard in shards.shards
+        )
+        return msgspec.structs.replace(whole, tp_size=1 + len(others), ranks=(mine, *others))

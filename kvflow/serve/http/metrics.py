@@ -1,0 +1,526 @@
+"""Prometheus metrics: kvflow's own names with base units, and on request the names that SGLang
+dashboards read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvflow.http.errors import Failure, bounded_code
+from kvflow.http.families import histograms, labelled
+from kvflow.http.measures import CompletionMeasures
+from kvflow.serve.cache.prefix import CacheStats
+from kvflow.serve.cache.storage.port import StorageState
+from kvflow.serve.engine.scheduler.params import EngineOptimism, EngineRetractions
+from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.sglang_metrics import sglang_families
+from kvflow.telemetry.counters import TransferMeasures
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """The metrics of one process. What a role reports is read at each scrape."""
+
+    def __init__(
+        self,
+        report: Callable[[], Report] | None = None,
+        *,
+        role: str = "router",
+        model: str = "",
+        sglang: bool = False,
+        families: Callable[[], Iterable[Metric]] | None = None,
+    ) -> None:
+        """`families`: more of them, made at each scrape."""
+        self.registry = CollectorRegistry()
+        self.completions = CompletionMeasures()
+        self.refusals: Tally[str] = Tally()  # before a request had a room, by code
+        self._report, self._role, self._model, self._sglang = report, role, model, sglang
+        self._families = families
+        self._requests = Counter(
+            "kvflow_requests", "Requests answered.", ("route", "status"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            "kvflow_request_seconds",
+            "Time from request to end of answer.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._broken = Counter(
+            "kvflow_streams_failed",
+            "Streams that ended in an error event.",
+            ("code",),
+            registry=self.registry,
+        )
+        self._gone = Counter(
+            "kvflow_clients_gone",
+            "Clients that disconnected before their answer.",
+            registry=self.registry,
+        )
+        self._retried = Counter(
+            "kvflow_retries",
+            "Requests tried once more, on another pair of workers, by why.",
+            ("code",),
+            registry=self.registry,
+        )
+        self.registry.register(_Scrape(self._collect))
+
+    def reports(self, role: str, report: Callable[[], Report]) -> None:
+        """From here on these are the role's figures."""
+        self._role, self._report = role, report
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def refused(self, code: str) -> None:
+        """A request ended before it had a room."""
+        self.refusals[code] += 1
+
+    def stream_failed(self, failure: Failure) -> None:
+        self._broken.labels(failure.code).inc()
+
+    def retried(self, code: str) -> None:
+        self._retried.labels(bounded_code(code)).inc()
+
+    def client_gone(self) -> None:
+        self._gone.inc()
+
+    def response(self) -> web.Response:
+        """The exposition, text format 0.0.4."""
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=generate_latest(self.registry), headers=headers)
+
+    def _collect(self) -> Iterator[Metric]:
+        refusals = Tally(self.refusals)
+        if self._report is not None:
+            report = self._report()
+            refusals.update(report.requests_refused)
+            yield from node_families(report)
+            if report.optimism is not None:
+                yield from _optimism(report.optimism)
+            if report.retraction is not None:
+                yield from _retraction(report.retraction)
+            if report.cache is not None:
+                yield from _cache(report.cache)
+            if report.ranks:
+                yield from _ranks(report)
+            yield from _completions(self.completions, report)
+            if self._sglang:
+                now = time.perf_counter()
+                yield from sglang_families(report, self.completions, self._role, self._model, now)
+        refused = "Requests that ended before they had a room, by the code of their error."
+        yield labelled(
+            CounterMetricFamily("kvflow_requests_refused", refused, labels=["reason"]), refusals
+        )
+        if self._families is not None:
+            yield from self._families()
+
+
+class _Scrape(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()
+
+
+def node_families(report: Report) -> Iterator[Metric]:
+    """What a node has and moves, whatever engine it serves."""
+    yield from _memory(report)
+    yield from _rooms(report)
+
+
+def _memory(report: Report) -> Iterator[Metric]:
+    pages = GaugeMetricFamily("kvflow_pages", "Pages of the KV pool by owner.", labels=["owner"])
+    yield labelled(pages, {"free": report.pages_free, **report.pages_by_kind})
+    yield GaugeMetricFamily("kvflow_pool_pages", "Pages of the KV pool.", value=report.pages_total)
+    yield GaugeMetricFamily(
+        "kvflow_pool_bytes", "Bytes of the KV pool, its rows included.", value=report.pool_bytes
+    )
+    if report.rows_total:
+        rows = GaugeMetricFamily(
+            "kvflow_rows", "State rows of the pool by owner; a request has one.", labels=["owner"]
+        )
+        yield labelled(rows, {"free": report.rows_free, **report.rows_by_kind})
+        yield GaugeMetricFamily(
+            "kvflow_pool_rows", "State rows of the pool.", value=report.rows_total
+        )
+    yield GaugeMetricFamily(
+        "kvflow_quarantine_pages",
+        "Pages in quarantine: lent, and no proof yet that their writer has ended.",
+        value=report.quarantine_pages,
+    )
+    text = (
+        "Pages in quarantine whose writer is in doubt, or has not answered in time that it has "
+        "ended."
+    )
+    yield GaugeMetricFamily(
+        "kvflow_quarantine_overdue_pages", text, value=report.quarantine_overdue_pages
+    )
+    limit = "Overdue pages in quarantine above which new requests are refused."
+    yield GaugeMetricFamily(
+        "kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages
+    )
+    if (waits := report.staging_waits) is not None:
+        text = (
+            "Rooms that wait for pages of staging; stuck ones want more than there is without what "
+            "is in quarantine."
+        )
+        counts = GaugeMetricFamily("kvflow_staging_waiting_rooms", text, labels=["state"])
+        yield labelled(
+            counts, {"queued": waits.rooms - waits.stuck_rooms, "stuck": waits.stuck_rooms}
+        )
+        text = "For how long the oldest room has waited for pages of staging."
+        yield GaugeMetricFamily("kvflow_staging_waiting_seconds", text, value=waits.oldest_s)
+    pinned = (
+        "Pages at prefill that writes of rooms that have ended still read: their decode does not "
+        "take them."
+    )
+    yield GaugeMetricFamily("kvflow_pinned_pages", pinned, value=report.pinned_pages)
+    limit = "Pinned pages of one decode above which its new requests are refused."
+    yield GaugeMetricFamily("kvflow_pinned_limit_pages", limit, value=report.pinned_limit_pages)
+
+
+def _optimism(found: EngineOptimism) -> Iterator[Metric]:
+    for name, text, count in (
+        ("starts", "Prompts begun before decode had lent its pages, each time.", found.starts),
+        ("hits", "Of them, those that had kept their pages until decode lent its own.", found.hits),
+        (
+            "lost",
+            "Of them, those whose pages were taken for a prompt whose decode had lent its own.",
+            found.lost,
+        ),
+    ):
+        yield CounterMetricFamily(f"kvflow_optimistic_{name}", text, value=count)
+    text = "Requests whose prompt has pages, and whose decode has lent none yet."
+    yield GaugeMetricFamily("kvflow_optimistic_requests", text, value=found.holding_now)
+
+
+# (field of `RankReport`, name of the metric, help)
+_RANK_GAUGES = (
+    ("pages_free", "pages_free", "Free pages of a rank's KV pool."),
+    ("pages_total", "pool_pages", "Pages of a rank's KV pool."),
+    (
+        "pinned_pages",
+        "pinned_pages",
+        "Pages of a rank that writes of rooms that have ended still read.",
+    ),
+    ("requests", "requests", "Requests that a rank computes, or will."),
+    ("tickets", "tickets", "Requests of the group of which something is left at a rank."),
+)
+# (type, field of `CacheStats` and name of the metric, help)
+_RANK_CACHE = (
+    (GaugeMetricFamily, "pages", "Pages of a rank's pool that hold cached prefixes."),
+    (GaugeMetricFamily, "host_pages", "Pages of a rank's host memory that hold cached prefixes."),
+    (
+        CounterMetricFamily,
+        "hit_tokens",
+        "Prompt tokens that all ranks had cached when a rank began.",
+    ),
+    (CounterMetricFamily, "evicted_pages", "Cached pages of a rank that gave way to requests."),
+    (
+        CounterMetricFamily,
+        "failed_copies",
+        "Copies between a rank's tiers that failed or were stopped.",
+    ),
+)
+
+
+def _ranks(report: Report) -> Iterator[Metric]:
+    """Of each rank of a worker over several; without a label,
+    the other names are of the first one.
+    """
+    up = GaugeMetricFamily(
+        "kvflow_rank_up", "Whether a rank of the group is there.", labels=["rank"]
+    )
+    rooms = GaugeMetricFamily(
+        "kvflow_rank_rooms", "Open rooms of a rank by state.", labels=["rank", "state"]
+    )
+    errors = CounterMetricFamily(
+        "kvflow_rank_internal_errors",
+        "Internal errors that a rank survived.",
+        labels=["rank", "where"],
+    )
+    gauges = {
+        field: GaugeMetricFamily(f"kvflow_rank_{name}", text, labels=["rank"])
+        for field, name, text in _RANK_GAUGES
+    }
+    moved = CounterMetricFamily(
+        "kvflow_rank_transfer_bytes", "KV bytes of a rank that have landed.", labels=["rank"]
+    )
+    cache = {
+        field: family(f"kvflow_rank_cache_{field}", text, labels=["rank"])
+        for family, field, text in _RANK_CACHE
+    }
+    for rank in report.ranks:
+        number = [str(rank.rank)]
+        up.add_metric(number, rank.up)
+        if not rank.up:
+            continue
+        for field, family in gauges.items():
+            family.add_metric(number, getattr(rank, field))
+        for state, count in rank.rooms.items():
+            rooms.add_metric([*number, state], count)
+        for where, count in rank.internal_errors.items():
+            errors.add_metric([*number, where], count)
+        moved.add_metric(number, rank.bytes_moved)
+        if rank.cache is not None:
+            for field, cached in cache.items():
+                cached.add_metric(number, getattr(rank.cache, field))
+    yield from (up, rooms, errors, *gauges.values(), moved, *cache.values())
+
+
+def _retraction(found: EngineRetractions) -> Iterator[Metric]:
+    yield from _each(
+        CounterMetricFamily,
+        (
+            "retracts",
+            "Running requests that gave their pages up, each time, because the pool ran short.",
+            found.retracts,
+        ),
+        (
+            "resumes",
+            "Retracted requests that run again, with their state from host memory.",
+            found.resumes,
+        ),
+        (
+            "recomputes",
+            "Retracted requests that run again, with their state computed once more.",
+            found.recomputes,
+        ),
+    )
+    yield from _each(
+        GaugeMetricFamily,
+        (
+            "retracted_requests",
+            "Requests that are retracted now, and wait for pages.",
+            found.retracted_now,
+        ),
+        (
+            "host_memory_bytes",
+            "Host memory that holds the state of retracted requests.",
+            found.host_bytes_used,
+        ),
+        (
+            "host_memory_limit_bytes",
+            "Host memory that may hold it (--host-memory-bytes).",
+            found.host_bytes_limit,
+        ),
+        (
+            "new_token_ratio",
+            "Share of its new tokens for which a request is promised pages.",
+            found.new_token_ratio,
+        ),
+    )
+
+
+def _cache(found: CacheStats) -> Iterator[Metric]:
+    yield from _each(
+        GaugeMetricFamily,
+        ("cache_pages", "Pages of the pool that hold cached prefixes.", found.pages),
+        ("cache_evictable_pages", "Of them, those that no request reads.", found.evictable_pages),
+        ("cache_host_pages", "Pages of host memory that hold cached prefixes.", found.host_pages),
+        (
+            "cache_host_limit_pages",
+            "Pages of host memory for them (--cache-host-bytes).",
+            found.host_limit_pages,
+        ),
+        ("cache_states", "Copies of states at ends of cached pages.", found.states),
+        ("cache_limit_states", "Room for such copies (--cache-state-bytes).", found.limit_states),
+    )
+    yield from _each(
+        CounterMetricFamily,
+        (
+            "cache_asked_tokens",
+            "Prompt tokens that were looked up in the prefix cache.",
+            found.asked_tokens,
+        ),
+        ("cache_hit_tokens", "Of them, those that were found.", found.hit_tokens),
+        ("cache_evicted_pages", "Cached pages that gave way to requests.", found.evicted_pages),
+        ("cache_evicted_states", "Copies of states that gave way to others.", found.evicted_states),
+        ("cache_saved_pages", "Cached pages that were copied to host memory.", found.saved_pages),
+        ("cache_loaded_pages", "Pages that were copied back from host memory.", found.loaded_pages),
+        ("cache_stored_pages", "Cached pages that were put into storage.", found.stored_pages),
+        ("cache_fetched_pages", "Pages that were read from storage.", found.fetched_pages),
+        (
+            "cache_unsaved_pages",
+            "Cached pages that were not copied to host memory: no room.",
+            found.unsaved_pages,
+        ),
+        (
+            "cache_unstored_pages",
+            "Cached pages that were not stored: too many waited.",
+            found.unstored_pages,
+        ),
+        (
+            "cache_lost_pages",
+            "Pages that storage had lost, and those behind them.",
+            found.lost_pages,
+        ),
+        (
+            "cache_failed_copies",
+            "Copies between tiers that failed or were stopped.",
+            found.failed_copies,
+        ),
+    )
+    if found.storage is not None:
+        yield from _storage(found.storage)
+
+
+def _storage(found: StorageState) -> Iterator[Metric]:
+    yield from _each(
+        GaugeMetricFamily,
+        (
+            "cache_storage_readable",
+            "1 while storage (--l3) is read; 0 while it is left alone.",
+            found.readable,
+        ),
+        (
+            "cache_storage_writable",
+            "1 while storage is written to; 0 while it is left alone.",
+            found.writable,
+        ),
+    )
+    yield from _each(
+        CounterMetricFamily,
+        ("cache_storage_errors", "Calls in which storage had an error.", found.errors),
+        (
+            "cache_storage_stalls",
+            "Calls to storage that were given up, as they did not end.",
+            found.stalls,
+        ),
+        ("cache_storage_trips", "How often storage was left alone from then on.", found.trips),
+        ("cache_storage_damaged_pages", "Pages that were not as they were stored.", found.damaged),
+    )
+
+
+def _each(
+    family: type[CounterMetricFamily | GaugeMetricFamily], *rows: tuple[str, str, float]
+) -> Iterator[Metric]:
+    """One family without labels for each name, text and value."""
+    for name, text, value in rows:
+        yield family(f"kvflow_{name}", text, value=value)
+
+
+def _rooms(report: Report) -> Iterator[Metric]:
+    peers = GaugeMetricFamily("kvflow_peers", "Nodes of the other role by phase.", labels=["phase"])
+    yield labelled(peers, report.peers_by_phase)
+    declared = "Prefills that an operator has declared dead."
+    yield CounterMetricFamily(
+        "kvflow_peers_declared_dead", declared, value=report.peers_declared_dead
+    )
+    yield labelled(
+        GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"]),
+        report.rooms_by_state,
+    )
+    ended = CounterMetricFamily(
+        "kvflow_rooms_ended", "Rooms that have ended, by how.", labels=["ending"]
+    )
+    yield labelled(ended, report.rooms_ended)
+    failed = CounterMetricFamily(
+        "kvflow_rooms_failed",
+        "Rooms that have failed, and not because their client left, by where and why.",
+        labels=["phase", "reason"],
+    )
+    for (phase, reason), count in report.rooms_failed.items():
+        failed.add_metric([phase, reason], count)
+    yield failed
+    yield CounterMetricFamily(
+        "kvflow_transfer_bytes", "KV bytes that have landed.", value=report.bytes_moved
+    )
+    differ = "Chunks whose checksum after landing differs from the one sent."
+    yield CounterMetricFamily("kvflow_chunks_mismatched", differ, value=report.chunks_mismatched)
+    dropped = CounterMetricFamily(
+        "kvflow_messages_dropped", "Control messages that changed nothing.", labels=["why"]
+    )
+    yield labelled(dropped, report.messages_dropped)
+    errors = CounterMetricFamily(
+        "kvflow_internal_errors", "Internal errors that the process survived.", labels=["where"]
+    )
+    yield labelled(errors, report.internal_errors)
+    if report.transfers is not None:
+        yield from _transfers(report.transfers)
+
+
+def _transfers(found: TransferMeasures) -> Iterator[Metric]:
+    for name, text, histogram in (
+        (
+            "bootstrap_seconds",
+            "From opening a room until the other side is ready.",
+            found.bootstrap_seconds,
+        ),
+        (
+            "allocation_seconds",
+            "From then until decode has pages to offer.",
+            found.allocation_seconds,
+        ),
+        (
+            "transfer_seconds",
+            "From the first chunk (decode: the offer) to the last.",
+            found.transfer_seconds,
+        ),
+        ("room_bytes", "KV bytes of a room.", found.transfer_bytes),
+        ("transfer_bytes_per_second", "Of a room's transfer.", found.transfer_bytes_per_second),
+    ):
+        yield histograms(f"kvflow_{name}", text, {(): histogram})
+
+
+def _completions(found: CompletionMeasures, report: Report) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "kvflow_running_requests", "Requests in the engine's batch.", value=report.running
+    )
+    yield GaugeMetricFamily(
+        "kvflow_waiting_requests", "Requests waiting for the engine.", value=report.waiting
+    )
+    if report.queue_seconds is not None:
+        yield histograms(
+            "kvflow_queue_seconds",
+            "Wait for a place in the batch and for pages.",
+            {(): report.queue_seconds},
+        )
+    if report.decode_steps is not None:
+        steps = "Decode steps; tokens/s divided by steps/s is the average batch."
+        yield CounterMetricFamily("kvflow_decode_steps", steps, value=report.decode_steps)
+    outcomes = CounterMetricFamily(
+        "kvflow_completions", "Completions that ended.", labels=["outcome", "stream"]
+    )
+    for (outcome, stream), count in found.outcomes.items():
+        outcomes.add_metric([outcome, _flag(stream)], count)
+    yield outcomes
+    tokens = CounterMetricFamily(
+        "kvflow_generated_tokens", "Tokens sent to clients.", value=found.tokens_sent.total()
+    )
+    yield tokens
+    for name, text, latency in (
+        (
+            "time_to_first_token_seconds",
+            "Time from request to first token.",
+            found.first_token_seconds,
+        ),
+        ("completion_seconds", "Time from request to last token.", found.request_seconds),
+    ):
+        named = {(_flag(stream),): histogram for stream, histogram in latency.items()}
+        yield histograms(f"kvflow_{name}", text, named, ["stream"])
+    for name, text, histogram in (
+        (
+            "inter_token_seconds",
+            "Time between two tokens of a completion.",
+            found.inter_token_seconds,
+        ),
+        ("completion_prompt_tokens", "Prompt length of finished completions.", found.prompt_tokens),
+        ("completion_generated_tokens", "Tokens of finished completions.", found.generated_tokens),
+    ):
+        yield histograms(f"kvflow_{name}", text, {(): histogram})
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"

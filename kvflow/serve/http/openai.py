@@ -1,0 +1,349 @@
+"""The OpenAI routes: chat completions, completions, models."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import defaultdict
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from kvflow.aio import in_turns
+from kvflow.http.errors import UnknownModelError
+from kvflow.http.growing import GrowingArray, GrowingText
+from kvflow.http.responses import json_response
+from kvflow.serve.engine.scheduler.params import TokenOut
+from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.serve.http.completion import Completion, Delta
+from kvflow.serve.http.completion_service import GenerationRequest, PromptIds
+from kvflow.serve.http.generation_requests import (
+    check_count,
+    generation_requests,
+    params_of_chat,
+    params_of_completion,
+    prompt_ids,
+)
+from kvflow.serve.http.pipeline import CompletionPipeline
+from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, StreamOptions
+from kvflow.serve.http.text_logprobs import TextLogprobs, TokenBytes
+from kvflow.telemetry.requests import CURRENT
+
+_ECHO_CHARACTERS = 1 << 14  # encoded at a time: some 20 us
+
+
+class _OpenAICall:
+    """What chat and completions share: ids, choices, usage."""
+
+    kind = ""
+    chunk_kind = ""
+    prefix = ""
+
+    def __init__(
+        self, body: ChatRequest | CompletionRequest, model: str, token_bytes: TokenBytes
+    ) -> None:
+        self.stream = bool(body.stream)
+        self._token_bytes = token_bytes
+        self._requests: list[GenerationRequest] = []
+        self._choices = body.n or 1
+        self._options = body.stream_options or StreamOptions()
+        self._head = {"id": self._chosen_id(body), "created": int(time.time()), "model": model}
+
+    def id_of(self, index: int) -> str:
+        return str(self._head["id"])
+
+    def _chosen_id(self, body: ChatRequest | CompletionRequest) -> str:
+        rid = body.rid[0] if isinstance(body.rid, list) and body.rid else body.rid
+        return str(
+            rid or self.prefix + (body.request_id or CURRENT.get().request_id or uuid.uuid4().hex)
+        )
+
+    async def scored(self, index: int, scores: PromptLogprobs) -> None:
+        """Encode the prompt's log-probabilities."""
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Encode what only the whole body will need, token by token: all at once would hold up the
+        event loop.
+        """
+
+    def answer(self, completions: list[Completion]) -> Any:
+        """The whole body."""
+        choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
+        return {
+            **self._head,
+            "object": self.kind,
+            "choices": choices,
+            "usage": self._usage(completions),
+        }
+
+    def opening(self) -> list[Any]:
+        return []
+
+    def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
+        """One chunk per delta."""
+        chunks = [self._event(index, delta) for delta in deltas]
+        count = completion.generated - sum(len(delta.tokens) for delta in deltas)
+        for delta, chunk in zip(deltas, chunks, strict=True):
+            count += len(delta.tokens)
+            self._count(index, count, chunk, completion.cached_tokens)
+        return chunks
+
+    def _count(
+        self, index: int, tokens: int, chunk: dict[str, Any], cached: int = 0
+    ) -> dict[str, Any]:
+        """`chunk` with the usage of its choice so far, where the body asks for it."""
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = _usage(len(self._requests[index].prompt), tokens, cached)
+        return chunk
+
+    def closing(self, completions: list[Completion]) -> list[Any]:
+        """The usage event, when the body asks for it."""
+        return (
+            [{**self._chunk([]), "usage": self._usage(completions)}]
+            if self._options.include_usage
+            else []
+        )
+
+    def _chunk(self, choices: list[Any]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
+        return {**chunk, "usage": None} if self._options.include_usage else chunk
+
+    def _event(self, index: int, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _usage(self, completions: list[Completion]) -> dict[str, Any]:
+        prompts = sum(len(request.prompt) for request in self._requests[:: self._choices])
+        cached = sum(completion.cached_tokens for completion in completions[:: self._choices])
+        return _usage(prompts, sum(completion.generated for completion in completions), cached)
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Of a prompt that is shared by several choices the tokens count once, and those that its first
+    one found cached at prefill."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+class ChatCall(_OpenAICall):
+    """One chat completion."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(self, body: ChatRequest, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(body, model, token_bytes)
+        self.body = body
+        self._logprobs: defaultdict[int, GrowingArray] = defaultdict(GrowingArray)
+
+    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
+        """One per choice; the conversation is rendered by the chat template."""
+        body = self.body
+        prompt = await pipeline.tokenizer.encode_chat(body.messages, template_variables(body))
+        bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
+        params = params_of_chat(body, prompt, bad_words, pipeline.request_limits)
+        self._requests = generation_requests(
+            body, [prompt], [params], self._choices, pipeline.request_limits
+        )
+        return self._requests
+
+    def opening(self) -> list[Any]:
+        """The role of each choice."""
+        start = {"role": "assistant", "content": ""}
+        choices = [
+            {"index": i, "delta": start, "logprobs": None, "finish_reason": None}
+            for i in range(len(self._requests))
+        ]
+        return [self._count(i, 0, self._chunk([choice])) for i, choice in enumerate(choices)]
+
+    def add(self, index: int, delta: Delta) -> None:
+        if self.body.logprobs and not self.stream:
+            for token in delta.tokens:
+                self._logprobs[index].add(self._logprob(token))
+
+    def _event(self, index: int, delta: Delta) -> dict[str, Any]:
+        content = [self._logprob(token) for token in delta.tokens] if self.body.logprobs else []
+        choice = {
+            "index": index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
+            "finish_reason": delta.finish,
+        }
+        return self._chunk([choice])
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": {"content": self._logprobs[index], "refusal": None}
+            if self.body.logprobs
+            else None,
+            "finish_reason": completion.finish,
+        }
+
+    def _logprob(self, token: TokenOut) -> dict[str, Any]:
+        top = [
+            _spelled(self._token_bytes(token_id), logprob)
+            for token_id, logprob in token.top_logprobs
+        ]
+        return {**_spelled(self._token_bytes(token.token_id), token.logprob), "top_logprobs": top}
+
+
+class TemplateFields(Protocol):
+    @property
+    def reasoning_effort(self) -> Any: ...
+
+    @property
+    def chat_template_kwargs(self) -> Any: ...
+
+
+def template_variables(body: TemplateFields) -> dict[str, Any]:
+    """What the chat template sees beside the messages."""
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    return {**effort, **(body.chat_template_kwargs or {})}
+
+
+def _spelled(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
+
+
+class TextCompletionCall(_OpenAICall):
+    """One text completion, of one prompt or several."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
+        super().__init__(body, model, token_bytes)
+        self.body = body
+        # By choice; of a stream, those that have not been sent.
+        self._echoes: dict[int, GrowingText] = {}
+        self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(
+            lambda: TextLogprobs(token_bytes)
+        )
+
+    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
+        """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of
+        those.
+        """
+        body = self.body
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if len(given) and all(isinstance(item, str) for item in given):
+            check_count(len(given), self._choices)
+            special = body.add_special_tokens is not False
+            prompts = [
+                await pipeline.tokenizer.encode(
+                    str(text), param="prompt", add_special_tokens=special
+                )
+                for text in given
+            ]
+            texts = [str(text) for text in given]
+        else:
+            prompts, _ = prompt_ids(given)
+            check_count(len(prompts), self._choices)
+            texts = [await self._text_of(ids) for ids in prompts if body.echo]
+        choices = self._choices
+        bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
+        params = params_of_completion(body, prompts, bad_words, pipeline.request_limits)
+        if body.echo:
+            echoes = [await _encoded(text) for text in texts]
+            self._echoes = dict(enumerate(echo for echo in echoes for _ in range(choices)))
+        self._requests = generation_requests(
+            body, prompts, params, choices, pipeline.request_limits
+        )
+        return self._requests
+
+    async def _text_of(self, prompt: PromptIds) -> str:
+        pieces = [self._token_bytes(token_id) async for token_id in in_turns(prompt.tolist())]
+        return b"".join(pieces).decode(errors="replace")
+
+    async def scored(self, index: int, scores: PromptLogprobs) -> None:
+        await self._logprobs[index].add_prompt(scores, self._requests[index].prompt)
+
+    def add(self, index: int, delta: Delta) -> None:
+        if self.body.logprobs is not None and not self.stream:
+            for token in delta.tokens:
+                self._logprobs[index].add(token)
+
+    def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
+        """One chunk per delta, after one of the prompt when the body asks for an echo."""
+        chunks = super().events(index, deltas, completion)
+        if (echo := self._echoes.pop(index, None)) is None:
+            return chunks
+        logprobs = None if self.body.logprobs is None else self._logprobs[index].all()
+        choice = {"index": index, "text": echo, "logprobs": logprobs, "finish_reason": None}
+        return [self._count(index, 0, self._chunk([choice])), *chunks]
+
+    def _event(self, index: int, delta: Delta) -> dict[str, Any]:
+        logprobs = None if self.body.logprobs is None else self._logprobs[index].alone(delta.tokens)
+        choice = {
+            "index": index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish,
+        }
+        return self._chunk([choice])
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": self._echoes[index].followed_by(completion.text)
+            if index in self._echoes
+            else completion.text,
+            "logprobs": None if self.body.logprobs is None else self._logprobs[index].all(),
+            "finish_reason": completion.finish,
+        }
+
+
+async def _encoded(text: str) -> GrowingText:
+    """A prompt to be echoed, encoded a bit at a time, and once for all its choices."""
+    echo = GrowingText()
+    async for start in in_turns(range(0, len(text), _ECHO_CHARACTERS)):
+        echo.add(text[start : start + _ECHO_CHARACTERS])
+    echo.close_block()
+    return echo
+
+
+def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
+    """/v1/chat/completions, /v1/completions, /v1/models."""
+    name, began = pipeline.service.card.name, int(time.time())
+
+    async def chat(http: web.Request) -> web.StreamResponse:
+        body = await pipeline.read(http, ChatRequest)
+        return await pipeline.serve(http, ChatCall(body, name, pipeline.tokenizer.token_bytes))
+
+    async def completions(http: web.Request) -> web.StreamResponse:
+        body = await pipeline.read(http, CompletionRequest)
+        return await pipeline.serve(
+            http, TextCompletionCall(body, name, pipeline.tokenizer.token_bytes)
+        )
+
+    def entry() -> dict[str, Any]:
+        card = pipeline.service.card
+        about = {
+            "id": name,
+            "object": "model",
+            "created": began,
+            "owned_by": "kvflow",
+            "root": card.path,
+        }
+        return {**about, "max_model_len": pipeline.service.limits.max_tokens}
+
+    async def models(_: web.Request) -> web.StreamResponse:
+        return json_response({"object": "list", "data": [entry()]})
+
+    async def model(http: web.Request) -> web.StreamResponse:
+        if (asked := http.match_info["model"]) != name:
+            raise UnknownModelError(asked, name)
+        return json_response(entry())
+
+    return [
+        web.post("/v1/chat/completions", chat),
+        web.post("/v1/completions", completions),
+        web.get("/v1/models", models),
+        web.get("/v1/models/{model:.+}", model),
+    ]

@@ -1,0 +1,216 @@
+"""The routes for routers and operators: health, description, load, rooms, metrics, peers."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+import kvflow
+from kvflow.http.errors import Failure, RequestError
+from kvflow.http.responses import json_response
+from kvflow.protocols.wire.messages import WIRE_VERSION
+from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.pipeline import CompletionPipeline
+from kvflow.serve.http.role_switch import RoleSwitch
+
+MAX_WHY_CHARACTERS = 200
+
+
+def _pool_info(report: Report) -> dict[str, object]:
+    return {
+        "pool": {
+            **msgspec.to_builtins(report.pool),
+            "tokens": report.pages_total * report.pool.page_size,
+            "bytes": report.pool_bytes,
+            "dtype": report.pool_dtype,
+            "device": report.pool_device,
+        },
+        "pages": {
+            "free": report.pages_free,
+            "total": report.pages_total,
+            "home": report.pages_at_rest,
+            **report.pages_by_kind,
+        },
+        "rows": {"free": report.rows_free, "total": report.rows_total, **report.rows_by_kind},
+    }
+
+
+def server_info(
+    pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
+) -> dict[str, object]:
+    """/server_info: first the keys that routers read, then kvflow's own."""
+    service, report = pipeline.service, pipeline.service.report()
+    card = service.card
+    return {
+        "model_path": card.path,
+        "served_model_name": card.name,
+        "tp_size": report.tp_size,
+        "pp_size": report.pp_size,
+        "dp_size": 1,
+        "load_balance_method": "round_robin",
+        "disaggregation_mode": service.role,
+        "disaggregation_bootstrap_port": role_switch.bootstrap_port,
+        "disaggregation_transfer_backend": report.data_plane,
+        "page_size": report.pool.page_size,
+        "max_model_len": service.limits.max_tokens,
+        "version": kvflow.__version__,
+        "role": service.role,
+        "model": card.name,
+        "dtype": card.dtype,
+        "fingerprint": report.fingerprint,
+        "sampling_defaults": card.sampling_defaults,
+        "host": host,
+        "control_endpoint": report.control_endpoint,
+        "data_plane": report.data_plane,
+        "wire_version": WIRE_VERSION,
+        "incarnation": f"{report.incarnation:016x}",
+        **_pool_info(report),
+        "prefix_cache": msgspec.to_builtins(report.cache),
+        "kv_events": report.kv_events,
+        "optimistic_prefill": msgspec.to_builtins(report.optimism),
+        "retraction": msgspec.to_builtins(report.retraction),
+        "staging_waits": msgspec.to_builtins(report.staging_waits),
+        "quarantine_pages": report.quarantine_pages,
+        "quarantine_overdue_pages": report.quarantine_overdue_pages,
+        "quarantine_limit_pages": report.quarantine_limit_pages,
+        "pinned_pages": report.pinned_pages,
+        "pinned_limit_pages": report.pinned_limit_pages,
+        "rooms": report.rooms_by_state,
+        "rooms_ended": report.rooms_ended,
+        "ranks": [msgspec.to_builtins(rank) for rank in report.ranks],
+        "bytes_moved": report.bytes_moved,
+        "running": report.running,
+        "waiting": report.waiting,
+        "draining": pipeline.draining,
+        **role_switch.describe(),
+    }
+
+
+def routes(
+    pipeline: CompletionPipeline, *, host: str, role_switch: RoleSwitch
+) -> list[web.RouteDef]:
+    """Everything but completions. `host` is shown in /server_info."""
+    return [
+        *_description(pipeline, host, role_switch),
+        *_state(pipeline),
+        *_rooms(pipeline),
+        *_peers(pipeline),
+    ]
+
+
+def _description(
+    pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
+) -> list[web.RouteDef]:
+    """What this server serves."""
+
+    async def info(_: web.Request) -> web.StreamResponse:
+        return json_response(server_info(pipeline, host, role_switch))
+
+    async def model_info(_: web.Request) -> web.StreamResponse:
+        card = pipeline.service.card
+        return json_response(
+            {
+                "model_path": card.path,
+                "served_model_name": card.name,
+                "tokenizer_path": card.path,
+                "is_generation": True,
+                "model_type": card.model_type,
+                "architectures": list(card.architectures),
+                "max_context_length": pipeline.service.limits.max_tokens,
+            }
+        )
+
+    return [
+        *(web.get(path, info) for path in ("/server_info", "/get_server_info")),
+        *(web.get(path, model_info) for path in ("/model_info", "/get_model_info")),
+    ]
+
+
+def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
+    """Health, load, metrics."""
+
+    async def health(_: web.Request) -> web.StreamResponse:
+        if pipeline.draining:
+            return Failure(503, "draining", pipeline.draining_reason).response()
+        # 503 makes routers send their requests elsewhere.
+        if reason := pipeline.service.unavailable_reason:
+            return Failure(503, "degraded", reason).response()
+        return json_response(
+            {"status": "ok", "quarantine_pages": pipeline.service.report().quarantine_pages}
+        )
+
+    async def load(_: web.Request) -> web.StreamResponse:
+        report = pipeline.service.report()
+        pages, requests, waiting = (
+            report.pages_total - report.pages_free,
+            report.running + report.waiting,
+            report.waiting,
+        )
+        if pipeline.draining:  # full, so that routers which balance by load send it nothing more
+            pages, requests, waiting = (
+                report.pages_total,
+                pipeline.max_requests,
+                pipeline.max_requests,
+            )
+        line = {
+            "dp_rank": 0,
+            "num_reqs": max(pipeline.running, requests),
+            "num_waiting_reqs": waiting,
+        }
+        return json_response([{**line, "num_tokens": pages * report.pool.page_size}])
+
+    async def flush(_: web.Request) -> web.StreamResponse:
+        await pipeline.service.flush_cache()
+        return web.Response(text="Cache flushed.\n")
+
+    async def metrics(_: web.Request) -> web.StreamResponse:
+        return pipeline.metrics.response()
+
+    return [
+        *(web.get(path, health) for path in ("/health", "/health_generate")),
+        *(web.get(path, load) for path in ("/get_load", "/get_loads")),
+        *(method("/flush_cache", flush) for method in (web.post, web.get)),
+        web.get("/metrics", metrics),
+    ]
+
+
+def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
+    """Open and recently ended rooms, and the story of one."""
+
+    async def rooms(_: web.Request) -> web.StreamResponse:
+        return json_response({"rooms": list(pipeline.service.rooms())})
+
+    async def story(http: web.Request) -> web.StreamResponse:
+        try:
+            room = int(http.match_info["room"])
+        except ValueError:
+            raise RequestError(
+                f"{http.match_info['room'][:40]!r} is not a room id (an unsigned 64-bit integer)"
+            ) from None
+        found = pipeline.service.story(room)
+        if found is None:
+            return Failure(404, "unknown_room", f"room {room} is not known here").response()
+        return json_response(found)
+
+    return [web.get("/rooms", rooms), web.get("/rooms/{room}", story)]
+
+
+def _peers(pipeline: CompletionPipeline) -> list[web.RouteDef]:
+    """The nodes of the other role, and an operator's declaration that one of them is dead."""
+
+    async def peers(_: web.Request) -> web.StreamResponse:
+        return json_response({"peers": list(pipeline.service.peers())})
+
+    async def declare_dead(http: web.Request) -> web.StreamResponse:
+        try:
+            incarnation = int(http.match_info["incarnation"], 16)
+        except ValueError:
+            given = http.match_info["incarnation"][:40]
+            raise RequestError(f"{given!r} is not an incarnation (16 hexadecimal digits)") from None
+        why = http.query.get("why", "no reason given")[:MAX_WHY_CHARACTERS]
+        pipeline.service.declare_dead(incarnation, f"operator at {http.remote}: {why!r}")
+        return json_response(
+            {"declared_dead": f"{incarnation:016x}", "peers": list(pipeline.service.peers())}
+        )
+
+    return [web.get("/peers", peers), web.post("/peers/{incarnation}/declare_dead", declare_dead)]

@@ -1,0 +1,367 @@
+"""The path of every completion request through a role: admission, generation, tokens, and cleanup
+at its end.
+
+The routes differ in how they read a body and how they write an answer; that is a `CompletionCall`.
+The rest is here.
+
+What a router may rely on: an error that is known before anything has been sent is a status. Headers
+of a stream are sent with the first token, or, by decode, after `headers_after_s` without one. Until
+the first token nothing follows them but empty lines (or comments), so a stream whose first event is
+`{"error": {"code": ...}}` has produced nothing, and stands for the answer with the status of that
+code (`errors.STATUS_OF_CODE`): a router that would retry that status on another pair may retry this
+request as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+
+from kvflow.http.aborts import ABORT, RunningChoices
+from kvflow.http.access import shown_path
+from kvflow.http.draining import ROLE_HEADER, Drainable, refusal
+from kvflow.http.errors import (
+    Failure,
+    OverloadError,
+    RequestError,
+    UnknownModelError,
+    failure_of,
+)
+from kvflow.http.large_bodies import MAX_ADDED_BYTES, take_apart
+from kvflow.http.measures import RequestMeter
+from kvflow.http.responses import long_json_response
+from kvflow.http.sse import Arrivals, EventStream
+from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError
+from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
+from kvflow.serve.http.completion import Completion, Delta, detokenize
+from kvflow.serve.http.completion_service import CompletionService, GenerationRequest
+from kvflow.serve.http.generation_requests import RequestLimits, rooms_of, with_digests
+from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.schemas import Rendezvous, decoded, parse
+from kvflow.serve.http.tokenizer import ThreadedTokenizer
+from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
+
+_log = logging.getLogger("kvflow.http")
+B = TypeVar("B", bound=Rendezvous)
+ANY_MODEL = "default"  # what SGLang's clients ask for when they name no model
+ERROR_EVENT_TIMEOUT_S = 1.0  # for the last event of a stream that fails
+_COMPLETIONS = "completions that run or wait"
+_ABORTED = Cause(Code.ABORTED, "ended by /abort_request before it began")
+
+
+class CompletionCall(Protocol):
+    """One parsed body of one API (/generate, chat, completions), and how its answer is written."""
+
+    stream: bool
+
+    @property
+    def body(self) -> Rendezvous: ...
+
+    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
+        """Read prompts and sampling. Raises: RequestError."""
+
+    async def scored(self, index: int, scores: PromptLogprobs) -> None:
+        """Take the log-probabilities of a choice's prompt, before its first delta."""
+
+    def add(self, index: int, delta: Delta) -> None:
+        """Every delta of every choice, in order, before it is asked for below."""
+
+    def answer(self, completions: list[Completion]) -> Any:
+        """The JSON body when nothing is streamed."""
+
+    def opening(self) -> list[Any]:
+        """Events before the first token."""
+
+    def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
+        """The events of what a choice has got since the last ones: one delta, or more when the
+        client is slow.
+        """
+
+    def id_of(self, index: int) -> str:
+        """The id of a choice's answer, by which it can be aborted."""
+
+    def closing(self, completions: list[Completion]) -> list[Any]:
+        """Events after the last token."""
+
+
+class CompletionPipeline(Drainable):
+    """What the completion routes of one role share."""
+
+    def __init__(
+        self,
+        service: CompletionService,
+        tokenizer: ThreadedTokenizer,
+        metrics: Metrics,
+        *,
+        bootstrap_port: int = 8998,
+        max_requests: int = 1280,
+        request_timeout_s: float = 600.0,
+        keepalive_s: float = 0.1,
+        headers_after_s: float = 10.0,
+        low_priority_first: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.choices = RunningChoices()
+        self.max_requests = max_requests  # completions that run or wait; a body may ask for many
+        self._bootstrap_port, self._low_priority_first = bootstrap_port, low_priority_first
+        self._timeout_s = request_timeout_s
+        self._longest_silence_s = headers_after_s
+        self._keepalive_s = keepalive_s
+        self.take_over(service)
+
+    def take_over(self, service: CompletionService) -> None:
+        """Further requests are for `service`; there are none that run."""
+        is_decode = service.role == "decode"
+        self.service = service
+        self.metrics.reports(service.role, service.report)
+        self.request_limits = RequestLimits(
+            service.limits,
+            is_decode,
+            self._bootstrap_port,
+            service.card.sampling_defaults,
+            self._low_priority_first,
+        )
+        # Routers wait for prefill's whole answer, and sglang_router takes headers for a success: it
+        # would not retry.
+        self._headers_after_s = self._longest_silence_s if is_decode else float("inf")
+
+    async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
+        """Answer one call.
+
+        Errors before the first token are raised; later ones are written into the stream.
+        """
+        arrived = time.perf_counter()
+        try:
+            self._admit(http)
+        except (AbortedError, OverloadError) as error:
+            self._refuse(call.body, error)
+            raise
+        ends = asyncio.get_running_loop().time() + self._timeout_s
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.count_running())
+            meter = stack.enter_context(
+                RequestMeter(self.metrics.completions, arrived, stream=call.stream)
+            )
+            async with asyncio.timeout_at(ends):
+                try:
+                    requests = await call.generation_requests(self)
+                    self._check_room_for(len(requests))
+                    stack.enter_context(self.count_running(len(requests) - 1))
+                    requests = await with_digests(requests)
+                    detokenizers = [
+                        self.tokenizer.detokenizer(request.params) for request in requests
+                    ]
+                except KvflowError as error:
+                    self._refuse(call.body, error)
+                    raise
+            meter.begin(requests)
+            sources = [
+                detokenize(
+                    self.service.tokens(request),
+                    detokenizer,
+                    partial(call.scored, i),
+                    prompt_only=not request.params.max_new_tokens,
+                )
+                for i, (request, detokenizer) in enumerate(zip(requests, detokenizers, strict=True))
+            ]
+            if call.stream:
+                return await self._stream(http, call, requests, sources, meter, ends)
+            async with asyncio.timeout_at(ends):
+                answer = await self._collect(call, requests, sources, meter)
+            return await long_json_response(http, answer)
+
+    def end_requests(self) -> None:
+        self.service.end_requests()
+
+    async def read(self, http: web.Request, kind: type[B]) -> B:
+        """A body as `kind`.
+
+        A body that is refused may still name a room whose other leg waits: that room is ended.
+        """
+        raw = await http.read()
+        try:
+            raw, long_values = await take_apart(raw, MAX_ADDED_BYTES)
+            body = long_values.put_back(parse(raw, kind))
+            self.check_model(getattr(body, "model", None))
+            return body
+        except RequestError as error:
+            self.metrics.refused(error.code)
+            with contextlib.suppress(RequestError):
+                self._end_rooms(decoded(raw, Rendezvous), error)
+            raise
+
+    def check_model(self, name: str | None) -> None:
+        """Raises: UnknownModelError (404) for another model than the one that is served."""
+        served = self.service.card.name
+        if name and name not in (served, ANY_MODEL):
+            raise UnknownModelError(name, served)
+
+    def _admit(self, http: web.Request) -> None:
+        self.refuse_when_draining()
+        if http.headers.get(ROLE_HEADER, self.service.role) != self.service.role:
+            raise refusal(f"this worker is a {self.service.role} now")
+        if self.running >= self.max_requests:
+            raise OverloadError(_COMPLETIONS, self.running + 1, self.max_requests)
+
+    def _check_room_for(self, completions: int) -> None:
+        """Raises: OverloadError for a body whose completions are too many beside the others, of
+        which it counts as one so far; RequestError where they are too many even alone."""
+        if completions > self.max_requests:
+            limit = (
+                f"limit {self.max_requests} (--max-running-requests and --max-queued-requests "
+                "together)"
+            )
+            raise RequestError(
+                f"the body asks for {completions} completions (prompts times n), {limit}"
+            )
+        if (total := self.running - 1 + completions) > self.max_requests:
+            raise OverloadError(_COMPLETIONS, total, self.max_requests)
+
+    def _refuse(self, body: Rendezvous, error: KvflowError) -> None:
+        self.metrics.refused(error.code)
+        self._end_rooms(body, error)
+
+    def _end_rooms(self, body: Rendezvous, error: KvflowError) -> None:
+        """End the body's rooms: their other legs wait, and get the cause."""
+        rooms = rooms_of(body, self.request_limits.bootstrap_port)
+        name_rooms(room for room, _, _ in rooms)
+        for room, prefill, dp_rank in rooms:
+            self.service.refuse(room, prefill, error.cause(), dp_rank)
+
+    async def _collect(
+        self,
+        call: CompletionCall,
+        requests: list[GenerationRequest],
+        sources: list[AsyncGenerator[Delta, None]],
+        meter: RequestMeter,
+    ) -> Any:
+        completions = [Completion() for _ in sources]
+        async with Arrivals(sources) as arrivals:
+            with self._listed(call, arrivals, requests):
+                async for batch in arrivals:
+                    self._add(batch, call, completions, meter)
+        return call.answer(completions)
+
+    async def _stream(
+        self,
+        http: web.Request,
+        call: CompletionCall,
+        requests: list[GenerationRequest],
+        sources: list[AsyncGenerator[Delta, None]],
+        meter: RequestMeter,
+        ends: float,
+    ) -> web.StreamResponse:
+        events = EventStream(http)
+        async with Arrivals(sources, self._keepalive_s) as arrivals:
+            try:
+                with self._listed(call, arrivals, requests):
+                    async with asyncio.timeout_at(ends):
+                        await self._write(
+                            events, call, arrivals, [Completion() for _ in sources], meter
+                        )
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not events.response.prepared:
+                    raise
+                if not isinstance(error, KvflowError | TimeoutError):
+                    _log.exception("stream of %s failed", shown_path(http))
+                failure = failure_of(error)
+                self.metrics.stream_failed(failure)
+                meter.failed = True
+                name_error(failure.summary)
+                await self._send_error_event(http, events, failure)
+                return events.response
+        await events.end()
+        return events.response
+
+    async def _write(
+        self,
+        events: EventStream,
+        call: CompletionCall,
+        arrivals: AsyncIterable[list[tuple[int, Delta]]],
+        completions: list[Completion],
+        meter: RequestMeter,
+    ) -> None:
+        """Deltas as events, and empty ones during silence: writing one is how a client that left is
+        noticed.
+        """
+        opened = False
+        async for batch in arrivals:
+            silent_s = meter.elapsed_s
+            if not batch and not events.response.prepared and silent_s < self._headers_after_s:
+                continue
+            if not events.response.prepared:
+                await events.start()
+            if not batch:
+                await events.keepalive()
+                continue
+            found = [] if opened else call.opening()
+            opened = True
+            for index, deltas in self._add(batch, call, completions, meter).items():
+                found += call.events(index, deltas, completions[index])
+            await events.send(*found)
+        await events.send(*call.closing(completions))
+
+    def _listed(
+        self, call: CompletionCall, arrivals: Arrivals[Delta], requests: list[GenerationRequest]
+    ) -> contextlib.AbstractContextManager[None]:
+        """The choices of a call can be aborted until the block ends."""
+
+        def stop(index: int) -> None:
+            request = requests[index]
+            if arrivals.has_begun(index):
+                self.service.abort(request)
+            else:
+                self.service.refuse(
+                    request.room, request.prefill, _ABORTED, request.prefill_dp_rank
+                )
+            arrivals.stop(index, last=Delta("", (), ABORT))
+
+        return self.choices.listed(
+            CURRENT.get().request_id, [call.id_of(i) for i in range(len(requests))], stop
+        )
+
+    def _add(
+        self,
+        batch: list[tuple[int, Delta]],
+        call: CompletionCall,
+        completions: list[Completion],
+        meter: RequestMeter,
+    ) -> dict[int, list[Delta]]:
+        """Count and add up a batch; returns its deltas by choice."""
+        by_choice: dict[int, list[Delta]] = {}
+        for index, delta in batch:
+            if completions[index].finish is not None:  # it was aborted as it came to its end
+                continue
+            completions[index].add(delta)
+            call.add(index, delta)
+            by_choice.setdefault(index, []).append(delta)
+            if delta.finish == ABORT:
+                meter.aborted.add(index)
+        now = time.perf_counter()
+        for index, deltas in by_choice.items():
+            meter.add(index, sum(len(delta.tokens) for delta in deltas), now)
+        return by_choice
+
+    async def _send_error_event(
+        self, http: web.Request, events: EventStream, failure: Failure
+    ) -> None:
+        """Write the error as the last event; the connection of a client that does not read is cut
+        instead.
+        """
+        try:
+            async with asyncio.timeout(ERROR_EVENT_TIMEOUT_S):
+                await events.fail(failure)
+        except TimeoutError:
+            if http.transport is not None:
+                http.transport.abort()

@@ -1,0 +1,47 @@
+"""The bootstrap registry beside each prefill, as an HTTP application: which rank serves where.
+
+Its table and its client are in `transports.control.registry`, which tells the routes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import web
+
+from kvflow.http.app import build_app
+from kvflow.http.authorization import NO_KEYS, Keys
+from kvflow.http.errors import Failure, RequestError
+from kvflow.http.responses import json_response
+from kvflow.protocols.errors import PeerError, WireError
+from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
+from kvflow.serve.http.metrics import Metrics
+from kvflow.transports.control.registry import RankTable
+
+
+def registry_app(table: RankTable, metrics: Metrics, keys: Keys = NO_KEYS) -> web.Application:
+    """The registry as an application of its own port."""
+
+    async def put(http: web.Request) -> web.StreamResponse:
+        try:
+            info = rank_from_json(msgspec.json.decode(await http.read()))
+        except (WireError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError(str(error)) from None
+        if http.match_info["rank"] != str(info.rank):
+            raise RequestError(
+                f"the body is of rank {info.rank}, the path is "
+                f"/ranks/{http.match_info['rank'][:20]}"
+            )
+        try:
+            table.register(info, is_trusted=bool(keys.admin))
+        except PeerError as error:
+            return Failure(409, "conflict", str(error)).response()
+        return json_response({"ranks": len(table.all())})
+
+    async def get(_: web.Request) -> web.StreamResponse:
+        return json_response({"ranks": [rank_to_json(info) for info in table.all()]})
+
+    async def health(_: web.Request) -> web.StreamResponse:
+        return json_response({"status": "ok"})
+
+    routes = [web.put("/ranks/{rank}", put), web.get("/ranks", get), web.get("/health", health)]
+    return build_app(routes, metrics, keys)

@@ -1,0 +1,284 @@
+"""The request bodies: /generate, chat completions, completions.
+
+Routers and clients send many more fields, most of them with default values: `fields.py` says which
+are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from kvflow.http.errors import RequestError
+from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.scheduler.stops import StopStrings
+from kvflow.serve.http.fields import BODIES, refused_in
+
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
+Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
+# 0: the prompt alone, for its log-probabilities or an echo.
+TokensOrNone = Annotated[int, Meta(ge=0, le=1 << 24)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+Choices = Annotated[int, Meta(ge=1, le=128)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+# Unsigned 64-bit, wider than the limits msgspec can state; checked in generation_requests.py.
+Room = int
+HiddenStates = bool | Literal["last"]
+BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
+Signed64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """OpenAI's stream_options."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that the table of fields knows."""
+
+    letter: ClassVar[str] = ""  # of `fields.BODIES`
+
+
+class Rendezvous(Body, frozen=True, kw_only=True):
+    """The fields a router adds so that both legs use one room; lists when the body asks for several
+    completions.
+    """
+
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
+    bootstrap_room: Room | list[Room] | None = None
+    # These are checked in generation_requests.py too: where one is wrong, the room is read.
+    routed_dp_rank: Any = None
+    data_parallel_rank: Any = None
+    disagg_prefill_dp_rank: Any = None
+    cache_salt: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+
+
+class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """sampling_params of /generate."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    max_new_tokens: TokensOrNone | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    sampling_seed: Signed64 | None = None
+    seed: Signed64 | None = None
+    n: Choices | None = None
+    min_new_tokens: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
+    """POST /generate."""
+
+    letter: ClassVar[str] = "g"
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
+    sampling_params: GenerateSampling | list[GenerateSampling] | None = None
+    stream: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
+    logprob_start_len: int | list[int] | None = None
+    token_ids_logprob: list[TokenId | list[TokenId]] | None = None
+    return_text_in_logprobs: bool | None = None
+    rid: str | list[str] | None = None
+    return_hidden_states: HiddenStates | list[HiddenStates] | None = None
+    priority: Signed64 | None = None
+
+
+class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
+    model: str | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    max_tokens: Tokens | None = None
+    n: Choices | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    no_stop_trim: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    seed: Signed64 | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    rid: str | list[str] | None = None
+    request_id: str | None = None
+    priority: Signed64 | None = None
+    min_tokens: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+
+
+class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
+    """POST /v1/chat/completions. Messages are passed to the model's chat template unchanged."""
+
+    letter: ClassVar[str] = "c"
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    letter: ClassVar[str] = "t"
+
+    prompt: str | list[TokenId | str | list[TokenId]]
+    max_tokens: TokensOrNone | None = None
+    logprobs: TopLogprobs | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+class TokenizeRequest(Body, frozen=True, kw_only=True):
+    """POST /tokenize."""
+
+    letter: ClassVar[str] = "k"
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    letter: ClassVar[str] = "d"
+
+    model: str | None = None
+    tokens: list[TokenId | list[TokenId]]
+    skip_special_tokens: bool | None = None
+
+
+# Python objects that a body may create: so many hold the event loop for some 3 ms. They are 5,000
+# messages of a chat.
+MAX_STRUCTURE = 1 << 14
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+MAX_COMPLETIONS = 256  # of one body: prompts times n
+
+# Objects with refused fields of their own.
+_NESTED = {"sampling_params": "s", "stream_options": "o"}
+
+S = TypeVar("S")
+T = TypeVar("T", bound=Body)
+
+
+_NOT_SET = msgspec.Raw(b"null")
+_REFUSED = {body: refused_in(body) for body in BODIES}
+_GIVEN = {
+    body: msgspec.defstruct(
+        "_GivenFields",
+        [(name, msgspec.Raw, _NOT_SET) for name in dict.fromkeys((*fields, *_NESTED))],
+    )
+    for body, fields in _REFUSED.items()
+}
+_PLACE = re.compile(r" - at `([^`]+)`$")  # where msgspec says that a value is wrong
+_MAX_DEFAULT_BYTES = 64  # of JSON; a longer value cannot mean "not set"
+
+
+def _read(raw: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error).replace("`$.", "`")
+        place = _PLACE.search(text)
+        raise RequestError(text, param=place[1] if place else None) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8: {error}") from None
+
+
+def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
+    """Raises: RequestError. `raw` is a JSON object; `body` is a letter of `fields.BODIES`."""
+    given_fields = msgspec.structs.asdict(_read(raw, _GIVEN[body]))
+    for name, field in _REFUSED[body].items():
+        given = bytes(given_fields[name])
+        if len(given) > _MAX_DEFAULT_BYTES or not field.changes_nothing(_read(given, Any)):
+            raise RequestError(
+                f"{where}{name} is not supported by this server; leave it out", param=where + name
+            )
+    for name, inner in _NESTED.items():
+        nested = bytes(given_fields[name]).strip()
+        if not where and nested.startswith(b"{"):
+            _refuse_unsupported(nested, inner, f"{name}.")
+        elif not where and nested.startswith(b"["):
+            several = _read(nested, list[msgspec.Raw])
+            if len(several) > MAX_COMPLETIONS:
+                text = (
+                    f"{name}: {len(several)} entries, one for each prompt; limit {MAX_COMPLETIONS}"
+                )
+                raise RequestError(text, param=name)
+            for i, one in enumerate(several):
+                _refuse_unsupported(bytes(one), inner, f"{name}[{i}].")
+
+
+def _structure(raw: bytes) -> int:
+    return sum(map(raw.count, (b"[", b"{", b":")))
+
+
+def decoded(raw: bytes, kind: type[S]) -> S:
+    """The body of any request as `kind`; fields that `kind` does not name are only checked to be
+    JSON.
+
+    Raises: RequestError (400) naming the field.
+    """
+    if len(raw) > MAX_STRUCTURE and _structure(raw) > MAX_STRUCTURE:
+        found = _structure(_STRING.sub(b"", raw))  # texts have such characters too
+        if found > MAX_STRUCTURE:
+            raise RequestError(
+                f"the body has {found} lists, objects and fields, limit {MAX_STRUCTURE}"
+            )
+    read: S = _read(raw, kind)
+    return read
+
+
+def parse(raw: bytes, kind: type[T]) -> T:
+    """A body as `kind`. Raises: RequestError (400) naming the field."""
+    request = decoded(raw, kind)
+    _refuse_unsupported(raw, kind.letter)
+    return request
+
+
+def stops_of(stop: str | list[str] | None) -> StopStrings:
+    """Stop strings; empty ones, which some clients send to mean "none", are left out.
+
+    Raises: RequestError.
+    """
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    try:
+        return StopStrings(s for s in stops if s)
+    except MisuseError as error:
+        raise RequestError(str(error), param="stop") from None

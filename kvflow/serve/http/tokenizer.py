@@ -1,0 +1,297 @@
+"""Text at both ends of a request: prompts to token ids in a thread,
+token ids to text as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from kvflow.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
+from kvflow.serve.engine.scheduler.params import BadWords, SamplingParams
+from kvflow.serve.http.completion_service import PromptIds
+
+MAX_BAD_WORDS = 1024
+T = TypeVar("T")
+
+
+class Detokenizer(Protocol):
+    """Incremental detokenisation with stop strings (kvflow.serve.engine.scheduler.text.TextStream)."""
+
+    stopped: str | None
+
+    @property
+    def include_stop(self) -> bool:
+        """Whether what ends the text is part of it."""
+
+    def feed(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class NullDetokenizer:
+    """For a model without a tokenizer: the text is always empty."""
+
+    stopped: str | None = None
+    include_stop = False
+
+    def feed(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+class ThreadedTokenizer:
+    """A tokenizer on a thread of its own: encoding a long prompt takes long, and fast tokenizers
+    are not re-entrant.
+    """
+
+    def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
+        self._tokenizer = tokenizer
+        longest = (
+            max((len(entry) for entry in tokenizer.get_vocab()), default=1)
+            if tokenizer is not None
+            else 1
+        )
+        self._context_length = context_length
+        # More cannot fit, and encoding more takes gigabytes of memory.
+        self._max_characters = context_length * longest
+        self._token_bytes: dict[int, bytes] = {}  # at most one for each token of the vocabulary
+        self._bytes_of: Callable[[int], bytes] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
+
+    async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> PromptIds:
+        """Token ids of a plain prompt, which `param` of the body gave.
+
+        Raises: RequestError when the model has no tokenizer, or the text cannot fit.
+        """
+        tokenizer = self._require()
+        self._check_length(len(text), param)
+
+        def encode() -> PromptIds:
+            return np.array(
+                tokenizer.encode(text, add_special_tokens=add_special_tokens), dtype=np.uint32
+            )
+
+        def encode_long() -> PromptIds:
+            (found,) = tokenizer.backend_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            if len(found) > self._context_length:
+                raise _too_long(len(found), "tokens", self._context_length, param)
+            return np.array(found.ids, dtype=np.uint32)
+
+        return await self._run(encode_long if self._is_long(text) else encode)
+
+    def _is_long(self, text: str) -> bool:
+        """Whether `text` may be several times what fits: the backend counts its tokens without
+        making Python objects of them, for which the event loop would wait. It does so where it
+        neither cuts nor pads of its own accord."""
+        if len(text) <= self._context_length:
+            return False
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return backend is not None and backend.truncation is None and backend.padding is None
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises: RequestError when the model has no tokenizer."""
+        tokenizer = self._require()
+        return await self._run(
+            lambda: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        )
+
+    async def encode_words(self, words: Sequence[str]) -> BadWords:
+        """Token ids of each word as it starts a text, and as it follows a space where that is as
+        many other tokens.
+
+        As vLLM does. Raises: RequestError.
+        """
+        if not words:
+            return BadWords()
+        tokenizer = self._require()
+        if len(words) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words: {len(words)} entries, limit {MAX_BAD_WORDS}", param="bad_words"
+            )
+        self._check_length(sum(map(len, words)), "bad_words")
+
+        def encode() -> BadWords:
+            found: list[tuple[int, ...]] = []
+            for word in words:
+                plain, inside = (
+                    tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False))
+                    for prefix in ("", " ")
+                )
+                if not plain:
+                    raise RequestError(
+                        f"bad_words: {word[:40]!r} has no tokens; leave it out", param="bad_words"
+                    )
+                found.append(plain)
+                if inside[0] != plain[0] and len(inside) == len(plain):
+                    found.append(inside)
+            return BadWords(found)
+
+        return await self._run(encode)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> PromptIds:
+        """Token ids of a conversation, rendered by the model's chat template, which also sees
+        `variables`.
+
+        Raises: RequestError when there is no template, or the template refuses the messages.
+        """
+        tokenizer = self._require()
+        for i, message in enumerate(messages):
+            if not isinstance(message.get("role"), str):
+                raise RequestError(
+                    f"messages[{i}].role must be a string", param=f"messages[{i}].role"
+                )
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        plain = [_with_plain_content(i, message) for i, message in enumerate(messages)]
+        self._check_length(
+            sum(len(str(message.get("content") or "")) for message in plain), "messages"
+        )
+        _check_variables(tokenizer, variables)
+
+        def render() -> PromptIds:
+            made = tokenizer.apply_chat_template(
+                plain, add_generation_prompt=add_generation_prompt, return_dict=True, **variables
+            )
+            return np.array(made["input_ids"], dtype=np.uint32)
+
+        try:
+            return await self._run(render)
+        except RecursionError:
+            raise RequestError(
+                "messages: they are nested too deep for the chat template", param="messages"
+            ) from None
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            AttributeError,
+            _template_error(),
+        ) as error:
+            raise RequestError(
+                f"the chat template refused the messages: {error}", param="messages"
+            ) from None
+
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self._max_characters:
+            raise _too_long(characters, "characters", self._max_characters, param)
+
+    def detokenizer(self, params: SamplingParams) -> Detokenizer:
+        """A new one, for one completion.
+
+        Raises: RequestError for stop strings without a tokenizer.
+        """
+        if self._tokenizer is None:
+            if params.stop:
+                text = "stop strings need a tokenizer, and this model has none; use stop_token_ids"
+                raise RequestError(text, param="stop")
+            return NullDetokenizer()
+        from kvflow.serve.engine.scheduler.text import TextStream
+
+        return TextStream(
+            self._tokenizer,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_new_tokens,
+            include_stop=params.include_stop,
+        )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, for logprobs; remembered, since they name twenty for every
+        token.
+        """
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._find_bytes(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone; a part of a character is U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if self._tokenizer is None:
+            return b""
+        if self._bytes_of is None:
+            from kvflow.serve.engine.scheduler.token_bytes import TokenBytes
+
+            self._bytes_of = TokenBytes(self._tokenizer)
+        return self._bytes_of(token_id)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _require(self) -> Any:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer; send input_ids")
+        return self._tokenizer
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _too_long(count: int, units: str, limit: int, param: str) -> RequestError:
+    text = f"the text has {count} {units}; at most {limit} fit the model's context"
+    return RequestError(text, param=param, reason=CONTEXT_LENGTH_EXCEEDED)
+
+
+def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Content parts of type text joined; templates of text models expect a string."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return {**message, "content": content or ""}
+    if not isinstance(content, list):
+        raise RequestError(
+            f"messages[{index}].content must be a string or a list of parts", param="messages"
+        )
+    texts: list[str] = []
+    for part in content:
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise RequestError(
+                f"messages[{index}].content: only parts of type text are supported",
+                param="messages",
+            )
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
+
+
+def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
+    """Raises: RequestError for a name that the tokenizer would take for an argument of its own."""
+    known = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
+    for name in variables:
+        if name in known and name != "documents":
+            text = (
+                f"chat_template_kwargs: {name[:40]!r} is an argument of the tokenizer and no "
+                "variable of a template"
+            )
+            raise RequestError(text, param="chat_template_kwargs")
+
+
+def _template_error() -> type[Exception]:
+    try:
+        from jinja2 import TemplateError
+    except ImportError:
+        return ValueError
+    return TemplateError

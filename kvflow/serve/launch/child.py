@@ -1,0 +1,227 @@
+"""One role as a child process of the supervisor: start, announcement, log lines, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from kvflow.memory.past_caches import copying_environment
+from kvflow.protocols.errors import KvflowError
+from kvflow.serve.launch.logs import LogFormat, relayed
+from kvflow.serve.launch.process import PARENT_PID, READY_FD, Ready
+
+KEPT_LINES = 40
+_ERROR_MARK = ": error: "  # see `cli.main`
+_log = logging.getLogger("kvflow.up")
+
+
+class ChildEndedError(KvflowError):
+    """A role ended that should be running; `status` is its exit status, negative for a signal."""
+
+    def __init__(self, name: str, status: int, last_line: str = "") -> None:
+        how = f"{name} {_how(status)}"
+        if status in (-signal.SIGKILL, -signal.SIGTERM):  # by others: what it wrote last is not why
+            last_line = ""
+        if status == 2:  # a usage error: the child's own message is all that its user needs
+            how, last_line = name, last_line.partition(_ERROR_MARK)[2] or last_line
+        super().__init__(f"{how}: {last_line}" if last_line else how)
+        self.status = status
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+class Child:
+    """One role as a process. `url` and `bootstrap_port` are known once it is ready."""
+
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        arguments: list[str],
+        *,
+        quiet: bool,
+        log_format: LogFormat = "text",
+        descriptors: tuple[int, ...] = (),
+    ) -> None:
+        """`descriptors` are those of this process that it is given, under the same numbers."""
+        self.name, self.role = name, role
+        self.url = ""
+        self.bootstrap_port: int | None = None
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._arguments, self._quiet, self._log_format = arguments, quiet, log_format
+        self._descriptors = descriptors
+        self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            raise RuntimeError(f"{self.name} has not been started")
+        return self._process
+
+    async def start(self, environment: Mapping[str, str], timeout_s: float) -> None:
+        """Return when it is ready to serve. Raises: ChildEndedError, TimeoutError."""
+        reading, writing = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                "-m",
+                "kvflow.cli",
+                self.role,
+                *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(writing, *self._descriptors),
+                env={
+                    **(environment if self.role == "router" else copying_environment(environment)),
+                    READY_FD: str(writing),
+                    PARENT_PID: str(os.getpid()),
+                },
+                # Ctrl-C reaches the supervisor alone, which ends the roles in order.
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        self._reading = asyncio.create_task(self._read_stderr())
+        async with asyncio.timeout(timeout_s):
+            line = await _line_from(reading)
+        if not line:
+            raise await self._ended()
+        ready = msgspec.json.decode(line, type=Ready)
+        self.url, self.bootstrap_port = ready.url, ready.bootstrap_port
+
+    async def wait_for_end(self) -> ChildEndedError:
+        """Return when the process has ended, with how it ended."""
+        await self.process.wait()
+        return await self._ended()
+
+    async def stop(self, timeout_s: float) -> int:
+        """Send SIGTERM, and SIGKILL when it has not ended within `timeout_s`.
+
+        Returns the exit status.
+        """
+        if self._process is None:
+            return 0
+        if self.process.returncode is None:
+            self._signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.process.wait()
+            except TimeoutError:
+                _log.warning("%s did not end within %g s of SIGTERM: killed", self.name, timeout_s)
+                self.kill()
+                await self.process.wait()
+        await all_read(self._reading)
+        return self.process.returncode or 0
+
+    def kill(self) -> None:
+        """Send SIGKILL; a waiting `stop` then returns."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def _ended(self) -> ChildEndedError:
+        status = await self.process.wait()
+        await all_read(self._reading)
+        return ChildEndedError(self.name, status, self.last_lines[-1] if self.last_lines else "")
+
+    async def _read_stderr(self) -> None:
+        stream = self.process.stderr
+        while stream is not None and (line := await _line_of(stream)):
+            text = line.decode(errors="replace").rstrip("\n")
+            if text:
+                self.last_lines.append(text)
+            if not self._quiet and not text.startswith(
+                f"kvflow {self.role}{_ERROR_MARK}"
+            ):  # the supervisor prints that line itself
+                shown = (
+                    relayed(text, self.role, self.name)
+                    if self._log_format == "json"
+                    else f"[{self.name}] {text}"
+                )
+                sys.stderr.write(f"{shown}\n")
+                sys.stderr.flush()
+
+
+async def all_read(reading: asyncio.Task[None] | None) -> None:
+    """Return when the task that reads a process's stderr has its last line.
+
+    A cancellation ends this wait alone, since others may wait for the same task, `stop` after it
+    among them."""
+    if reading is not None:
+        await asyncio.wait([reading])
+
+
+async def _line_of(stream: asyncio.StreamReader) -> bytes:
+    """The next line, empty at the end; a line longer than the reader's buffer comes in pieces."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.read(error.consumed)
+
+
+async def _line_from(descriptor: int) -> bytes:
+    """The first line of a pipe; empty when the pipe closes without one."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    transport, _ = await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    try:
+        return await reader.readline()
+    finally:
+        transport.close()
+
+
+async def start_together(
+    children: Iterable[tuple[Child, Mapping[str, str]]], timeout_s: float
+) -> None:
+    """Start children, each with its environment; when one cannot start, the others are not waited
+    for.
+
+    Raises: ChildEndedError, TimeoutError.
+    """
+    starts = [
+        asyncio.create_task(child.start(environment, timeout_s)) for child, environment in children
+    ]
+    try:
+        await asyncio.gather(*starts)
+    finally:
+        for start in starts:
+            start.cancel()
+        await asyncio.wait(starts)
+
+
+async def first_end(children: Iterable[Child]) -> ChildEndedError:
+    """Return when the first of them ends, with how it ended."""
+    waits = [asyncio.create_task(child.wait_for_end()) for child in children]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)

@@ -1,0 +1,129 @@
+"""A worker that joins routers by itself, and leaves them before it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, NamedTuple
+
+import aiohttp
+import msgspec
+
+from kvflow.http.authorization import bearer
+from kvflow.http.errors import Failure
+from kvflow.router.membership import PATH
+
+JOIN_EVERY_S = 2.0  # a router that was restarted does not know those who joined it
+TIMEOUT_S = 5.0  # of a join; the router asks the worker meanwhile
+LEAVE_TIMEOUT_S = 2.0
+_log = logging.getLogger("kvflow.serve")
+
+
+class WorkerIdentity(NamedTuple):
+    """Who joins: what a router is told, and finds out by asking."""
+
+    role: str
+    incarnation: str
+    bootstrap_port: int | None
+
+
+class _RouterLink:
+    """One router, as the worker at `url` sees it."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        router: str,
+        url: str,
+        identity: Callable[[], WorkerIdentity],
+    ) -> None:
+        self._session, self._router, self._url, self._identity = (
+            session,
+            router.rstrip("/"),
+            url,
+            identity,
+        )
+        self._worker_id = ""
+        self._joined: WorkerIdentity | None = None  # as whom
+        self._last_problem = ""
+
+    async def keep_joined(self, leaving: asyncio.Event) -> None:
+        """Join, and again and again, until it is to leave.
+
+        A join that is under way is answered first: the router may have taken it."""
+        while not leaving.is_set():
+            await self._join()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_EVERY_S):
+                    await leaving.wait()
+        await self._leave()
+
+    async def _join(self) -> None:
+        who = self._identity()
+        # sglang_router keeps the role it was told.
+        if self._joined is not None and who.role != self._joined.role:
+            await self._leave()
+        body: dict[str, Any] = {
+            "url": self._url,
+            "worker_type": who.role,
+            "incarnation": who.incarnation,
+        }
+        if who.bootstrap_port is not None:
+            body["bootstrap_port"] = who.bootstrap_port
+        problem, answer = await self._call("POST", PATH, TIMEOUT_S, body)
+        if not problem:
+            self._worker_id = str(answer.get("worker_id", ""))
+            if self._joined != who:
+                _log.info("joined the router %s as %s", self._router, who.role)
+            self._joined = who
+        elif problem != self._last_problem:
+            _log.warning("cannot join the router %s, trying on: %s", self._router, problem)
+        self._last_problem = problem
+
+    async def _leave(self) -> None:
+        """Be sent no more requests by it; one that does not answer in time finds out by itself."""
+        if self._joined is None:
+            return
+        who, self._joined = self._joined, None  # the router may have seen already who it is now
+        path = f"{PATH}/{self._worker_id}?incarnation={who.incarnation}"
+        problem, _ = await self._call("DELETE", path, LEAVE_TIMEOUT_S)
+        if problem:
+            _log.warning("cannot leave the router %s: %s", self._router, problem)
+
+    async def _call(
+        self, method: str, path: str, timeout_s: float, body: Any = None
+    ) -> tuple[str, dict[str, Any]]:
+        """What went wrong, empty when nothing did, and the answer."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(
+                method, f"{self._router}{path}", json=body, timeout=timeout
+            ) as answer:
+                raw = await answer.read()
+                if answer.status >= 300:
+                    return f"{answer.status}: {Failure.read(answer.status, raw).message}", {}
+                return "", msgspec.json.decode(raw, type=dict[str, Any])
+        except TimeoutError:
+            return f"no answer within {timeout_s:g} s", {}
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+            return str(error) or type(error).__name__, {}
+
+
+@asynccontextmanager
+async def member_of(
+    routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], key: str
+) -> AsyncGenerator[None, None]:
+    """Within the block the worker at `url` is a member of these routers, as soon as each of them
+    answers. `key` is that of the routers' operator."""
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(key)))
+        links = [_RouterLink(session, router, url, identity) for router in routers]
+        leaving = asyncio.Event()
+        memberships = [asyncio.create_task(link.keep_joined(leaving)) for link in links]
+        try:
+            yield
+        finally:
+            leaving.set()
+            await asyncio.gather(*memberships)

@@ -1,0 +1,182 @@
+"""The `mooncake_master` of `kvflow up --l3 mooncake`: one process at a free port of the loopback,
+for this fleet alone.
+
+It ends with the fleet, kill -9 of the supervisor included. One that ends by itself is started again
+at its port, where the workers find it: what was stored is gone, and serving goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.serve.launch.child import KEPT_LINES, ChildEndedError, all_read
+
+NAME = "mooncake_master"
+START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
+TRIES = 3  # at the start: somebody else may take a port that was free
+# Before it is started again; doubled unless it has lived for a while.
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+LIVED_S = 60.0
+# The death of the parent, here, is that of the supervisor's main thread, which is its last one. It
+# outlives an exec.
+_EXEC = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+_log = logging.getLogger("kvflow.up")
+
+
+def find_program() -> str | None:
+    """The path of `mooncake_master`, beside this Python or on the PATH;
+    None where there is none.
+    """
+    beside = Path(sys.executable).with_name(NAME)
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which(NAME)
+
+
+class MooncakeMaster:
+    """`address` is known, and stays, once it has started."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._program = ""
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now, or ran last."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Return when it takes connections.
+
+        Raises: MisuseError where it is not installed; ChildEndedError, TimeoutError."""
+        if (program := find_program()) is None:
+            raise MisuseError(f"--l3 mooncake: there is no {NAME}: pip install 'kvflow[mooncake]'")
+        self._program = program
+        for left in reversed(range(TRIES)):
+            ports = _free_port(), _free_port()
+            try:
+                await self._launch(ports)
+                self._serves(ports)
+                return
+            except ChildEndedError:
+                if not left:
+                    raise
+
+    def _serves(self, ports: tuple[int, int]) -> None:
+        self.address = f"127.0.0.1:{ports[0]}"
+        self._watching = asyncio.create_task(self._keep(ports), name="kvflow-mooncake-master")
+
+    async def stop(self) -> None:
+        """End it. Idempotent."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        await self._end()
+
+    async def _end(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+        await all_read(self._reading)
+
+    async def _keep(self, ports: tuple[int, int]) -> None:
+        """Start it again whenever it ends."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            assert self._process is not None
+            began_s = time.monotonic()
+            error: Exception = await self._ended(await self._process.wait())
+            if time.monotonic() - began_s > LIVED_S:
+                pause_s = FIRST_PAUSE_S
+            _log.warning(
+                "%s; what was stored is gone, and it is started again in %g s", error, pause_s
+            )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            try:
+                await self._launch(ports)
+                _log.warning("%s runs again at %s", NAME, self.address)
+            except (ChildEndedError, TimeoutError, OSError) as again:
+                _log.warning("%s does not start: %s", NAME, again)
+
+    async def _launch(self, ports: tuple[int, int]) -> None:
+        options = [
+            f"--rpc_port={ports[0]}",
+            "--rpc_address=127.0.0.1",
+            f"--metrics_port={ports[1]}",
+            "--metrics_host=127.0.0.1",
+            "--enable_metric_reporting=false",
+            "--logtostderr",
+            "--minloglevel=1",
+        ]
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-c",
+            _EXEC,
+            str(os.getpid()),
+            self._program,
+            *options,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends it last
+        )
+        assert process.stderr is not None
+        self._reading = asyncio.create_task(self._read(process.stderr))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while process.returncode is None:
+                    with contextlib.suppress(OSError):
+                        _, writer = await asyncio.open_connection("127.0.0.1", ports[0])
+                        writer.close()
+                        return
+                    await asyncio.sleep(0.02)
+        except BaseException:
+            await self._end()
+            raise
+        raise await self._ended(process.returncode)
+
+    async def _ended(self, status: int) -> ChildEndedError:
+        await all_read(self._reading)
+        return ChildEndedError(NAME, status, self._lines[-1] if self._lines else "")
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        self._lines.clear()
+        while data := await stream.read(1 << 16):
+            self._lines.extend(
+                line for line in data.decode(errors="replace").splitlines() if line.strip()
+            )
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -1,0 +1,49 @@
+"""Commands of an operator to a running decode."""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+import msgspec
+
+from kvflow.http.authorization import bearer
+from kvflow.http.errors import Failure
+from kvflow.protocols.errors import LostError, MisuseError
+
+TIMEOUT_S = 10.0
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
+    """`kvflow declare-dead`: print the peers that are left. `key` is the operator's.
+
+    Raises: MisuseError (refused), LostError (no answer).
+    """
+    path = (
+        f"/peers/{urllib.parse.quote(incarnation, safe='')}/"
+        f"declare_dead?{urllib.parse.urlencode({'why': why})}"
+    )
+    if not url.startswith(("http://", "https://")):
+        raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
+    request = urllib.request.Request(url.rstrip("/") + path, method="POST", headers=bearer(key))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), _NoRedirects
+    )  # the key is for this server only
+    try:
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            document = msgspec.json.decode(answer.read())
+    except urllib.error.HTTPError as error:
+        raise MisuseError(
+            f"{url} refused ({error.code}): {Failure.read(error.code, error.read()).message}"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise LostError(f"{url}: {error}") from None
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")

@@ -1,0 +1,217 @@
+"""What a worker has whatever its role: the model, its pool, the thread of model steps; and the
+role's own memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvflow.http.listening import reachable
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.staging import Staging
+from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.ports import DataPlane
+from kvflow.serve.cache.storage.mooncake import check_usable
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.http.completion_service import ModelCard
+from kvflow.serve.launch.loading import LoadingProgress
+from kvflow.serve.launch.pool import make_pool, make_staging
+from kvflow.transports.data.select import check_plane, open_plane
+
+if TYPE_CHECKING:
+    from kvflow.serve.engine.model.load import LoadedModel
+    from kvflow.serve.engine.model.parallel.part import Meeting, ModelPart
+
+_log = logging.getLogger("kvflow.serve")
+
+
+class Parts(NamedTuple):
+    """They outlive a switch of the role."""
+
+    model: LoadedModel
+    pool: PagedPool
+    executor: ThreadPoolExecutor
+
+
+@asynccontextmanager
+async def loaded_model(
+    settings: Settings, part: ModelPart | None = None, meeting: Meeting | None = None
+) -> AsyncGenerator[tuple[LoadedModel, ThreadPoolExecutor], None]:
+    """A model, and the thread of its steps. The device is checked before it is loaded.
+
+    `part`: of a model that several processes have, which find each other by `meeting`."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
+    loop = asyncio.get_running_loop()
+    try:
+        # Which are always there, and it is a second of imports.
+        if settings.device not in ("auto", "cpu"):
+            from kvflow.serve.engine.model.device import find_device
+
+            await loop.run_in_executor(executor, find_device, settings.device)
+        from kvflow.serve.engine.model.source import locate
+
+        source = await loop.run_in_executor(executor, locate, settings.model_path)
+        # Seconds of imports, after what can be refused at once.
+        from kvflow.serve.engine.model.load import load_model
+        from kvflow.serve.engine.model.parallel.part import WHOLE
+
+        with LoadingProgress(settings.model_name) as progress:
+            load = functools.partial(
+                load_model,
+                source,
+                settings.dtype,
+                settings.attention,
+                progress.report,
+                settings.device,
+                settings.sliding_window_rows,
+                part or WHOLE,
+                meeting,
+            )
+            model = await loop.run_in_executor(executor, load)
+        try:
+            yield model, executor
+        finally:
+            model.neighbours.close()
+    finally:
+        executor.shutdown(wait=False)
+
+
+@asynccontextmanager
+async def loaded(
+    settings: Settings,
+    part: ModelPart | None = None,
+    meeting: Meeting | None = None,
+    *,
+    for_stage: bool = False,
+) -> AsyncGenerator[Parts, None]:
+    """The parts of a worker; settings of the data plane and of storage are checked before the model
+    is loaded.
+
+    `part`, `meeting`: see `loaded_model`. `for_stage`: the pool is for all shards of the stage."""
+    check_plane(
+        settings.disaggregation_transfer_backend,
+        settings.disaggregation_ib_device,
+        reachable(settings.host),
+    )
+    if settings.l3 == "mooncake":
+        try:
+            check_usable(settings.mooncake_master)
+        except MisuseError as error:
+            raise MisuseError(
+                f"--l3 mooncake --mooncake-master {settings.mooncake_master}: {error}"
+            ) from None
+    async with loaded_model(settings, part, meeting) as (model, executor):
+        streams = model.streams_of_stage if for_stage else model.streams
+        ring_bytes = model.ring_bytes * (model.part.shards if for_stage else 1)
+        allocate = functools.partial(
+            make_pool, settings, streams, model.fingerprint, model.device, ring_bytes=ring_bytes
+        )
+        pool = await asyncio.get_running_loop().run_in_executor(executor, allocate)
+        _log.info("%s", described(pool))
+        try:
+            yield Parts(model, pool, executor)
+        finally:
+            pool.close()
+
+
+def described(pool: PagedPool) -> str:
+    """The pool in one line of the log."""
+    layout = pool.layout
+    rows = f" and {layout.num_rows} rows for states" if layout.num_rows else ""
+    return (
+        f"the KV pool holds {layout.num_pages * layout.page_size} tokens, in {layout.num_pages} "
+        f"pages of {layout.page_size}{rows}: {layout.size_bytes} bytes, {layout.dtypes}, on "
+        f"{pool.device}"
+    )
+
+
+def say_what_fits(limits: EngineLimits) -> None:
+    """Warn where the pool cuts the model's context short."""
+    if limits.max_tokens < limits.context_length:
+        text = (
+            "the KV pool is smaller than the model's context of %d tokens: prompt and completion "
+            "have %d at most, raise --num-pages or --pool-bytes for more"
+        )
+        _log.warning(text, limits.context_length, limits.max_tokens)
+
+
+@asynccontextmanager
+async def staged(
+    settings: Settings, parts: Parts, staging_bytes: int
+) -> AsyncGenerator[Staging | None, None]:
+    """The host memory that a role's transfers pass through, where they do; `staging_bytes` where
+    none are given.
+    """
+    loop = asyncio.get_running_loop()
+    staging = await loop.run_in_executor(
+        parts.executor, make_staging, settings, parts.pool, staging_bytes
+    )
+    if staging is None:
+        yield None
+        return
+    size_bytes = staging.host.layout.size_bytes
+    _log.info(
+        "model on %s; transfers pass through %d bytes of host memory",
+        parts.model.device,
+        size_bytes,
+    )
+    try:
+        yield staging
+    finally:
+        staging.close()
+
+
+def plane_of(settings: Settings, pool: PagedPool) -> DataPlane:
+    """`pool`: what it reads and writes."""
+    rate = float(settings.transfer_rate_limit) or None
+    device = settings.disaggregation_ib_device
+    return open_plane(
+        settings.disaggregation_transfer_backend,
+        pool.segment,
+        rate,
+        reachable(settings.host),
+        device,
+    )
+
+
+def card_of(settings: Settings, model: LoadedModel) -> ModelCard:
+    """Raises: MisuseError for sampling defaults that no request may have."""
+    return ModelCard(
+        path=settings.model_path,
+        name=settings.model_name,
+        model_type=model.model_type,
+        architectures=model.architectures,
+        dtype=model.dtype,
+        context_length=model.context_length,
+        vocab_size=model.vocab_size,
+        sampling_defaults=_sampling_defaults(settings, model),
+    )
+
+
+def _sampling_defaults(settings: Settings, model: LoadedModel) -> dict[str, float]:
+    """Raises: MisuseError for values that no request may have."""
+    if settings.sampling_defaults != "model":
+        return {}
+    found = dict(model.sampling_defaults)
+    try:
+        SamplingParams(**found)  # type: ignore[arg-type]
+    except (MisuseError, TypeError) as error:
+        text = (
+            f"generation_config.json of model {settings.model_path!r}: {error}; start with "
+            "--sampling-defaults openai"
+        )
+        raise MisuseError(text) from None
+    if found:
+        _log.info(
+            "sampling defaults of the model: %s",
+            ", ".join(f"{name} {value}" for name, value in found.items()),
+        )
+    return found

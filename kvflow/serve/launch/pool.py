@@ -1,0 +1,238 @@
+"""The pool of a role: its size from the settings, checked against memory before any of it is
+allocated.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import kvflow
+from kvflow.memory.available import available_memory
+from kvflow.memory.device import HOST, memory_of
+from kvflow.memory.pool import PagedPool
+from kvflow.memory.snapshot import SnapshotStore
+from kvflow.memory.staging import Staging
+from kvflow.protocols.errors import LayoutError, MisuseError
+from kvflow.protocols.pages.arrange import from_shards
+from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.layout import PoolLayout, build_layout, resized
+from kvflow.serve.config.catalog import FIELDS, flag_of
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.config.sources import ConfigError
+from kvflow.transports.data.slices import TINY_BELOW_BYTES, are_tiny
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger("kvflow.serve")
+DEFAULT_POOL_TOKENS = 65_536
+# One for so many running requests: of those that have ended while something is still copied.
+_MORE_ROWS = 16
+_MOST_EMPTY_PAGES = 1 << 20
+
+
+def make_pool(
+    settings: Settings,
+    streams: Sequence[StateKind],
+    fingerprint: str,
+    device: torch.device,
+    *,
+    ring_bytes: int = 0,
+) -> PagedPool:
+    """Allocate the pool for a model's `streams`, where the model is; blocks.
+
+    `ring_bytes`: of a row, those that hold sliding windows. Raises: ConfigError, LayoutError."""
+    has_rows = any(kind.unit == ROW for kind in streams)
+    one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
+    num_rows = _num_rows(settings, one, ring_bytes) if has_rows else 0
+    sized = resized(one, num_pages=_num_pages(settings, one, num_rows), num_rows=num_rows)
+    with _one_at_a_time():
+        _check_memory(settings, sized, device)
+        layout = build_layout(
+            streams,
+            page_size=settings.page_size,
+            num_pages=sized.num_pages,
+            num_rows=num_rows,
+            order=settings.pool_order,
+            fingerprint=fingerprint,
+        )
+        return PagedPool.allocate(layout, device=None if device.type == HOST else device)
+
+
+def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Staging | None:
+    """Allocate the host memory that transfers pass through, where they do; blocks.
+
+    `default_bytes`: 0 is as much as the pool has. Raises: ConfigError."""
+    shards = _shards_told_apart(settings, pool)
+    if pool.on_host and settings.staging == "auto" and shards == 1:
+        return None
+    with _one_at_a_time(), _naming("staging_bytes", settings):
+        try:
+            return Staging(pool, settings.staging_bytes or default_bytes, shards=shards)
+        except LayoutError as error:
+            if not pool.on_host or settings.staging == "always":
+                raise
+            _log.warning("slices are written as they are: %s", error)
+            return None
+
+
+def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
+    """Of the prefills that a decode serves,
+    where their slices of its pages would be tiny; else 1.
+    """
+    plane, shards = settings.disaggregation_transfer_backend, settings.disaggregation_prefill_tp
+    if shards < 2 or not are_tiny(plane, blocks := from_shards(pool.layout, shards)):
+        return 1
+    _log.info(
+        "prefills of %d shards would write slices of %d bytes on average over %s, which is fast "
+        "from %d on: they are brought together in staging",
+        shards,
+        blocks.mean_bytes,
+        plane,
+        TINY_BELOW_BYTES[plane],
+    )
+    return shards
+
+
+def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
+    """Allocate the host memory of retracted requests; blocks.
+
+    None where none are retracted to it, also where the default of it does not do for the state of
+    one request. Raises: ConfigError."""
+    if not _uses_host_memory(settings):
+        return None
+    try:
+        with _one_at_a_time(), _naming("host_memory_bytes", settings):
+            _check_host_memory(settings)
+            return SnapshotStore(pool, settings.host_memory_bytes)
+    except ConfigError as error:
+        if _needs_host_memory(settings):
+            raise
+        _log.warning("retracted requests are computed again, from no host memory: %s", error)
+        return None
+
+
+def check_host_memory(settings: Settings) -> None:
+    """Whether the host memory of retracted requests is there, before a model is loaded.
+
+    Raises: ConfigError.
+    """
+    if _uses_host_memory(settings) and _needs_host_memory(settings):
+        with _naming("host_memory_bytes", settings):
+            _check_host_memory(settings)
+
+
+def _uses_host_memory(settings: Settings) -> bool:
+    return settings.new_token_ratio < 1 and settings.host_memory_bytes > 0
+
+
+def _needs_host_memory(settings: Settings) -> bool:
+    """Whether a role starts with it or not at all: it is asked for, or nothing else is done with
+    retracted requests.
+    """
+    asked_for = settings.host_memory_bytes != FIELDS["host_memory_bytes"].default
+    return asked_for or settings.host_memory_full == "refuse"
+
+
+def _check_host_memory(settings: Settings) -> None:
+    available = available_memory()
+    if available is not None and settings.host_memory_bytes > available.size_bytes:
+        raise MisuseError(str(available))
+
+
+@contextmanager
+def _naming(name: str, settings: Settings) -> Generator[None]:
+    """What is wrong is wrong with this setting's value. Raises: ConfigError."""
+    try:
+        yield
+    except MisuseError as error:
+        raise ConfigError(f"{flag_of(name)} {getattr(settings, name)}: {error}") from None
+
+
+def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
+    """A row for every running request and some more; where `--pool-bytes` is the limit, at most
+    half of it, unless the model keeps nothing else."""
+    wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
+    if settings.num_pages:
+        return wanted
+    share = settings.pool_bytes // 2 if one.page_bytes else settings.pool_bytes
+    fitting = share // one.row_bytes
+    windows = (
+        f"; {ring_bytes} of them are sliding windows: --sliding-window-rows never keeps these in "
+        "pages"
+    )
+    instead = windows if ring_bytes else ""
+    if fitting < 1:
+        least = one.row_bytes * (2 if one.page_bytes else 1)
+        raise ConfigError(
+            f"--pool-bytes {settings.pool_bytes}: the state of one request takes {one.row_bytes} "
+            f"bytes of {share} for rows; at least {least} are needed{instead}"
+        )
+    if fitting < settings.max_running_requests:
+        _log.info(
+            "the pool has %d rows of %d bytes, for as many requests at once: "
+            "--max-running-requests is %d, and --pool-bytes %d%s",
+            fitting,
+            one.row_bytes,
+            settings.max_running_requests,
+            settings.pool_bytes,
+            instead,
+        )
+    return min(wanted, fitting)
+
+
+def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
+    if settings.num_pages:
+        return settings.num_pages
+    wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
+    # All is in rows, and pages only count tokens: each row may have the default.
+    if not one.page_bytes:
+        return min(wanted * num_rows, _MOST_EMPTY_PAGES)
+    return max(1, min(wanted, (settings.pool_bytes - num_rows * one.row_bytes) // one.page_bytes))
+
+
+def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -> None:
+    available = available_memory() if device.type == HOST else memory_of(device)
+    needed = sized.num_pages * sized.page_bytes + sized.num_rows * sized.row_bytes
+    if available is None or needed <= available.size_bytes:
+        return
+    rows_bytes = sized.num_rows * sized.row_bytes
+    rows = f" and {sized.num_rows} rows of {sized.row_bytes}" if sized.num_rows else ""
+    if sized.num_rows and (rows_bytes > available.size_bytes or not sized.page_bytes):
+        flag, most = (
+            f"--max-running-requests {settings.max_running_requests}",
+            available.size_bytes // sized.row_bytes,
+        )
+        fits = (
+            f"at most {most} rows fit, one for each running request and 1 more for {_MORE_ROWS} of "
+            "them"
+        )
+    else:
+        flag = (
+            f"--num-pages {settings.num_pages}"
+            if settings.num_pages
+            else f"--pool-bytes {settings.pool_bytes}"
+        )
+        fits = f"at most {(available.size_bytes - rows_bytes) // sized.page_bytes} pages fit"
+    raise ConfigError(
+        f"{flag}: the pool needs {needed} bytes of memory ({sized.num_pages} pages of "
+        f"{sized.page_bytes}{rows}), but {available}; {fits}"
+    )
+
+
+@contextmanager
+def _one_at_a_time() -> Generator[None]:
+    """Roles that start together must not count the same free memory twice: a pool is pre-faulted
+    when it is made.
+    """
+    descriptor = os.open(os.path.dirname(kvflow.__file__), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,217 @@
+"""A role as a process: announce, serve until a signal, drain, end with status 0."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from kvflow.http.draining import Drainable
+from kvflow.http.listening import listening_on
+from kvflow.protocols.errors import KvflowError
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.launch.logs import set_up_logging
+
+READY_FD = "KVFLOW_READY_FD"
+PARENT_PID = "KVFLOW_PARENT_PID"
+_PR_SET_PDEATHSIG = 1
+LAST_WORDS_S = 1.0  # for the errors of requests that did not finish in time
+MAX_OPEN_FILES = 1 << 16
+# For which the event loop waits for a thread that computes in Python; the default is 5 ms.
+SWITCH_INTERVAL_S = 0.001
+# Younger collections between two full ones; Python's default is 10.
+FULL_COLLECTION_THRESHOLD = 1000
+_log = logging.getLogger("kvflow.serve")
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """What a started role reports to its supervisor, as one line of JSON."""
+
+    role: str
+    url: str
+    pid: int
+    bootstrap_port: int | None = None
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when the supervisor that started it ends,
+    kill -9 included.
+    """
+    parent = os.environ.pop(PARENT_PID, "")
+    if not parent:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # the supervisor ended before the prctl call
+        os._exit(1)
+
+
+def leave_at_once_on_signals() -> None:
+    """End the process on SIGTERM and SIGINT: until a role serves, there is nothing to drain."""
+
+    def leave(*_: object) -> None:
+        os._exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
+
+
+def allow_many_connections() -> None:
+    """As many open files as the system lets this process have: each request is a connection, at a
+    router three.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, MAX_OPEN_FILES) if hard != resource.RLIM_INFINITY else MAX_OPEN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def announce(ready: Ready) -> None:
+    """Log one line, and write one to the supervisor's pipe if there is one."""
+    extra = f" (bootstrap port {ready.bootstrap_port})" if ready.bootstrap_port else ""
+    _log.info("%s ready at %s%s", ready.role, ready.url, extra)
+    descriptor = os.environ.pop(READY_FD, "")
+    if descriptor:
+        with contextlib.suppress(OSError), os.fdopen(int(descriptor), "wb") as pipe:
+            pipe.write(msgspec.json.encode(ready) + b"\n")
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first one drains the role (`requested`), a second one ends it at once
+    (`forced`).
+    """
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        self.forced = asyncio.Event()
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        (self.forced if self.requested.is_set() else self.requested).set()
+
+
+async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float) -> None:
+    """Refuse new requests, and return when the running ones have ended, after `timeout_s`, or on a
+    second signal.
+
+    /health answers 503 from here on.
+    """
+    server.stop()
+    if not server.running:
+        return
+    _log.info("draining %d requests, at most %g s", server.running, timeout_s)
+    waits = [asyncio.create_task(event.wait()) for event in (server.idle, stop.forced)]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if server.running:
+            _log.warning("ending %d requests that did not finish", server.running)
+            server.end_requests()
+            await asyncio.wait(waits[:1], timeout=LAST_WORDS_S)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _settle() -> None:
+    """What start-up has made stays: a full collection need not look at it, and comes a hundred
+    times more rarely. Threads (of the tokenizer, of the model) hand the interpreter over sooner."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_THRESHOLD)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+async def serve_until_stopped(
+    app: web.Application,
+    made: socket.socket,
+    server: Drainable,
+    ready: Ready,
+    drain_timeout_s: float,
+    member: AbstractAsyncContextManager[None] | None = None,
+    lost: asyncio.Future[KvflowError] | None = None,
+) -> None:
+    """Announce a role whose parts are running, serve, drain; handlers that are left after the drain
+    are cancelled.
+
+    `member`: entered when it can be reached, left before it drains. `lost` gets an error when what
+    is served cannot go on: its requests have ended, and have a moment to say so. Raises: that
+    error.
+    """
+    stop = StopSignals()
+    async with listening_on(app, made):
+        stop.listen()
+        _settle()
+        announce(ready)
+        async with member or contextlib.nullcontext():
+            await _stopped(stop, lost)
+        cannot_go_on = lost is not None and lost.done()
+        await drain_requests(server, stop, 0.0 if cannot_go_on else drain_timeout_s)
+    if lost is not None and lost.done():
+        raise lost.result()
+
+
+async def _stopped(stop: StopSignals, lost: asyncio.Future[KvflowError] | None) -> None:
+    requested = asyncio.create_task(stop.requested.wait())
+    ends: list[asyncio.Future[Any]] = [requested, *([] if lost is None else [lost])]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    requested.cancel()
+
+
+def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> None:
+    """Run a role's coroutine on uvloop, logging to stderr.
+
+    Raises: MisuseError when the role cannot start.
+    """
+    import uvloop
+    from prometheus_client import disable_created_metrics
+
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    set_up_logging(
+        settings.log_level,
+        log_format=settings.log_format,
+        access_log=settings.access_log,
+        role=role,
+    )
+    die_with_parent()
+    allow_many_connections()
+    leave_at_once_on_signals()
+    uvloop.run(main(settings))
+    leave_past_hung_threads()
+
+
+def leave_past_hung_threads(patience_s: float = 1.0) -> None:
+    """End the process here when a thread of ours still runs: one that comes back from foreign code
+    while Python takes itself apart can abort it (status 134)."""
+    until_s = time.monotonic() + patience_s
+    ours = [
+        thread
+        for thread in threading.enumerate()
+        if thread.daemon and thread.name.startswith("kvflow-")
+    ]
+    for thread in ours:
+        thread.join(max(0.0, until_s - time.monotonic()))
+    hung = sorted(thread.name for thread in ours if thread.is_alive())
+    if hung:
+        _log.warning("not waiting for threads that hang: %s", ", ".join(hung))
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

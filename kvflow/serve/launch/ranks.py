@@ -1,0 +1,186 @@
+"""The other ranks of a worker, as child processes of the first one: started, watched, and started
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Self
+
+import msgspec
+
+from kvflow.protocols.errors import MisuseError
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.launch.child import Child, ChildEndedError, first_end, start_together
+
+RANK = "KVFLOW_RANK"  # the environment variable that tells a child what it is
+START_S = 1800.0  # for which a rank may load its part of the model
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0  # before a rank that has ended is started again
+STEADY_S = 60.0  # a rank that has run for so long may have the first pause again
+STOP_S = 5.0
+log = logging.getLogger("kvflow.serve")
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is told by the first one.
+
+    `meeting` is the directory where the parts of the model meet; `attempt` counts the starts of its
+    stage's shards."""
+
+    rank: int
+    stages: int
+    shards: int
+    attempt: int
+    meeting: str
+    settings: Settings
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Raises: MisuseError where the first rank has not started this process."""
+        text = os.environ.pop(RANK, "")
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            found = f"cannot be read: {error}" if text else "is not set"
+            raise MisuseError(
+                f"{RANK} {found}; the first rank of a worker starts this command, start that one "
+                "(--pp, --tp)"
+            ) from None
+
+
+class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
+    """`group` and `steps` are the first rank's sockets, `key` the file of their key."""
+
+    group: str
+    steps: str
+    key: str
+
+
+class DecodeRankSpec(RankSpec, frozen=True, kw_only=True):
+    """`links`: by rank, the descriptor of its connection to the first one, which has none."""
+
+    links: dict[int, int]
+
+
+class RankProcesses:
+    """Ranks 1 and up.
+
+    The shards of one stage cannot work without each other: they are started again together.
+    """
+
+    def __init__(
+        self,
+        first: RankSpec,
+        command: str,
+        *,
+        on_lost: Callable[[int, str], None],
+        on_fatal: Callable[[ChildEndedError], None],
+        descriptors: tuple[int, ...] = (),
+        own: Mapping[int, int] | None = None,
+    ) -> None:
+        """`first` is the spec of the first rank, `command` what the others are.
+
+        `on_fatal`: a rank could not be started, or one has ended that the first one cannot do
+        without. Every rank is given `descriptors`, and the one that `own` has for it."""
+        self._first, self._command, self._on_lost, self._on_fatal = (
+            first,
+            command,
+            on_lost,
+            on_fatal,
+        )
+        self._descriptors = (*descriptors, *_inherited(first.settings.control_key_file))
+        self._own = own or {}
+        self.children: dict[int, Child] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        stages, shards = self._first.stages, self._first.shards
+        together = [[stage * shards + shard for shard in range(shards)] for stage in range(stages)]
+        for ranks in together:
+            others = [rank for rank in ranks if rank]
+            if others:
+                keep = self._keep(others, needed=0 in ranks)
+                self._tasks.append(asyncio.create_task(keep, name=f"kvflow-ranks-{others[0]}"))
+
+    async def close(self) -> None:
+        """Stop all of them."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(child.stop(STOP_S) for child in self.children.values()))
+
+    async def _keep(self, ranks: list[int], *, needed: bool) -> None:
+        attempt, pause_s = 0, FIRST_PAUSE_S
+        loop = asyncio.get_running_loop()
+        while True:
+            began_s, started = loop.time(), False
+            self.children.update((rank, self._child(rank)) for rank in ranks)
+            try:
+                await self._all_started(ranks, attempt)
+                started = True
+                error = await first_end(self.children[rank] for rank in ranks)
+            except ChildEndedError as ended:
+                error = ended
+            for rank in ranks:
+                self._on_lost(rank, str(error))
+            if needed or not (started or attempt):
+                self._on_fatal(error)
+                return
+            for rank in ranks:
+                self.children[rank].kill()
+            await asyncio.gather(*(self.children[rank].stop(STOP_S) for rank in ranks))
+            pause_s = (
+                FIRST_PAUSE_S
+                if loop.time() - began_s > STEADY_S
+                else min(2 * pause_s, LONGEST_PAUSE_S)
+            )
+            log.error("%s; starting %s again in %g s", error, _names(ranks), pause_s)
+            await asyncio.sleep(pause_s)
+            attempt += 1
+
+    def _child(self, rank: int) -> Child:
+        log_format = self._first.settings.log_format
+        descriptors = (*self._descriptors, *([self._own[rank]] if rank in self._own else []))
+        return Child(
+            f"rank-{rank}",
+            self._command,
+            [],
+            quiet=False,
+            log_format=log_format,
+            descriptors=descriptors,
+        )
+
+    async def _all_started(self, ranks: list[int], attempt: int) -> None:
+        """Raises: ChildEndedError."""
+        starts = []
+        for rank in ranks:
+            spec = msgspec.structs.replace(self._first, rank=rank, attempt=attempt)
+            starts.append(
+                (self.children[rank], {**os.environ, RANK: msgspec.json.encode(spec).decode()})
+            )
+        await start_together(starts, START_S)
+
+
+def end_at_once(role: str, error: BaseException) -> None:
+    """A rank that cannot go on: a step of its model may wait for ever, so nothing is drained.
+
+    The kernel ends its children with it."""
+    sys.stderr.write(f"kvflow {role}: error: {' '.join(str(error).split())}\n")
+    sys.stderr.flush()
+    os._exit(error.status if isinstance(error, ChildEndedError) and error.status == 2 else 1)
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _inherited(path: str) -> tuple[int, ...]:
+    """The descriptor that a path names, for a child that is given the same path."""
+    found = re.fullmatch(r"/(?:dev|proc/self)/fd/([0-9]+)", path)
+    return (int(found[1]),) if found else ()

@@ -1,0 +1,321 @@
+"""The composition root: a role as a process, from its settings (parts, services, routes)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack, closing
+from typing import NamedTuple, Self
+
+import msgspec
+
+from kvflow.http import aborts
+from kvflow.http.app import build_app
+from kvflow.http.authorization import Keys
+from kvflow.http.listening import bound_socket, listening_on, reachable, url_of
+from kvflow.protocols.errors import KvflowError, MisuseError
+from kvflow.router.kvflow_engine import KvflowEngine
+from kvflow.router.policies import Policy
+from kvflow.router.router import Router
+from kvflow.router.routes import router_app
+from kvflow.router.vllm_engine import VllmEngine
+from kvflow.serve.config.catalog import FIELDS_OF_ROLE
+from kvflow.serve.config.settings import Role, Settings
+from kvflow.serve.http import generate, openai, operations, role_switch, tokenize
+from kvflow.serve.http.completion_service import CompletionService
+from kvflow.serve.http.engine_services import PrefillService
+from kvflow.serve.http.group_service import GroupPrefillService
+from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.pipeline import CompletionPipeline
+from kvflow.serve.http.registry import registry_app
+from kvflow.serve.http.role_switch import RoleSwitch
+from kvflow.serve.http.tokenizer import ThreadedTokenizer
+from kvflow.serve.launch.caching import check_cache
+from kvflow.serve.launch.joining import WorkerIdentity, member_of
+from kvflow.serve.launch.parts import Parts, loaded, say_what_fits
+from kvflow.serve.launch.process import Ready, serve_until_stopped
+from kvflow.serve.launch.services import (
+    Control,
+    bind_control,
+    check_decode,
+    decode_over,
+    prefill_over,
+)
+from kvflow.transports.control.curve import read_key
+from kvflow.transports.control.registry import RankTable
+
+_log = logging.getLogger("kvflow.serve.launch")
+SettingsOf = Callable[[Role], Settings]
+"""The settings of a worker's other role, read when it is to switch to that. Raises: ConfigError."""
+
+
+async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None) -> None:
+    """`kvflow prefill`, until a signal stops it. Raises: MisuseError."""
+    with (
+        closing(bound_socket(settings.host, settings.port, "--port")) as http,
+        # A port in use is refused before a model is loaded.
+        closing(_PrefillPorts.bind(settings)) as ports,
+    ):
+        check_cache(settings)
+        if settings.pp * settings.tp > 1:
+            await _run_first_rank(settings, http, ports)
+            return
+        async with loaded(settings) as parts:
+            roles = _Roles("prefill", settings, parts, settings_of)
+            await _serve(settings, await roles.start_prefill(settings, ports), roles, http)
+
+
+async def _run_first_rank(settings: Settings, http: socket.socket, ports: _PrefillPorts) -> None:
+    """A prefill over several ranks, the others of which are processes that this one starts."""
+    from kvflow.serve.launch.group import group_over  # seconds of imports
+
+    table = RankTable()
+    async with AsyncExitStack() as stack:
+        service, parts = await stack.enter_async_context(group_over(settings, ports.control, table))
+        roles = _Roles("prefill", settings, parts, None)
+        running = await roles.announced(service, table, ports, stack.pop_all())
+        await _serve(settings, running, roles, http)
+
+
+async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) -> None:
+    """`kvflow decode`, until a signal stops it. Raises: MisuseError."""
+    with closing(bound_socket(settings.host, settings.port, "--port")) as http:
+        check_cache(settings)
+        check_decode(settings)
+        if settings.tp > 1:
+            await _run_first_shard(settings, http)
+            return
+        async with loaded(settings) as parts:
+            roles = _Roles("decode", settings, parts, settings_of)
+            await _serve(settings, await roles.start_decode(settings), roles, http)
+
+
+async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
+    """A decode over several shards, the others of which are processes that this one starts."""
+    from kvflow.serve.launch.shards import decode_over_shards  # seconds of imports
+
+    async with AsyncExitStack() as stack:
+        service, parts, lost = await stack.enter_async_context(decode_over_shards(settings))
+        roles = _Roles("decode", settings, parts, None)
+        await _serve(settings, _RunningRole(service, None, stack.pop_all()), roles, http, lost)
+
+
+async def run_router(settings: Settings) -> None:
+    """`kvflow router`, until a signal stops it."""
+    events_key = read_key(settings.kv_events_key_file)
+    tokenizer = _routing_tokenizer(settings.tokenizer_path) if settings.tokenizer_path else None
+    http = bound_socket(settings.host, settings.port, "--port")
+    router = Router(
+        settings.prefill,
+        settings.decode,
+        keys=_keys_of(settings),
+        request_timeout_s=settings.request_timeout_s,
+        retry_timeout_s=settings.retry_timeout_s,
+        max_waiting=settings.max_queued_requests,
+        poll_s=settings.poll_s,
+        policy=Policy(
+            settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold
+        ),
+        encoder=tokenizer,
+        engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(events_key),
+    )
+    try:
+        await router.start()
+        ready = Ready("router", url_of(http, settings.host), os.getpid())
+        app = router_app(router, settings.allowed_origins)
+        await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
+    finally:
+        await router.close()
+        if tokenizer is not None:
+            tokenizer.close()
+
+
+def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
+    """None where there is none, as a model may have none. Raises: MisuseError."""
+    from kvflow.serve.engine.model.tokenizer import find_tokenizer  # imports torch
+
+    try:
+        found = find_tokenizer(path)
+    except MisuseError as error:
+        raise MisuseError(f"--tokenizer-path: {error}") from None
+    if found is None:
+        _log.warning(
+            "--tokenizer-path %r: no tokenizer is there; events count for prompts of token ids "
+            "alone",
+            path,
+        )
+    return None if found is None else ThreadedTokenizer(found)
+
+
+def _keys_of(settings: Settings) -> Keys:
+    return Keys(settings.api_key, settings.admin_api_key)
+
+
+class _PrefillPorts(NamedTuple):
+    """What a prefill listens on beside its HTTP server."""
+
+    bootstrap: socket.socket
+    control: Control
+
+    @classmethod
+    def bind(cls, settings: Settings, bootstrap_port: int | None = None) -> Self:
+        """Raises: MisuseError."""
+        port = settings.disaggregation_bootstrap_port if bootstrap_port is None else bootstrap_port
+        bootstrap = bound_socket(settings.host, port, "--disaggregation-bootstrap-port")
+        try:
+            return cls(bootstrap, bind_control(settings))
+        except BaseException:
+            bootstrap.close()
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.bootstrap.close()
+        self.control[0].close()
+
+
+class _RunningRole:
+    """Implements `role_switch.RunningRole`."""
+
+    def __init__(
+        self, service: CompletionService, bootstrap_port: int | None, stack: AsyncExitStack
+    ) -> None:
+        self.service, self.bootstrap_port, self._stack = service, bootstrap_port, stack
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+class _Roles:
+    """Both roles over the same parts; one of them runs."""
+
+    def __init__(
+        self, own: Role, settings: Settings, parts: Parts, settings_of: SettingsOf | None
+    ) -> None:
+        """`settings` are those of the role `own`."""
+        self._own, self._settings, self._parts, self._settings_of = (
+            own,
+            settings,
+            parts,
+            settings_of,
+        )
+        # Of the prefill that this was last: routers know it by that one.
+        self._bootstrap_port: int | None = None
+        self.metrics = Metrics(model=settings.model_name, sglang=settings.sglang_metrics)
+
+    @property
+    def parts(self) -> Parts:
+        return self._parts
+
+    async def start(self, role: Role) -> _RunningRole:
+        """Start a role beside the one that runs. Raises: MisuseError."""
+        settings = self._settings if role == self._own else self._settings_of_other(role)
+        if settings.pp * settings.tp > 1:
+            raise MisuseError(
+                "a worker over several ranks (--pp, --tp) neither takes nor leaves its role by a "
+                "switch"
+            )
+        if role == "prefill":
+            return await self.start_prefill(
+                settings, _PrefillPorts.bind(settings, self._bootstrap_port)
+            )
+        check_decode(settings)
+        return await self.start_decode(settings)
+
+    async def start_prefill(self, settings: Settings, ports: _PrefillPorts) -> _RunningRole:
+        """Raises: MisuseError."""
+        async with AsyncExitStack() as stack:
+            stack.callback(ports.close)
+            service = await stack.enter_async_context(
+                prefill_over(self._parts, settings, ports.control)
+            )
+            return await self.announced(service, RankTable(), ports, stack.pop_all())
+
+    async def announced(
+        self,
+        service: PrefillService | GroupPrefillService,
+        table: RankTable,
+        ports: _PrefillPorts,
+        stack: AsyncExitStack,
+    ) -> _RunningRole:
+        """Register a prefill that runs; `stack` ends it."""
+        async with stack:
+            table.put(service.rank)
+            self._bootstrap_port = ports.bootstrap.getsockname()[1]
+            registry = registry_app(table, self.metrics, _keys_of(self._settings))
+            await stack.enter_async_context(listening_on(registry, ports.bootstrap))
+            return _RunningRole(service, self._bootstrap_port, stack.pop_all())
+
+    async def start_decode(self, settings: Settings) -> _RunningRole:
+        """Raises: MisuseError."""
+        async with AsyncExitStack() as stack:
+            service = await stack.enter_async_context(decode_over(self._parts, settings))
+            return _RunningRole(service, None, stack.pop_all())
+
+    def _settings_of_other(self, role: Role) -> Settings:
+        """What both roles have stays as it is, what concerns model and pool among it."""
+        if self._settings_of is None:
+            return self._settings
+        other, shared = self._settings_of(role), set(FIELDS_OF_ROLE[self._own])
+        changes = {
+            name: getattr(other, name) for name in FIELDS_OF_ROLE[role] if name not in shared
+        }
+        return msgspec.structs.replace(self._settings, **changes)
+
+
+async def _serve(
+    settings: Settings,
+    running: _RunningRole,
+    roles: _Roles,
+    http: socket.socket,
+    lost: asyncio.Future[KvflowError] | None = None,
+) -> None:
+    """Serve the worker, in whichever role, until a signal stops it, or something is `lost`;
+    `running` is closed then.
+
+    Raises: what is lost."""
+    model = roles.parts.model
+    say_what_fits(running.service.limits)
+    tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)
+    pipeline = CompletionPipeline(
+        running.service,
+        tokenizer,
+        roles.metrics,
+        bootstrap_port=settings.disaggregation_bootstrap_port,
+        max_requests=settings.max_running_requests + settings.max_queued_requests,
+        request_timeout_s=settings.request_timeout_s,
+        keepalive_s=settings.sse_keepalive_s,
+        headers_after_s=settings.sse_headers_after_s,
+        low_priority_first=settings.schedule_low_priority_values_first,
+    )
+    switch = RoleSwitch(pipeline, running, roles.start)
+    routes = [
+        *generate.routes(pipeline),
+        *openai.routes(pipeline),
+        *tokenize.routes(pipeline),
+        *aborts.routes(pipeline.choices),
+        *operations.routes(pipeline, host=settings.host, role_switch=switch),
+        *role_switch.routes(switch),
+    ]
+    keys = _keys_of(settings)
+    app = build_app(routes, roles.metrics, keys, settings.allowed_origins)
+    ready = Ready(switch.role, url_of(http, settings.host), os.getpid(), switch.bootstrap_port)
+
+    def identity() -> WorkerIdentity:
+        return WorkerIdentity(
+            switch.role, f"{pipeline.service.report().incarnation:016x}", switch.bootstrap_port
+        )
+
+    member = member_of(
+        settings.join, url_of(http, reachable(settings.host)), identity, keys.of_operator
+    )
+    try:
+        await serve_until_stopped(
+            app, http, pipeline, ready, settings.drain_timeout_s, member, lost
+        )
+    finally:
+        await switch.close()
+        tokenizer.close()

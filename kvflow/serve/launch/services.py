@@ -1,0 +1,168 @@
+"""A role over a worker's parts, without its HTTP server: node, engine, and the memory they alone
+need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
+
+from kvflow.http.listening import reachable
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.protocols.limits import Bounds, Timing
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.http.engine_services import DecodeService, PrefillService
+from kvflow.serve.http.group_service import ShardedDecodeService
+from kvflow.serve.launch.caching import prefix_cache
+from kvflow.serve.launch.parts import Parts, card_of, plane_of, staged
+from kvflow.serve.launch.pool import check_host_memory, make_snapshots
+from kvflow.transports.control.curve import read_key
+from kvflow.transports.control.registry import RegistryClient
+from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
+
+if TYPE_CHECKING:
+    from kvflow.serve.engine.ranks.shard_leading import ShardLeader
+    from kvflow.serve.engine.scheduler.decode import DecodeEngine
+
+_PREFILL_STAGING_BYTES = 256 << 20  # slices for some twenty decodes
+Control = tuple[ZmqSocket, int]
+"""Prefill's control endpoint and its port."""
+
+
+def bind_control(settings: Settings) -> Control:
+    """Raises: MisuseError for a port in use, or a key file that is none."""
+    return bind_router(settings.host, settings.control_port, read_key(settings.control_key_file))
+
+
+async def prefill_node(
+    parts: Parts,
+    settings: Settings,
+    control: Control,
+    stack: AsyncExitStack,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> PrefillNode:
+    """A prefill's node over its pool, with staging where that is needed; not started yet, and
+    closed with `stack`.
+
+    Raises: MisuseError.
+    """
+    staging = await stack.enter_async_context(staged(settings, parts, _PREFILL_STAGING_BYTES))
+    pool = parts.pool
+    node = PrefillNode(
+        pool,
+        plane_of(settings, pool if staging is None else staging.host),
+        host=settings.host,
+        port=control[1],
+        rank=rank,
+        world_size=world_size,
+        model=settings.model_name,
+        timing=Timing(rendezvous_s=settings.rendezvous_s),
+        bounds=Bounds(pinned_share=settings.max_pinned_share),
+        verify_transfers=settings.verify_transfers,
+        staging=staging,
+        advertise=reachable(settings.host),
+        bind=lambda _host, _port: control,
+    )
+    stack.push_async_callback(node.close)
+    return node
+
+
+@asynccontextmanager
+async def prefill_over(
+    parts: Parts, settings: Settings, control: Control
+) -> AsyncGenerator[PrefillService, None]:
+    """A running prefill. Raises: MisuseError."""
+    from kvflow.serve.engine.scheduler.prefill import PrefillEngine
+
+    model, pool, executor = parts
+    async with AsyncExitStack() as stack:
+        stack.callback(control[0].close)
+        node = await prefill_node(parts, settings, control, stack)
+        cache = await stack.enter_async_context(prefix_cache(settings, parts, computes=True))
+        engine = PrefillEngine(
+            model,
+            pool,
+            pool.pages,
+            executor,
+            chunk_tokens=settings.chunked_prefill_size,
+            max_batch_tokens=settings.max_batch_tokens,
+            optimistic_tries=settings.optimistic_prefill,
+            cache=cache,
+            prefetch=settings.cache_prefetch_policy,
+        )
+        await node.start()
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        yield PrefillService(card_of(settings, model), node, engine, settings.request_timeout_s)
+
+
+def check_decode(settings: Settings) -> None:
+    """What a decode needs, before a model is loaded. Raises: MisuseError."""
+    check_host_memory(settings)
+    read_key(settings.control_key_file)
+
+
+@asynccontextmanager
+async def decode_over(parts: Parts, settings: Settings) -> AsyncGenerator[DecodeService, None]:
+    """A running decode. Raises: MisuseError."""
+    card = card_of(settings, parts.model)
+    async with _decode_engine(parts, settings) as (node, engine):
+        yield DecodeService(card, node, engine, settings.request_timeout_s)
+
+
+@asynccontextmanager
+async def sharded_decode_over(
+    parts: Parts, settings: Settings, shards: ShardLeader
+) -> AsyncGenerator[ShardedDecodeService, None]:
+    """A running decode whose steps other shards run, too. Raises: MisuseError."""
+    card = card_of(settings, parts.model)
+    async with _decode_engine(parts, settings) as (node, engine):
+        yield ShardedDecodeService(card, node, engine, settings.request_timeout_s, shards=shards)
+
+
+@asynccontextmanager
+async def _decode_engine(
+    parts: Parts, settings: Settings
+) -> AsyncGenerator[tuple[DecodeNode, DecodeEngine], None]:
+    from kvflow.serve.engine.scheduler.decode import DecodeEngine
+
+    model, pool, executor = parts
+    key = read_key(settings.control_key_file)
+    async with AsyncExitStack() as stack:
+        staging = await stack.enter_async_context(staged(settings, parts, 0))
+        loop = asyncio.get_running_loop()
+        snapshots = await loop.run_in_executor(executor, make_snapshots, settings, pool)
+        if snapshots is not None:
+            stack.push_async_callback(snapshots.close)
+        node = DecodeNode(
+            pool,
+            plane_of(settings, pool if staging is None else staging.host),
+            resolve=RegistryClient(settings.api_key).resolve,
+            connect=functools.partial(connect_dealer, key=key),
+            bounds=Bounds(quarantine_share=settings.max_quarantine_share),
+            verify_transfers=settings.verify_transfers,
+            staging=staging,
+        )
+        stack.push_async_callback(node.close)
+        cache = await stack.enter_async_context(prefix_cache(settings, parts))
+        engine = DecodeEngine(
+            model,
+            pool,
+            pool.pages,
+            executor,
+            max_batch=settings.max_running_requests,
+            new_token_ratio=settings.new_token_ratio,
+            snapshots=snapshots,
+            recompute=settings.host_memory_full == "recompute",
+            cache=cache,
+            prefetch=settings.cache_prefetch_policy,
+        )
+        await node.start()
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        yield node, engine

@@ -1,0 +1,282 @@
+"""`kvflow up`: router, prefills and decodes as processes of this machine, which end together.
+
+Children announce themselves through a pipe, so the kernel can pick their ports. The kernel kills
+them when this process ends, kill -9 included (`process.die_with_parent`); they have no named shared
+memory, so nothing is left behind. Unless a control key is given they share a new one, which no file
+holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from kvflow.http.listening import bound_socket
+from kvflow.serve.config.catalog import FIELDS_OF_ROLE, env_of, flag_of
+from kvflow.serve.config.kv_events import KvEvents
+from kvflow.serve.config.settings import Settings
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.launch.child import Child, ChildEndedError, first_end, start_together
+from kvflow.serve.launch.mooncake_master import NAME, MooncakeMaster
+from kvflow.serve.launch.process import StopSignals
+from kvflow.transports.control.curve import open_new_key
+
+KILL_AFTER_S = 5.0
+_log = logging.getLogger("kvflow.up")
+# Set by the supervisor itself, or not to be visible in a process list.
+_OWN_FIELDS = frozenset(
+    {
+        "port",
+        "api_key",
+        "admin_api_key",
+        "disaggregation_bootstrap_port",
+        "control_port",
+        "disaggregation_mode",
+        "prefill",
+        "decode",
+    }
+)
+
+
+class Fleet:
+    """The roles of one machine. Use as an async context manager; leaving stops all of them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        given: Mapping[str, Any],
+        config: str | None = None,
+        *,
+        quiet: bool = False,
+    ) -> None:
+        self._settings, self._config, self._quiet = settings, config, quiet
+        self._given = {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in _OWN_FIELDS
+        }
+        self.prefills: list[Child] = []
+        self.decodes: list[Child] = []
+        self.router: Child | None = None
+        self.store: MooncakeMaster | None = None  # of its own, where it has one
+        self._key: int | None = None  # an open descriptor
+
+    @property
+    def children(self) -> list[Child]:
+        return [*self.prefills, *self.decodes, *([self.router] if self.router else [])]
+
+    @property
+    def url(self) -> str:
+        """The URL for clients: the router's."""
+        return self.router.url if self.router else ""
+
+    async def start(self) -> None:
+        """Return when all roles are up and healthy.
+
+        Raises: ChildEndedError, TimeoutError; MisuseError for a program that is not there, or a
+        port."""
+        settings = self._settings
+        if not settings.control_key_file:
+            self._key = open_new_key()
+        if settings.l3 == "mooncake" and not settings.mooncake_master:
+            self.store = MooncakeMaster()
+            await self.store.start()
+        self.prefills = [self._worker("prefill", i) for i in range(settings.prefill_workers)]
+        self.decodes = [self._worker("decode", i) for i in range(settings.decode_workers)]
+        await self._start_together([*self.prefills, *self.decodes])
+        urls = [
+            f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)
+        ]
+        arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
+        if (
+            settings.kv_events_config
+            and settings.policy == "cache_aware"
+            and not settings.tokenizer_path
+        ):
+            arguments += ["--tokenizer-path", settings.model_path]
+        self.router = self._child("router", "router", arguments)
+        await self._start_together([self.router])
+        await self._healthy()
+
+    async def wait_for_end(self) -> ChildEndedError:
+        """Return when the first role ends, with how it ended."""
+        return await first_end(self.children)
+
+    async def stop(self, forced: asyncio.Event | None = None) -> None:
+        """Stop the router first, so that no new request arrives, then all workers, then their
+        store; once `forced` is set, kill all roles."""
+        timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
+        killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
+        try:
+            if self.router is not None:
+                await self.router.stop(timeout_s)
+            await asyncio.gather(
+                *(child.stop(timeout_s) for child in (*self.prefills, *self.decodes))
+            )
+        finally:
+            killing.cancel()
+            if self.store is not None:
+                await self.store.stop()
+            key, self._key = self._key, None
+            if key is not None:
+                os.close(key)
+
+    async def _kill_when(self, forced: asyncio.Event) -> None:
+        await forced.wait()
+        for child in self.children:
+            child.kill()
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _worker(self, role: str, index: int) -> Child:
+        several = (
+            self._settings.prefill_workers if role == "prefill" else self._settings.decode_workers
+        )
+        name = f"{role}-{index}" if several > 1 else role
+        # A decode needs a registry's port, too: a switch may make it a prefill.
+        arguments = [*self._arguments(role), "--port", "0", "--disaggregation-bootstrap-port", "0"]
+        if role == "prefill":
+            arguments += ["--control-port", "0"]
+        elif not self._settings.disaggregation_prefill_tp:
+            arguments += ["--disaggregation-prefill-tp", str(self._settings.tp)]
+        if self._settings.l3_dir:
+            arguments += ["--l3-dir", os.path.join(self._settings.l3_dir, f"{role}-{index}")]
+        if self.store is not None:
+            arguments += ["--mooncake-master", self.store.address]
+        if (events := self._settings.kv_events_config) and (
+            config := KvEvents.parse(events)
+        ) is not None:
+            number = index + (0 if role == "prefill" else self._settings.prefill_workers)
+            arguments += ["--kv-events-config", config.of_worker(number)]
+        if self._key is not None:
+            arguments += ["--control-key-file", f"/dev/fd/{self._key}"]
+        return self._child(name, role, arguments)
+
+    def _child(self, name: str, role: str, arguments: list[str]) -> Child:
+        return Child(
+            name,
+            role,
+            arguments,
+            quiet=self._quiet,
+            log_format=self._settings.log_format,
+            descriptors=() if self._key is None or role == "router" else (self._key,),
+        )
+
+    def _arguments(self, role: str) -> list[str]:
+        """The given flags that this role has too;
+        it reads the environment and the file by itself.
+        """
+        arguments = ["--config", self._config] if self._config else []
+        if (
+            role == "decode" and self._settings.decode_tp * self._settings.tp > 1
+        ):  # its own --tp is no matter of prefill
+            arguments += ["--tp", str(self._settings.decode_tp)]
+        for name, value in self._given.items():
+            if name in FIELDS_OF_ROLE[role] and not (role == "decode" and name == "tp"):
+                if isinstance(value, bool):
+                    arguments.append(flag_of(name) if value else f"--no-{flag_of(name)[2:]}")
+                else:
+                    several = value if isinstance(value, tuple | list) else (value,)
+                    arguments += [part for one in several for part in (flag_of(name), str(one))]
+        if "model_path" in FIELDS_OF_ROLE[role] and "model_path" not in self._given:
+            arguments += ["--model-path", self._settings.model_path]
+        return arguments
+
+    async def _start_together(self, children: list[Child]) -> None:
+        environment = dict(os.environ)
+        for name in ("api_key", "admin_api_key"):
+            if key := getattr(self._settings, name):
+                environment[env_of(name)] = key
+        await start_together(
+            [(child, environment) for child in children], self._settings.start_timeout_s
+        )
+
+    async def _healthy(self) -> None:
+        async with (
+            asyncio.timeout(self._settings.start_timeout_s),
+            aiohttp.ClientSession() as session,
+        ):
+            while True:
+                async with session.get(f"{self.url}/health") as answer:
+                    if answer.status == 200:
+                        return
+                await asyncio.sleep(0.05)
+
+
+async def run_up(settings: Settings, given: Mapping[str, Any], config: str | None) -> int:
+    """`kvflow up`.
+
+    Returns the exit status: 0 after a signal, otherwise that of the role that ended first, or 1.
+    """
+    if not settings.model_path:
+        settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
+        given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
+    # Refuses a port in use before a model is loaded.
+    bound_socket(settings.host, settings.port, "--port").close()
+    _announce(
+        settings,
+        given.get("served_model_name") or settings.served_model_name or settings.model_path,
+    )
+    fleet = Fleet(settings, given, config)
+    stop = StopSignals()
+    stop.listen()
+    requested = asyncio.create_task(stop.requested.wait())
+    running = asyncio.create_task(_run_until_one_ends(fleet))
+    try:
+        await asyncio.wait([requested, running], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            return 0
+        error = running.exception() or running.result()
+        if not isinstance(error, ChildEndedError | TimeoutError):
+            raise error
+        text = (
+            str(error) or f"not healthy within {settings.start_timeout_s:g} s (--start-timeout-s)"
+        )
+        is_usage_error = isinstance(error, ChildEndedError) and error.status == 2
+        text += "" if is_usage_error else "; ending the others"
+        if settings.log_format == "json":
+            _log.error(text)
+        else:
+            sys.stderr.write(f"kvflow up: error: {text}\n")
+        return 2 if is_usage_error else 1
+    finally:
+        for task in (requested, running):
+            task.cancel()
+        await asyncio.wait([requested, running])
+        await fleet.stop(stop.forced)
+
+
+def _announce(settings: Settings, model: str) -> None:
+    """What is started: until it is there, seconds pass, and with a large model minutes."""
+    workers = f"{settings.prefill_workers} prefill, {settings.decode_workers} decode"
+    text = f"starting {workers} and a router on port {settings.port} for {model}"
+    if settings.log_format == "json":
+        _log.info(text)
+    else:
+        sys.stderr.write(f"kvflow up: {text}\n")
+
+
+async def _run_until_one_ends(fleet: Fleet) -> ChildEndedError:
+    await fleet.start()
+    for child in fleet.children:
+        sys.stdout.write(f"{child.name:<10} {child.url}  pid {child.process.pid}\n")
+    if fleet.store is not None:
+        sys.stdout.write(f"{NAME} {fleet.store.address}  pid {fleet.store.pid}\n")
+    sys.stdout.flush()
+    return await fleet.wait_for_end()
