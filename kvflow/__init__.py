@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kvflow.memory.snapshot import SnapshotStore
     from kvflow.memory.staging import Staging
     from kvflow.node import DecodeNode, PrefillNode
+    from kvflow.node.handoff import HandOff
+    from kvflow.node.packed_array import PackedArray
     from kvflow.node.threads.decode import DecodeThread
     from kvflow.node.threads.prefill import PrefillThread
     from kvflow.node.threads.rooms import DecodeThreadRoom, PrefillThreadRoom, RoomEvent
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
     from kvflow.protocols.limits import Bounds, Timing
     from kvflow.protocols.pages.layout import Places, build_layout
     from kvflow.protocols.wire.ranks import RankInfo
-    from kvflow.serve.engine.scheduler.handoff import HandOff
-    from kvflow.serve.engine.scheduler.packed_array import PackedArray
     from kvflow.transports.control.rank_server import serve_ranks
     from kvflow.transports.control.registry import RankTable, RegistryClient
     from kvflow.transports.data.local import LocalPlane
@@ -116,7 +116,7 @@ _HOMES = {
     "DecodeThread": "kvflow.node.threads.decode",
     "DecodeThreadRoom": "kvflow.node.threads.rooms",
     "ExternalPages": "kvflow.memory.external",
-    "HandOff": "kvflow.serve.engine.scheduler.handoff",
+    "HandOff": "kvflow.node.handoff",
     "KvflowError": _ERRORS,
     "LayoutError": _ERRORS,
     "LocalPlane": "kvflow.transports.data.local",
@@ -125,7 +125,7 @@ _HOMES = {
     "MooncakePlane": "kvflow.transports.data.mooncake.plane",
     "NixlPlane": "kvflow.transports.data.nixl.plane",
     "OwnershipError": _ERRORS,
-    "PackedArray": "kvflow.serve.engine.scheduler.packed_array",
+    "PackedArray": "kvflow.node.packed_array",
     "PageAllocator": "kvflow.memory.allocator",
     "PagedPool": "kvflow.memory.pool",
     "PeerError": _ERRORS,

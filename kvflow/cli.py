@@ -13,14 +13,12 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 import kvflow
-from kvflow.bench.commands import app as bench_commands
-from kvflow.proof.sim.commands import app as sim_commands
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.serve.config import catalog
 from kvflow.serve.config.settings import Role, Settings
@@ -33,14 +31,6 @@ app = App(
         "Moves the KV cache of a prompt from the machine that computed it to the machine that goes "
         "on generating."
     ),
-)
-app.add_typer(
-    bench_commands,
-    name="bench",
-    short_help="Measure transfers, rooms and aborts against a peer or a limit.",
-)
-app.add_typer(
-    sim_commands, name="sim", short_help="Run the protocol in a seeded simulator, with faults."
 )
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
@@ -121,17 +111,20 @@ def _run(
 ) -> None:
     settings = resolve(role, given, config=path)
     _limit_threads(settings.threads)
-    from kvflow.serve.launch import process, roles
+    from kvflow.serve.launch import process
+
+    if role == "router":  # whose process loads no engine
+        from kvflow.serve.launch.router import run_router
+
+        return process.run_role(role, run_router, settings)
+    from kvflow.serve.launch import roles
 
     def settings_of(other: Role) -> Settings:
         return resolve_other(other, given, config=path)
 
-    mains: dict[str, Callable[[Settings], Awaitable[None]]] = {
-        "prefill": functools.partial(roles.run_prefill, settings_of=settings_of),
-        "decode": functools.partial(roles.run_decode, settings_of=settings_of),
-        "router": roles.run_router,
-    }
-    process.run_role(role, mains[role], settings)
+    main = roles.run_prefill if role == "prefill" else roles.run_decode
+    process.run_role(role, functools.partial(main, settings_of=settings_of), settings)
+    return None
 
 
 def _limit_threads(threads: int) -> None:
@@ -301,6 +294,28 @@ def declare_dead(
     from kvflow.serve.launch.operator import declare_dead
 
     declare_dead(url, admin_api_key, incarnation, why)
+
+
+_GROUP = {  # its words are read by the group itself, which is loaded when it is named
+    "add_help_option": False,
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+}
+
+
+@app.command(short_help="Measure transfers, rooms and aborts against a peer or a limit.", **_GROUP)
+def bench(words: typer.Context) -> None:
+    """Measure transfers, rooms and aborts against a peer or a limit."""
+    from kvflow.bench.commands import app as commands
+
+    commands(words.args, prog_name=words.command_path)
+
+
+@app.command(short_help="Run the protocol in a seeded simulator, with faults.", **_GROUP)
+def sim(words: typer.Context) -> None:
+    """Run the protocol in a seeded simulator, with faults."""
+    from kvflow.proof.sim.commands import app as commands
+
+    commands(words.args, prog_name=words.command_path)
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,7 +17,8 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.config.sources import ConfigError
 from kvflow.serve.launch import pool
-from kvflow.serve.launch.roles import run_decode, run_prefill, run_router
+from kvflow.serve.launch.roles import run_decode, run_prefill
+from kvflow.serve.launch.router import run_router
 
 Role = Callable[[Settings], Awaitable[None]]
 HUGE = 1 << 60

@@ -13,7 +13,9 @@ import pytest
 
 import kvflow
 from docs.scripts import reference
+from kvflow.bench.commands import app as bench
 from kvflow.cli import app
+from kvflow.proof.sim.commands import app as sim
 from kvflow.serve.config import catalog
 from kvflow.serve.config.kv_events import KvEvents
 from tests.printed import PAGES, README, blocks_of, commands_of
@@ -65,7 +67,7 @@ def flags_of_commands() -> set[str]:
     """Return every flag of every command of `kvflow`."""
     import typer.main
 
-    found, waiting = set(), [typer.main.get_command(app)]
+    found, waiting = set(), [typer.main.get_command(one) for one in (app, bench, sim)]
     while waiting:
         command = waiting.pop()
         found |= {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
@@ -178,7 +180,8 @@ def test_the_configuration_reference_has_every_setting() -> None:
 
 def test_the_metrics_reference_has_every_metric() -> None:
     """Some names stand whole in the sources, and others are put together there."""
-    sources = [path.read_text() for path in ROOT.joinpath("kvflow/server").rglob("*.py")]
+    folders = [ROOT / "kvflow" / name for name in ("http", "router", "serve/http")]
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
     written = {name for text in sources for name in re.findall(r'Family\(\s*"(kvflow_\w+)"', text)}
     assert len(written) > 25
     assert [name for name in sorted(written) if reference.place_of(name) is None] == []

@@ -25,11 +25,12 @@ from typing import (
 import msgspec
 from prometheus_client.metrics import MetricWrapperBase
 
+from kvflow.http.metrics import HttpMetrics
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.vllm_engine import VllmEngine
 from kvflow.serve.config import catalog
 from kvflow.serve.http.completion_service import Report
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.telemetry.histogram import QUEUE_SECONDS, Histogram
 
 if TYPE_CHECKING:
@@ -122,15 +123,12 @@ def families() -> tuple[MetricFamily, ...]:
     """Return every metric of every role, in the order of `/metrics`."""
     report: Report = _filled(Report)
     router, engine = RouterMeasures(), VllmEngine()
-    page = Metrics(
-        lambda: report,
-        role="decode",
-        model="model",
-        sglang=True,
-        families=lambda: [*router.families((), 0, 0), *engine.families()],
+    pages = (
+        RoleMetrics(lambda: report, role="decode", model="model", sglang=True),
+        HttpMetrics(lambda _: [*router.families((), 0, 0), *engine.families()]),
     )
-    found = {}
-    for collector in list(page.registry._collector_to_names):
+    found: dict[str, MetricFamily] = {}
+    for collector in [one for page in pages for one in list(page.registry._collector_to_names)]:
         if isinstance(collector, MetricWrapperBase):
             labels = tuple(collector._labelnames)
             (family,) = collector.collect()
@@ -139,7 +137,8 @@ def families() -> tuple[MetricFamily, ...]:
             entries = [(one, tuple(getattr(one, "_labelnames", ()))) for one in collector.collect()]
         for family, labels in entries:
             name = family.name + "_total" if family.type == "counter" else family.name
-            found[name] = MetricFamily(name, family.type, family.documentation, labels)
+            described = MetricFamily(name, family.type, family.documentation, labels)
+            found.setdefault(name, described)
     return tuple(found.values())
 
 

@@ -23,9 +23,9 @@ import numpy as np
 from kvflow.bench.cache_trace import Prompt
 from kvflow.bench.peer import open_radix_peer
 from kvflow.bench.transfer import quartiles
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder
 

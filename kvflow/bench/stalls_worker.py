@@ -25,19 +25,19 @@ from kvflow.http.app import build_app
 from kvflow.http.listening import bound_socket, listening_on
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.node.handoff import HandOff
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
 from kvflow.serve.engine.model.sequence import Prompt, Sequence
 from kvflow.serve.engine.scheduler.budget import Admission, PageBudget
-from kvflow.serve.engine.scheduler.handoff import HandOff
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.serve.engine.scheduler.rooms import DecodeRoomPort, PrefillRoomPort
 from kvflow.serve.http import generate, openai
 from kvflow.serve.http.completion_service import ModelCard
 from kvflow.serve.http.engine_services import DecodeService, PrefillService
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.registry import registry_app
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
@@ -173,7 +173,7 @@ class StallsWorker:
             self._stack.push_async_callback(prefill.close)
             bootstrap = bound_socket("127.0.0.1", 0, "--port")
             bootstrap_port = bootstrap.getsockname()[1]
-            registry = registry_app(RankTable(), Metrics())
+            registry = registry_app(RankTable(), RoleMetrics())
             await self._stack.enter_async_context(listening_on(registry, bootstrap))
             await RegistryClient().register(f"127.0.0.1:{bootstrap_port}", prefill.info)
             service = PrefillService(
@@ -221,7 +221,7 @@ class StallsWorker:
         from transformers import PreTrainedTokenizerFast
 
         text = await asyncio.to_thread(PreTrainedTokenizerFast, tokenizer_file=tokenizer)
-        metrics = Metrics(service.report, role=self._role)
+        metrics = RoleMetrics(service.report, role=self._role)
         pipeline = CompletionPipeline(service, ThreadedTokenizer(text, CONTEXT), metrics)
         app = build_app([*generate.routes(pipeline), *openai.routes(pipeline)], metrics)
         made = bound_socket("127.0.0.1", 0, "--port")

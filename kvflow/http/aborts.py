@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import msgspec
 from aiohttp import web
 
+from kvflow.http.bodies import decoded
 from kvflow.http.responses import json_response
-from kvflow.serve.http.schemas import decoded
 
 ABORT = "abort"  # as a finish reason
 PATH = "/abort_request"

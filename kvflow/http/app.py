@@ -26,9 +26,9 @@ from kvflow.http.authorization import NO_KEYS, Keys, authorized, check_routes
 from kvflow.http.cors import AllowOrigin, cross_origin
 from kvflow.http.errors import Failure, failure_of
 from kvflow.http.large_bodies import MAX_ADDED_BYTES
+from kvflow.http.metrics import HttpMetrics
 from kvflow.http.responses import json_response
 from kvflow.protocols.errors import KvflowError
-from kvflow.serve.http.metrics import Metrics
 from kvflow.telemetry.requests import RequestTrace
 
 MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
@@ -41,7 +41,7 @@ _log = logging.getLogger("kvflow.http")
 
 def build_app(
     routes: Iterable[web.RouteDef],
-    metrics: Metrics,
+    metrics: HttpMetrics,
     keys: Keys = NO_KEYS,
     origins: Collection[str] = (),
     *,
@@ -67,7 +67,7 @@ async def _livez(_: web.Request) -> web.StreamResponse:
     return json_response({"status": "ok"})
 
 
-def _answered(metrics: Metrics) -> Middleware:
+def _answered(metrics: HttpMetrics) -> Middleware:
     """Every error as a body, every answer counted and logged under its request's id."""
 
     @web.middleware

@@ -9,6 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from kvflow.telemetry.histogram import Histogram
 
+REQUEST_SECONDS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80),
+    *(100, 200, 400, 600, 1200, 1800, 2400),
+)
+"""Upper bounds, in seconds, of the buckets of whatever lasts as long as a request."""
+
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 V = TypeVar("V", bound=tuple[str, ...])
 

@@ -14,9 +14,8 @@ import zmq
 import zmq.asyncio
 
 from kvflow.aio import in_turns
-from kvflow.protocols.wire.kv_events import read_batch
+from kvflow.protocols.wire.kv_events import END, SNAPSHOT, read_batch
 from kvflow.router.blocks import KnownBlocks
-from kvflow.serve.cache.publisher import END, SNAPSHOT
 from kvflow.transports.control.curve import ControlKey
 
 _log = logging.getLogger("kvflow.router")

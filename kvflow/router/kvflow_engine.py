@@ -11,8 +11,10 @@ import aiohttp
 import msgspec
 from prometheus_client.core import Metric
 
+from kvflow.http.bodies import MAX_COMPLETIONS, decoded
 from kvflow.http.draining import ROLE_HEADER
 from kvflow.http.errors import RequestError
+from kvflow.http.paths import TOKENIZE_PATHS
 from kvflow.router.engines import Forwarded
 from kvflow.router.feed import source_of
 from kvflow.router.identity import Identity, ask
@@ -20,8 +22,6 @@ from kvflow.router.legs import Leg, with_fields
 from kvflow.router.pairs import Pair, together
 from kvflow.router.prompts import PromptFields
 from kvflow.router.workers import Worker
-from kvflow.serve.http import tokenize
-from kvflow.serve.http.schemas import MAX_COMPLETIONS, decoded
 from kvflow.telemetry.requests import name_rooms
 from kvflow.transports.control.curve import ControlKey
 
@@ -38,7 +38,7 @@ class KvflowEngine:
     completion_paths = ("/generate", "/v1/chat/completions", "/v1/completions")
     decode_routes = (
         *(("GET", path) for path in _OF_A_MODEL),
-        *(("POST", path) for path in tokenize.PATHS),
+        *(("POST", path) for path in TOKENIZE_PATHS),
     )
     has_operations = True
     retried_statuses = frozenset({502, 503})

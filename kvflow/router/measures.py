@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvflow.http.errors import Failure, bounded_code
-from kvflow.http.families import histograms, labelled
-from kvflow.http.measures import REQUEST_SECONDS
+from kvflow.http.families import REQUEST_SECONDS, histograms, labelled
 from kvflow.router.workers import Worker
 from kvflow.telemetry.histogram import Histogram
 

@@ -23,11 +23,11 @@ import aiohttp
 import msgspec
 
 from kvflow.http.errors import ConflictError, OverloadError, RequestError
+from kvflow.http.paths import WORKERS_PATH
 from kvflow.protocols.errors import LostError
 from kvflow.router.identity import Identify, Identity
 from kvflow.router.workers import CHECK_TIMEOUT_S, ROLES, Worker, Workers
 
-PATH = "/workers"
 MAX_WORKERS = 1024
 MAX_URL_CHARACTERS = 2048
 
@@ -68,7 +68,8 @@ class Membership:
             self._removed.pop(url, None)
         elif self._removed.get(url) == request.incarnation:
             raise ConflictError(
-                f"{url} was told to leave; POST {PATH} without an incarnation lets it join again"
+                f"{url} was told to leave; POST {WORKERS_PATH} without an incarnation lets it "
+                "join again"
             )
         async with self._one_at_a_time:
             known = next((worker for worker in self._workers.all if worker.url == url), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from kvflow.http.authorization import NO_KEYS, Keys, bearer
 from kvflow.http.draining import Drainable
 from kvflow.http.errors import Failure, failure_of
 from kvflow.http.large_bodies import take_apart
+from kvflow.http.metrics import HttpMetrics
 from kvflow.protocols.errors import Code, KvflowError, RefusedError
 from kvflow.router.answer import ClientAnswer
 from kvflow.router.cache_view import NO_PROMPTS, Prompts
@@ -39,7 +41,6 @@ from kvflow.router.prompts import PromptFields
 from kvflow.router.tokens import Encoder, block_hashes
 from kvflow.router.tries import Tries, fitting
 from kvflow.router.workers import ROLES, NoWorkerError, Worker, Workers
-from kvflow.serve.http.metrics import Metrics
 from kvflow.telemetry.requests import CURRENT
 
 _log = logging.getLogger("kvflow.router")
@@ -100,9 +101,9 @@ class Router(Drainable):
         self._reads_prompts, self._encoder = policy.reads_prompts, encoder
         self.membership = Membership(self.workers, self._session, self.engine.identify)
         self.measures = RouterMeasures()
-        self.metrics = Metrics(families=self._families)
+        self.metrics = HttpMetrics(self._families)
 
-    def _families(self) -> Iterator[Metric]:
+    def _families(self, _: Counter[str]) -> Iterator[Metric]:
         yield from self.measures.families(self.workers.all, self.running, self.waiting)
         yield from self.engine.families()
 

@@ -9,12 +9,12 @@ from aiohttp import web
 
 from kvflow.http import aborts
 from kvflow.http.app import MAX_BODY_BYTES, build_app
+from kvflow.http.bodies import decoded
 from kvflow.http.errors import Failure
 from kvflow.http.responses import json_response
 from kvflow.router import worker_routes
 from kvflow.router.router import Router
 from kvflow.router.workers import ROLES
-from kvflow.serve.http.schemas import decoded
 
 
 def routes(router: Router) -> list[web.RouteDef]:

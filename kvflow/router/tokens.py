@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Collection
 from typing import Any, Protocol
 
+from kvflow.http.prompt_fields import PromptIds, namespace_of, template_variables
 from kvflow.protocols.cache.hashes import (
     TOKEN_BYTES,
     Namespace,
@@ -19,9 +20,6 @@ from kvflow.protocols.cache.hashes import (
 )
 from kvflow.router.blocks import BlockHashes
 from kvflow.router.prompts import PromptFields
-from kvflow.serve.http.completion_service import PromptIds
-from kvflow.serve.http.generation_requests import namespace_of
-from kvflow.serve.http.openai import template_variables
 
 # Of a text that the router encodes: some 250,000 tokens, 200 ms of its thread.
 MAX_CHARACTERS = 1 << 20

@@ -25,6 +25,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from kvflow.http.bodies import decoded
 from kvflow.http.errors import Failure, RequestError
 from kvflow.http.families import labelled
 from kvflow.protocols.errors import Code
@@ -36,7 +37,6 @@ from kvflow.router.pairs import Pair, sequential, together
 from kvflow.router.prefixes import BYTES_PER_TOKEN, MAX_BYTES
 from kvflow.router.prompts import PromptFields
 from kvflow.router.workers import Worker
-from kvflow.serve.http.schemas import decoded
 from kvflow.telemetry.requests import name_rooms
 
 _log = logging.getLogger("kvflow.router")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from kvflow.http.bodies import decoded
 from kvflow.http.errors import Failure
+from kvflow.http.paths import WORKERS_PATH
 from kvflow.http.responses import json_response
-from kvflow.router.membership import PATH, JoinRequest, described
+from kvflow.router.membership import JoinRequest, described
 from kvflow.router.router import Router
 from kvflow.router.workers import ROLES, Worker
-from kvflow.serve.http.schemas import decoded
 
 
 def routes(router: Router) -> list[web.RouteDef]:
@@ -35,7 +36,7 @@ def routes(router: Router) -> list[web.RouteDef]:
 
     async def join(http: web.Request) -> web.StreamResponse:
         worker = await membership.join(decoded(await http.read(), JoinRequest))
-        location = f"{PATH}/{worker.id}"
+        location = f"{WORKERS_PATH}/{worker.id}"
         answer = _accepted(
             worker,
             router.workers.trouble(worker) or "it gets requests",
@@ -55,10 +56,10 @@ def routes(router: Router) -> list[web.RouteDef]:
         )
 
     return [
-        web.get(PATH, all_workers),
-        web.post(PATH, join),
-        web.get(f"{PATH}/{{worker_id}}", one),
-        web.delete(f"{PATH}/{{worker_id}}", leave),
+        web.get(WORKERS_PATH, all_workers),
+        web.post(WORKERS_PATH, join),
+        web.get(f"{WORKERS_PATH}/{{worker_id}}", one),
+        web.delete(f"{WORKERS_PATH}/{{worker_id}}", leave),
     ]
 
 

@@ -8,8 +8,7 @@ import hashlib
 import struct
 from collections.abc import Iterable
 
-from kvflow.protocols.cache.events import Cleared, Event, Stored
-from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.events import Cleared, Event, Stored, Tier
 
 
 def digests_of_prompt(tokens: Iterable[int], page_size: int) -> list[bytes]:

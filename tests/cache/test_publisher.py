@@ -19,9 +19,9 @@ import zmq.asyncio
 
 from kvflow.protocols.cache import stream
 from kvflow.protocols.cache.addresses import DEFAULT_ADDRESS, is_loopback, numbered_address
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import Batch, StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.serve.cache import publisher as module

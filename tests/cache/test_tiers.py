@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from kvflow.protocols.cache.choices import WritePolicy
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import Namespace
-from kvflow.protocols.cache.nodes import Tier
 from kvflow.serve.cache.storage.file import FileBackend
 from kvflow.serve.cache.storage.guarded import GuardedStorage, Limits
 from kvflow.serve.cache.storage.identity import identity_of

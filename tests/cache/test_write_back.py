@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 
-from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.events import Tier
 from kvflow.serve.cache.tiers import OWNER
 from tests.cache.prefix_bench import PAGES, Bench, bench
 from tests.engine.pair import until

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvflow.node.handoff import HandOff
 from kvflow.protocols.errors import (
     AbortedError,
     CapacityError,
@@ -21,7 +22,6 @@ from kvflow.protocols.errors import (
 )
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.step import Row
-from kvflow.serve.engine.scheduler.handoff import HandOff
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
 

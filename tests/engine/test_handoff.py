@@ -19,10 +19,11 @@ from hypothesis.extra import numpy as arrays
 
 from kvflow import DecodeNode, HandOff, MisuseError, PackedArray, PrefillNode
 from kvflow.memory.pool import PagedPool
+from kvflow.node.handoff import MAX_DRAFT_ENTRIES, MAX_HIDDEN_BYTES
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import WireError
-from kvflow.serve.engine.scheduler.handoff import MAX_DRAFT_ENTRIES, MAX_HIDDEN_BYTES
+from kvflow.serve.engine.scheduler.handoff import check_handoff
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.testing.pair import QUICK, pair, small_layout
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 
@@ -170,9 +171,9 @@ def test_it_is_for_one_model() -> None:
         HandOff(first_token=1, prompt_tokens=PROMPT, **hidden(1, 8), **draft()).encode()
     )
     made.check_fits(PROMPT, 9, 8)
-    made.check(PROMPT, SamplingParams(), 9)
+    check_handoff(made, PROMPT, SamplingParams(), 9)
     with pytest.raises(WireError, match=r"draft_token_ids name tokens outside 0\.\.7"):
-        made.check(PROMPT, SamplingParams(), 8)
+        check_handoff(made, PROMPT, SamplingParams(), 8)
     with pytest.raises(
         WireError, match="hidden_states are of 8 numbers a token, those of the model of 16"
     ):

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvflow.node.handoff import HandOff
 from kvflow.protocols.errors import MisuseError, WireError
 from kvflow.serve.engine.model.load import LoadedModel
-from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.handoff import check_handoff
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
@@ -110,4 +111,6 @@ def test_a_model_without_an_output_layer_of_its_own_says_so() -> None:
 
 def test_a_hand_over_without_them_is_refused() -> None:
     with pytest.raises(WireError, match="the hand-over has no hidden states"):
-        HandOff(first_token=1, prompt_tokens=5).check(5, SamplingParams(hidden_states=True), 512)
+        check_handoff(
+            HandOff(first_token=1, prompt_tokens=5), 5, SamplingParams(hidden_states=True), 512
+        )

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvflow import model_files
+from kvflow.model_files import STRETCH_BYTES, STRETCHES, config_digest
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import MAX_LABEL, build_layout
-from kvflow.serve.engine.model import identity
-from kvflow.serve.engine.model.identity import STRETCH_BYTES, STRETCHES, config_digest
 from kvflow.serve.engine.model.load import load_model
 
 Tiny = Callable[[str], Path]
@@ -76,8 +76,8 @@ def test_a_digest_is_that_of_earlier_versions() -> None:
 
 def test_of_a_large_weight_a_sample_is_read_from_end_to_end() -> None:
     whole = STRETCHES * STRETCH_BYTES
-    assert identity._places(whole) == [(0, whole)], "all of it"
-    places = identity._places(whole + 1)
+    assert model_files._places(whole) == [(0, whole)], "all of it"
+    places = model_files._places(whole + 1)
     assert len(places) == STRETCHES and {count for _, count in places} == {STRETCH_BYTES}
     assert places[0][0] == 0 and places[-1][0] == whole + 1 - STRETCH_BYTES
     assert places == sorted(places)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvflow.node.handoff import HandOff
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.step import Row
-from kvflow.serve.engine.scheduler.handoff import HandOff
 from kvflow.serve.engine.scheduler.optimistic import OptimisticStarts
 from kvflow.serve.engine.scheduler.params import EngineOptimism, SamplingParams, TokenOut
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvflow.node.handoff import HandOff
 from kvflow.protocols.errors import MisuseError, WireError
-from kvflow.serve.engine.scheduler.handoff import HandOff
 from kvflow.serve.engine.scheduler.params import SamplingParams, finish
 
 

@@ -13,16 +13,16 @@ import msgspec
 import pytest
 import torch
 
+from kvflow.node.handoff import HandOff
+from kvflow.node.prompt_logprobs import PromptLogprobs, ScoredToken
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler import limits, scoring
-from kvflow.serve.engine.scheduler.handoff import HandOff
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs, ScoredToken
 from kvflow.serve.engine.scheduler.sampling import Draw, choose
 from tests.engine.pair import EnginePair, FakeRoom, greedy, prompt_of, until
 from tests.engine.test_parity import single

@@ -19,14 +19,14 @@ import torch
 
 from kvflow.memory.copies import HostCopier
 from kvflow.memory.residency import Resident
+from kvflow.node.handoff import HandOff
+from kvflow.node.packed_array import PackedArray
 from kvflow.protocols.errors import AbortedError, CapacityError, HostMemoryError, KvflowError
 from kvflow.protocols.machines.residency import ResidencyPhase
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.budget import DECAY_STEPS, LEAST_SHARE, NewTokenRatio
 from kvflow.serve.engine.scheduler.burst import DecodeRequest
-from kvflow.serve.engine.scheduler.handoff import HandOff
-from kvflow.serve.engine.scheduler.packed_array import PackedArray
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.launch.logs import RequestFields
 from kvflow.telemetry.requests import CURRENT, RequestTrace

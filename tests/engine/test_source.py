@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvflow.model_files import folder_of
 from kvflow.protocols.errors import MisuseError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from kvflow.serve.engine.model.load import load_model
-from kvflow.serve.engine.model.source import check_files, folder_of, locate
+from kvflow.serve.engine.model.source import check_files, locate
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

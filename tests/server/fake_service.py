@@ -20,20 +20,20 @@ from kvflow.http import aborts
 from kvflow.http.app import build_app
 from kvflow.http.authorization import NO_KEYS, Keys
 from kvflow.http.listening import bound_socket, listening_on
+from kvflow.node.packed_array import PackedArray
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
 from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.serve.engine.scheduler.limits import EngineLimits
-from kvflow.serve.engine.scheduler.packed_array import PackedArray
 from kvflow.serve.engine.scheduler.params import (
     EngineOptimism,
     EngineRetractions,
     SamplingParams,
     TokenOut,
 )
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.serve.http import generate, openai, operations, role_switch, tokenize
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 
@@ -287,7 +287,7 @@ class Role:
     ) -> None:
         self.service = service
         self.other: RunningFake | Exception | None = None
-        self.metrics = Metrics(service.report, role=service.role, model="m", sglang=True)
+        self.metrics = RoleMetrics(service.report, role=service.role, model="m", sglang=True)
         self.tokenizer = ThreadedTokenizer(WordTokenizer())
         self.pipeline = CompletionPipeline(
             service, self.tokenizer, self.metrics, **{"keepalive_s": 0.02, **options}

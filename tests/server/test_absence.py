@@ -24,7 +24,7 @@ from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import EngineLoad, SamplingParams, TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard
 from kvflow.serve.http.engine_services import DecodeService
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.registry import registry_app
 from kvflow.testing.pair import Pair, pair, small_layout, until
 from kvflow.transports.control.registry import RankTable, RegistryClient
@@ -173,7 +173,7 @@ async def test_a_registry_of_a_thousand_ranks_is_refused_in_words() -> None:
     pool = kvflow.PagedPool.allocate(small_layout(64))
     async with kvflow.DecodeNode(pool, plane="local", resolve=RegistryClient().resolve) as node:
         service = DecodeService(CARD, node, Engine(), 60.0)  # type: ignore[arg-type]
-        registry = registry_app(table, Metrics(service.report, role="prefill"))
+        registry = registry_app(table, RoleMetrics(service.report, role="prefill"))
         async with (
             served(registry) as found,
             served(Role(service).app) as server,  # type: ignore[arg-type]

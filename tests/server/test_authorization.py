@@ -18,7 +18,7 @@ from kvflow.http.authorization import NO_KEYS, ROUTES, Access, Keys, bearer, rou
 from kvflow.router.router import Router
 from kvflow.router.routes import router_app
 from kvflow.router.vllm_engine import VllmEngine
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.registry import registry_app
 from kvflow.transports.control.registry import RankTable
 from tests.server.fake_service import FakeService, Meeting, Role, served
@@ -71,7 +71,7 @@ async def app_of(name: str, keys: Keys, meeting: Meeting) -> AsyncIterator[web.A
     if name in ("prefill", "decode"):
         yield Role(FakeService(name, meeting), keys=keys).app
     elif name == "registry":
-        yield registry_app(RankTable(), Metrics(), keys)
+        yield registry_app(RankTable(), RoleMetrics(), keys)
     else:
         engine = VllmEngine() if name == "router of vllm" else None
         router = Router(
@@ -201,7 +201,7 @@ async def test_a_route_in_no_class_is_not_served() -> None:
         web.get("/workers/{id}", nothing),
     ):
         with pytest.raises(AssertionError, match=f"no class .*: {route.method} {route.path}"):
-            build_app([route], Metrics())
+            build_app([route], RoleMetrics())
 
 
 async def test_every_route_of_a_class_is_served_by_some_role(meeting: Meeting) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvflow.http.app import build_app
 from kvflow.http.authorization import Keys
 from kvflow.serve.config.sources import resolve
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.operations import routes
 from tests.server.fake_service import FakeService, Meeting, Role, served
 
@@ -27,7 +27,7 @@ PREFLIGHT = {
 def app_of(meeting: Meeting, origins: tuple[str, ...]) -> Any:
     role = Role(FakeService("decode", meeting))
     listed = routes(role.pipeline, host="h", role_switch=role.role_switch)
-    return build_app(listed, Metrics(), Keys("sesame"), origins)
+    return build_app(listed, RoleMetrics(), Keys("sesame"), origins)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import zmq
 
+from kvflow.http.bodies import decoded
 from kvflow.http.large_bodies import take_apart
 from kvflow.protocols.cache.choices import Dialect
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace, page_hashes, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import (
@@ -43,7 +44,6 @@ from kvflow.router.routes import router_app
 from kvflow.router.tokens import MAX_CHARACTERS, block_hashes
 from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.cache.publisher import EventPublisher
-from kvflow.serve.http.schemas import decoded
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.transports.control.curve import ControlKey, read_key, write_key
 from tests.protocols.cache.subscriber import block_hash, digest_chain

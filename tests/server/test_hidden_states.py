@@ -10,7 +10,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from kvflow.serve.engine.scheduler.packed_array import PackedArray
+from kvflow.node.packed_array import PackedArray
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion import detokenize
 from kvflow.serve.http.tokenizer import NullDetokenizer

@@ -13,18 +13,18 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvflow.http.measures import (
-    THROUGHPUT_WINDOW_S,
-    CompletionMeasures,
-    RequestMeter,
-    Throughput,
-)
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import Cause, Code
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.ports import RoomEnding
 from kvflow.serve.http.completion_service import Report
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.measures import (
+    THROUGHPUT_WINDOW_S,
+    CompletionMeasures,
+    RequestMeter,
+    Throughput,
+)
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.telemetry.counters import Counts, failed_in
 from kvflow.telemetry.histogram import Histogram
 from kvflow.testing.pair import Pair
@@ -209,7 +209,7 @@ def test_counts_of_a_role_have_their_labels(decode: Role) -> None:
     report = Report(
         **{**fields, "requests_refused": {"bad_request": 2}, "internal_errors": {"step": 7}}
     )
-    metrics = Metrics(lambda: report)
+    metrics = RoleMetrics(lambda: report)
     metrics.refused("bad_request")
     body = metrics.response().body
     assert isinstance(body, bytes)
@@ -225,7 +225,7 @@ def report_of(node: PrefillNode | DecodeNode) -> Report:
 
 
 def exposition(node: PrefillNode | DecodeNode) -> Samples:
-    metrics = Metrics(lambda: report_of(node), role=node.role, model="m", sglang=True)
+    metrics = RoleMetrics(lambda: report_of(node), role=node.role, model="m", sglang=True)
     body = metrics.response().body
     assert isinstance(body, bytes)
     return samples(body.decode())
@@ -296,7 +296,7 @@ BUCKETS = {
 
 async def test_dashboards_find_the_buckets_of_sglang(kvflow_pair: Pair) -> None:
     """Quantiles over a fleet of both are right only where both have the same bounds."""
-    metrics = Metrics(
+    metrics = RoleMetrics(
         lambda: report_of(kvflow_pair.prefill), role="prefill", model="m", sglang=True
     )
     body = metrics.response().body

@@ -15,10 +15,10 @@ import openai
 import pytest
 
 from kvflow import aio
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Code
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import TokenOut
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.serve.http.completion import Completion, Delta, detokenize
 from kvflow.serve.http.generation_requests import MAX_SCORES_BYTES
 from kvflow.serve.http.openai import TextCompletionCall

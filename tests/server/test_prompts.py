@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflow.http.bodies import decoded
 from kvflow.http.large_bodies import LARGE_BYTES, take_apart
 from kvflow.router.prefixes import MAX_BYTES, KnownPrefixes
 from kvflow.router.prompts import COARSE_BYTES, FINE_BYTES, FINE_CHUNKS, Chain, PromptFields
-from kvflow.serve.http.schemas import decoded
 
 Body = dict[str, Any]
 

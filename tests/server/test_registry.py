@@ -28,7 +28,7 @@ from kvflow.protocols.wire.ranks import (
     rank_from_json,
     rank_to_json,
 )
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.registry import registry_app
 from kvflow.transports.control import rank_server
 from kvflow.transports.control.rank_server import serve_ranks
@@ -45,7 +45,7 @@ async def table() -> RankTable:
 
 @asynccontextmanager
 async def application(table: RankTable, api_key: str = "") -> AsyncIterator[Server]:
-    async with served(registry_app(table, Metrics(), Keys(admin=api_key))) as server:
+    async with served(registry_app(table, RoleMetrics(), Keys(admin=api_key))) as server:
         yield server
 
 

@@ -7,15 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvflow.http.bodies import MAX_STRUCTURE
 from kvflow.http.errors import RequestError
 from kvflow.router.legs import with_fields
-from kvflow.serve.http.schemas import (
-    MAX_STRUCTURE,
-    ChatRequest,
-    CompletionRequest,
-    GenerateRequest,
-    parse,
-)
+from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, GenerateRequest, parse
 
 Kind = type[GenerateRequest] | type[ChatRequest] | type[CompletionRequest]
 

@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import (
 from kvflow.connectors.vllm.version import SUPPORTED
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
+from kvflow.model_files import config_digest, weights_digest
 from kvflow.protocols.errors import KvflowError, MisuseError
-from kvflow.serve.engine.model.identity import config_digest, weights_digest
 
 log = logging.getLogger("vllm.kvflow")
 

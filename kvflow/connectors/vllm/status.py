@@ -15,14 +15,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvflow.http.node_families import node_families
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.node.report import NodeReport, node_report
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.loop import LoopThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.protocols.errors import LostError, WireError
-from kvflow.serve.http.completion_service import Report
-from kvflow.serve.http.metrics import node_families
-from kvflow.serve.http.node_report import node_report
 from kvflow.transports.control.rank_server import Answer, Document, json_answer, serve_ranks
 from kvflow.transports.control.registry import RankTable, RegistryClient
 
@@ -131,7 +130,7 @@ class StatusServer:
 
 
 class _Families(Collector):
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: NodeReport) -> None:
         self._report = report
 
     def collect(self) -> Iterator[Metric]:
@@ -144,14 +143,14 @@ def _scraped(thread: Thread) -> Answer:
     return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(registry)
 
 
-def _state(thread: Thread) -> tuple[str, Report]:
+def _state(thread: Thread) -> tuple[str, NodeReport]:
     """Why it cannot serve, or "", and what it has.
 
     "Free" are blocks that no transfer uses; of others, vLLM knows.
     """
     busy, total = thread.pages.busy_pages, thread.pages.num_pages
 
-    def of(node: PrefillNode | DecodeNode) -> tuple[str, Report]:
+    def of(node: PrefillNode | DecodeNode) -> tuple[str, NodeReport]:
         report = node_report(
             node, pages_free=total - busy, pages_by_kind={"transfer": busy}, at_rest=not busy
         )

@@ -16,8 +16,8 @@ from kvflow.proof.sim.plants import all_plants as of_nodes
 from kvflow.proof.sim.swap import swapped, swapped_cells, swapped_item
 from kvflow.proof.walk.plants import PLANTS as OF_THE_WALK
 from kvflow.protocols.commands import Linked, RoomBegun
-from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.earlier import EarlierLoans

@@ -16,7 +16,8 @@ from kvflow.proof.sim.faults import Faults
 from kvflow.proof.sim.oracle import Oracle
 from kvflow.proof.sim.pages import Books, watch
 from kvflow.proof.sim.variety import PAGE_SIZE
-from kvflow.protocols.cache.nodes import PAGED, Node, Tier
+from kvflow.protocols.cache.events import Tier
+from kvflow.protocols.cache.nodes import PAGED, Node
 from kvflow.protocols.machines.cached_run import RunPhase
 from kvflow.serve.cache.host import HostTier
 from kvflow.serve.cache.prefix import Prefix, PrefixCache

@@ -15,8 +15,8 @@ from kvflow.memory.quarantine import PoolQuarantine
 from kvflow.proof.sim.loop import Process, current_process
 from kvflow.proof.sim.swap import swapped, swapped_cells, swapped_item
 from kvflow.protocols.commands import QuarantinePages, WatchEarlierWriter
-from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.decode.records import DecodeRoomRecord
 from kvflow.protocols.earlier import EarlierLoans

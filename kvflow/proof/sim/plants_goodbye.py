@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, ExitStack
 import msgspec
 
 from kvflow.proof.sim.swap import swapped, swapped_item
-from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode import endpoint as decode
 from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode.core import DecodeCore
 from kvflow.protocols.decode.links import PrefillPeer
 from kvflow.protocols.machines.grants import GrantTable
 from kvflow.protocols.prefill.endpoint import PrefillEndpoint

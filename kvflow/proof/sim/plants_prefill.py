@@ -23,11 +23,11 @@ from kvflow.protocols.machines.grants import GrantPhase, GrantTable
 from kvflow.protocols.machines.prefill_room import PrefillCommand, PrefillEvent, PrefillKind
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, Write, WriteOutcome
-from kvflow.protocols.prefill.core import PrefillCore
-from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill import core as prefill_core
 from kvflow.protocols.prefill import endpoint as prefill
 from kvflow.protocols.prefill import inbox as prefill_inbox
+from kvflow.protocols.prefill.core import PrefillCore
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill.peers import DecodePeer
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.codec import encode, parse_at_prefill, routing_id

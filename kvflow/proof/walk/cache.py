@@ -13,7 +13,7 @@ from functools import partial
 from kvflow.proof.walk.cache_life import POOL, Copy, Life, Lock, key_bytes, prefixes
 from kvflow.proof.walk.cache_rules import check, check_landed, check_rest
 from kvflow.proof.walk.cache_worlds import FIRST, FORKS, SAVE, CacheBounds, Prompt, Route
-from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import NO_PLACES
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from kvflow.proof.walk.cache_worlds import Prompt
 from kvflow.protocols.cache.choices import EvictionPolicy
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Node, Root, Run, Tier, upwards
+from kvflow.protocols.cache.nodes import Node, Root, Run, upwards
 from kvflow.protocols.cache.policies import POLICIES, policy_key
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices

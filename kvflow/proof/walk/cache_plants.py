@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from kvflow.proof.sim.swap import swapped, swapped_cells
 from kvflow.proof.walk.cache_worlds import STORE, CacheBounds
 from kvflow.protocols.cache import events, residents, writes
-from kvflow.protocols.cache.events import Recorder
-from kvflow.protocols.cache.nodes import Node, Root, Tier, digests_of, split
+from kvflow.protocols.cache.events import Tier
+from kvflow.protocols.cache.nodes import Node, Root, digests_of, split
+from kvflow.protocols.cache.recorder import Recorder
 from kvflow.protocols.cache.residents import NOTHING, Gathered, Residents
 from kvflow.protocols.cache.writes import Write, Writes
 from kvflow.protocols.machines.cached_run import TABLE, RunKind, RunPhase

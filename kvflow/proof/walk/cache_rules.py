@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from kvflow.proof.walk.cache_life import POOL, Copy, Life, name_of, path_of, prefixes
 from kvflow.proof.walk.cache_worlds import Prompt
-from kvflow.protocols.cache.nodes import PAGED, Node, Tier
+from kvflow.protocols.cache.events import Tier
+from kvflow.protocols.cache.nodes import PAGED, Node
 from kvflow.protocols.machines.cached_run import RunPhase
 
 PRESENT, ABSENT, ARRIVING = RunPhase.PRESENT, RunPhase.ABSENT, RunPhase.ARRIVING

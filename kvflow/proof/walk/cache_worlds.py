@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.events import Tier
 
 SAVE, STORE, LOAD = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.STORAGE), (Tier.HOST, Tier.DEVICE)
 Route = tuple[Tier, Tier]

@@ -17,10 +17,10 @@ from kvflow.proof.walk.plants_tables import (
     _cells,
     _item,
 )
-from kvflow.protocols.decode.core import DecodeCore
-from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode import core as decode_core
 from kvflow.protocols.decode import inbox as decode_inbox
+from kvflow.protocols.decode.core import DecodeCore
+from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.links import DecodeLinks
 from kvflow.protocols.decode.records import ChunkCheck
 from kvflow.protocols.earlier import EarlierLoans
@@ -34,8 +34,8 @@ from kvflow.protocols.machines.loan import LoanKind, LoanPhase
 from kvflow.protocols.machines.peer import PeerCommand, PeerKind, PeerPhase
 from kvflow.protocols.machines.tables import IGNORE, Move
 from kvflow.protocols.ports import WriteOutcome
-from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.prefill import inbox as prefill_inbox
+from kvflow.protocols.prefill.endpoint import PrefillEndpoint
 from kvflow.protocols.wire import messages as wire
 
 

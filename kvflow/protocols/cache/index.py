@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvflow.protocols.cache.events import Event, Recorder
+from kvflow.protocols.cache.events import Event, Tier
 from kvflow.protocols.cache.hashes import ANY, DIGEST_BYTES, TOKEN_BYTES, Namespace
 from kvflow.protocols.cache.nodes import (
     PAGED,
     Node,
     Root,
     Run,
-    Tier,
     common_pages,
     digests_of,
     mend,
     upwards,
 )
+from kvflow.protocols.cache.recorder import Recorder
 from kvflow.protocols.cache.residents import (
     NOTHING,
     Freed,

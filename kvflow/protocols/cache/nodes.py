@@ -6,25 +6,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from enum import IntEnum
 from operator import attrgetter
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvflow.protocols.cache.events import Digests, Tier
 from kvflow.protocols.cache.hashes import TOKEN_BYTES, Namespace, chain_root, page_hashes
 from kvflow.protocols.machines.cached_run import RunPhase
 from kvflow.protocols.pages.layout import PageIndices
 
-
-class Tier(IntEnum):
-    DEVICE = 0
-    HOST = 1
-    STORAGE = 2  # no page numbers here: what is stored is found by page hash
-
-
-Digests: TypeAlias = NDArray[np.int64]  # big-endian [pages, 4]: page hashes of 32 bytes
 PAGED = (Tier.DEVICE, Tier.HOST)
 STATE_QUEUED = 1 << len(Tier)
 _START = attrgetter("start")

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvflow.protocols.cache.events import Recorder
-from kvflow.protocols.cache.nodes import PAGED, Node, Root, Tier, split, upwards
+from kvflow.protocols.cache.events import Tier
+from kvflow.protocols.cache.nodes import PAGED, Node, Root, split, upwards
 from kvflow.protocols.cache.policies import policy_key
+from kvflow.protocols.cache.recorder import Recorder
 from kvflow.protocols.cache.states import States
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.machines.cached_run import TABLE, RunCommand, RunKind, RunPhase

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvflow.protocols.cache.nodes import PAGED, Node, Run, Tier, upwards
+from kvflow.protocols.cache.events import Tier
+from kvflow.protocols.cache.nodes import PAGED, Node, Run, upwards
 from kvflow.protocols.cache.residents import (
     NOTHING,
     Freed,

@@ -28,6 +28,10 @@ from numpy.typing import NDArray
 from kvflow.protocols.cache.choices import Dialect
 from kvflow.protocols.cache.events import Event, Removed, Stored
 
+# A replay is asked for from a number on, or with SNAPSHOT; END is the number that ends it.
+SNAPSHOT = b"snapshot"
+END = (-1).to_bytes(8, "big", signed=True)
+
 Media: TypeAlias = tuple[str, str, str]  # by tier
 VLLM_MEDIA: Media = ("GPU", "CPU", "STORAGE")
 ExtraKeys: TypeAlias = list[tuple[str, ...] | None]

@@ -14,7 +14,8 @@ from kvflow.aio import run_to_end
 from kvflow.memory.copies import copier_for, copy_slices, host_layout
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import DEVICE_SLICE_BYTES, SLICE_BYTES
-from kvflow.protocols.cache.nodes import PAGED, Tier
+from kvflow.protocols.cache.events import Tier
+from kvflow.protocols.cache.nodes import PAGED
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLayout
 from kvflow.protocols.pages.plan import Pairing

@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from kvflow.aio import wait_or_cancel
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.cache.choices import WritePolicy
-from kvflow.protocols.cache.events import Event
+from kvflow.protocols.cache.events import Event, Tier
 from kvflow.protocols.cache.hashes import ANY, TOKEN_BYTES, Namespace
 from kvflow.protocols.cache.index import Match, PrefixIndex
-from kvflow.protocols.cache.nodes import Node, Tier
+from kvflow.protocols.cache.nodes import Node
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.serve.cache.host import HostTier

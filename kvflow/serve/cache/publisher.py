@@ -30,11 +30,9 @@ from kvflow.protocols.cache.addresses import DEFAULT_ADDRESS, numbered_address
 from kvflow.protocols.cache.stream import Batch, EventSource, EventStream, StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
-from kvflow.protocols.wire.kv_events import VLLM_MEDIA, BatchEncoder, Media
+from kvflow.protocols.wire.kv_events import END, SNAPSHOT, VLLM_MEDIA, BatchEncoder, Media
 from kvflow.transports.control.curve import ControlKey
 
-END = (-1).to_bytes(8, "big", signed=True)
-SNAPSHOT = b"snapshot"
 # Per subscriber that does not read: some 60 KB each with prompts of 10,000 tokens.
 QUEUE_BATCHES = 1_000
 MAX_REPLAYS = 8  # at a time; others wait

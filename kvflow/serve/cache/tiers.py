@@ -29,9 +29,10 @@ from typing import Any
 import msgspec
 
 from kvflow.aio import run_to_end
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import TOKEN_BYTES, Namespace, chain_root, page_hashes
 from kvflow.protocols.cache.index import Match, PrefixIndex
-from kvflow.protocols.cache.nodes import Node, Tier
+from kvflow.protocols.cache.nodes import Node
 from kvflow.protocols.cache.residents import NOTHING, Freed
 from kvflow.protocols.cache.writes import Write
 from kvflow.protocols.errors import TransferError

@@ -1,7 +1,8 @@
 """Train the demo model: a byte-level BPE tokenizer and a small Llama on the interpreter's
 documentation topics.
 
-Run once, by hand: `python -m kvflow.serve.demo_model.train --out DIR`. About eight minutes on one thread.
+Run once, by hand: `python -m kvflow.serve.demo_model.train --out DIR`. It takes about eight minutes
+on one thread.
 """
 
 from __future__ import annotations

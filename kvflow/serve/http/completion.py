@@ -9,10 +9,10 @@ from contextlib import aclosing
 import msgspec
 
 from kvflow.http.aborts import ABORT
+from kvflow.node.packed_array import PackedArray
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import AbortedError, Code
-from kvflow.serve.engine.scheduler.packed_array import PackedArray
 from kvflow.serve.engine.scheduler.params import TokenOut
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.serve.http.tokenizer import Detokenizer
 
 

@@ -10,14 +10,12 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
+from kvflow.http.prompt_fields import PromptIds
+from kvflow.node.report import NodeReport
 from kvflow.protocols.arguments import CheckedPrompt
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause
-from kvflow.protocols.waiting import Waits
-from kvflow.protocols.wire.ranks import PoolShape
 from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import (
@@ -26,13 +24,7 @@ from kvflow.serve.engine.scheduler.params import (
     SamplingParams,
     TokenOut,
 )
-from kvflow.telemetry.counters import TransferMeasures
 from kvflow.telemetry.histogram import Histogram
-
-PromptIds = NDArray[np.uint32]
-"""A prompt from the moment it is read or encoded: every check and its digest take microseconds, not
-milliseconds.
-"""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,47 +74,14 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheStats | None = None
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class Report(NodeReport, frozen=True, kw_only=True):
     """The live part of /server_info and the source of every gauge; cheap enough to be taken every
     second.
     """
 
-    incarnation: int
-    control_endpoint: str
-    data_plane: str
-    fingerprint: str = ""  # of the model whose KV the pool holds
-    pool: PoolShape
-    pool_bytes: int  # its rows included
-    pool_dtype: str
-    pool_device: str
-    pages_free: int
-    pages_total: int
-    pages_by_kind: dict[str, int] = {}
-    pages_at_rest: bool  # and its rows, and what is lent of a staging
-    staging_waits: Waits | None = None
-    quarantine_pages: int = 0
-    quarantine_overdue_pages: int = 0
-    quarantine_limit_pages: int = 0  # with more overdue, new requests are refused
-    pinned_pages: int = 0
-    pinned_limit_pages: int = 0  # above it for one decode, its requests are refused
-    peers_by_phase: dict[str, int] = {}
-    peers_declared_dead: int = 0
-    rooms_by_state: dict[str, int] = {}
-    rooms_ended: dict[str, int] = {}
-    # By where ("bootstrap", "transfer", "engine") and the cause's code.
-    rooms_failed: dict[tuple[str, str], int] = {}
-    requests_refused: dict[str, int] = {}  # before they had a room, by the cause's code
-    transfers: TransferMeasures | None = None  # these two go on being filled
-    queue_seconds: Histogram | None = None
-    bytes_moved: int = 0
-    chunks_mismatched: int = 0
-    messages_dropped: dict[str, int] = {}
-    internal_errors: dict[str, int] = {}
+    queue_seconds: Histogram | None = None  # it goes on being filled
     running: int = 0
     waiting: int = 0
-    rows_free: int = 0
-    rows_total: int = 0  # 0: the model keeps no state once per request
-    rows_by_kind: dict[str, int] = {}
     optimism: EngineOptimism | None = None  # of a prefill
     cache: CacheStats | None = None  # of prefixes, where they are cached
     # Where events of that cache are published, and how many.

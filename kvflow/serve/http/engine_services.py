@@ -16,13 +16,13 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.http.errors import RequestError
 from kvflow.memory.allocator import PageAllocator
 from kvflow.node import DecodeNode, PrefillNode
+from kvflow.node.report import node_report
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.machines.decode_room import DecodePhase
 from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import EngineOptimism, EngineRetractions, TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
-from kvflow.serve.http.node_report import node_report
 
 if TYPE_CHECKING:  # importing the engines imports torch
     from kvflow.serve.cache.prefix import Prefix
@@ -128,21 +128,23 @@ class EngineService(Generic[N, E]):
     def report(self) -> Report:
         node, load, cache = self._node, self._engine.load(), self._engine.cache
         pages, rows = node.pool.pages, node.pool.rows if node.pool.layout.num_rows else None
-        report = node_report(
+        own = node_report(
             node,
             pages_free=pages.free_pages,
             pages_by_kind=owned_by_kind(pages),
             at_rest=pages.at_rest() and (rows is None or rows.at_rest()) and node.staging_at_rest,
         )
-        return msgspec.structs.replace(
-            report,
+        counted = {
+            "internal_errors": own.internal_errors | {"step": self._engine.failed_steps},
+            "rows_free": rows.free_pages if rows else 0,
+            "rows_total": rows.num_pages if rows else 0,
+            "rows_by_kind": owned_by_kind(rows) if rows else {},
+        }
+        return Report(
+            **(msgspec.structs.asdict(own) | counted),
             queue_seconds=self._engine.queue_seconds,
-            internal_errors=report.internal_errors | {"step": self._engine.failed_steps},
             running=load.running,
             waiting=load.waiting,
-            rows_free=rows.free_pages if rows else 0,
-            rows_total=rows.num_pages if rows else 0,
-            rows_by_kind=owned_by_kind(rows) if rows else {},
             cache=None if cache is None else cache.stats(),
             kv_events=None
             if cache is None or cache.publisher is None

@@ -13,10 +13,11 @@ from kvflow.aio import in_turns
 from kvflow.http.aborts import ABORT
 from kvflow.http.errors import RequestError
 from kvflow.http.growing import GrowingArray, GrowingText
+from kvflow.http.prompt_fields import PromptIds
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.serve.http.completion import Completion, Delta
-from kvflow.serve.http.completion_service import GenerationRequest, PromptIds
+from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.generation_requests import (
     check_count,
     choices_of_generate,

@@ -14,16 +14,17 @@ import msgspec
 import numpy as np
 
 from kvflow.aio import in_thread, in_turns
+from kvflow.http.bodies import MAX_COMPLETIONS
 from kvflow.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
+from kvflow.http.prompt_fields import PromptIds, namespace_of
 from kvflow.protocols.arguments import CheckedPrompt, check_prompt
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.wire.messages import MAX_RANKS
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import MAX_LOGIT_BIAS, BadWords, LogitBias, SamplingParams
-from kvflow.serve.http.completion_service import GenerationRequest, PromptIds
+from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.schemas import (
-    MAX_COMPLETIONS,
     ChatRequest,
     CompletionRequest,
     GenerateRequest,
@@ -334,11 +335,6 @@ def _namespace(body: Rendezvous, index: int, prompts: int) -> Namespace:
             raise RequestError(f"{name}: it has a NUL character", param=name)
         parts.append(part)
     return namespace_of(*parts)
-
-
-def namespace_of(salt: str, extra_key: str) -> Namespace:
-    """Of a request's `cache_salt` and `extra_key`, each "" where it has none."""
-    return Namespace(salt=f"{salt}\0{extra_key}" if extra_key else salt)
 
 
 def _check_scores(

@@ -1,193 +1,64 @@
-"""Prometheus metrics: kvflow's own names with base units, and on request the names that SGLang
-dashboards read.
+"""Prometheus metrics of a role: kvflow's own names with base units, and on request the names that
+SGLang dashboards read.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
-from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from kvflow.http.errors import Failure, bounded_code
-from kvflow.http.families import histograms, labelled
-from kvflow.http.measures import CompletionMeasures
+from kvflow.http.families import histograms
+from kvflow.http.metrics import HttpMetrics
+from kvflow.http.node_families import node_families
 from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.cache.storage.port import StorageState
 from kvflow.serve.engine.scheduler.params import EngineOptimism, EngineRetractions
 from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.measures import CompletionMeasures
 from kvflow.serve.http.sglang_metrics import sglang_families
-from kvflow.telemetry.counters import TransferMeasures
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class Metrics:
-    """The metrics of one process. What a role reports is read at each scrape."""
+class RoleMetrics(HttpMetrics):
+    """Metrics of a prefill or a decode. What it reports is read at each scrape."""
 
     def __init__(
         self,
         report: Callable[[], Report] | None = None,
         *,
-        role: str = "router",
+        role: str = "",
         model: str = "",
         sglang: bool = False,
-        families: Callable[[], Iterable[Metric]] | None = None,
     ) -> None:
-        """`families`: more of them, made at each scrape."""
-        self.registry = CollectorRegistry()
+        """`sglang`: with the names that SGLang's dashboards read, too."""
+        super().__init__(self._of_role)
         self.completions = CompletionMeasures()
-        self.refusals: Tally[str] = Tally()  # before a request had a room, by code
         self._report, self._role, self._model, self._sglang = report, role, model, sglang
-        self._families = families
-        self._requests = Counter(
-            "kvflow_requests", "Requests answered.", ("route", "status"), registry=self.registry
-        )
-        self._seconds = Histogram(
-            "kvflow_request_seconds",
-            "Time from request to end of answer.",
-            ("route",),
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._broken = Counter(
-            "kvflow_streams_failed",
-            "Streams that ended in an error event.",
-            ("code",),
-            registry=self.registry,
-        )
-        self._gone = Counter(
-            "kvflow_clients_gone",
-            "Clients that disconnected before their answer.",
-            registry=self.registry,
-        )
-        self._retried = Counter(
-            "kvflow_retries",
-            "Requests tried once more, on another pair of workers, by why.",
-            ("code",),
-            registry=self.registry,
-        )
-        self.registry.register(_Scrape(self._collect))
 
     def reports(self, role: str, report: Callable[[], Report]) -> None:
         """From here on these are the role's figures."""
         self._role, self._report = role, report
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
-        self._requests.labels(route, str(status)).inc()
-        self._seconds.labels(route).observe(seconds)
-
-    def refused(self, code: str) -> None:
-        """A request ended before it had a room."""
-        self.refusals[code] += 1
-
-    def stream_failed(self, failure: Failure) -> None:
-        self._broken.labels(failure.code).inc()
-
-    def retried(self, code: str) -> None:
-        self._retried.labels(bounded_code(code)).inc()
-
-    def client_gone(self) -> None:
-        self._gone.inc()
-
-    def response(self) -> web.Response:
-        """The exposition, text format 0.0.4."""
-        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=generate_latest(self.registry), headers=headers)
-
-    def _collect(self) -> Iterator[Metric]:
-        refusals = Tally(self.refusals)
-        if self._report is not None:
-            report = self._report()
-            refusals.update(report.requests_refused)
-            yield from node_families(report)
-            if report.optimism is not None:
-                yield from _optimism(report.optimism)
-            if report.retraction is not None:
-                yield from _retraction(report.retraction)
-            if report.cache is not None:
-                yield from _cache(report.cache)
-            if report.ranks:
-                yield from _ranks(report)
-            yield from _completions(self.completions, report)
-            if self._sglang:
-                now = time.perf_counter()
-                yield from sglang_families(report, self.completions, self._role, self._model, now)
-        refused = "Requests that ended before they had a room, by the code of their error."
-        yield labelled(
-            CounterMetricFamily("kvflow_requests_refused", refused, labels=["reason"]), refusals
-        )
-        if self._families is not None:
-            yield from self._families()
-
-
-class _Scrape(Collector):
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        return self._collect()
-
-
-def node_families(report: Report) -> Iterator[Metric]:
-    """What a node has and moves, whatever engine it serves."""
-    yield from _memory(report)
-    yield from _rooms(report)
-
-
-def _memory(report: Report) -> Iterator[Metric]:
-    pages = GaugeMetricFamily("kvflow_pages", "Pages of the KV pool by owner.", labels=["owner"])
-    yield labelled(pages, {"free": report.pages_free, **report.pages_by_kind})
-    yield GaugeMetricFamily("kvflow_pool_pages", "Pages of the KV pool.", value=report.pages_total)
-    yield GaugeMetricFamily(
-        "kvflow_pool_bytes", "Bytes of the KV pool, its rows included.", value=report.pool_bytes
-    )
-    if report.rows_total:
-        rows = GaugeMetricFamily(
-            "kvflow_rows", "State rows of the pool by owner; a request has one.", labels=["owner"]
-        )
-        yield labelled(rows, {"free": report.rows_free, **report.rows_by_kind})
-        yield GaugeMetricFamily(
-            "kvflow_pool_rows", "State rows of the pool.", value=report.rows_total
-        )
-    yield GaugeMetricFamily(
-        "kvflow_quarantine_pages",
-        "Pages in quarantine: lent, and no proof yet that their writer has ended.",
-        value=report.quarantine_pages,
-    )
-    text = (
-        "Pages in quarantine whose writer is in doubt, or has not answered in time that it has "
-        "ended."
-    )
-    yield GaugeMetricFamily(
-        "kvflow_quarantine_overdue_pages", text, value=report.quarantine_overdue_pages
-    )
-    limit = "Overdue pages in quarantine above which new requests are refused."
-    yield GaugeMetricFamily(
-        "kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages
-    )
-    if (waits := report.staging_waits) is not None:
-        text = (
-            "Rooms that wait for pages of staging; stuck ones want more than there is without what "
-            "is in quarantine."
-        )
-        counts = GaugeMetricFamily("kvflow_staging_waiting_rooms", text, labels=["state"])
-        yield labelled(
-            counts, {"queued": waits.rooms - waits.stuck_rooms, "stuck": waits.stuck_rooms}
-        )
-        text = "For how long the oldest room has waited for pages of staging."
-        yield GaugeMetricFamily("kvflow_staging_waiting_seconds", text, value=waits.oldest_s)
-    pinned = (
-        "Pages at prefill that writes of rooms that have ended still read: their decode does not "
-        "take them."
-    )
-    yield GaugeMetricFamily("kvflow_pinned_pages", pinned, value=report.pinned_pages)
-    limit = "Pinned pages of one decode above which its new requests are refused."
-    yield GaugeMetricFamily("kvflow_pinned_limit_pages", limit, value=report.pinned_limit_pages)
+    def _of_role(self, refusals: Counter[str]) -> Iterator[Metric]:
+        if self._report is None:
+            return
+        report = self._report()
+        refusals.update(report.requests_refused)
+        yield from node_families(report)
+        if report.optimism is not None:
+            yield from _optimism(report.optimism)
+        if report.retraction is not None:
+            yield from _retraction(report.retraction)
+        if report.cache is not None:
+            yield from _cache(report.cache)
+        if report.ranks:
+            yield from _ranks(report)
+        yield from _completions(self.completions, report)
+        if self._sglang:
+            now = time.perf_counter()
+            yield from sglang_families(report, self.completions, self._role, self._model, now)
 
 
 def _optimism(found: EngineOptimism) -> Iterator[Metric]:
@@ -409,69 +280,6 @@ def _each(
     """One family without labels for each name, text and value."""
     for name, text, value in rows:
         yield family(f"kvflow_{name}", text, value=value)
-
-
-def _rooms(report: Report) -> Iterator[Metric]:
-    peers = GaugeMetricFamily("kvflow_peers", "Nodes of the other role by phase.", labels=["phase"])
-    yield labelled(peers, report.peers_by_phase)
-    declared = "Prefills that an operator has declared dead."
-    yield CounterMetricFamily(
-        "kvflow_peers_declared_dead", declared, value=report.peers_declared_dead
-    )
-    yield labelled(
-        GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"]),
-        report.rooms_by_state,
-    )
-    ended = CounterMetricFamily(
-        "kvflow_rooms_ended", "Rooms that have ended, by how.", labels=["ending"]
-    )
-    yield labelled(ended, report.rooms_ended)
-    failed = CounterMetricFamily(
-        "kvflow_rooms_failed",
-        "Rooms that have failed, and not because their client left, by where and why.",
-        labels=["phase", "reason"],
-    )
-    for (phase, reason), count in report.rooms_failed.items():
-        failed.add_metric([phase, reason], count)
-    yield failed
-    yield CounterMetricFamily(
-        "kvflow_transfer_bytes", "KV bytes that have landed.", value=report.bytes_moved
-    )
-    differ = "Chunks whose checksum after landing differs from the one sent."
-    yield CounterMetricFamily("kvflow_chunks_mismatched", differ, value=report.chunks_mismatched)
-    dropped = CounterMetricFamily(
-        "kvflow_messages_dropped", "Control messages that changed nothing.", labels=["why"]
-    )
-    yield labelled(dropped, report.messages_dropped)
-    errors = CounterMetricFamily(
-        "kvflow_internal_errors", "Internal errors that the process survived.", labels=["where"]
-    )
-    yield labelled(errors, report.internal_errors)
-    if report.transfers is not None:
-        yield from _transfers(report.transfers)
-
-
-def _transfers(found: TransferMeasures) -> Iterator[Metric]:
-    for name, text, histogram in (
-        (
-            "bootstrap_seconds",
-            "From opening a room until the other side is ready.",
-            found.bootstrap_seconds,
-        ),
-        (
-            "allocation_seconds",
-            "From then until decode has pages to offer.",
-            found.allocation_seconds,
-        ),
-        (
-            "transfer_seconds",
-            "From the first chunk (decode: the offer) to the last.",
-            found.transfer_seconds,
-        ),
-        ("room_bytes", "KV bytes of a room.", found.transfer_bytes),
-        ("transfer_bytes_per_second", "Of a room's transfer.", found.transfer_bytes_per_second),
-    ):
-        yield histograms(f"kvflow_{name}", text, {(): histogram})
 
 
 def _completions(found: CompletionMeasures, report: Report) -> Iterator[Metric]:

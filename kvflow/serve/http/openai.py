@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 import uuid
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
 from kvflow.aio import in_turns
 from kvflow.http.errors import UnknownModelError
 from kvflow.http.growing import GrowingArray, GrowingText
+from kvflow.http.prompt_fields import PromptIds, template_variables
 from kvflow.http.responses import json_response
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.scheduler.params import TokenOut
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.serve.http.completion import Completion, Delta
-from kvflow.serve.http.completion_service import GenerationRequest, PromptIds
+from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.generation_requests import (
     check_count,
     generation_requests,
@@ -192,20 +193,6 @@ class ChatCall(_OpenAICall):
             for token_id, logprob in token.top_logprobs
         ]
         return {**_spelled(self._token_bytes(token.token_id), token.logprob), "top_logprobs": top}
-
-
-class TemplateFields(Protocol):
-    @property
-    def reasoning_effort(self) -> Any: ...
-
-    @property
-    def chat_template_kwargs(self) -> Any: ...
-
-
-def template_variables(body: TemplateFields) -> dict[str, Any]:
-    """What the chat template sees beside the messages."""
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    return {**effort, **(body.chat_template_kwargs or {})}
 
 
 def _spelled(token: bytes, logprob: float | None) -> dict[str, Any]:

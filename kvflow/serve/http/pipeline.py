@@ -26,6 +26,7 @@ from aiohttp import web
 
 from kvflow.http.aborts import ABORT, RunningChoices
 from kvflow.http.access import shown_path
+from kvflow.http.bodies import decoded
 from kvflow.http.draining import ROLE_HEADER, Drainable, refusal
 from kvflow.http.errors import (
     Failure,
@@ -35,16 +36,16 @@ from kvflow.http.errors import (
     failure_of,
 )
 from kvflow.http.large_bodies import MAX_ADDED_BYTES, take_apart
-from kvflow.http.measures import RequestMeter
 from kvflow.http.responses import long_json_response
 from kvflow.http.sse import Arrivals, EventStream
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.serve.http.completion import Completion, Delta, detokenize
 from kvflow.serve.http.completion_service import CompletionService, GenerationRequest
 from kvflow.serve.http.generation_requests import RequestLimits, rooms_of, with_digests
-from kvflow.serve.http.metrics import Metrics
-from kvflow.serve.http.schemas import Rendezvous, decoded, parse
+from kvflow.serve.http.measures import RequestMeter
+from kvflow.serve.http.metrics import RoleMetrics
+from kvflow.serve.http.schemas import Rendezvous, parse
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
@@ -98,7 +99,7 @@ class CompletionPipeline(Drainable):
         self,
         service: CompletionService,
         tokenizer: ThreadedTokenizer,
-        metrics: Metrics,
+        metrics: RoleMetrics,
         *,
         bootstrap_port: int = 8998,
         max_requests: int = 1280,

@@ -14,11 +14,11 @@ from kvflow.http.errors import Failure, RequestError
 from kvflow.http.responses import json_response
 from kvflow.protocols.errors import PeerError, WireError
 from kvflow.protocols.wire.ranks import rank_from_json, rank_to_json
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.transports.control.registry import RankTable
 
 
-def registry_app(table: RankTable, metrics: Metrics, keys: Keys = NO_KEYS) -> web.Application:
+def registry_app(table: RankTable, metrics: RoleMetrics, keys: Keys = NO_KEYS) -> web.Application:
     """The registry as an application of its own port."""
 
     async def put(http: web.Request) -> web.StreamResponse:

@@ -21,12 +21,12 @@ import msgspec
 from aiohttp import web
 
 from kvflow.aio import all_ended
+from kvflow.http.bodies import decoded
 from kvflow.http.errors import ConflictError
 from kvflow.http.responses import json_response
 from kvflow.protocols.errors import Code, KvflowError
 from kvflow.serve.http.completion_service import CompletionService
 from kvflow.serve.http.pipeline import CompletionPipeline
-from kvflow.serve.http.schemas import decoded
 
 PATH = "/switch_role"
 WorkerRole = Literal["prefill", "decode"]

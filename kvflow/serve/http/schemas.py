@@ -6,12 +6,12 @@ are refused.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from kvflow.http.bodies import MAX_COMPLETIONS, decoded, read_json
 from kvflow.http.errors import RequestError
 from kvflow.protocols.errors import MisuseError
 from kvflow.serve.engine.scheduler.stops import StopStrings
@@ -182,16 +182,9 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-# Python objects that a body may create: so many hold the event loop for some 3 ms. They are 5,000
-# messages of a chat.
-MAX_STRUCTURE = 1 << 14
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-MAX_COMPLETIONS = 256  # of one body: prompts times n
-
 # Objects with refused fields of their own.
 _NESTED = {"sampling_params": "s", "stream_options": "o"}
 
-S = TypeVar("S")
 T = TypeVar("T", bound=Body)
 
 
@@ -204,29 +197,15 @@ _GIVEN = {
     )
     for body, fields in _REFUSED.items()
 }
-_PLACE = re.compile(r" - at `([^`]+)`$")  # where msgspec says that a value is wrong
 _MAX_DEFAULT_BYTES = 64  # of JSON; a longer value cannot mean "not set"
-
-
-def _read(raw: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as error:
-        text = str(error).replace("`$.", "`")
-        place = _PLACE.search(text)
-        raise RequestError(text, param=place[1] if place else None) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not UTF-8: {error}") from None
 
 
 def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
     """Raises: RequestError. `raw` is a JSON object; `body` is a letter of `fields.BODIES`."""
-    given_fields = msgspec.structs.asdict(_read(raw, _GIVEN[body]))
+    given_fields = msgspec.structs.asdict(read_json(raw, _GIVEN[body]))
     for name, field in _REFUSED[body].items():
         given = bytes(given_fields[name])
-        if len(given) > _MAX_DEFAULT_BYTES or not field.changes_nothing(_read(given, Any)):
+        if len(given) > _MAX_DEFAULT_BYTES or not field.changes_nothing(read_json(given, Any)):
             raise RequestError(
                 f"{where}{name} is not supported by this server; leave it out", param=where + name
             )
@@ -235,7 +214,7 @@ def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
         if not where and nested.startswith(b"{"):
             _refuse_unsupported(nested, inner, f"{name}.")
         elif not where and nested.startswith(b"["):
-            several = _read(nested, list[msgspec.Raw])
+            several = read_json(nested, list[msgspec.Raw])
             if len(several) > MAX_COMPLETIONS:
                 text = (
                     f"{name}: {len(several)} entries, one for each prompt; limit {MAX_COMPLETIONS}"
@@ -243,26 +222,6 @@ def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
                 raise RequestError(text, param=name)
             for i, one in enumerate(several):
                 _refuse_unsupported(bytes(one), inner, f"{name}[{i}].")
-
-
-def _structure(raw: bytes) -> int:
-    return sum(map(raw.count, (b"[", b"{", b":")))
-
-
-def decoded(raw: bytes, kind: type[S]) -> S:
-    """The body of any request as `kind`; fields that `kind` does not name are only checked to be
-    JSON.
-
-    Raises: RequestError (400) naming the field.
-    """
-    if len(raw) > MAX_STRUCTURE and _structure(raw) > MAX_STRUCTURE:
-        found = _structure(_STRING.sub(b"", raw))  # texts have such characters too
-        if found > MAX_STRUCTURE:
-            raise RequestError(
-                f"the body has {found} lists, objects and fields, limit {MAX_STRUCTURE}"
-            )
-    read: S = _read(raw, kind)
-    return read
 
 
 def parse(raw: bytes, kind: type[T]) -> T:

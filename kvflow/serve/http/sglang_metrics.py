@@ -22,10 +22,10 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvflow.http.families import histograms
-from kvflow.http.measures import CompletionMeasures
 from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.engine.scheduler.params import EngineRetractions
 from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.measures import CompletionMeasures
 from kvflow.telemetry.histogram import QUEUE_SECONDS, Histogram
 
 _SCHEDULER_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")

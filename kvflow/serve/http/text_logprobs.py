@@ -7,9 +7,9 @@ from typing import Any
 
 from kvflow.aio import in_turns
 from kvflow.http.growing import GrowingArray
+from kvflow.http.prompt_fields import PromptIds
+from kvflow.node.prompt_logprobs import PromptLogprobs, ScoredToken
 from kvflow.serve.engine.scheduler.params import TokenOut
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs, ScoredToken
-from kvflow.serve.http.completion_service import PromptIds
 
 TokenBytes = Callable[[int], bytes]
 

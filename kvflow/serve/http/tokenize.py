@@ -10,17 +10,16 @@ from kvflow.aio import in_turns
 from kvflow.http.errors import RequestError
 from kvflow.http.growing import GrowingArray
 from kvflow.http.large_bodies import take_apart
+from kvflow.http.paths import TOKENIZE_PATHS
+from kvflow.http.prompt_fields import PromptIds, template_variables
 from kvflow.http.responses import long_json_response
-from kvflow.serve.http.completion_service import PromptIds
 from kvflow.serve.http.generation_requests import prompt_ids
-from kvflow.serve.http.openai import template_variables
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.schemas import Body, DetokenizeRequest, TokenizeRequest, parse
 
 B = TypeVar("B", bound=Body)
 
 MAX_LISTS = 4096  # of token ids in one body: each is a call of the tokenizer
-PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
 
 
 def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
@@ -67,8 +66,8 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
         return await long_json_response(http, {"text": named, "prompt": named})
 
     return [
-        *(web.post(path, tokenize) for path in PATHS[:2]),
-        *(web.post(path, detokenize) for path in PATHS[2:]),
+        *(web.post(path, tokenize) for path in TOKENIZE_PATHS[:2]),
+        *(web.post(path, detokenize) for path in TOKENIZE_PATHS[2:]),
     ]
 
 

@@ -13,15 +13,15 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from kvflow.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
+from kvflow.http.prompt_fields import PromptIds
 from kvflow.serve.engine.scheduler.params import BadWords, SamplingParams
-from kvflow.serve.http.completion_service import PromptIds
 
 MAX_BAD_WORDS = 1024
 T = TypeVar("T")
 
 
 class Detokenizer(Protocol):
-    """Incremental detokenisation with stop strings (kvflow.serve.engine.scheduler.text.TextStream)."""
+    """Incremental detokenisation with stop strings: `engine.scheduler.text.TextStream`."""
 
     stopped: str | None
 

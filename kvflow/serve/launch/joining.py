@@ -13,7 +13,7 @@ import msgspec
 
 from kvflow.http.authorization import bearer
 from kvflow.http.errors import Failure
-from kvflow.router.membership import PATH
+from kvflow.http.paths import WORKERS_PATH
 
 JOIN_EVERY_S = 2.0  # a router that was restarted does not know those who joined it
 TIMEOUT_S = 5.0  # of a join; the router asks the worker meanwhile
@@ -72,7 +72,7 @@ class _RouterLink:
         }
         if who.bootstrap_port is not None:
             body["bootstrap_port"] = who.bootstrap_port
-        problem, answer = await self._call("POST", PATH, TIMEOUT_S, body)
+        problem, answer = await self._call("POST", WORKERS_PATH, TIMEOUT_S, body)
         if not problem:
             self._worker_id = str(answer.get("worker_id", ""))
             if self._joined != who:
@@ -87,7 +87,7 @@ class _RouterLink:
         if self._joined is None:
             return
         who, self._joined = self._joined, None  # the router may have seen already who it is now
-        path = f"{PATH}/{self._worker_id}?incarnation={who.incarnation}"
+        path = f"{WORKERS_PATH}/{self._worker_id}?incarnation={who.incarnation}"
         problem, _ = await self._call("DELETE", path, LEAVE_TIMEOUT_S)
         if problem:
             _log.warning("cannot leave the router %s: %s", self._router, problem)

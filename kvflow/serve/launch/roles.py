@@ -17,18 +17,13 @@ from kvflow.http.app import build_app
 from kvflow.http.authorization import Keys
 from kvflow.http.listening import bound_socket, listening_on, reachable, url_of
 from kvflow.protocols.errors import KvflowError, MisuseError
-from kvflow.router.kvflow_engine import KvflowEngine
-from kvflow.router.policies import Policy
-from kvflow.router.router import Router
-from kvflow.router.routes import router_app
-from kvflow.router.vllm_engine import VllmEngine
 from kvflow.serve.config.catalog import FIELDS_OF_ROLE
 from kvflow.serve.config.settings import Role, Settings
 from kvflow.serve.http import generate, openai, operations, role_switch, tokenize
 from kvflow.serve.http.completion_service import CompletionService
 from kvflow.serve.http.engine_services import PrefillService
 from kvflow.serve.http.group_service import GroupPrefillService
-from kvflow.serve.http.metrics import Metrics
+from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.registry import registry_app
 from kvflow.serve.http.role_switch import RoleSwitch
@@ -44,7 +39,6 @@ from kvflow.serve.launch.services import (
     decode_over,
     prefill_over,
 )
-from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RankTable
 
 _log = logging.getLogger("kvflow.serve.launch")
@@ -103,53 +97,6 @@ async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
         await _serve(settings, _RunningRole(service, None, stack.pop_all()), roles, http, lost)
 
 
-async def run_router(settings: Settings) -> None:
-    """`kvflow router`, until a signal stops it."""
-    events_key = read_key(settings.kv_events_key_file)
-    tokenizer = _routing_tokenizer(settings.tokenizer_path) if settings.tokenizer_path else None
-    http = bound_socket(settings.host, settings.port, "--port")
-    router = Router(
-        settings.prefill,
-        settings.decode,
-        keys=_keys_of(settings),
-        request_timeout_s=settings.request_timeout_s,
-        retry_timeout_s=settings.retry_timeout_s,
-        max_waiting=settings.max_queued_requests,
-        poll_s=settings.poll_s,
-        policy=Policy(
-            settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold
-        ),
-        encoder=tokenizer,
-        engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(events_key),
-    )
-    try:
-        await router.start()
-        ready = Ready("router", url_of(http, settings.host), os.getpid())
-        app = router_app(router, settings.allowed_origins)
-        await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
-    finally:
-        await router.close()
-        if tokenizer is not None:
-            tokenizer.close()
-
-
-def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
-    """None where there is none, as a model may have none. Raises: MisuseError."""
-    from kvflow.serve.engine.model.tokenizer import find_tokenizer  # imports torch
-
-    try:
-        found = find_tokenizer(path)
-    except MisuseError as error:
-        raise MisuseError(f"--tokenizer-path: {error}") from None
-    if found is None:
-        _log.warning(
-            "--tokenizer-path %r: no tokenizer is there; events count for prompts of token ids "
-            "alone",
-            path,
-        )
-    return None if found is None else ThreadedTokenizer(found)
-
-
 def _keys_of(settings: Settings) -> Keys:
     return Keys(settings.api_key, settings.admin_api_key)
 
@@ -204,7 +151,7 @@ class _Roles:
         )
         # Of the prefill that this was last: routers know it by that one.
         self._bootstrap_port: int | None = None
-        self.metrics = Metrics(model=settings.model_name, sglang=settings.sglang_metrics)
+        self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)
 
     @property
     def parts(self) -> Parts:

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import Namespace, chain_root, token_bytes
 from kvflow.protocols.cache.index import Match, PrefixIndex
-from kvflow.protocols.cache.nodes import Node, Tier
+from kvflow.protocols.cache.nodes import Node
 from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.machines.cached_run import RunPhase
 from tests.protocols.cache.oracle import DEVICE, HOST, Gone, Key, Oracle

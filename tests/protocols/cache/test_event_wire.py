@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kvflow.protocols.cache.choices import Dialect
-from kvflow.protocols.cache.events import CLEARED, Event
+from kvflow.protocols.cache.events import CLEARED, Event, Tier
 from kvflow.protocols.cache.hashes import ANY, Namespace, chain_root, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.wire.kv_events import BatchEncoder, media_of
 from tests.protocols.cache.decoders import DECODERS, MEDIA, SglangRouterBlocks, apply
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain

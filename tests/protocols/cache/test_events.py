@@ -9,10 +9,10 @@ import itertools
 import numpy as np
 import pytest
 
-from kvflow.protocols.cache.events import CLEARED, Event, Removed, Stored
+from kvflow.protocols.cache.events import CLEARED, Event, Removed, Stored, Tier
 from kvflow.protocols.cache.hashes import ANY, Namespace, chain_root, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Node, Tier
+from kvflow.protocols.cache.nodes import Node
 from kvflow.protocols.cache.writes import Write
 from tests.protocols.cache.subscriber import Subscriber, block_hash, digest_chain
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import ANY
-from kvflow.protocols.cache.nodes import Tier
 from tests.protocols.cache.driver import Driver
 
 LONG = (0, 0, 0, 0)

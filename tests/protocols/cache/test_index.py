@@ -10,9 +10,9 @@ import itertools
 import numpy as np
 import pytest
 
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import ANY, Namespace, token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.errors import MisuseError
 
 DEVICE, HOST, STORAGE = Tier

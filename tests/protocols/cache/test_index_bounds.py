@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflow.protocols.cache.nodes import Tier
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.errors import MisuseError
 from tests.protocols.cache.test_index import DEVICE, HOST, STORAGE, Cache, pages
 

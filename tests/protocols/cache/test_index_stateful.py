@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import ANY, Namespace
-from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.policies import POLICIES
 from tests.protocols.cache.driver import POOL, Driver
 

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
-from kvflow.protocols.cache.nodes import Tier
 from kvflow.protocols.cache.stream import BATCH_BYTES, Batch, EventStream, StreamLimits
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder

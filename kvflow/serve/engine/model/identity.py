@@ -4,47 +4,11 @@ models never fits.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
-import torch
 from transformers import PretrainedConfig
 
-from kvflow.protocols.errors import MisuseError
-from kvflow.serve.engine.model.source import folder_of, weight_files
-
-# Of each weight, spread evenly: another fine-tune of it differs in some of them.
-STRETCHES, STRETCH_BYTES = 16, 64
-# What config.json tells about its file, about generation and about training; none of it changes the
-# KV of a prompt. The dtype is compared as it was loaded.
-_IRRELEVANT = frozenset(
-    {
-        *(
-            "_name_or_path",
-            "_commit_hash",
-            "transformers_version",
-            "torch_dtype",
-            "dtype",
-            "use_cache",
-            "auto_map",
-        ),
-        *(
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-            "id2label",
-            "label2id",
-            "initializer_range",
-        ),
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        *("output_attentions", "output_hidden_states"),
-    }
-)
+from kvflow.model_files import config_digest, weights_digest
 
 
 def fingerprint(name: str, model: Any, dtype: str) -> str:
@@ -62,76 +26,3 @@ def fingerprint(name: str, model: Any, dtype: str) -> str:
         f"{what[:80]} {layers}x{hidden} {dtype} config {config_digest(config)} weights "
         f"{weights_digest(name)}"
     )
-
-
-def config_digest(config: dict[str, Any]) -> str:
-    """8 hex digits over what matters in a config.json, whatever the order of its keys."""
-    return hashlib.sha256(
-        json.dumps(_relevant(config), sort_keys=True, default=str).encode()
-    ).hexdigest()[:8]
-
-
-def weights_digest(name: str) -> str:
-    """12 hex digits over name, type, shape and some bytes of every weight: little is read, however
-    large the model is.
-
-    Raises: MisuseError.
-    """
-    folder = folder_of(name)
-    files = weight_files(folder)
-    if not files:
-        raise MisuseError(
-            f"model {name!r}: no weights in {folder}: neither safetensors nor pytorch_model.bin"
-        )
-    samples: dict[str, bytes] = {}
-    for path in files:
-        samples.update(_of_safetensors(path) if path.suffix == ".safetensors" else _of_pickle(path))
-    digest = hashlib.sha256()
-    for _, sample in sorted(samples.items()):
-        digest.update(sample)
-    return digest.hexdigest()[:12]
-
-
-def _of_safetensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Every weight's name and what identifies it.
-
-    Read piece by piece: of a mapped file the kernel would read more.
-    """
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        header_bytes = int.from_bytes(file.read(8), "little")
-        for name, found in json.loads(file.read(header_bytes)).items():
-            if name != "__metadata__":
-                first, end = found["data_offsets"]
-                pieces = [
-                    os.pread(file.fileno(), count, 8 + header_bytes + first + at)
-                    for at, count in _places(end - first)
-                ]
-                yield (
-                    name,
-                    f"{name} {found['dtype']} {found['shape']}\n".encode() + b"".join(pieces),
-                )
-
-
-def _of_pickle(path: Path) -> Iterator[tuple[str, bytes]]:
-    for name, weight in torch.load(
-        path, map_location="cpu", weights_only=True, mmap=is_zipfile(path)
-    ).items():
-        flat = weight.detach().reshape(-1).view(torch.uint8).numpy()
-        pieces = [flat[at : at + count].tobytes() for at, count in _places(flat.size)]
-        yield name, f"{name} {weight.dtype} {list(weight.shape)}\n".encode() + b"".join(pieces)
-
-
-def _places(size: int) -> list[tuple[int, int]]:
-    """Where, and how many bytes, of so many."""
-    if size <= STRETCHES * STRETCH_BYTES:
-        return [(0, size)]
-    return [
-        (i * (size - STRETCH_BYTES) // (STRETCHES - 1), STRETCH_BYTES) for i in range(STRETCHES)
-    ]
-
-
-def _relevant(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _relevant(inner) for key, inner in value.items() if key not in _IRRELEVANT}
-    return value

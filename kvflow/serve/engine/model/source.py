@@ -56,30 +56,6 @@ def locate(name: str) -> str:
     return cached
 
 
-def folder_of(source: str) -> Path:
-    """Where the files of a model lie that has been loaded from `source`, a folder or a name on a
-    hub.
-    """
-    folder = Path(source).expanduser()
-    return folder if folder.is_dir() else Path(snapshot_download(source, local_files_only=True))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Those that transformers loads: safetensors where there are any, in one file or in several
-    that an index names.
-    """
-    for whole in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / whole).is_file():
-            return [folder / whole]
-        index = folder / f"{whole}.index.json"
-        if index.is_file():
-            return [
-                folder / shard
-                for shard in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            ]
-    return []
-
-
 def check_files(folder: Path) -> None:
     """Raises: MisuseError, which names the file: broken JSON, or weights that are cut off or not
     there at all.

@@ -15,6 +15,8 @@ import msgspec
 import torch
 
 from kvflow.memory.residency import Resident
+from kvflow.node.handoff import HandOff
+from kvflow.node.packed_array import PackedArray
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.cache.prefix import Prefix
 from kvflow.serve.engine.model.runner import Runner
@@ -22,8 +24,6 @@ from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.budget import Admission
-from kvflow.serve.engine.scheduler.handoff import HandOff
-from kvflow.serve.engine.scheduler.packed_array import PackedArray
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
 

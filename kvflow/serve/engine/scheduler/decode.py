@@ -18,6 +18,7 @@ from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
+from kvflow.node.handoff import HandOff
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
@@ -31,7 +32,7 @@ from kvflow.serve.engine.scheduler.adjustments import adjustments_of
 from kvflow.serve.engine.scheduler.budget import RECHECK_S, Admission, NewTokenRatio, PageBudget
 from kvflow.serve.engine.scheduler.burst import Burst, DecodeRequest, Tokens
 from kvflow.serve.engine.scheduler.growth import Growth
-from kvflow.serve.engine.scheduler.handoff import HandOff
+from kvflow.serve.engine.scheduler.handoff import check_handoff
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.loop import EngineLoop
 from kvflow.serve.engine.scheduler.params import (
@@ -356,7 +357,9 @@ class DecodeEngine(EngineLoop):
         Raises: WireError, MisuseError.
         """
         handoff = request.handoff
-        handoff.check(request.sequence.prompt_length, request.params, self._model.vocab_size)
+        check_handoff(
+            handoff, request.sequence.prompt_length, request.params, self._model.vocab_size
+        )
         request.sequence.append(handoff.first_token)
         choice = Choice(
             handoff.first_token, handoff.logprob, handoff.top_logprobs, handoff.asked_logprobs

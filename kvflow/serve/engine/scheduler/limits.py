@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvflow.node.handoff import MAX_HIDDEN_BYTES
+from kvflow.node.prompt_logprobs import MAX_BYTES, size_bytes
 from kvflow.protocols.errors import CapacityError, MisuseError
 from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 from kvflow.serve.engine.model.sequence import Prompt
-from kvflow.serve.engine.scheduler.handoff import MAX_HIDDEN_BYTES
 from kvflow.serve.engine.scheduler.params import MAX_STOP_IDS, BadWords, LogitBias, SamplingParams
-from kvflow.serve.engine.scheduler.prompt_logprobs import MAX_BYTES, size_bytes
 
 _POOL = "the KV pool (--num-pages, --pool-bytes)"
 MAX_LOGITS_BYTES = 1 << 30  # of one prompt, as float32, where all of it is computed in one step

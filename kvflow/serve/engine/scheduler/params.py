@@ -14,9 +14,9 @@ from typing import Literal, Self
 
 import msgspec
 
+from kvflow.node.packed_array import PackedArray
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import MisuseError
-from kvflow.serve.engine.scheduler.packed_array import PackedArray
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.scheduler.stops import StopStrings
 
 FinishReason = Literal["stop", "length"]

@@ -17,6 +17,8 @@ import torch
 
 from kvflow.memory.allocator import PageAllocator
 from kvflow.memory.pool import PagedPool
+from kvflow.node.handoff import HandOff
+from kvflow.node.packed_array import PackedArray
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
 from kvflow.protocols.errors import MisuseError
@@ -27,8 +29,6 @@ from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.model.thread import ModelThread
 from kvflow.serve.engine.scheduler.adjustments import adjustments_of
-from kvflow.serve.engine.scheduler.handoff import HandOff
-from kvflow.serve.engine.scheduler.packed_array import PackedArray
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.serve.engine.scheduler.prefetch import bring
 from kvflow.serve.engine.scheduler.prefill_states import PromptStates, StepCopies

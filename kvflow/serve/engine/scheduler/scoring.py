@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
+from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.model.sequence import Sequence
-from kvflow.serve.engine.scheduler.prompt_logprobs import PromptLogprobs
 
 TOKENS_PER_STEP = 256  # scored in one step: the logits of one token are as wide as the vocabulary
 _SLICE = 32  # tokens whose float32 log-probabilities exist at a time

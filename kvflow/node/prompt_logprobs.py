@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from kvflow.protocols.errors import WireError
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
-from kvflow.serve.engine.model.sequence import Prompt
 
 MAX_BYTES = MAX_HANDOFF_BYTES - (1 << 16)  # the rest is for the first token
 _FLOATS, _IDS = np.dtype("<f4"), np.dtype("<i4")
@@ -71,7 +70,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
                 f"the hand-over's prompt logprobs name tokens outside 0..{vocabulary - 1}"
             )
 
-    def tokens(self, prompt: Prompt, asked_ids: Sequence[int] = ()) -> Iterator[ScoredToken]:
+    def tokens(
+        self, prompt: Sequence[int] | NDArray[np.integer], asked_ids: Sequence[int] = ()
+    ) -> Iterator[ScoredToken]:
         """The tokens of `prompt` from `start` on."""
         ids: list[int] = np.asarray(prompt[self.start :]).tolist()
         yield ScoredToken(ids[0], None, [], [])

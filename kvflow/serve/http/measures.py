@@ -12,38 +12,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from kvflow.http.families import REQUEST_SECONDS
 from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.telemetry.histogram import Histogram
 from kvflow.telemetry.requests import CURRENT, NO_REQUEST, name_rooms
 
-REQUEST_SECONDS = (
-    *(
-        0.005,
-        0.01,
-        0.025,
-        0.05,
-        0.1,
-        0.2,
-        0.4,
-        0.6,
-        0.8,
-        1,
-        2,
-        4,
-        6,
-        8,
-        10,
-        20,
-        40,
-        60,
-        80,
-        100,
-        200,
-        400,
-        600,
-    ),
-    *(1200, 1800, 2400),
-)
 INTER_TOKEN_SECONDS = (
     *(
         0.0005,

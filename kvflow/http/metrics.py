@@ -1,0 +1,96 @@
+"""Prometheus metrics of one process that answers over HTTP."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvflow.http.errors import Failure, bounded_code
+from kvflow.http.families import labelled
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class HttpMetrics:
+    """Requests, answers and refusals, and the families of whatever answers."""
+
+    def __init__(
+        self, families: Callable[[Tally[str]], Iterable[Metric]] = lambda refusals: ()
+    ) -> None:
+        """`families` makes more of them at each scrape. It gets the requests refused here, by code,
+        and adds those that were refused elsewhere.
+        """
+        self._families = families
+        self.registry = CollectorRegistry()
+        self._refusals: Tally[str] = Tally()  # before a request had a room, by code
+        self._requests = Counter(
+            "kvflow_requests", "Requests answered.", ("route", "status"), registry=self.registry
+        )
+        self._seconds = Histogram(
+            "kvflow_request_seconds",
+            "Time from request to end of answer.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._broken = Counter(
+            "kvflow_streams_failed",
+            "Streams that ended in an error event.",
+            ("code",),
+            registry=self.registry,
+        )
+        self._gone = Counter(
+            "kvflow_clients_gone",
+            "Clients that disconnected before their answer.",
+            registry=self.registry,
+        )
+        self._retried = Counter(
+            "kvflow_retries",
+            "Requests tried once more, on another pair of workers, by why.",
+            ("code",),
+            registry=self.registry,
+        )
+        self.registry.register(_Scrape(self._collect))
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        self._requests.labels(route, str(status)).inc()
+        self._seconds.labels(route).observe(seconds)
+
+    def refused(self, code: str) -> None:
+        """A request ended before it had a room."""
+        self._refusals[code] += 1
+
+    def stream_failed(self, failure: Failure) -> None:
+        self._broken.labels(failure.code).inc()
+
+    def retried(self, code: str) -> None:
+        self._retried.labels(bounded_code(code)).inc()
+
+    def client_gone(self) -> None:
+        self._gone.inc()
+
+    def response(self) -> web.Response:
+        """The exposition, text format 0.0.4."""
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=generate_latest(self.registry), headers=headers)
+
+    def _collect(self) -> Iterator[Metric]:
+        refusals = Tally(self._refusals)
+        yield from self._families(refusals)
+        refused = "Requests that ended before they had a room, by the code of their error."
+        yield labelled(
+            CounterMetricFamily("kvflow_requests_refused", refused, labels=["reason"]), refusals
+        )
+
+
+class _Scrape(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
+
+    def collect(self) -> Iterator[Metric]:
+        return self._collect()

@@ -1,0 +1,152 @@
+"""What prefill hands over to decode besides the pages (I9): bytes to the room, a struct to the two
+engines.
+
+Every field is a value of its own, not a view of what it was read from: the struct lives as long as
+the request that keeps it, whatever is handed over afterwards.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvflow.node.packed_array import PackedArray
+from kvflow.node.prompt_logprobs import PromptLogprobs
+from kvflow.protocols.errors import MisuseError, WireError
+from kvflow.protocols.wire.codec import UNDECODABLE
+
+MAX_HIDDEN_BYTES = 1 << 19  # 32 tokens of 8,192 bfloat16; the whole hand-over is at most 1 MiB
+MAX_DRAFT_ENTRIES = 1 << 12
+
+
+class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
+    """The first token, sampled by prefill from the prompt's last logits, the prompt's token counts,
+    and its log-probabilities where they were asked for.
+
+    `sampling` is the `SamplingParams.first_token_digest` of the request that the token was chosen
+    for, where the engine says it: a room pairs two halves by its id and their prompt, and this says
+    that they ask for one thing.
+
+    The rest is for engines that decode speculatively, and optional. `hidden_states` [tokens,
+    hidden] are floating-point numbers, the model's last ones at the last `tokens` of the prompt.
+    `draft_probabilities` float32 and `draft_token_ids` int32 or int64 have one shape, [k] or
+    [steps, k]: the candidates that follow the first token.
+    """
+
+    first_token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    asked_logprobs: tuple[tuple[int, float], ...] = ()
+    prompt_tokens: int
+    cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    hidden_states: PackedArray | None = None
+    draft_probabilities: PackedArray | None = None
+    draft_token_ids: PackedArray | None = None
+    sampling: bytes = b""
+
+    def encode(self) -> bytes:
+        """Raises: MisuseError naming the field whose dtype, shape or size is wrong."""
+        if fault := self._fault():
+            raise MisuseError(f"the hand-over's {fault}")
+        return _ENCODER.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> HandOff:
+        """Raises: WireError for bytes that are not a hand-over, or naming its field that is wrong;
+        the size limit of messages bounds them."""
+        try:
+            found = _DECODER.decode(data)
+        except UNDECODABLE as error:
+            raise WireError(f"cannot decode a {len(data)}-byte hand-over: {error}") from None
+        if fault := found._fault():
+            raise WireError(f"the hand-over's {fault}")
+        return found
+
+    def check_fits(
+        self, prompt_tokens: int, vocabulary: int, hidden_size: int | None = None
+    ) -> None:
+        """Raises: WireError unless it is for a prompt of `prompt_tokens` and a model of this
+        vocabulary and, where given, this hidden size."""
+        if self.prompt_tokens != prompt_tokens:
+            text = (
+                f"the hand-over is for a prompt of {self.prompt_tokens} tokens, not {prompt_tokens}"
+            )
+            raise WireError(text)
+        if not 0 <= self.cached_tokens <= prompt_tokens:
+            raise WireError(
+                f"the hand-over's cached_tokens {self.cached_tokens} are outside 0..{prompt_tokens}"
+            )
+        if not 0 <= self.first_token < vocabulary:
+            raise WireError(
+                f"the hand-over's first token {self.first_token} is outside 0..{vocabulary - 1}"
+            )
+        if (
+            self.draft_token_ids is not None
+            and int(self.draft_token_ids.array().max()) >= vocabulary
+        ):
+            raise WireError(
+                f"the hand-over's draft_token_ids name tokens outside 0..{vocabulary - 1}"
+            )
+        hidden = self.hidden_states
+        if hidden is not None and hidden_size is not None and hidden.shape[1] != hidden_size:
+            text = f"the hand-over's hidden_states are of {hidden.shape[1]} numbers a token"
+            raise WireError(f"{text}, those of the model of {hidden_size}")
+
+    def _fault(self) -> str:
+        """What is wrong with its arrays, by name; empty when nothing is."""
+        for name in ("hidden_states", "draft_probabilities", "draft_token_ids"):
+            packed: PackedArray | None = getattr(self, name)
+            if packed is not None and packed.fault:
+                return f"{name}: {packed.fault}"
+        return self._hidden_fault() or self._draft_fault()
+
+    def _hidden_fault(self) -> str:
+        if (hidden := self.hidden_states) is None:
+            return ""
+        if hidden.dtype.startswith("int") or len(hidden.shape) != 2:
+            return (
+                f"hidden_states: {hidden.shape} of {hidden.dtype} are not [tokens, hidden] of "
+                "floating-point numbers"
+            )
+        if hidden.shape[0] > self.prompt_tokens:
+            return (
+                f"hidden_states: of {hidden.shape[0]} tokens, limit {self.prompt_tokens} (the "
+                "prompt)"
+            )
+        if len(hidden.data) > MAX_HIDDEN_BYTES:
+            return (
+                f"hidden_states: {len(hidden.data)} bytes, limit {MAX_HIDDEN_BYTES}; hand over "
+                "fewer tokens"
+            )
+        return ""
+
+    def _draft_fault(self) -> str:
+        probabilities, ids = self.draft_probabilities, self.draft_token_ids
+        if probabilities is None or ids is None:
+            missing = "draft_probabilities" if probabilities is None else "draft_token_ids"
+            return (
+                ""
+                if probabilities is ids
+                else f"{missing}: missing; probabilities and token ids go together"
+            )
+        if probabilities.dtype != "float32" or ids.dtype not in ("int32", "int64"):
+            wanted = "float32 and int32 or int64"
+            return (
+                f"draft_probabilities, draft_token_ids: {probabilities.dtype} and {ids.dtype}, not "
+                f"{wanted}"
+            )
+        if probabilities.shape != ids.shape or len(ids.shape) > 2:
+            return (
+                f"draft_token_ids: {ids.shape}, and {probabilities.shape} of probabilities, are "
+                "not [k] or [steps, k]"
+            )
+        given = probabilities.array()
+        if given.size > MAX_DRAFT_ENTRIES:
+            return f"draft_probabilities: {given.size} entries, limit {MAX_DRAFT_ENTRIES}"
+        if not bool(((given >= 0) & (given <= 1)).all()):  # false for NaN too
+            return "draft_probabilities: a number is outside 0..1"
+        return "draft_token_ids: a token id is below 0" if int(ids.array().min()) < 0 else ""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(HandOff)
