@@ -34,7 +34,7 @@ def test_contracts_are_those_of_the_design() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = next(c["layers"] for c in settings["contracts"] if c["type"] == "layers")
     order = [name.strip(" ()") for layer in layers for name in layer.split("|")]
-    floors = ["cli", "launch", "server", "node", "engine", "handlers", "memory", "protocols"]
+    floors = ["cli", "proof", "serve", "router", "http", "node", "handlers", "memory", "protocols"]
     assert floors == sorted(floors, key=order.index)
     assert order[-3:] == ["protocols", "aio", "extras"]
 

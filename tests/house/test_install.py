@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE_DATA = [
     "py.typed",
     *(
-        "demo_model/" + name
+        "serve/demo_model/" + name
         for name in ("config.json", "model.safetensors", "tokenizer.json", "PROVENANCE.md")
     ),
 ]

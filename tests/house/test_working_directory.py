@@ -22,7 +22,7 @@ MODULES = ("dataclasses", "pickle", "queue", "typing")
 ROOT = Path(__file__).parents[2]
 # They start no Python process: the path of a program beside Python's, and a process that starts
 # itself again.
-EXEMPT = {("launch/mooncake_master.py", "with_name"), ("bench/commands.py", "orig_argv")}
+EXEMPT = {("serve/launch/mooncake_master.py", "with_name"), ("bench/commands.py", "orig_argv")}
 
 
 @pytest.fixture

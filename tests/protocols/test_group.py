@@ -479,7 +479,7 @@ JOIN = {
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
-        ({"wire_version": 9}, "group wire version 9, this leader speaks 2"),
+        ({"wire_version": 9}, "group wire version 9, this leader speaks 1"),
         ({"world_size": 3}, "rank 1 is of a group of 3, this one has 2"),
         ({"rank": 2, "world_size": 2}, "rank 2 is outside 0..1"),
         ({}, "rank 1 is taken by another process, until that has been silent for 5 s"),

@@ -168,10 +168,8 @@ def test_rows_of_opaque_pools_are_compared_as_their_pages_are() -> None:
     assert plan.sizes.tolist() == [100, 100]
 
 
-class LayoutOfBefore(msgspec.Struct, frozen=True, array_like=True):
-    """`PoolLayout` as the first peers of wire version 2 read it: elements that they do not know are
-    left out.
-    """
+class ShorterLayout(msgspec.Struct, frozen=True, array_like=True):
+    """`PoolLayout` as a peer reads it that knows fewer elements: it leaves the others out."""
 
     page_size: int
     num_pages: int
@@ -181,17 +179,17 @@ class LayoutOfBefore(msgspec.Struct, frozen=True, array_like=True):
     fingerprint: str = ""
 
 
-def test_the_wire_form_of_a_pool_without_rows_grew_at_its_ends_only() -> None:
+def test_a_peer_that_knows_fewer_elements_of_a_layout_reads_a_pool_without_rows() -> None:
     layout = build_layout(HYBRID[:2], page_size=4, num_pages=6, fingerprint="m")
     packed = msgspec.msgpack.encode(layout)
-    before = msgspec.msgpack.decode(packed, type=LayoutOfBefore)
+    before = msgspec.msgpack.decode(packed, type=ShorterLayout)
     assert (before.page_size, before.num_pages, before.fingerprint) == (4, 6, "m")
     assert [c[:6] for c in before.components] == [
         ("0.k", "bfloat16", [2, 8], 0, 0, 128),
         ("0.index_k", "float8_e4m3fn", [32], 0, 128, 128),
     ]
     assert [b[:4] for b in before.buffers] == [("pages", 256, 1536, 0)]
-    shortened = LayoutOfBefore(
+    shortened = ShorterLayout(
         4, 6, tuple(c[:6] for c in before.components), tuple(b[:4] for b in before.buffers), "", "m"
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(shortened), type=PoolLayout) == layout

@@ -88,7 +88,7 @@ def test_a_decode_is_accepted_when_its_route_is_open() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"wire_version": 1}, f"wire version 1, this prefill speaks {wire.WIRE_VERSION}"),
+        ({"wire_version": 0}, f"wire version 0, this prefill speaks {wire.WIRE_VERSION}"),
         (
             {"address": msgspec.structs.replace(ADDRESS, backend="local")},
             "data planes differ: prefill fake, decode lo",

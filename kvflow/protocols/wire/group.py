@@ -19,7 +19,7 @@ from kvflow.protocols.errors import Cause
 from kvflow.protocols.ports import ProcessIdentity
 from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Life, RankNumber, Room, Text
 
-GROUP_WIRE_VERSION = 2
+GROUP_WIRE_VERSION = 1
 MAX_REQUEST_BYTES = 4 << 20
 
 Ticket = NewType("Ticket", int)

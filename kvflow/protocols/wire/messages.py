@@ -40,7 +40,7 @@ from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import MAX_COMPONENTS, PoolLayout
 from kvflow.protocols.ports import PlaneAddress
 
-WIRE_VERSION = 4
+WIRE_VERSION = 1
 
 MAX_FRAME_BYTES = 8 << 20
 # Work on so many pages at once takes the event loop some 3 ms. A context of a million tokens needs
