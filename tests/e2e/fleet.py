@@ -12,15 +12,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
-<<<<<<< HEAD
-from kvflow.config.sources import resolve
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.launch.supervisor import Fleet
-=======
 from kvflow.serve.config.sources import resolve
-from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.serve.launch.supervisor import Fleet
->>>>>>> 59082d9 (Move each product into its own package)
 
 WITHIN_S = 10.0
 LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}

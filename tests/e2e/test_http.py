@@ -19,14 +19,8 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-<<<<<<< HEAD
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.launch.supervisor import Fleet
-=======
-from kvflow.serve.config.sources import resolve
 from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.serve.launch.supervisor import Fleet
->>>>>>> 59082d9 (Move each product into its own package)
 from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import connect_dealer
 from tests.e2e.fleet import LONG, WITHIN_S, all_home, ask, generate, running

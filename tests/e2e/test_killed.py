@@ -12,9 +12,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvflow.config.sources import resolve
-from kvflow.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
-from kvflow.launch.supervisor import Fleet
+from kvflow.serve.config.sources import resolve
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
+from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import LONG, WITHIN_S, all_home, ask, generate, running
 
 pytestmark = pytest.mark.xdist_group("http")
