@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -49,6 +50,14 @@ def run(*arguments: str, before: str = "pass") -> subprocess.CompletedProcess[st
     return start(code, cwd="/")
 
 
+@functools.cache
+def help_of(command: str) -> str:
+    """`kvflow COMMAND --help` on a terminal of 80 columns."""
+    done = run(*command.split(), "--help", before="import os; os.environ['COLUMNS'] = '80'")
+    assert done.returncode == 0
+    return done.stdout
+
+
 def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     code = (
         "import sys; sys.argv = ['kvflow', '--help']\n"
@@ -64,13 +73,11 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != "bench"])
 def test_every_command_explains_itself(command: str) -> None:
-    done = run(command, "--help")
-    assert done.returncode == 0
-    assert "Usage" in done.stdout
+    assert "Usage" in help_of(command)
 
 
 def test_the_list_of_commands_is_not_cut_off_in_80_columns() -> None:
-    shown = run("--help", before="import os; os.environ['COLUMNS'] = '80'").stdout
+    shown = help_of("")
     commands = shown.partition("Commands:")[2]
     assert all(command in commands for command in COMMANDS)
     assert "..." not in commands
@@ -79,7 +86,7 @@ def test_the_list_of_commands_is_not_cut_off_in_80_columns() -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router", "up"])
 def test_no_flag_and_no_word_is_cut_off_in_80_columns(role: str) -> None:
-    shown = run(role, "--help", before="import os; os.environ['COLUMNS'] = '80'").stdout
+    shown = help_of(role)
     words = set(shown.replace(",", " ").split())
     flags = {flag_of(name) for name in FIELDS_OF_ROLE[role]}
     assert words >= flags, flags - words
@@ -92,7 +99,7 @@ def test_no_flag_and_no_word_is_cut_off_in_80_columns(role: str) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "router", "up"])
 def test_flags_stand_in_groups(role: str) -> None:
-    shown = run(role, "--help").stdout
+    shown = help_of(role)
     headings = ["Usage", *re.findall(r"^([A-Z][a-z]+):$", shown, re.MULTILINE)]
     groups = [g for g, names in GROUPS.items() if set(names) & set(FIELDS_OF_ROLE[role])]
     assert headings == ["Usage", *map(str.capitalize, groups), "Options"]
@@ -125,7 +132,7 @@ def test_flags_stand_in_groups(role: str) -> None:
     ],
 )
 def test_the_help_of_other_commands_fits_80_columns(command: str) -> None:
-    shown = run(*command.split(), "--help", before="import os; os.environ['COLUMNS'] = '80'").stdout
+    shown = help_of(command)
     assert max(map(len, shown.splitlines())) <= 80
     assert not [line for line in shown.splitlines() if re.search(r"\w(-|\.\.\.)$", line)]
 
@@ -140,7 +147,7 @@ def test_as_a_module_it_calls_itself_so(module: str) -> None:
 
 @pytest.mark.parametrize("command", ["prefill-rank", "decode-rank"])
 def test_a_command_for_a_worker_s_own_ranks_is_hidden_and_says_who_starts_it(command: str) -> None:
-    assert command not in run("--help").stdout
+    assert command not in help_of("")
     done = run(command)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "KVFLOW_RANK is not set; the first rank of a worker starts this command" in done.stderr

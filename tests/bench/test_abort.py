@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvflow.bench.abort import EARLIEST, LATEST, Plan, bench_plane, figures
-from kvflow.serve.launch.doctor import nixl_unavailable_reason
+from tests.planes import nixl_unavailable_reason
 
 SHAPE = {"layers": 2, "heads": 4, "dim": 64, "page_size": 16}  # 32 KiB a page
 PAGES = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.serve.launch.doctor import nixl_unavailable_reason
+from tests.planes import nixl_unavailable_reason
 
 
 @pytest.fixture(params=["local", "mooncake", "nixl", "nixl over TCP"])

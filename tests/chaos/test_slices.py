@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
-from kvflow.serve.launch.doctor import nixl_unavailable_reason
 from tests.chaos.pair import begin, in_the_middle, pair, quarantined, station, until
+from tests.planes import nixl_unavailable_reason
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 

@@ -18,7 +18,7 @@ import pytest
 from kvflow.serve.demo.client import Streamed, _writing_s
 from kvflow.serve.demo.run import TICK_S, Outcome, _prompts
 from kvflow.serve.demo.show import TerminalOutput
-from kvflow.serve.launch.doctor import nixl_unavailable_reason
+from tests.planes import nixl_unavailable_reason
 
 KEYS = [
     "backend",

@@ -236,7 +236,6 @@ async def roles_of(
 
 
 async def by_hand(roles: Roles) -> list[Row]:
-    await roles.inject_fault()
     since = monotonic()
     legs = roles.legs()
     if roles.case.fault == "killed":
@@ -250,18 +249,22 @@ async def by_hand(roles: Roles) -> list[Row]:
     return rows
 
 
-async def through_the_router(roles: Roles) -> list[Row]:
+@asynccontextmanager
+async def router_to(roles: Roles) -> AsyncIterator[str]:
     """A router tries its pair once while it starts; what happens, happens after that."""
     port = roles.prefill.bootstrap_port
     assert port is not None
     async with router_of(roles.prefill.url, port, roles.decode.url, served=False) as url:
-        await roles.inject_fault()
-        before, since = await roles.attempts(), monotonic()
-        asking = asyncio.create_task(post(roles.session, url, roles.body()))
-        if roles.case.fault == "killed":
-            since = await roles.killed()
-        answer = await asking
-        attempts = await roles.attempts() - before
+        yield url
+
+
+async def through(url: str, roles: Roles) -> list[Row]:
+    before, since = await roles.attempts(), monotonic()
+    asking = asyncio.create_task(post(roles.session, url, roles.body()))
+    if roles.case.fault == "killed":
+        since = await roles.killed()
+    answer = await asking
+    attempts = await roles.attempts() - before
     return [
         Row(
             roles.case.name,
@@ -293,11 +296,16 @@ async def rows_of(case: Case, other_model: Path) -> list[Row]:
         timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)
     ) as session:
         async with roles_of(case, session, other_model) as roles:
-            rows = await by_hand(roles)
-            if not case.fault:
-                return rows + await through_the_router(roles)
-        async with roles_of(case, session, other_model) as roles:
-            return rows + await through_the_router(roles)
+            if case.fault in ("draining", "killed"):
+                await roles.inject_fault()
+                rows = await by_hand(roles)
+            else:
+                async with router_to(roles) as url:
+                    await roles.inject_fault()
+                    return await by_hand(roles) + await through(url, roles)
+        async with roles_of(case, session, other_model) as roles, router_to(roles) as url:
+            await roles.inject_fault()
+            return rows + await through(url, roles)
 
 
 async def main(names: list[str]) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from kvflow.serve.engine.model.probe import RINGS
-from kvflow.serve.launch.doctor import mooncake_unavailable_reason, nixl_unavailable_reason
 from tests.e2e.parity_pair import CHUNKS, Model, ProcessPair, WorkerError
 from tests.engine.pair import prompt_of
 from tests.engine.tiny_models import FAMILIES
+from tests.planes import mooncake_unavailable_reason, nixl_unavailable_reason
 
 NEW = 16
 CHUNK = CHUNKS["chunk_tokens"]

@@ -18,9 +18,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.serve.launch.doctor import nixl_unavailable_reason
 from tests.e2e.fleet import WITHIN_S, all_home, ask, rank_is_home, running
 from tests.engine.pair import prompt_of
+from tests.planes import nixl_unavailable_reason
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets"), pytest.mark.timeout(600)]
 

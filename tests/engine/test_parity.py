@@ -24,6 +24,7 @@ from tests.engine.pair import EnginePair, FakeRoom, Side, greedy, prompt_of, unt
 
 CHUNK = 40
 NEW = 20
+MATRIX: tuple[tuple[int, Order], ...] = ((1, "page_first"), (16, "layer_first"), (64, "page_first"))
 Loader = Callable[..., LoadedModel]
 
 _expected: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
@@ -79,9 +80,15 @@ async def test_fp32_other_page_sizes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "order"), [(1, "page_first"), (16, "layer_first"), (64, "page_first")]
+    ("family", "page", "order"),
+    [
+        (family, page, order)
+        for family in (*tiny_models.FAMILIES, *tiny_models.CORNERS)
+        for page, order in MATRIX
+        # Pages of 16 tokens, in both orders, are tried above.
+        if page != 16 or family in tiny_models.CORNERS
+    ],
 )
-@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.CORNERS])
 async def test_fp32_matrix(
     family: str, page: int, order: Order, loaded: Loader, stock: Callable[[str], Any]
 ) -> None:
