@@ -65,4 +65,29 @@ def test_one_that_has_ended_meanwhile_takes_no_places() -> None:
     beginnings.forget(request)
     steps.free = 9
     beginnings.take_missing()
+    beginnings.agreed(request, 8)  # the answer of a rank that comes late
     assert begun == steps.taken == [] and not beginnings.are_short
+
+
+def test_what_was_cached_of_a_prompt_that_no_step_has_named_is_computed_after_a_flush() -> None:
+    steps, begun, flushes = Steps(), list[Any](), list[int]()
+    lockstep: Any = SimpleNamespace(flush=lambda: flushes.append(1))
+    beginnings = Beginnings(steps, lockstep, begun.append)  # type: ignore[arg-type]
+    waits, runs, fresh = (
+        SimpleNamespace(
+            wants=1,
+            is_asking=not has_begun,
+            agreed=None,
+            has_begun=has_begun,
+            sequence=SimpleNamespace(computed=8),
+            cached_tokens=cached,
+        )
+        for has_begun, cached in ((False, 8), (True, 8), (False, 0))
+    )
+    beginnings.flushed([waits, runs, fresh])  # type: ignore[list-item]
+    assert (waits.agreed, waits.is_asking) == (0, True), "no step may name it yet"
+    assert (runs.agreed, fresh.agreed, begun) == (None, None, [])
+    steps.free = 1
+    beginnings.take_missing()
+    beginnings.agreed(waits, 8)  # type: ignore[arg-type] # asked before the flush
+    assert begun == steps.taken == [waits] and flushes == [1]

@@ -22,8 +22,15 @@ from kvflow.protocols.errors import (
 )
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.step import Row
+from kvflow.serve.engine.scheduler.loop import EngineLoop
 from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.telemetry.histogram import BOOTSTRAP_SECONDS, QUEUE_SECONDS
 from tests.engine.pair import EnginePair, greedy, prompt_of, until
+
+
+def test_seconds_in_the_queue_are_counted_up_to_ascending_bounds() -> None:
+    bounds = EngineLoop("decode").queue_seconds.bounds
+    assert list(bounds) == sorted({*QUEUE_SECONDS, *BOOTSTRAP_SECONDS})
 
 
 async def test_requests_join_and_leave_a_running_batch(llama: LoadedModel) -> None:

@@ -44,6 +44,15 @@ def test_what_decides_the_first_token_is_in_its_digest(other: dict[str, Any]) ->
     )
 
 
+def test_the_digest_of_the_same_request_never_changes() -> None:
+    """A decode of another release computes it too: it is part of the wire."""
+    warm = SamplingParams(**WARM, min_new_tokens=2, stop_token_ids=(9, 4), top_k=0)
+    assert [params.first_token_digest().hex() for params in (SamplingParams(), warm)] == [
+        "d9e6c0b2136e9b0b",
+        "af1c80db4b4921fc",
+    ]
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -16,11 +16,29 @@ import pytest
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, OwnershipError
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank
-from kvflow.serve.engine.ranks import wire
+from kvflow.serve.engine.ranks import following, wire
 from kvflow.serve.engine.ranks.following import StepFollower
 from kvflow.serve.engine.ranks.leading import StepLeader
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.testing.pair import until
+
+
+def a_status(rank: int, pid: int = 1) -> wire.Status:
+    return wire.Status(
+        rank=Rank(rank),
+        pid=pid,
+        pages_free=0,
+        pages_total=1,
+        pages_at_rest=True,
+        pinned_pages=0,
+        rooms={},
+        requests=0,
+        tickets=0,
+        bytes_moved=0,
+        failed_steps=0,
+        handler_errors=0,
+        dropped=0,
+    )
 
 
 class Socket:
@@ -51,7 +69,10 @@ class Follower:
         socket: Any = Socket()
         self.socket = socket
         steps: Any = SimpleNamespace(
-            cache=None, runner=SimpleNamespace(rest=lambda: None), give_back=self._give_back
+            cache=None,
+            runner=SimpleNamespace(rest=lambda: None),
+            give_back=self._give_back,
+            layout=SimpleNamespace(page_size=4),
         )
         hello: Any = SimpleNamespace(rank=rank)
         self.aborts: list[bool] = []  # for each: of the other shards too
@@ -79,6 +100,24 @@ class Follower:
         if self.status_error is not None:
             raise self.status_error
         return wire.Begin(generation=1)
+
+    @property
+    def said(self) -> list[wire.ToFirst]:
+        """To the first rank."""
+        return list(map(wire.parse_at_first, self.socket.sent))
+
+    def hear(self, *messages: wire.ToOthers) -> None:
+        for message in messages:
+            self.socket.frames.put_nowait(wire.encode(message))
+
+    def open(self, ticket: int) -> Any:
+        """A request of three tokens, which has its places."""
+        room: Any = SimpleNamespace(ended=False, prefix_tokens=0)
+        self.steps.add(ticket, room, np.arange(3), SamplingParams())
+        found: Any = self.steps.requests[ticket]
+        sequence = SimpleNamespace(prompt_length=3, computed=0, page_count=1)
+        found.request = SimpleNamespace(ticket=ticket, choice=None, sequence=sequence)
+        return found.request
 
     def drop(self) -> None:
         room: Any = SimpleNamespace(ended=False)
@@ -142,6 +181,148 @@ async def test_shards_of_the_first_stage_finish_a_step_that_failed_in_another_st
     assert steps._finishing is finishes and follower.aborts == [not finishes]
 
 
+async def test_only_a_step_that_runs_is_broken_off() -> None:
+    """It may wait for hidden states that do not come; between steps nobody waits for any."""
+    steps = (follower := Follower()).steps
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    async def run(rows: Any, requests: Any) -> None:
+        running.set()
+        await go_on.wait()
+
+    inner: Any = steps.steps
+    inner.run, inner.give_back = run, lambda request: None
+    follower.open(1)
+    await steps.start()
+    row = wire.PlannedRow(ticket=1, start=0, count=1, logits=0)
+    cause = Cause(Code.ENGINE_ERROR, "it broke down")
+    follower.hear(
+        wire.Begin(generation=1),
+        wire.Plan(generation=1, step=1, rows=(row,)),
+    )
+    await asyncio.wait_for(running.wait(), 5)
+    follower.hear(wire.End(generation=1, cause=cause))
+    await until(lambda: follower.aborts == [True])
+    go_on.set()
+    await until(lambda: not steps.requests)
+    follower.hear(wire.Begin(generation=2), wire.End(generation=2, cause=cause))
+    await until(lambda: steps._generation == 2 and not steps._open)
+    assert follower.aborts == [True]
+    await steps.close()
+
+
+async def test_a_generation_that_is_over_or_runs_does_not_begin_again() -> None:
+    steps = Follower().steps
+    for generation in (2, 2, 3, 1):
+        steps._receive(wire.Begin(generation=generation))
+    assert (steps._generation, steps.dropped) == (2, 3)
+    steps._receive(wire.End(generation=2, cause=Cause(Code.ENGINE_ERROR)))
+    steps._receive(wire.Begin(generation=2))
+    assert (steps._generation, steps.dropped) == (2, 4)
+
+
+async def test_a_generation_that_cannot_begin_makes_the_rank_unusable_and_runs_no_step() -> None:
+    steps = Follower().steps
+
+    def refuse(generation: int) -> None:
+        raise LostError("the link of hidden states is gone")
+
+    neighbours: Any = steps._neighbours
+    neighbours.begin = refuse
+    steps._receive(wire.Begin(generation=1))
+    with pytest.raises(LostError, match="hidden states is gone"):
+        await steps.unusable
+    row = wire.PlannedRow(ticket=1, start=0, count=1, logits=0)
+    steps._receive(wire.Plan(generation=1, step=1, rows=(row,)))
+    assert steps.dropped == 1 and not steps._queue
+
+
+async def test_what_is_computed_leaves_once_it_has_started_here_and_at_the_first_rank() -> None:
+    steps = (follower := Follower()).steps
+    sent: list[int] = []
+    inner: Any = steps.steps
+    inner.send = lambda request: sent.append(request.ticket)
+    for ticket in (1, 2):
+        follower.open(ticket)
+    steps.started(1)
+    steps._receive(wire.Keep(ticket=2))
+    assert sent == []
+    steps._receive(wire.Keep(ticket=1))
+    steps.started(2)
+    assert sent == [1, 2]
+
+
+async def test_pages_that_cannot_be_sent_end_their_own_room() -> None:
+    steps = (follower := Follower()).steps
+    inner: Any = steps.steps
+    closed: list[str] = []
+    for error in (ZeroDivisionError(), ZeroDivisionError(), LostError("decode is gone")):
+
+        def fail(request: Any, error: Exception = error) -> None:
+            raise error
+
+        inner.send = fail
+        request = follower.open(1)
+        request.room = SimpleNamespace(close=lambda cause: closed.append(str(cause)))
+        steps._send(request)
+    assert closed == [
+        *2 * ["engine_error: sending pages failed: ZeroDivisionError"],
+        "peer_lost: decode is gone",
+    ]
+    assert steps.failed_steps == 2
+
+
+@pytest.mark.parametrize("succeeded", [False, True])
+async def test_the_cache_keeps_what_every_rank_has_computed(succeeded: bool) -> None:
+    steps = (follower := Follower()).steps
+    kept: list[int] = []
+    inner: Any = steps.steps
+    inner.keep, inner.give_back = lambda request: kept.append(request.ticket), lambda request: None
+    follower.open(1)
+    steps._apply(wire.Drop(ticket=1, succeeded=succeeded))
+    assert kept == [1] * succeeded and not steps.requests
+
+
+async def test_a_rank_says_what_it_has_of_a_prompt_when_that_is_loaded() -> None:
+    steps = (follower := Follower()).steps
+    inner: Any = steps.steps
+    inner.find = lambda request, tokens: None
+    loading: list[Any] = []
+    loads: Any = steps._loads
+
+    def begin(request: Any) -> bool:
+        loading.append(request)
+        return True
+
+    loads.begin = begin
+    room: Any = SimpleNamespace(ended=False, prefix_tokens=0)
+    steps.add(1, room, np.arange(3), SamplingParams())
+    assert not follower.socket.sent, "the first rank does not ask who has opened it"
+    steps._receive(wire.Begin(generation=1))
+    steps._apply(wire.Find(generation=1, number=7, ticket=1, tokens=2))
+    assert not follower.socket.sent
+    [request] = loading
+    steps._answer(request)
+    assert follower.said == [wire.Found(number=7, tokens=0)]
+
+
+async def test_a_status_is_told_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "STATUS_S", 0.0)
+    follower, looks = Follower(), 0
+    told = [a_status(1, pid=1), a_status(1, pid=2)]
+
+    def status() -> wire.Status:
+        nonlocal looks
+        looks += 1
+        return told[looks > 9]
+
+    follower.steps._status = status
+    await follower.steps.start()
+    await until(lambda: looks > 20)
+    assert follower.said == told
+    await follower.steps.close()
+
+
 async def test_a_request_that_was_dropped_before_it_came_is_not_kept() -> None:
     follower = Follower()
     await follower.steps.start()
@@ -200,3 +381,26 @@ async def test_a_first_rank_that_hears_nothing_any_more_is_unusable() -> None:
     await until(lambda: bool(told))
     assert "OSError: the socket was closed" in str(told[0])
     await steps.close()
+
+
+async def test_a_first_rank_listens_to_the_process_that_a_rank_is_now() -> None:
+    steps, _ = first_rank(2, [])
+    for member in (5, 6):
+        hello: Any = SimpleNamespace(member=member, rank=1, pages=1, rows=0)
+        steps._on_rank_ready(routing_id(Incarnation(member)), hello)
+        if member == 5:
+            steps.break_off(Cause(Code.ENGINE_ERROR, "it broke down"))
+    assert steps.ready
+    before, now = (routing_id(Incarnation(member)) for member in (5, 6))
+    steps._receive(before, wire.encode(a_status(1)))
+    assert (steps.statuses, steps.dropped) == ({}, 1)
+    steps._receive(now, wire.encode(a_status(1)))
+    steps._receive(now, wire.encode(a_status(2)))
+    assert steps.statuses == {1: a_status(1)}, "a rank speaks for itself"
+
+
+async def test_a_first_rank_that_is_closed_reads_no_more() -> None:
+    steps, _ = first_rank(2, [])
+    await steps.start()
+    await steps.close()
+    assert steps._task is not None and steps._task.cancelled()

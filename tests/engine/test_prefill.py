@@ -307,3 +307,26 @@ async def test_tokens_decode_has_already_are_not_sent(llama: LoadedModel) -> Non
         pair.target.pages.give_back(held, room._owner)
         room.close()
         assert pair.home
+
+
+async def test_a_prompt_takes_no_places_while_what_others_gave_up_is_not_enough(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, given_up = prompt_of(9), list[object]()
+    async with EnginePair(llama) as pair:
+        engine, room = pair.prefill, pair.room(prompt)
+        request = engine.expect(room.prefill_half, prompt, greedy(1), 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "_short_of", lambda request: (1, 0, 0))
+            patched.setattr(engine._early, "give_way", lambda *_: [request])
+            patched.setattr(engine, "_preempt", given_up.append)
+            assert not engine._place(request)
+        assert given_up == [[request]] and not request.sequence.page_count
+        with monkeypatch.context() as patched:
+            # A cache could give them, but for those that a step still reads.
+            patched.setattr(pair.source.pages, "reclaim", lambda count: 0)
+            assert engine.steps.short_of(request) == (1, 0)
+        assert max(engine.steps.short_of(request)) <= 0
+        engine.drop(request)
+        room.close()
+        await until(lambda: pair.home)

@@ -134,6 +134,25 @@ async def test_what_was_read_up_to_a_stop_string_is_cached(llama: LoadedModel) -
             assert await flushed(pair)
 
 
+async def test_who_was_not_admitted_asks_for_no_page_that_the_cache_has(llama: LoadedModel) -> None:
+    """A pool of 10 pages: the cache has 5 of the prompt, and 5 are left for the rest."""
+    prompt = prompt_of(23)
+    async with EnginePair(llama, page_size=4, num_pages=10, source_pages=64, cache="lru") as pair:
+        want = await pair.tokens(prompt, greedy(18))
+        await until(lambda: pair.home)
+        pair.caches[1].flush()
+        await pair.tokens(prompt, greedy(1))
+        await until(lambda: pair.home)
+        prefix = await pair.decode.cached(prompt)
+        assert prefix is not None and prefix.tokens == 20
+        room = pair.room(prompt, prefix.tokens)
+        leg = asyncio.ensure_future(pair.prefill.prefill(room.prefill_half, prompt, greedy(18)))
+        stream = pair.decode.generate(room, prompt, greedy(18), prefix=prefix)
+        assert [out.token_id async for out in stream] == want
+        await leg
+        assert await flushed(pair)
+
+
 async def test_namespaces_share_nothing(llama: LoadedModel) -> None:
     prompt, mine, other = prompt_of(20), Namespace(salt="mine"), Namespace(salt="other")
     async with EnginePair(llama, page_size=4, cache="lru") as pair:

@@ -6,19 +6,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from kvflow.protocols.errors import CapacityError, Cause, Code, MisuseError, RefusedError, WireError
+from kvflow.handlers.group import GroupRequest
+from kvflow.protocols.cache.hashes import ANY
+from kvflow.protocols.errors import (
+    CapacityError,
+    Cause,
+    Code,
+    KvflowError,
+    LostError,
+    MisuseError,
+    RefusedError,
+    WireError,
+)
 from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.ranks import wire
-from kvflow.serve.engine.ranks.group import PrefillGroup
-from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.engine.ranks.group import PrefillGroup, _Asked
+from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.transports.control.zmq import connect_dealer
 from tests.engine import tiny_models
 from tests.engine.pair import greedy, prompt_of, until
@@ -158,3 +170,96 @@ def test_requests_of_a_group_are_checked_where_they_arrive() -> None:
 async def test_a_group_that_was_not_started_can_be_closed() -> None:
     nothing: Any = None
     await PrefillGroup(nothing, nothing, nothing, nothing).close()
+
+
+async def test_closing_ends_every_request_and_waits_for_them(
+    stages: list[LoadedModel], llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, decided = asyncio.Event(), GroupRequest.decided
+
+    async def slowly(request: GroupRequest) -> None:
+        try:
+            await decided(request)
+        finally:
+            await gate.wait()
+
+    monkeypatch.setattr(GroupRequest, "decided", slowly)
+    async with group(stages, llama) as ranks:
+        legs = [ranks.prefill(next(ranks.rooms), prompt_of(n), greedy(1)) for n in (9, 20)]
+        await until(lambda: len(ranks.follower.requests) == 2)
+        closing = asyncio.create_task(ranks.group.close())
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not closing.done() and ranks.group.running == 2
+        gate.set()
+        await closing
+        assert ranks.group.running == 0
+        for leg in legs:
+            with pytest.raises(KvflowError, match="the prefill is shutting down"):
+                await leg
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        assert not {"kvflow-group-start", "kvflow-group-1", "kvflow-group-2"} & names
+
+
+class LoneGroup:
+    """Requests of a group at the first rank, whose engine is in the hands of a test; one has been
+    asked for.
+    """
+
+    def __init__(self) -> None:
+        self.agreed: list[Any] = []
+        self.closed: list[Cause] = []
+        self.computing: Any = SimpleNamespace(
+            first=asyncio.get_running_loop().create_future(), early_token=None
+        )
+        engine: Any = SimpleNamespace(
+            expect=lambda *_: self.computing,
+            may_begin=lambda request: None,
+            agreed=lambda *given: self.agreed.append(given),
+        )
+        nothing: Any = None
+        self.group = PrefillGroup(nothing, nothing, engine, nothing)
+        self.asked = self.group._asked[1] = _Asked(nothing, [1], SamplingParams(), ANY, 2)
+
+    async def opened(self, first: TokenOut | KvflowError | None) -> None:
+        """At the first rank, where it ends with `first`."""
+        room: Any = SimpleNamespace(close=self.closed.append)
+        self.group.opened(1, room)
+        if isinstance(first, KvflowError):
+            self.computing.first.set_exception(first)
+        else:
+            self.computing.first.set_result(first)
+        await asyncio.sleep(0)
+
+
+async def test_the_token_that_the_first_rank_chooses_is_the_groups() -> None:
+    """Early, it waits for the group to start the request."""
+    token = TokenOut(5)
+    lone = LoneGroup()
+    await lone.opened(token)
+    assert lone.computing.early_token == token and not lone.asked.token.done()
+    lone = LoneGroup()
+    lone.asked.started = True
+    await lone.opened(token)
+    assert lone.asked.token.result() == token and not lone.closed
+
+
+async def test_a_room_that_ends_before_its_token_gives_none() -> None:
+    lone = LoneGroup()
+    lone.asked.started = True
+    await lone.opened(None)
+    assert not lone.asked.token.done() and not lone.closed
+    lone = LoneGroup()
+    await lone.opened(LostError("decode is gone"))
+    assert list(map(str, lone.closed)) == ["peer_lost: decode is gone"]
+
+
+async def test_what_others_say_of_a_request_before_it_is_open_here_is_dropped() -> None:
+    lone, token = LoneGroup(), TokenOut(5)
+    for ticket in (1, 2):
+        lone.group.first_token(ticket, token)
+        lone.group.agreed(ticket, 4)
+    assert not lone.agreed and not lone.asked.token.done()
+    lone.group.opened(1, lone.asked.group)  # type: ignore[arg-type]
+    lone.group.agreed(1, 4)
+    assert lone.agreed == [(lone.computing, 4)]

@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -516,6 +517,33 @@ async def test_who_leaves(llama: LoadedModel) -> None:
             task.cancel()
         await asyncio.wait(asked)
         await until(lambda: pair.home)
+
+
+async def test_cached_pages_are_taken_from_nobody_who_is_about_to_come_back(
+    llama: LoadedModel,
+) -> None:
+    released: list[str] = []
+
+    def away(name: str, number: int, *, granted: bool) -> Any:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if granted:
+            future.set_result(None)
+        pages = np.zeros(3, np.int32)
+        return SimpleNamespace(
+            resident=SimpleNamespace(
+                phase=ResidencyPhase.AWAY, sizes=(2, 0), needs=lambda count: None
+            ),
+            admission=SimpleNamespace(granted=future, place=number, has=lambda count: None),
+            prefix=SimpleNamespace(held=True, pages=pages, release=lambda: released.append(name)),
+        )
+
+    async with EnginePair(llama) as pair:
+        retractions = pair.decode._retractions
+        retractions._away = {2: away("comes", 2, granted=True)}
+        assert not retractions.release_cached() and released == []
+        retractions._away[1] = away("waits", 1, granted=False)
+        assert retractions.release_cached() and released == ["waits"]
+        retractions._away.clear()
 
 
 def test_the_ratio_decays_and_is_raised_by_a_retract() -> None:

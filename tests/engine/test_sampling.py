@@ -66,6 +66,16 @@ def test_cuts_keep_exactly_the_nucleus(top_k: int, top_p: float) -> None:
     assert {c.token_id for c in found} == nucleus
 
 
+@pytest.mark.parametrize("top_k", [0, 12])
+def test_a_cut_of_no_tokens_or_of_all_is_none(top_k: int) -> None:
+    logits = torch.linspace(3, -3, 12)
+    cut, uncut = (
+        choose(logits.expand(500, 12), draws(500, temperature=1.0, seed=1, top_k=k, top_p=0.9))
+        for k in (top_k, -1)
+    )
+    assert cut == uncut and len({choice.token_id for choice in cut}) > 2
+
+
 def test_a_nucleus_wider_than_the_candidates_is_still_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import socket
 import subprocess
 import threading
@@ -341,11 +342,31 @@ def test_what_the_shards_of_a_model_keep() -> None:
     assert [(kind.start, kind.replica) for kind in grouped] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def own_pidfds() -> int:
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += "pidfd" in os.readlink(f"/proc/self/fd/{name}")
+    return count
+
+
 async def test_a_leader_that_is_closed_has_no_descriptor_left_to_close_again() -> None:
+    """Nor has it lost the other shards, which end by themselves."""
     with some_process() as process:
-        other = Other(process)
+        before, other = own_pidfds(), Other(process)
         [shard] = other.leader.shards
         await until(lambda: shard.process >= 0)
         for _ in range(2):
             other.close()
             assert shard.process < 0
+        assert own_pidfds() <= before, "what earlier tests have left may be closed meanwhile"
+        assert not other.lost and not other.aborted.is_set() and is_alive(process)
+
+
+async def test_a_step_that_fails_while_a_leader_closes_is_an_error_all_the_same() -> None:
+    with some_process() as process:
+        other = Other(process)
+        other.close()
+        error = other.leader.failed(ValueError("no such row"))
+        assert str(error) == "no such row"
+        assert not other.lost and is_alive(process)

@@ -11,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import pytest
+import torch
 
 from kvflow.protocols.errors import CapacityError
 from kvflow.serve.engine.model.load import LoadedModel
+from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.engine.scheduler.single import SingleEngine
 from kvflow.testing.cancellation import Steps
@@ -85,3 +87,27 @@ async def test_a_request_whose_pages_are_gone_keeps_no_promise_of_others(
     assert len([out async for out in engine.generate(prompt_of(400), greedy(80))]) == 80, (
         "which is all of the pool"
     )
+
+
+async def test_a_step_takes_no_more_of_the_prompts_than_it_may(llama: LoadedModel) -> None:
+    side = Side(llama, 30, 16, "layer_first")
+    with ThreadPoolExecutor(1) as executor:
+        engine = SingleEngine(llama, side.pool, side.pages, executor, max_batch_tokens=24)
+        runner, steps = engine.prefill.steps.runner, list[int]()
+        honest = runner.forward
+
+        def forward(rows: list[Row]) -> torch.Tensor:
+            steps.append(sum(row.new for row in rows))
+            return honest(rows)
+
+        runner.forward = forward  # type: ignore[method-assign]
+
+        async def one(length: int) -> int:
+            return len([out async for out in engine.generate(prompt_of(length), greedy(1))])
+
+        asked = [asyncio.ensure_future(one(length)) for length in (20, 30, 22)]
+        await asyncio.sleep(0)
+        await engine.start()
+        assert await asyncio.gather(*asked) == [1, 1, 1]
+        await engine.close()
+    assert steps == [24, 24, 24]
