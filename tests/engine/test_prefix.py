@@ -244,6 +244,26 @@ async def test_a_flush_leaves_alone_who_reads(llama: LoadedModel) -> None:
         assert not any(cache.stats().pages for cache in pair.caches)
 
 
+class Chats:
+    """Conversations of six users, which begin alike."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        system = prompt_of(21, rng.randrange(100))
+        self.begun = [system + prompt_of(rng.randrange(1, 12), 10 + user) for user in range(6)]
+        self._lengths = [[rng.randrange(1, 9) for _ in range(3)] for _ in self.begun]
+
+    async def talk(self, pair: EnginePair, user: int) -> list[list[int]]:
+        prompt, answers = list(self.begun[user]), []
+        for turn, length in enumerate(self._lengths[user]):
+            answers.append(await pair.tokens(prompt, greedy(length)))
+            prompt += answers[-1] + prompt_of(1 + turn, 50 + user)
+        return answers
+
+
+_without_a_cache: dict[int, list[list[list[int]]]] = {}
+
+
 @pytest.mark.parametrize(
     ("pages", "options"),
     [
@@ -276,23 +296,14 @@ async def test_chats_get_the_tokens_that_they_get_without_a_cache(
     """Users whose conversations begin alike and grow, in pools that hold all of them, or hardly two
     at once.
     """
-    rng = random.Random(seed)
-    system = prompt_of(21, rng.randrange(100))
-    chats = [system + prompt_of(rng.randrange(1, 12), 10 + user) for user in range(6)]
-    lengths = [[rng.randrange(1, 9) for _ in range(3)] for _ in chats]
-
-    async def talk(pair: EnginePair, user: int) -> list[list[int]]:
-        prompt, answers = list(chats[user]), []
-        for turn, length in enumerate(lengths[user]):
-            answers.append(await pair.tokens(prompt, greedy(length)))
-            prompt += answers[-1] + prompt_of(1 + turn, 50 + user)
-        return answers
-
-    async with EnginePair(llama, page_size=4, num_pages=400) as pair:
-        expected = [await talk(pair, user) for user in range(len(chats))]
+    chats = Chats(seed)
+    users = range(len(chats.begun))
+    if seed not in _without_a_cache:
+        async with EnginePair(llama, page_size=4, num_pages=400) as pair:
+            _without_a_cache[seed] = [await chats.talk(pair, user) for user in users]
     async with EnginePair(llama, page_size=4, num_pages=pages, cache=policy, **options) as pair:
-        found = await asyncio.gather(*(talk(pair, user) for user in range(len(chats))))
-        assert found == expected
+        found = await asyncio.gather(*(chats.talk(pair, user) for user in users))
+        assert found == _without_a_cache[seed]
         hits = [cache.stats().hit_tokens for cache in pair.caches]
         assert all(hits), "nothing was found in the cache"
         if pages == 30:
