@@ -245,7 +245,10 @@ class Shell:
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # A task leaves the set in a callback of its end. `asyncio.gather` returns at once where
+            # all have ended (from Python 3.12 on), before any callback runs: this would be a loop
+            # without end.
+            await asyncio.wait(tasks)
 
 
 async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts: Counts) -> bool:

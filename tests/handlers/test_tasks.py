@@ -4,7 +4,9 @@ logged and counted.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,34 @@ async def test_a_task_that_ends_by_surprise_is_logged_and_counted(
         await until(lambda: counts.handler_errors == 1)
         [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert "kvflow-worker" in record.getMessage() and record.exc_info
+
+
+async def test_a_node_closes_whose_task_has_ended_in_the_same_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Python 3.12 has it: `gather` returns at once where everything has ended."""
+    gather = asyncio.gather
+
+    def at_once(*tasks: asyncio.Future[Any], **options: Any) -> asyncio.Future[Any]:
+        if tasks and all(task.done() for task in tasks):
+            ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            ended.set_result([None for _ in tasks])
+            asked.append(len(tasks))
+            assert len(asked) < 10, "it asks again and again, and no callback ever runs"
+            return ended
+        return gather(*tasks, **options)
+
+    async def work() -> None:
+        """Ends with its first step."""
+
+    asked: list[int] = []
+    monkeypatch.setattr(asyncio, "gather", at_once)
+    async with pair() as p:
+        shell = p.decode.shell
+        await shell.stop()
+        shell.spawn(work(), "ends at once")
+        await asyncio.sleep(0)  # it has ended, and the callbacks of that come in the next turn
+        await shell.stop()
 
 
 async def test_a_command_that_fails_takes_no_other_with_it(
