@@ -4,6 +4,7 @@ every mutant.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from tests.proof.mutants import lists
 from tests.proof.mutants.__main__ import chosen, parser
 from tests.proof.mutants.changed import changed_lines, importing, touched
+from tests.proof.mutants.install import Functions
 from tests.proof.mutants.mutant import CannotBegin, Mutant
 from tests.proof.mutants.plan import Plan
 from tests.proof.mutants.scout import Survey
@@ -253,6 +255,24 @@ def test_the_lists_of_this_tree_fit_it() -> None:
     assert keys <= {mutant.key for file in named for mutant in mutants_of(ROOT, file, texts[file])}
     with pytest.raises(CannotBegin, match="no such file"):
         lists.check_named(ROOT, scopes, ["kvflow/no_such_file.py"])
+
+
+def test_a_function_is_changed_in_place_although_the_collector_has_frozen_it(
+    tmp_path: Path,
+) -> None:
+    """As tests/conftest.py freezes all that collecting the judges has made."""
+    mutants = found(tmp_path, "def f(a, b):\n    return a + b\n")
+    (mutant,) = (one for one in mutants if "a - b" in shown(tmp_path, [one])[0])
+    path = tmp_path / "one.py"
+    names: dict[str, Any] = {}
+    exec(compile(path.read_bytes(), str(path), "exec"), names)
+    assert names["f"](5, 2) == 7
+    gc.freeze()
+    try:
+        assert Functions({str(path)}).change(path, mutant)
+    finally:
+        gc.freeze()  # as it was for the tests that follow
+    assert names["f"](5, 2) == 3
 
 
 class Toy:

@@ -66,6 +66,8 @@ class Functions:
 
     def __init__(self, files: set[str]) -> None:
         self._found: dict[tuple[str, str], list[FunctionType]] = defaultdict(list)
+        # tests/conftest.py freezes what the collection has made, and `get_objects` leaves that out.
+        gc.unfreeze()
         for one in gc.get_objects():
             # By its type: `isinstance` asks the object, and some of torch's answer with a warning.
             if type(one) is FunctionType and one.__code__.co_filename in files:
