@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.engine.model import device, thread
-from kvflow.serve.engine.model.device import find_device
+from kvflow.serve.engine.model.device import find_device, place_on
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.runner import Runner
 from kvflow.serve.engine.model.sequence import Sequence
@@ -206,3 +207,9 @@ async def test_a_step_has_ended_when_its_device_has(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ValueError, match="step"):
             await steps.run([sequence], fail)
     assert seen == ["computed", (gpu, 1), (gpu, 1)] and pages.held_pages == 0
+
+
+@pytest.mark.parametrize("name", ["cpu", "meta"])
+def test_what_a_step_reads_is_placed_on_its_device(name: str) -> None:
+    placed = place_on(torch.device(name))(np.arange(3))
+    assert placed.device.type == name and placed.shape == (3,)

@@ -306,6 +306,16 @@ async def test_a_rank_says_what_it_has_of_a_prompt_when_that_is_loaded() -> None
     assert follower.said == [wire.Found(number=7, tokens=0)]
 
 
+async def test_no_two_requests_own_the_same_places() -> None:
+    steps = (follower := Follower()).steps
+    for ticket in (1, 2):
+        follower.open(ticket)
+    owners = {
+        steps._new_request(ticket, found).sequence.owner for ticket, found in steps.requests.items()
+    }
+    assert len(owners) == 2
+
+
 async def test_a_status_is_told_when_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "STATUS_S", 0.0)
     follower, looks = Follower(), 0

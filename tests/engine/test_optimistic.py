@@ -549,31 +549,41 @@ async def test_a_storm_in_a_small_pool(seed: int, llama: LoadedModel) -> None:
         assert not pair.prefill._early._losses and pair.prefill._early.first is None
 
 
-def test_as_many_pages_as_are_missing_are_enough() -> None:
-    """Of a prompt that shares pages, those count that no other one keeps."""
+class Held:
+    """An early request that holds its `own` pages, of which the first ones are `shared`."""
+
+    def __init__(self, own: Any, shared: int = 0) -> None:
+        places = SimpleNamespace(pages=own[shared:])
+        self.sequence = SimpleNamespace(
+            rows=own[:0], prompt_pages=len(own), places=places, pages=own
+        )
+        self.sequence.shared, self.sequence.computed, self.sequence.page_size = (
+            shared,
+            len(own),
+            1,
+        )
+        self.params = SamplingParams()
+
+
+def holding(*requests: Any) -> OptimisticStarts[Any]:
     starts: OptimisticStarts[Any] = OptimisticStarts(tries=1)
-    pages = np.arange(6, dtype=np.int32)
-
-    class Request:
-        def __init__(self, own: Any, shared: int) -> None:
-            places = SimpleNamespace(pages=own[shared:])
-            self.sequence = SimpleNamespace(
-                rows=pages[:0], prompt_pages=len(own), places=places, pages=own
-            )
-            self.sequence.shared, self.sequence.computed, self.sequence.page_size = (
-                shared,
-                len(own),
-                1,
-            )
-            self.params = SamplingParams()
-
-    first, second = Request(pages[[0, 1, 2, 3]], 2), Request(pages[[0, 4]], 1)
-    for one in (first, second):
+    for one in requests:
         starts.add(one)
         starts.began(one)
+    return starts
+
+
+def test_as_many_pages_as_are_missing_are_enough() -> None:
+    """Of a prompt that shares pages, those count that no other one keeps."""
+    pages = np.arange(6, dtype=np.int32)
+    first, second = Held(pages[[0, 1, 2, 3]], 2), Held(pages[[0, 4]], 1)
     # The first has two pages of its own, and page 1 is cached for it alone; page 0 is the second
     # one's, too.
-    assert starts.give_way(4, 0, 0, pages[:0]) == [second, first]
-    for one in (first, second):
-        starts._holding[id(one)] = one
-    assert starts.give_way(3, 0, 0, pages[:0]) == [first]
+    assert holding(first, second).give_way(4, 0, 0, pages[:0]) == [second, first]
+    assert holding(first, second).give_way(3, 0, 0, pages[:0]) == [first]
+
+
+def test_of_two_that_are_not_both_needed_the_one_that_has_computed_more_stays() -> None:
+    pages = np.arange(6, dtype=np.int32)
+    least, more, most = Held(pages[:1]), Held(pages[1:3]), Held(pages[3:])
+    assert holding(least, more, most).give_way(4, 0, 0, pages[:0]) == [least, most]

@@ -308,3 +308,15 @@ def test_no_more_is_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.of("a", 60, like) is not None and memory.of("b", 40, like) is not None
     assert memory.of("b", 41, like) is None, "101 of 100"
     assert memory.of("c", 40, like) is not None, "it has what the other one has given up"
+
+
+def test_memory_that_grows_beyond_what_may_be_kept_is_let_go_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "_MOST_KEPT_BYTES", 100)
+    memory, like = KeptMemory(), torch.empty(0, dtype=torch.uint8)
+    first = memory.of("a", 50, like)
+    assert first is not None and first.numel() == 50
+    assert memory.of("b", 51, like) is None, "both together are too much"
+    assert memory.of("a", 101, like) is None and not memory._streams
+    assert memory.of("b", 100, like) is not None

@@ -23,7 +23,13 @@ from kvflow.testing.pair import QUICK, small_layout, until
 from kvflow.transports.control import tcp_connections
 from kvflow.transports.control.packing import MAX_PARTS, PACKED_BYTES, PACKED_FRAMES
 from kvflow.transports.control.tcp_connections import TcpConnections
-from kvflow.transports.control.zmq import BURST_FRAMES, ZmqSocket, bind_router, connect_dealer
+from kvflow.transports.control.zmq import (
+    BURST_FRAMES,
+    QUEUE_MESSAGES,
+    ZmqSocket,
+    bind_router,
+    connect_dealer,
+)
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
 from tests.ipv6 import needs_ipv6
 
@@ -53,6 +59,14 @@ async def take(socket: ZmqSocket, count: int) -> Frames:
             assert 1 <= len(burst) <= BURST_FRAMES
             found += burst
     return found
+
+
+async def test_what_waits_at_either_end_is_bounded_and_more_than_zmq_lets_wait() -> None:
+    async with link() as ends:
+        for end in ends:
+            limits = [end._socket.get(option) for option in (zmq.SNDHWM, zmq.RCVHWM)]
+            assert limits == [QUEUE_MESSAGES] * 2 and QUEUE_MESSAGES > 10_000
+            assert end._socket.get(zmq.MAXMSGSIZE) == MAX_FRAME_BYTES
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])

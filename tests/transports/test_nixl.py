@@ -328,6 +328,7 @@ async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connecte
         for route in list(plane_of(side)._routes):
             route.close()
         (await side.plane.connect(other, peer.layout)).close()
+        assert [known.is_broken for known in plane_of(side)._peers.values()] == [False]
         assert await landed(side, peer) == side.pool.layout.page_bytes
     await side.close()
 

@@ -366,3 +366,15 @@ async def test_many_connections_are_looked_at_some_at_a_time(
     for raw in strangers:
         raw.close()
     router.close()
+
+
+def test_the_number_under_which_a_connection_is_cut_is_never_inherited() -> None:
+    spare = tcp_connections._Spare()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for _ in range(2):
+            with spare.borrow(server.fileno()) as tcp:
+                assert tcp.getsockname() == server.getsockname()
+                assert not os.get_inheritable(tcp.fileno())
+            assert not os.get_inheritable(spare._descriptor)
+    for descriptor in (spare._descriptor, spare._nothing):
+        os.close(descriptor)

@@ -195,7 +195,7 @@ class RegistryClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 raw = await self._exchanged(*where, request)
-        except (OSError, TimeoutError) as error:
+        except OSError as error:  # or TimeoutError, which is one
             raise LostError(
                 f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}"
             ) from None
