@@ -26,7 +26,7 @@ from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.engine.model import load, quiet, selftest
 from kvflow.serve.engine.model.load import LoadedModel, load_model
-from kvflow.serve.engine.model.probe import probe
+from kvflow.serve.engine.model.probe import _TOKENS, _read_layer, probe
 from kvflow.serve.engine.model.quiet import explained
 from kvflow.serve.engine.model.tokenizer import load_tokenizer
 
@@ -379,3 +379,48 @@ def test_only_the_bar_of_the_weights_reports(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert list(quiet._with_report(bar, ([1, 2],), weights)) == [1, 2]
     assert reported == [("weights", 0.0), ("weights", 0.5), ("weights", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "shown"),
+    [
+        ((2, 4, _TOKENS, 8), torch.float32, "of float32 for"),
+        ((1, 4, _TOKENS + 1, 8), torch.float32, "of float32 for"),
+        ((1, 4, 4, _TOKENS, 8), torch.float32, "of float32 for"),
+        ((1, _TOKENS), torch.float32, "of float32 for"),
+        ((1,), torch.float32, "of float32 for"),
+        ((1, 4, _TOKENS, 8), torch.complex64, "of complex64 for"),
+    ],
+)
+def test_keys_of_another_form_are_refused(
+    shape: tuple[int, ...], dtype: torch.dtype, shown: str
+) -> None:
+    layer = SimpleNamespace(keys=torch.zeros(shape, dtype=dtype))
+    config = SimpleNamespace(model_type="new")
+    with pytest.raises(MisuseError, match=rf"layer 3 keeps keys \[.*\] {shown} {_TOKENS} tokens"):
+        _read_layer(layer, 3, "a-model", config)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (1,)])
+def test_states_that_are_not_one_requests_are_refused(shape: tuple[int, ...]) -> None:
+    layer = SimpleNamespace(number_of_states=1, conv_states=[torch.zeros(shape)])
+    with pytest.raises(
+        MisuseError, match=r"keeps conv_states\[0\] \[.*\] of float32 for one request"
+    ):
+        _read_layer(layer, 3, "a-model", SimpleNamespace())
+
+
+def test_the_forms_of_what_a_layer_keeps() -> None:
+    layer = SimpleNamespace(
+        number_of_states=1,
+        keys=torch.zeros(1, 4, _TOKENS, 8),
+        values=torch.zeros(1, _TOKENS, 6),
+        conv_states=[torch.zeros(1, 5)],
+        recurrent_states=[torch.zeros(1, 2, 3)],
+    )
+    found = _read_layer(layer, 3, "a-model", SimpleNamespace())
+    assert found is not None and found.keys is not None and found.values is not None
+    assert (found.keys.shape, found.values.shape) == ((4, 8), (6,))
+    states = [kind for kind in (*found.conv, *found.recurrent) if kind is not None]
+    assert [kind.shape for kind in states] == [(5,), (2, 3)]
+    assert [kind.unit for kind in (found.keys, *states)] == ["slot", "row", "row"]

@@ -36,6 +36,47 @@ def test_what_gloo_says_of_a_shard_that_is_gone_ends_the_group() -> None:
         neighbours.begin(1)
 
 
+def test_a_step_that_was_aborted_before_it_began_does_not_begin_until_the_next_generation() -> None:
+    neighbours = Neighbours()
+    neighbours.abort()
+    with pytest.raises(LostError, match="aborted before it began"), neighbours.step([]):
+        raise AssertionError("it began")
+    neighbours.begin(1)
+    with neighbours.step([]):
+        pass
+    neighbours.rest()
+    neighbours.wait_for_followers()  # there are none
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_an_abort_leaves_the_shards_of_a_stage_to_each_other_where_it_is_told_to(
+    shards: bool,
+) -> None:
+    done: list[str] = []
+
+    def part(name: str) -> Any:
+        return SimpleNamespace(
+            abort=lambda: done.append(f"abort {name}"),
+            begin=lambda generation: done.append(f"begin {name} {generation}"),
+            next_step=lambda: None,
+            close=lambda: done.append(f"close {name}"),
+        )
+
+    neighbours = Neighbours(part("source"), part("sink"), part("shards"))
+    neighbours.abort(shards=shards)
+    assert done == ["abort source", "abort sink", *["abort shards"] * shards]
+    assert neighbours.broken is shards
+    done.clear()
+    if not shards:
+        with neighbours.step([]):
+            pass
+        neighbours.begin(3)
+        assert done == ["begin source 3", "begin sink 3"]
+        done.clear()
+    neighbours.close()
+    assert done == ["close source", "close sink", "close shards"]
+
+
 @pytest.mark.parametrize(
     ("error", "shards"),
     [(RuntimeError("shapes differ"), GROUP), (ValueError(GONE), GROUP), (RuntimeError(GONE), None)],

@@ -29,6 +29,7 @@ from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.budget import DECAY_STEPS, LEAST_SHARE, NewTokenRatio
 from kvflow.serve.engine.scheduler.burst import DecodeRequest
 from kvflow.serve.engine.scheduler.params import SamplingParams
+from kvflow.serve.engine.scheduler.retraction import Retractions
 from kvflow.serve.launch.logs import RequestFields
 from kvflow.telemetry.requests import CURRENT, RequestTrace
 from tests.engine import tiny_models
@@ -551,6 +552,47 @@ async def test_cached_pages_are_taken_from_nobody_who_is_about_to_come_back(
         retractions._away[1] = away("waits", 1, granted=False)
         assert retractions.release_cached() and released == ["waits"]
         retractions._away.clear()
+
+
+@pytest.mark.parametrize(
+    ("held", "copied", "finds"),
+    [(False, False, True), (False, False, False), (True, False, True), (False, True, True)],
+)
+def test_what_is_computed_again_begins_with_what_the_cache_has_by_then(
+    held: bool, copied: bool, finds: bool
+) -> None:
+    asked: list[Any] = []
+    needs: list[int] = []
+    covered: list[int] = []
+    found = SimpleNamespace(held=finds, pages=np.zeros(3 * finds, np.int32))
+
+    def again(tokens: Any) -> Any:
+        asked.append(len(tokens))
+        return found
+
+    before = SimpleNamespace(held=held, again=again)
+    request: Any = SimpleNamespace(
+        prefix=before,
+        sequence=SimpleNamespace(tokens=np.arange(30), length=20),
+        resident=SimpleNamespace(sizes=(5, 0), copied=copied, needs=needs.append),
+        admission=SimpleNamespace(has=covered.append),
+    )
+    nothing: Any = None
+    retractions = Retractions(
+        nothing,
+        nothing,
+        nothing,
+        frozenset(),
+        recompute=True,
+        back=nothing,
+        failed=nothing,
+        moved=nothing,
+    )
+    retractions._look_again(request)
+    looks = not held and not copied
+    assert asked == [19] * looks, "the last token is always computed"
+    assert request.prefix is (found if looks else before)
+    assert (needs, covered) == (([2], [3]) if looks and finds else ([], []))
 
 
 def test_the_ratio_decays_and_is_raised_by_a_retract() -> None:

@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import select
+import signal
 import socket
 import subprocess
 import threading
@@ -340,6 +342,31 @@ def test_what_the_shards_of_a_model_keep() -> None:
     ]
     grouped = of_every_shard([few._replace(whole=2)], 4)
     assert [(kind.start, kind.replica) for kind in grouped] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+async def test_a_lost_shard_is_waited_for_until_its_process_is_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until then it may write into the pool; here the signal that kills it is long in coming."""
+    waits, poll = threading.Event(), select.poll
+
+    def watched() -> select.poll:
+        waits.set()
+        return poll()
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+    monkeypatch.setattr(select, "poll", watched)
+    with some_process() as process, contextlib.closing(Other(process)) as other:
+        [shard] = other.leader.shards
+        await until(lambda: shard.process >= 0)
+        await asyncio.to_thread(other.leader.lost, 1, "it has ended")
+        waits.clear()
+        waiting = asyncio.create_task(asyncio.to_thread(other.leader.wait))
+        assert await asyncio.to_thread(waits.wait, 20)
+        assert not waiting.done() and is_alive(process)
+        os.kill(process.pid, signal.SIGKILL)
+        await waiting
+        assert not is_alive(process)
 
 
 def own_pidfds() -> int:

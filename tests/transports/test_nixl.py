@@ -328,7 +328,8 @@ async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connecte
         for route in list(plane_of(side)._routes):
             route.close()
         (await side.plane.connect(other, peer.layout)).close()
-        assert [known.is_broken for known in plane_of(side)._peers.values()] == [False]
+        [known] = plane_of(side)._peers.values()
+        assert known.metadata == metadata + b"|" and not known.is_broken
         assert await landed(side, peer) == side.pool.layout.page_bytes
     await side.close()
 

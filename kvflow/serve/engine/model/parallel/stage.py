@@ -195,8 +195,6 @@ def stock_cache(model: Any) -> DynamicCache:
     cache = DynamicCache(config=model.config.get_text_config())
     foreign = {module.index for module in model.modules() if isinstance(module, ForeignLayer)}
     own = [layer for i, layer in enumerate(cache.layers) if i not in foreign]
-    if not foreign or not own:
-        return cache
     for i in foreign:
         if i < len(cache.layers):
             cache.layers[i] = _stand_in(cache.layers[i], own)
