@@ -424,3 +424,18 @@ def test_the_forms_of_what_a_layer_keeps() -> None:
     states = [kind for kind in (*found.conv, *found.recurrent) if kind is not None]
     assert [kind.shape for kind in states] == [(5,), (2, 3)]
     assert [kind.unit for kind in (found.keys, *states)] == ["slot", "row", "row"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [
+        ({"max_position_embeddings": 512, "seq_length": 8}, 512),
+        ({"max_position_embeddings": None, "n_positions": 64}, 64),
+        ({"max_position_embeddings": 0, "max_seq_len": 32}, 32),
+        ({"max_position_embeddings": -1}, load.NO_LIMIT),
+        ({}, load.NO_LIMIT),
+    ],
+)
+def test_how_many_tokens_a_model_takes(fields: dict[str, Any], length: int) -> None:
+    """One whose configuration names no limit, as mamba's, takes any number."""
+    assert load._context_length(SimpleNamespace(**fields)) == length

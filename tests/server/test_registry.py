@@ -32,7 +32,12 @@ from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.registry import registry_app
 from kvflow.transports.control import rank_server
 from kvflow.transports.control.rank_server import serve_ranks
-from kvflow.transports.control.registry import MAX_ANSWER_BYTES, RankTable, RegistryClient
+from kvflow.transports.control.registry import (
+    MAX_ANSWER_BYTES,
+    RankTable,
+    RegistryClient,
+    _parsed,
+)
 from tests.server.fake_service import Server, served
 
 RANK = RankInfo(0, 1, (1 << 64) - 1, "tcp://127.0.0.1:5", "local", "m", PoolShape(16, 8, 1024, 2))
@@ -193,7 +198,7 @@ async def test_bad_ranks_are_refused_and_change_nothing(
     assert table.all() == []
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b"[" * 4000])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"\xff", b'"\xff"', b"[" * 4000])
 async def test_malformed_puts_are_refused(
     registry: Server, session: aiohttp.ClientSession, raw: bytes
 ) -> None:
@@ -377,6 +382,7 @@ async def exchanged(port: int, *parts: bytes, half_close: bool = False) -> bytes
         (b"GET /ranks HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"400 Bad Request"),
         (b"GET /ranks HTTP/1.1\r\nX: " + b"y" * (17 << 10) + b"\r\n\r\n", b"431 Request Header"),
         (b"PUT /ranks/0 HTTP/1.1\r\n\r\n", b"411 Length Required"),
+        (b'PUT /ranks/0 HTTP/1.1\r\nContent-Length: 3\r\n\r\n"\xff"', b"400 Bad Request"),
         (b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"411 Length Required"),
         (
             b"PUT /ranks/0 HTTP/1.1\r\nContent-Length: 65537\r\n\r\n",
@@ -536,3 +542,20 @@ def test_a_registry_of_before_knows_one_group() -> None:
     for wrong in ({"dp_rank": 3}, {"dp_rank": -1}, {"dp_size": 0}, {"dp_size": 1 << 20}):
         with pytest.raises(WireError, match="rank: dp_rank"):
             rank_from_json(rank_to_json(of_group(2, 1)) | wrong)
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("a-host:80", ("a-host", 80)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+        ("[::1]:1", ("::1", 1)),
+        ("[::zz]:80", None),
+        ("[]:80", None),
+        ("a-host:0", None),
+        ("a-host:65536", None),
+        ("a-host", None),
+    ],
+)
+def test_where_a_registry_is(address: str, found: tuple[str, int] | None) -> None:
+    assert _parsed(address) == found

@@ -151,6 +151,7 @@ async def test_ends_that_are_not_there(link: Link) -> None:
     successor = network.connect(again.control, 5)
     dealer.close()
     assert successor.send(beat(4)) and await got(again, 1) == [4]
+    assert not router.send(beat(6), routing_id(5)), "it is closed"
     assert again.send(beat(5), routing_id(5)) and await got(successor, 1) == [5]
 
 

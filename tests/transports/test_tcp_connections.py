@@ -376,5 +376,6 @@ def test_the_number_under_which_a_connection_is_cut_is_never_inherited() -> None
                 assert tcp.getsockname() == server.getsockname()
                 assert not os.get_inheritable(tcp.fileno())
             assert not os.get_inheritable(spare._descriptor)
+            assert os.readlink(f"/proc/self/fd/{spare._descriptor}") == os.devnull
     for descriptor in (spare._descriptor, spare._nothing):
         os.close(descriptor)
