@@ -109,6 +109,18 @@ async def test_a_look_leaves_no_message_unread() -> None:
         router.close()
 
 
+async def test_nobody_looks_at_what_is_closed() -> None:
+    router, port = bind_router("127.0.0.1", 0)
+    dealer = connect_dealer(f"tcp://127.0.0.1:{port}", 7)
+    await echo(router, dealer)
+    router.connections._look()
+    looks = [router.connections._timer, router.connections._turn]
+    dealer.close()
+    router.close()
+    assert looks[0] is not None
+    assert all(handle.cancelled() for handle in looks if handle is not None)
+
+
 async def until_cut(end: ZmqSocket, count: int) -> None:
     async with asyncio.timeout(20):
         while end.connections.cut < count:
