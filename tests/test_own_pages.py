@@ -187,6 +187,26 @@ async def test_wrong_pages_are_refused_where_they_are_given(pages: list[int], te
         assert targets.at_rest()
 
 
+async def test_a_page_is_of_one_room_until_nothing_can_write_into_it() -> None:
+    async with external_pair() as (p, _, store):
+        ranks = [p.prefill.info]
+        first = p.decode.room(1, prefill=ranks, prompt=PROMPT, pages=MINE)
+        others = [9, 1, 2], [3, 2, 7]
+        for pages in others:
+            with pytest.raises(OwnershipError, match=r"page [97] is lent to prefill for another"):
+                p.decode.room(2, prefill=ranks, prompt=PROMPT, pages=pages)
+        assert store.busy_pages == len(MINE), "nothing of the refused ones is held"
+        announced = p.decode.announce(3, prefill=ranks, prompt=PROMPT)
+        with pytest.raises(OwnershipError, match="another room"):
+            announced.offer(MINE)
+        first.close()
+        await first.released()
+        announced.offer(MINE)
+        announced.close()
+        await announced.released()
+        assert store.at_rest()
+
+
 async def test_a_room_without_pages_at_a_node_that_has_none() -> None:
     async with external_pair() as (p, sources, _):
         with pytest.raises(CapacityError, match="open the room with pages=, 3 of them"):

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvflow.handlers.connections import Connect, Connections
 from kvflow.handlers.earlier import EarlierShell, check_unseen, log_declared
@@ -21,9 +22,17 @@ from kvflow.protocols import commands as c
 from kvflow.protocols.arguments import page_indices
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.records import Prompt
-from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError, MisuseError, room_error
+from kvflow.protocols.errors import (
+    CapacityError,
+    Cause,
+    Code,
+    KvflowError,
+    MisuseError,
+    OwnershipError,
+    room_error,
+)
 from kvflow.protocols.machines.decode_room import DecodePhase
-from kvflow.protocols.pages.layout import NO_PLACES, PoolLayout
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
 from kvflow.protocols.ports import (
     Arrivals,
     Checksums,
@@ -33,7 +42,7 @@ from kvflow.protocols.ports import (
     UnprovenLoan,
 )
 from kvflow.protocols.waiting import Waiting
-from kvflow.protocols.wire.messages import GrantId, Incarnation
+from kvflow.protocols.wire.messages import GrantId, Incarnation, RoomId
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
@@ -106,6 +115,8 @@ class DecodeShell(Shell):
             c.FreePages: self._free,
         }
         self.earlier = EarlierShell(self, endpoint.earlier, plane, stores)
+        # Places that rooms have of their callers' own: peers may write into each for one room only.
+        self._own: NDArray[np.bool_] | None = None
 
     # --- rooms
 
@@ -316,9 +327,37 @@ class DecodeShell(Shell):
             self._give_back(room)
             room.pages_freed()
         elif (own := room.own_pages) is not None:
-            self.guard(lambda: self.pages.unhold(own), f"letting pages of {room!r} go")
+            self.guard(lambda: self.unhold_own(own), f"letting pages of {room!r} go")
         else:
             self._give_back(room)
+
+    def hold_own(self, room: RoomId, pages: PageIndices) -> None:
+        """Hold pages of the caller's own for a room, until `unhold_own`.
+
+        Raises: OwnershipError for pages that the store cannot hold, or that another room has.
+        """
+        if self._own is None:
+            self._own = np.zeros(self.layout.num_places, dtype=np.bool_)
+        if (taken := self._own[pages]).any():
+            raise OwnershipError(
+                f"room {room}: page {pages[taken][0]} is lent to prefill for another room, or has "
+                "been until now; give it once that room is released"
+            )
+        try:
+            self.pages.hold(pages)
+        except OwnershipError as error:
+            text = (
+                f"room {room}: {error}; take them from node.pages, or make the node with "
+                "pages=ExternalPages"
+            )
+            raise OwnershipError(text) from None
+        self._own[pages] = True
+
+    def unhold_own(self, pages: PageIndices) -> None:
+        """No peer can reach these pages for their room any more, and no checksum reads them."""
+        assert self._own is not None
+        self._own[pages] = False
+        self.pages.unhold(pages)
 
     # --- commands
 

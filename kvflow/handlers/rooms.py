@@ -19,7 +19,7 @@ from kvflow.protocols.arguments import (
     pages_wanted,
 )
 from kvflow.protocols.decode.records import DecodeRoomRecord
-from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError, OwnershipError
+from kvflow.protocols.errors import Cause, Code, KvflowError, MisuseError
 from kvflow.protocols.machines.decode_room import TERMINAL, DecodePhase, DecodeRoomState
 from kvflow.protocols.machines.prefill_room import PrefillPhase, PrefillRoomState
 from kvflow.protocols.machines.story import Line
@@ -84,6 +84,11 @@ class DecodeSide(Protocol):
 
     @property
     def layout(self) -> PoolLayout: ...
+
+    def hold_own(self, room: RoomId, pages: PageIndices) -> None:
+        """Hold pages of the caller's own for a room, until `unhold_own`. Raises: OwnershipError."""
+
+    def unhold_own(self, pages: PageIndices) -> None: ...
 
     def offer(self, room: DecodeRoom) -> None: ...
 
@@ -173,20 +178,14 @@ class DecodeRoom:
         them.
 
         Raises: MisuseError (another number of pages, or a second time), OwnershipError (pages the
-        store cannot hold, or that a writer of an earlier node over the pool may still write into).
+        store cannot hold, that another room has, or that a writer of an earlier node over the pool
+        may still write into).
         """
         if self.own_pages is not None or not self.held_back:
             raise MisuseError(f"room {self.room}: its pages have been given already")
         mine = own_pages(pages, self._shell.layout, self.room, self.num_pages)
         self._shell.quarantine.check(mine)
-        try:
-            self._shell.pages.hold(mine)
-        except OwnershipError as error:
-            text = (
-                f"room {self.room}: {error}; take them from node.pages, or make the node with "
-                "pages=ExternalPages"
-            )
-            raise OwnershipError(text) from None
+        self._shell.hold_own(self.room, mine)
         self.own_pages = self.pages = mine
 
     def offer(
@@ -295,7 +294,7 @@ class DecodeRoom:
         ):
             try:
                 if self.own_pages is not None:
-                    self._shell.pages.unhold(self.own_pages)
+                    self._shell.unhold_own(self.own_pages)
             finally:
                 self.when_released.give(None)
 
