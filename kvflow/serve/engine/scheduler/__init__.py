@@ -1,1 +1,1 @@
-"""The engines' scheduling: which requests take part in which model step."""
+"""Scheduling for both engines: the choice of the requests that take part in each model step."""

@@ -1,4 +1,4 @@
-"""What a request changes in its logits before a token is chosen: transformers' own logits
+"""The changes of a request to its logits before a token is chosen, by transformers' own logits
 processors.
 """
 
@@ -19,13 +19,15 @@ from kvflow.serve.engine.scheduler.params import SamplingParams
 
 
 class CountPenalties(LogitsProcessor):
-    """OpenAI's penalties: counted over the generated tokens alone, as SGLang and vLLM do."""
+    """OpenAI's penalties, counted over the generated tokens alone, as in SGLang and vLLM."""
 
     def __init__(self, prompt_length: int, frequency: float, presence: float) -> None:
         self._prompt_length, self._frequency, self._presence = prompt_length, frequency, presence
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """`input_ids` int64 [1, tokens], `scores` [1, vocabulary]."""
+        """Return the scores less the penalties. `input_ids` int64 [1, tokens], `scores` [1,
+        vocabulary].
+        """
         vocabulary = scores.shape[-1]
         counts = torch.bincount(input_ids[0, self._prompt_length :], minlength=vocabulary)[
             :vocabulary
@@ -37,7 +39,7 @@ class Adjustments:
     """The changes of one request, which depend on its own tokens alone: no batch, no state between
     tokens.
 
-    Called by the model thread; `sequence` must hold all tokens before the one that is chosen.
+    The model thread calls it; `sequence` must hold all tokens before the chosen one.
     """
 
     def __init__(self, params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]) -> None:
@@ -45,7 +47,7 @@ class Adjustments:
         self._processors: LogitsProcessorList | None = None
 
     def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """The changed copy of `logits` [vocabulary] for the token at `position`, in float32."""
+        """Return a changed float32 copy of `logits` [vocabulary] for the token at `position`."""
         if self._processors is None:
             self._processors = LogitsProcessorList(self._made(logits.shape[-1], logits.device))
         tokens = torch.from_numpy(self._sequence.tokens[:position]).to(logits.device)
@@ -56,8 +58,9 @@ class Adjustments:
         return changed[0]
 
     def _made(self, vocabulary: int, device: torch.device) -> list[LogitsProcessor]:
-        """Ids that the model has an embedding but no logit for are left out: it never generates
-        them.
+        """Return the processors that the request needs.
+
+        Ids for which the model has an embedding but no logit are left out: it never generates them.
         """
         params, prompt_length = self._params, self._sequence.prompt_length
         made: list[LogitsProcessor] = []
@@ -87,5 +90,5 @@ class Adjustments:
 def adjustments_of(
     params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]
 ) -> Adjustments | None:
-    """None for a request that chooses from the model's logits as they are."""
+    """Return the changes of a request; None if it chooses from the model's logits as they are."""
     return Adjustments(params, sequence, eos_ids) if params.adjusts else None

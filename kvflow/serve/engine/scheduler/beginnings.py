@@ -1,10 +1,10 @@
-"""With how much of a cached prefix a prompt begins, where other ranks have to begin at the same
-token.
+"""The length of the cached prefix with which a prompt begins, where all ranks have to begin at the
+same token.
 
-The first rank gives a request its places, with what its own cache has, and asks the others; until
-all have answered no step names it. Where one of them has less, the request gives its places back
-and takes others, which may be a moment later: the prompts that have places fit into every pool
-without any cache, so they come.
+The first rank gives a request its places, with the pages that its own cache has, and asks the other
+ranks; no step names the request until all of them answer. Where one of them has less, the request
+gives its places back and takes others, perhaps a moment later. These are sure to come, because the
+prompts that have places fit into every pool without any cache.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Beginnings:
     ) -> None:
         """`begins` is called with a request once steps may name it."""
         self._steps, self._lockstep, self._begins = steps, lockstep, begins
-        self._short: dict[int, PrefillRequest] = {}  # by id: those that wait for other places
+        self._short: dict[int, PrefillRequest] = {}  # by id: requests that wait for other places
 
     @property
     def are_short(self) -> bool:
         return bool(self._short)
 
     def placed(self, request: PrefillRequest) -> None:
-        """It has taken its places."""
+        """Begin a request that took its places, or first ask the other ranks."""
         if self._lockstep is None or not request.cached_tokens:
             self._begin(request)
             return
         request.is_asking = True
-        # Which may tell that a rank is lost, and drop it.
+        # This call may find that a rank is lost, and drop the request, so it comes last.
         self._lockstep.find(request, request.cached_tokens)
 
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
-        """Every rank has its first `tokens` tokens."""
+        """Begin a request of which every rank has the first `tokens` tokens cached."""
         if not request.is_asking or request.agreed is not None:
             return
         request.agreed = tokens
@@ -52,20 +52,21 @@ class Beginnings:
             self._begin(request)
 
     def flushed(self, placed: Iterable[PrefillRequest]) -> None:
-        """The cache has been.
+        """Flush the other ranks, after this rank's cache was flushed.
 
-        Of `placed`, those that no step has named begin without it, at every rank.
+        Those of `placed` that no step named yet begin without cached pages, at every rank.
         """
         if self._lockstep is None:
             return
-        self._lockstep.flush()  # which may tell that a rank is lost, and drop some
+        # This call may find that a rank is lost, and drop some requests of `placed`.
+        self._lockstep.flush()
         for request in list(placed):
             if not request.has_begun and request.cached_tokens:
                 request.agreed, request.is_asking = 0, True
                 self._take_fewer(request)
 
     def take_missing(self) -> None:
-        """As far as there are places now."""
+        """Give other places to the requests that wait for them, as far as places are free."""
         for request in list(self._short.values()):
             if max(self._steps.short_of(request)) > 0:
                 return
@@ -74,11 +75,12 @@ class Beginnings:
             self._begin(request)
 
     def forget(self, request: PrefillRequest) -> None:
-        """It loses its places, or has ended. Idempotent."""
+        """Forget a request that loses its places or ended. Idempotent."""
         self._short.pop(id(request), None)
         request.agreed, request.is_asking = None, False
 
     def _take_fewer(self, request: PrefillRequest) -> None:
+        """Exchange the places of a request for others, with a shorter cached prefix."""
         self._steps.start_again(request)
         self._short[id(request)] = request
         self.take_missing()

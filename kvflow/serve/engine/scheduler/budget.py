@@ -1,11 +1,11 @@
-"""Page promises: how far each request may grow, and who waits for one.
+"""Page promises: how far each request may grow, and the queue of requests that wait for a promise.
 
 No request starves for another.
 
-This is the queue of a decode. A room is announced before it waits here, and its prefill gives it
-nothing before it leaves. So the holder of a place here never waits for a request that waits for
-that place, whatever order the legs of requests arrive in at several prefills and decodes: there is
-no deadlock.
+This is the queue of a decode. A room is announced before its request waits here, and its prefill
+gives it no places before it leaves the queue. So the holder of a place here never waits for a
+request that waits for that place, whatever the order in which the legs of requests arrive at
+several prefills and decodes: there is no deadlock.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kvflow.protocols.errors import CapacityError, KvflowError
 
 # Rooms and writes free pages without an event, so waiting requests poll this often.
 RECHECK_S = 0.02
-# Without a running request what is not free is in quarantine: after this long, others may have
-# pages.
+# Without a running request, the pages that are not free are in quarantine. The request that needs
+# them waits this long and then fails, so that others get the free ones.
 STUCK_S = 20.0
-DECAY_STEPS, LEAST_SHARE, RETRACT_STEPS = 600, 0.14, 20  # of SGLang's scheduler
-MOST_TOKENS_AHEAD = 4096  # no more than so many new tokens count in a promise, as at SGLang
+DECAY_STEPS, LEAST_SHARE, RETRACT_STEPS = 600, 0.14, 20  # values of SGLang's scheduler
+MOST_TOKENS_AHEAD = 4096  # most new tokens that count in a promise, as in SGLang
 
 
 class NewTokenRatio:
-    """The share of the new tokens still to come for which a request is promised pages; 1.0 is the
-    worst case.
+    """The share of the new tokens still to come for which a request is promised pages.
 
-    Below 1 it decays with every step, since requests end early more often than not, and a retract
-    raises it to what the running requests have shown (SGLang's scheduler does the same).
+    1.0 is the worst case. Below 1 the share decays with every step, since most requests end early,
+    and a retraction raises it to what the running requests proved to need (as SGLang's scheduler
+    does).
     """
 
     def __init__(self, initial: float = 1.0) -> None:
@@ -44,18 +44,20 @@ class NewTokenRatio:
         self.now = max(self._least, self.now - steps * (self._initial - self._least) / DECAY_STEPS)
 
     def retracted(self, generated: int, limit: int, running: int) -> None:
-        """`running` requests have `generated` tokens of the `limit` that they may generate, all
-        together.
+        """Raise the share after a retraction.
+
+        The `running` requests have generated `generated` of the `limit` tokens that they may
+        generate, all together.
         """
         self.now = max(self.now, min(1.0, (generated + RETRACT_STEPS * running) / max(1, limit)))
 
     def rest(self) -> None:
-        """No request runs."""
+        """Reset the share, while no request runs."""
         self.now = self._initial
 
 
 class Shortage:
-    """How long pages have been missing that no running request will free."""
+    """The time for which pages are missing that no running request will free."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None
@@ -64,8 +66,9 @@ class Shortage:
         self._since_s = None
 
     def lasts(self) -> bool:
-        """Whether it has lasted for `STUCK_S`; it begins when this is asked for the first time
-        since it `ended`.
+        """Return True once the shortage lasts for `STUCK_S`.
+
+        It begins with the first call after `ended`.
         """
         now = asyncio.get_running_loop().time()
         self._since_s = now if self._since_s is None else self._since_s
@@ -73,8 +76,11 @@ class Shortage:
 
 
 class Admission:
-    """A promise of pages to one request: `base` at least, `total` at worst, of which it owns
-    `taken` already, and of a row where the pool has rows. `release` is idempotent."""
+    """A promise of pages to one request, and of a row where the pool has rows.
+
+    It covers `base` pages at least and `total` at worst, of which the request already owns `taken`.
+    `release` is idempotent.
+    """
 
     __slots__ = (
         "_budget",
@@ -94,7 +100,7 @@ class Admission:
     ) -> None:
         self._budget, self.total, self.taken, self.base = budget, total, taken, base
         self.priority, self.number = priority, number
-        self.away = False  # it ran, and has been retracted
+        self.away = False  # True after it ran and was retracted
         self.row_taken = bool(taken)
         self.covered = 0
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -105,39 +111,43 @@ class Admission:
         self.row_taken = True
 
     def cover(self, pages: int) -> None:
-        """Record what it begins with of a cache, in all; as often as it is said."""
+        """Record how many cached pages the request begins with. Repeating it is harmless."""
         self.has(pages - self.covered)
         self.covered = pages
 
     def has(self, pages: int) -> None:
-        """Record that so many of its pages are there already, and are not taken: it is promised
-        fewer. Below 0: that they are not there any more, and are promised again."""
+        """Record that so many of its pages are there without being taken: fewer are promised.
+
+        A negative number records that they are gone, and are promised again.
+        """
         self.total, self.base = max(self.taken, self.total - pages), max(0, self.base - pages)
 
     def release(self) -> None:
-        """End the promise; call it when the request's pages have been given back."""
+        """End the promise. Call it after the request's pages are given back."""
         self._budget.forget(self)
 
     @property
     def opening(self) -> int:
-        """Pages that it needs to begin, and has not taken yet."""
+        """Pages that the request needs to begin, and does not own yet."""
         return max(0, self.base - self.taken)
 
     @property
     def place(self) -> tuple[bool, int, int]:
-        """In the queue: what was retracted comes first, since its reader has seen tokens; then
-        priority, then age.
+        """The sort key in the queue.
+
+        Retracted requests come first, since their readers already have tokens; then priority
+        decides, then age.
         """
         return not self.away, -self.priority, self.number
 
     def outstanding(self, ratio: float, most_ahead: int) -> int:
-        """How many pages it is still promised, at a ratio below 1."""
+        """Return how many pages the request is still promised, at a ratio below 1."""
         known = max(self.base, self.taken)
         return known - self.taken + math.ceil(min(self.total - known, most_ahead) * ratio)
 
 
 class PageBudget:
-    """Free pages minus promised pages, to `most` requests at a time."""
+    """The free pages minus the promised ones, given to `most` requests at a time."""
 
     def __init__(
         self,
@@ -149,10 +159,11 @@ class PageBudget:
         page_size: int = 1,
         release_cached: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`rows`: of a pool that has some, every request needs one.
+        """`rows`: the rows of a pool that has some; every request needs one.
 
-        `release_cached`: where nobody runs and pages are missing, one request that waits unlocks
-        those that it has cached; False when none has any."""
+        `release_cached`: called when no request runs and pages are missing. It unlocks the cached
+        pages of one waiting request, and returns False when no request has any.
+        """
         self._pages, self._rows, self._most = pages, rows, most
         self._release_cached = release_cached
         self._ratio, self._most_ahead = ratio or NewTokenRatio(), -(-MOST_TOKENS_AHEAD // page_size)
@@ -173,8 +184,9 @@ class PageBudget:
 
     @property
     def spare(self) -> int:
-        """Free pages that running requests may grow into: the others are for requests that are
-        about to begin.
+        """Free pages that running requests may grow into.
+
+        The other free pages are for requests that are about to begin.
         """
         return self._pages.free_pages - self._opening
 
@@ -183,32 +195,34 @@ class PageBudget:
         return sum(a.opening for a in self._live)
 
     def reclaim(self, count: int) -> None:
-        """See that `spare` is `count`, if a cache has as many pages to give; else it gives none."""
+        """Raise `spare` to `count` if the cache can give that many pages; otherwise it gives up no
+        page.
+        """
         if self._pages.reclaimables:
             self._pages.reclaim(self._opening + count)
 
     @property
     def most_spare(self) -> int:
-        """What `spare` is when a cache gives all that it can."""
+        """The value of `spare` once the cache gives all that it can."""
         return self._pages.available_pages - self._opening
 
     def shortage(self, what: str, asked: int, free: int) -> CapacityError:
-        """The error of a request that is short of pages.
+        """Return the error for a request that is short of pages.
 
-        It speaks of the tokens that they hold, as clients do.
+        It counts tokens rather than pages, as clients do.
         """
         return CapacityError(what, asked * self._page_size, max(0, free) * self._page_size)
 
     async def admit(
         self, total: int, taken: int = 0, *, base: int | None = None, priority: int = 0
     ) -> Admission:
-        """Wait until `base` pages (`total`, by default) and a share of the others can be promised,
-        in order of priority and arrival.
+        """Wait until `base` pages (`total`, by default) and a share of the others can be promised.
 
-        Raises: CapacityError for a request that can never fit, for one that owns `taken` pages
-        while no running request is left that could free more (its own pages may be all that the
-        next one needs), and after `STUCK_S` without a running request in which too few pages have
-        come back.
+        Requests are admitted in order of priority and arrival.
+
+        Raises: CapacityError for a request that can never fit; for one that owns `taken` pages
+        while no running request could free more (its own pages may be all that the next one needs);
+        and after `STUCK_S` without a running request in which too few pages came back.
         """
         if total > self.capacity:
             raise self.shortage(
@@ -226,8 +240,9 @@ class PageBudget:
         return admission
 
     def retract(self, admission: Admission, base: int) -> None:
-        """Its request gives its pages back, and waits for `base` pages to begin again: `granted`
-        tells when.
+        """Move a running request, which gives its pages back, to the queue.
+
+        It waits for `base` pages to begin again; `granted` resolves when it has them.
         """
         self._live.discard(admission)
         admission.away, admission.taken, admission.row_taken, admission.base = True, 0, False, base
@@ -249,12 +264,13 @@ class PageBudget:
         self.grant()
 
     def grant(self) -> None:
-        """To the first ones that wait, as far as pages and rows are free; call it where some have
-        come free.
+        """Grant promises to the first requests that wait, as far as pages and rows are free.
+
+        Call it after pages or rows become free.
         """
         while self._waiting:
             head = self._waiting[0]
-            # Cancelled in this turn of the loop, before its own `forget` has run.
+            # It was cancelled in this turn of the loop, and its own `forget` did not run yet.
             if head.granted.done():
                 self._waiting.pop(0)
                 continue
@@ -273,7 +289,8 @@ class PageBudget:
                 continue
             self.reclaim(head.opening)
             if self._pages.reclaimables and self.spare < head.opening:
-                break  # a step or a write still reads cached pages that have been evicted
+                # A step or a write still reads cached pages that were evicted.
+                break
             self._waiting.pop(0)
             self._live.add(head)
             self._shortage.ended()
@@ -284,9 +301,11 @@ class PageBudget:
             self._timer = asyncio.get_running_loop().call_later(RECHECK_S, self._recheck)
 
     def _promised(self, admissions: Iterable[Admission]) -> int:
-        """How many pages they are still promised, all together."""
+        """Return how many pages `admissions` are still promised, all together."""
         ratio, ahead = self._ratio.now, self._most_ahead
         if ratio >= 1:  # no call for each: every request that ends asks for the sum over all
+            # Every request that ends computes this sum over all others, so this common case calls
+            # no method per admission.
             return sum(a.total - a.taken for a in admissions)
         return sum(a.outstanding(ratio, ahead) for a in admissions)
 

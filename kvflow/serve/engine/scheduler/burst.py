@@ -1,7 +1,7 @@
-"""Decode steps in the model thread, several for one call of it, and their tokens on their way
-within milliseconds.
+"""Decode steps in the model thread: several for each call of it, with their tokens delivered within
+milliseconds.
 
-A call costs some 150 us of waiting for the event loop.
+A call costs some 150 us of waiting for the event loop, hence several steps per call.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from kvflow.serve.engine.scheduler.budget import Admission
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
 
-# Steps that are shorter share a delivery: each wakes the event loop, which then takes the
-# interpreter from the model.
+# Steps that are shorter share a delivery, since each delivery wakes the event loop, which then
+# takes the interpreter from the model.
 DELIVER_EVERY_S = 0.01
 
 
-RECOMPUTED_PER_STEP = 512  # tokens of retracted requests: the others of a batch wait for them
+# Tokens of retracted requests in one step: the others of the batch wait for them.
+RECOMPUTED_PER_STEP = 512
 
 
 class DecodeRequest:
-    """One sequence of the batch; `tokens` carries its tokens, or the error that ended it, to its
-    reader.
+    """One request of the batch.
 
-    What prefill has handed over is its own as long as it lives (I9): there is no slot that a later
-    one could fill. What it holds of the pool, or of host memory, is its `resident`.
+    `tokens` carries its tokens, or the error that ended it, to its reader. It keeps prefill's
+    hand-over as long as it lives (I9): there is no slot that a later hand-over could fill. Its
+    places in the pool, or its host memory, belong to `resident`.
     """
 
     __slots__ = (
@@ -74,8 +75,8 @@ class DecodeRequest:
         handoff: HandOff,
         prefix: Prefix | None = None,
     ) -> None:
-        """`prefix`: the pages that it begins with, and does not own; it keeps them while it is
-        away.
+        """`prefix`: the cached pages that it begins with and does not own; it keeps them while it
+        is retracted.
         """
         self.number, self.sequence, self.params, self.limit, self.admission = (
             number,
@@ -87,12 +88,12 @@ class DecodeRequest:
         self.resident, self.handoff, self.prefix = resident, handoff, prefix
         self.adjustments = adjustments
         self.seed = params.seed_or_random()
-        # Of its reader: log lines of its moves name its request.
+        # Its moves run in the reader's context, so that their log lines name the request.
         self.context = contextvars.copy_context()
         self.move: asyncio.Task[None] | None = None  # while it is retracted
         self.protected_until = 0
-        self.delivered = 0  # tokens of steps
-        # Tokens whose state is in its pages, also while a step runs.
+        self.delivered = 0  # tokens that steps generated
+        # Tokens whose state is in its pages for certain, also while a step runs.
         self.settled = sequence.computed
         self.tokens: asyncio.Queue[TokenOut | KvflowError] = asyncio.Queue()
 
@@ -102,59 +103,62 @@ class DecodeRequest:
 
     @property
     def tokens_left(self) -> int:
-        """How many it may still generate."""
+        """The number of tokens that it may still generate."""
         return self.limit - self.generated
 
     @property
     def protected(self) -> bool:
-        """It has come back, and has not generated a page of tokens since."""
+        """True after its return, until it generates a page of tokens."""
         return self.generated < self.protected_until
 
     def pages_missing(self, steps: int) -> int:
-        """How many more pages its next `steps` tokens need."""
+        """Return how many more pages its next `steps` tokens need."""
         s = self.sequence
         return s.pages_missing(s.length - 1 + min(steps, self.tokens_left))
 
     def came_back(self, sequence: Sequence, adjustments: Adjustments | None) -> None:
-        """The same tokens, at other places of the pool."""
+        """Continue with the same tokens at other places of the pool."""
         self.sequence, self.adjustments = sequence, adjustments
         self.settled = sequence.computed
         self.protected_until = self.generated + sequence.page_size
 
     def stepped(self) -> None:
-        """A token of it was delivered: the state of all before it is there."""
+        """Record that a token was delivered: the state of all tokens before it is in the pages."""
         self.delivered += 1
         self.settled = self.sequence.prompt_length + self.delivered
 
     def recomputed_row(
         self, most: int, chunk: Callable[[int, int], int], *, one_by_one: bool
     ) -> Row:
-        """Tokens whose state it computes once more, at most `most` where the model lets them be
-        divided so; with them its next token, if they are the last."""
+        """Return a row of tokens whose state is computed once more.
+
+        It has at most `most` tokens where the model lets them be divided so, and yields the next
+        token if they are the last.
+        """
         s = self.sequence
         left = s.length - s.computed
         if one_by_one:  # the generated ones in steps of one token, as they were computed before
+            # Generated tokens are computed in steps of one, as they were the first time.
             left = max(1, s.prompt_length - s.computed)
         new = chunk(left, most)
         return Row(s, new, int(s.computed + new == s.length))
 
     def token_out(self, choice: Choice, eos_ids: frozenset[int]) -> TokenOut:
-        """The token that was appended last, as its reader gets it."""
+        """Return the token that was appended last, as its reader receives it."""
         reason, matched = finish(choice.token_id, self.generated, self.limit, self.params, eos_ids)
         return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs)
 
 
 Tokens = list[tuple[DecodeRequest, TokenOut]]
-"""What one step has generated."""
+"""The tokens that one step generated, by request."""
 
 
 class Burst:
-    """Steps over one batch, whose sequences have the pages for all of them: nothing is taken or
-    given back meanwhile.
+    """Steps over one batch, whose sequences have the pages for all of them.
 
-    The model thread changes the sequences while it runs; the event loop leaves them alone, but for
-    their pages. `goes_on` is asked before every step but the first: what is asked, and
-    `is_running`, must be safe in a thread.
+    No page is taken or given back meanwhile. The model thread changes the sequences while it runs;
+    the event loop leaves them alone, except for their pages. `goes_on` is called before every step
+    but the first; `goes_on` and `is_running` must be safe to call from a thread.
     """
 
     def __init__(
@@ -168,12 +172,13 @@ class Burst:
         one_by_one: bool = False,
         chunk: Callable[[int, int], int] = min,
     ) -> None:
-        """`one_by_one`: generated tokens that are computed again are so in steps of one token, for
-        models whose state would be another one. `chunk`: how a prompt is divided that is computed
-        again, see `LoadedModel.chunk`.
+        """`one_by_one`: generated tokens are computed again in steps of one token, for models whose
+        state would otherwise differ. `chunk`: how a prompt that is computed again is divided, see
+        `LoadedModel.chunk`.
 
         `deliver` is called on the event loop with the tokens of one or more steps, in order: at
-        once with a request's last one, else within `DELIVER_EVERY_S` and a step."""
+        once with a request's last one, otherwise within `DELIVER_EVERY_S` and a step.
+        """
         self._runner, self._eos_ids, self._one_by_one, self._chunk = (
             runner,
             eos_ids,
@@ -185,8 +190,11 @@ class Burst:
     def run(
         self, batch: list[DecodeRequest], most_steps: int, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """In the model thread: at most `most_steps`, up to the first one in which a request ends:
-        others may wait for its pages, which are held until the burst has ended."""
+        """Run at most `most_steps` in the model thread, up to the first one in which a request
+        ends.
+
+        Others may wait for the pages of that request, which are held until the burst ends.
+        """
         held: list[Tokens] = []
         delivered_at_s = time.monotonic()
         try:
@@ -231,7 +239,7 @@ class Burst:
         return tokens
 
     def _rows(self, batch: list[DecodeRequest]) -> tuple[list[Row], list[DecodeRequest]]:
-        """What a step computes, and the requests that get a token of it, in that order."""
+        """Return the rows of a step, and the requests that receive a token of it, in that order."""
         left = RECOMPUTED_PER_STEP
         rows: list[Row] = []
         chosen: list[DecodeRequest] = []

@@ -1,6 +1,4 @@
-"""The decode engine: continuous batching of sequences whose pages have landed, one token each per
-step.
-"""
+"""The decode engine: continuous batching of sequences whose pages landed, one token per step."""
 
 from __future__ import annotations
 
@@ -46,12 +44,15 @@ from kvflow.serve.engine.scheduler.retraction import Retractions
 from kvflow.serve.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.serve.engine.scheduler.sampling import Choice
 
-READERS_PER_TURN = 16  # who get tokens in one turn of the loop
+READERS_PER_TURN = 16  # readers that receive tokens in one turn of the loop
 
 
 class DecodeEngine(EngineLoop):
-    """Steps over all running requests, at most `max_batch`: the others wait, in order of priority
-    and arrival, as does one whose pages cannot be promised."""
+    """The engine that decodes all running requests together, at most `max_batch` per step.
+
+    The other requests wait in order of priority and arrival, as does a request whose pages cannot
+    be promised yet.
+    """
 
     def __init__(
         self,
@@ -68,13 +69,15 @@ class DecodeEngine(EngineLoop):
         prefetch: PrefetchPolicy = "timeout",
     ) -> None:
         """`new_token_ratio`: the share of a request's new tokens for which it is promised pages.
+        Below 1.0 the engine retracts requests when the pool runs short: to host memory
+        (`snapshots`), or, where that is full or absent, by computing them again (`recompute`) or
+        ending them in an error.
 
-        Below 1.0, requests are retracted when the pool runs short: to host memory (`snapshots`),
-        and where that is full or there is none, they are computed again (`recompute`) or end in an
-        error. `cache`: of this pool; it keeps the pages of what requests have computed unless they
-        end in an error; `prefetch`: how long a prompt waits for what it loads.
+        `cache`: the prefix cache of this pool; it keeps the pages that requests computed, unless
+        they end in an error. `prefetch`: how long a prompt waits for the pages that it loads.
 
-        Raises: LayoutError when the pool is not this model's."""
+        Raises: LayoutError when the pool is not this model's.
+        """
         super().__init__("decode")
         self._runner = model.runner(pool)
         self._model, self._pages, self._page_size = model, pages, pool.layout.page_size
@@ -87,7 +90,8 @@ class DecodeEngine(EngineLoop):
             rows=self._rows,
             ratio=self._ratio,
             page_size=self._page_size,
-            # Made below.
+            # The budget and the retractions need each other: a lambda defers the look-up until
+            # `_retractions` exists.
             release_cached=lambda: self._retractions.release_cached(),  # noqa: PLW0108
         )
         self.limits = self._limits_of(model)
@@ -147,8 +151,9 @@ class DecodeEngine(EngineLoop):
         )
 
     async def close(self) -> None:
-        """End every request, and return when neither a step nor a copy runs, even if this coroutine
-        is cancelled.
+        """End every request, and return when neither a step nor a copy runs.
+
+        This holds even if the coroutine is cancelled.
         """
         try:
             await super().close()
@@ -163,7 +168,7 @@ class DecodeEngine(EngineLoop):
     def pause(self) -> None:
         """Start no step until `resume`.
 
-        Requests collect meanwhile, so the composition of a batch is known.
+        Requests collect meanwhile, so that the composition of a batch is known.
         """
         self._paused = True
 
@@ -172,8 +177,9 @@ class DecodeEngine(EngineLoop):
         self._wake.set()
 
     def retract_all(self) -> None:
-        """Retract every running request before the next step, whatever the pool has; they come back
-        in their turn.
+        """Retract every running request before the next step, however many pages are free.
+
+        The requests come back in their turn.
         """
         self._retract_all = True
         self._wake.set()
@@ -186,8 +192,9 @@ class DecodeEngine(EngineLoop):
         return self._retractions.report()
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises: MisuseError, CapacityError for a request that `admit` and `generate` would
-        refuse.
+        """Check a request against the limits of the model and the pool.
+
+        Raises: MisuseError, CapacityError for a request that `admit` and `generate` would refuse.
         """
         self.limits.check_prompt(prompt)
         self.limits.check_sampling(prompt, params)
@@ -196,10 +203,11 @@ class DecodeEngine(EngineLoop):
     async def admit(
         self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
     ) -> Admission:
-        """Wait until the pages of the request's worst case can be promised; open its room after
-        that. With best_effort what storage has of it comes to the host meanwhile.
+        """Wait until the pages of the request's worst case can be promised.
 
-        The caller releases the admission, or passes it to `generate`.
+        The caller opens the room afterwards, and releases the admission or passes it to `generate`.
+        With best_effort the cache meanwhile fetches the prompt's pages from storage to the host.
+
         Raises: MisuseError, CapacityError for a request that can never run.
         """
         self._refuse_when_closing()
@@ -224,11 +232,12 @@ class DecodeEngine(EngineLoop):
     async def cached(
         self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None
     ) -> Prefix | None:
-        """What the cache has of a prompt, locked: release it, or pass it to `generate`.
+        """Return the cached beginning of a prompt, locked: release it, or pass it to `generate`.
 
-        Its pages need not travel, and `admission` promises them no more. What the host alone has is
-        loaded first, into pages promised to `admission`, and so is what storage alone has, as long
-        as the policy waits."""
+        Its pages need not travel, and `admission` no longer promises them. Pages that only the host
+        has are loaded first, into pages promised to `admission`, and so are pages that only storage
+        has, for as long as the policy waits.
+        """
         cache, tokens = self.cache, np.asarray(prompt)
         if cache is None:
             return None
@@ -259,14 +268,16 @@ class DecodeEngine(EngineLoop):
         admission: Admission | None = None,
         prefix: Prefix | None = None,
     ) -> AsyncGenerator[TokenOut, None]:
-        """Tokens as they come, the first one from prefill.
+        """Yield tokens as they are generated; prefill chose the first one.
 
-        Takes ownership of the room, the admission and the prefix, whose tokens the room was offered
-        without.
+        Takes ownership of the room, of the admission, and of the prefix, whose pages the room does
+        not include.
 
-        Closing the generator, or cancelling its reader, aborts the room or ends the sequence; pages
-        that a step uses become free when it has ended. Without an admission, the pages to grow are
-        requested after landing. Raises: MisuseError, CapacityError, the room's error.
+        Closing the generator, or cancelling its reader, aborts the room or ends the sequence. Pages
+        that a step uses become free when the step ends. Without an admission, the pages to grow are
+        requested after landing.
+
+        Raises: MisuseError, CapacityError, the room's error.
         """
         request: DecodeRequest | None = None
         number = next(self._numbers)
@@ -299,7 +310,8 @@ class DecodeEngine(EngineLoop):
             cause = error.cause()
             raise
         except (GeneratorExit, asyncio.CancelledError):
-            # Enough was read, up to a stop string, or the client has gone.
+            # The client left, or the reader needs no token after a stop string. What is computed is
+            # correct, so the cache keeps it.
             if request is not None:
                 self._keep(request)
             raise
@@ -315,9 +327,7 @@ class DecodeEngine(EngineLoop):
     async def _admit_landed(
         self, room: DecodeRoomPort, prompt: Prompt, limit: int, prefix: Prefix | None, priority: int
     ) -> Admission:
-        """Wait until the pages to grow are promised to a request whose prompt has landed
-        unadmitted.
-        """
+        """Wait for the promise of pages to grow, for a prompt that landed without an admission."""
         total = self.limits.worst_pages(prompt, limit) - (
             0 if prefix is None else prefix.pages.size
         )
@@ -335,7 +345,7 @@ class DecodeEngine(EngineLoop):
         prefix: Prefix | None,
         handoff: HandOff,
     ) -> DecodeRequest:
-        """Make the landed pages, and row, a sequence of this engine."""
+        """Make a sequence of this engine from the landed pages and row."""
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
         places = self._layout.split(room.keep(owner))
@@ -352,7 +362,7 @@ class DecodeEngine(EngineLoop):
         )
 
     def _first(self, request: DecodeRequest) -> TokenOut:
-        """Prefill's token; unless it is the last one, the sequence joins the batch.
+        """Return prefill's token; unless it is the last one, the sequence joins the batch.
 
         Raises: WireError, MisuseError.
         """
@@ -383,8 +393,9 @@ class DecodeEngine(EngineLoop):
         self._wake.set()
 
     def _retire(self, request: DecodeRequest) -> None:
-        """Give back what it holds; what a step or a copy uses becomes free when that has ended
-        (I13). Idempotent.
+        """Free the pages and the row of a request, or its host memory. Idempotent.
+
+        What a step or a copy uses becomes free when that step or copy ends (I13).
         """
         self._running.pop(request.number, None)
         if request.resident.phase is ResidencyPhase.ENDED:
@@ -394,14 +405,19 @@ class DecodeEngine(EngineLoop):
             request.prefix.release()
         if request.move is not None:
             request.move.cancel()
-        self._wake.set()  # they are free at the end of the running burst
+        # The loop grants pages to waiting requests at the end of the running burst, when these are
+        # free.
+        self._wake.set()
 
     def _keep(self, request: DecodeRequest) -> None:
-        """It has ended, and not by an error: the cache takes over the whole pages of what is
-        computed. A step that runs writes behind them.
+        """Hand the computed whole pages of a request that ended without an error over to the cache.
 
-        A model with states may compute a token that it has generated with other numbers than
-        prefill (nemotron_h: K by 0.05 of 8), so of such a one these are pages of the prompt."""
+        A step that still runs writes behind them.
+
+        A model with states may compute a generated token with other numbers than prefill would
+        (nemotron_h: K by 0.05 of 8), so the cache takes only the pages of the prompt from such a
+        model.
+        """
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if self.cache is None or prefix is None or resident.phase is not ResidencyPhase.RESIDENT:
             return
@@ -410,14 +426,15 @@ class DecodeEngine(EngineLoop):
         resident.hand_over(kept - s.shared)
 
     def _let_go(self, request: DecodeRequest) -> None:
-        """It has ended: its reader may be slow, and others wait for what it holds. Idempotent."""
+        """Free everything that an ended request holds, even if its reader is slow. Idempotent."""
         self._retire(request)
         request.admission.release()
 
     def _fail(self, request: DecodeRequest, error: KvflowError) -> None:
         self._let_go(request)
         if (tokens := self._outgoing.get(request)) is not None:
-            tokens.append(error)  # after what it has generated
+            # The reader gets the tokens that were generated before the error first.
+            tokens.append(error)
         else:
             request.tokens.put_nowait(error)
 
@@ -425,7 +442,8 @@ class DecodeEngine(EngineLoop):
         loop = asyncio.get_running_loop()
         while not self._closing:
             self._wake.clear()
-            self._budget.grant()  # what the last burst or a copy has held is free now
+            # Pages that the last burst or a copy held are free now.
+            self._budget.grant()
             batch, most_steps = self._next_batch()
             if not batch:
                 self._runner.rest()
@@ -442,7 +460,7 @@ class DecodeEngine(EngineLoop):
                     self._fail(request, room_error(cause))
 
     def _next_batch(self) -> tuple[list[DecodeRequest], int]:
-        """Who takes part in the next steps, and how many there are at most."""
+        """Return the requests of the next steps, and the most steps that they have pages for."""
         if self._paused:
             return [], 0
         if self._retract_all:
@@ -457,7 +475,8 @@ class DecodeEngine(EngineLoop):
             victims = self._retractions.victims(self._running.values(), self._growth.short)
             self._leave(victims)
             batch = list(filter(self._is_running, batch)) if victims else batch
-        # It ends in time, or can be retracted when it runs.
+        # An admitted request that does not run yet ends in time, or can be retracted once it runs:
+        # either frees pages.
         on_the_way = self._budget.admitted > len(self._running)
         may_come = bool(batch or self._retractions.coming_pages or leaving or on_the_way)
         if self._growth.short and not may_come and self._retractions.release_cached():
@@ -471,8 +490,9 @@ class DecodeEngine(EngineLoop):
             self._retractions.retract(victim)
 
     async def _sleep(self) -> None:
-        """Wait for a wake-up; rooms free pages without one, so with requests that are short of
-        pages, poll.
+        """Wait for a wake-up.
+
+        Rooms free pages without one, so the engine polls while requests are short of pages.
         """
         await self._wait(RECHECK_S if self._growth.short else None)
 
@@ -480,14 +500,14 @@ class DecodeEngine(EngineLoop):
         return request.number in self._running
 
     def _goes_on(self) -> bool:
-        """Nothing has happened that the next batch should know of: a request that joins or leaves.
+        """Return True until the next batch has to differ: a request joins or leaves.
 
-        Asked by the model thread, so it only reads.
+        The model thread calls this, so it only reads.
         """
         return not (self._wake.is_set() or self._paused or self._closing)
 
     def _deliver(self, steps: list[Tokens]) -> None:
-        """What has ended gives its pages back now. Then tokens to their readers."""
+        """Free the pages of requests that ended, then pass the tokens to their readers."""
         self.steps += len(steps)
         self._ratio.stepped(len(steps))
         idle = not self._outgoing
@@ -503,7 +523,9 @@ class DecodeEngine(EngineLoop):
             self._hand_out()
 
     def _hand_out(self) -> None:
-        """Tokens to some readers in each turn of the loop: every one of them writes to its client
+        """Pass tokens to some of the readers in each turn of the loop.
+
+        Every reader writes to its client, so passing all tokens at once would hold the loop up
         (I11).
         """
         for request in list(itertools.islice(self._outgoing, READERS_PER_TURN)):

@@ -1,5 +1,5 @@
-"""Pages for the tokens that running requests are about to generate, and what becomes of those who
-find none.
+"""Pages for the tokens that running requests are about to generate, and the end of requests that
+find no pages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvflow.serve.engine.scheduler.burst import DecodeRequest
 class Growth:
     """Takes pages for the next steps of a batch.
 
-    `short` is who went without, and how many pages each one misses.
+    `short` holds the requests that got no pages, with the number that each one misses.
     """
 
     def __init__(
@@ -29,8 +29,9 @@ class Growth:
         self._shortage = Shortage()
 
     def grow(self, batch: list[DecodeRequest], most_steps: int) -> tuple[list[DecodeRequest], int]:
-        """Who has pages for its next steps, and for how many: for one, where not all find pages for
-        `most_steps`.
+        """Return the requests that have pages for their next steps, and for how many steps.
+
+        That is one step where not all requests find pages for `most_steps`.
         """
         self.short = {}
         needed = [request.pages_missing(most_steps) for request in batch]
@@ -53,8 +54,10 @@ class Growth:
         return ready, most_steps
 
     def fail_stuck(self, *, may_come: bool) -> None:
-        """Unless pages `may_come` free, from steps or copies, what is missing is in quarantine: if
-        that lasts, end who is short."""
+        """End the requests that are short of pages, if that lasts.
+
+        Unless pages `may_come` free, from steps or copies, the missing ones are in quarantine.
+        """
         if may_come or not self.short:
             self._shortage.ended()
         elif self._shortage.lasts():

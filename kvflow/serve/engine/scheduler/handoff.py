@@ -1,4 +1,4 @@
-"""What decode's engine asks of a hand-over before it goes on from it."""
+"""The checks that decode's engine makes of a hand-over before it continues from it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from kvflow.serve.engine.scheduler.params import SamplingParams
 def check_handoff(
     handoff: HandOff, prompt_tokens: int, params: SamplingParams, vocabulary: int
 ) -> None:
-    """Raises: WireError unless it is for a prompt of `prompt_tokens` and holds what `params`
-    ask for; MisuseError where its token was chosen by others."""
+    """Check that a hand-over fits the request.
+
+    Raises: WireError unless it is for a prompt of `prompt_tokens` and holds what `params` ask for;
+    MisuseError where its token was chosen under other sampling parameters.
+    """
     handoff.check_fits(prompt_tokens, vocabulary)
     if handoff.sampling and not params.may_take_first_token(handoff.sampling):
         text = (

@@ -1,4 +1,4 @@
-"""What a request may ask of one model and one pool, checked before a room is opened for it.
+"""The limits of a request to one model and one pool, checked before a room is opened for it.
 
 Does not import torch.
 """
@@ -18,11 +18,14 @@ from kvflow.serve.engine.model.sequence import Prompt
 from kvflow.serve.engine.scheduler.params import MAX_STOP_IDS, BadWords, LogitBias, SamplingParams
 
 _POOL = "the KV pool (--num-pages, --pool-bytes)"
-MAX_LOGITS_BYTES = 1 << 30  # of one prompt, as float32, where all of it is computed in one step
+# Bound for the logits of one prompt, as float32, where one step computes all of it.
+MAX_LOGITS_BYTES = 1 << 30
 
 
 class EngineLimits:
-    """The model's context and vocabulary, the pool's pages. Cheap checks come first."""
+    """The limits of a model's context and vocabulary and of a pool's pages. Cheap checks come
+    first.
+    """
 
     def __init__(
         self,
@@ -34,30 +37,34 @@ class EngineLimits:
         *,
         whole_prompts: bool = False,
     ) -> None:
-        """`hidden_size`: of the model's last hidden states; 0 where they are not to be had.
+        """`hidden_size`: that of the model's last hidden states; 0 where they are not available.
 
         `whole_prompts`: the caller computes each prompt in one step, and with it the logits of all
-        tokens that are scored."""
+        tokens that are scored.
+        """
         self.context_length, self.pool_tokens = context_length, page_size * num_pages
         self._vocabulary, self._page_size = vocab_size, page_size
         self._hidden_size, self._whole_prompts = hidden_size, whole_prompts
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a prompt and its completion have together, by the model's context
-        and by the pool.
+        """The most tokens of a prompt and its completion together, by the model's context and the
+        pool.
 
-        The pool holds one less than this: the last token of a completion is never fed back."""
+        The pool holds one less than this: the last token of a completion is never fed back.
+        """
         return min(self.context_length, self.pool_tokens + 1)
 
     def within(self, num_pages: int) -> EngineLimits:
-        """The same limits where some rank's pool has only `num_pages`."""
+        """Return the same limits for the case that some rank's pool has only `num_pages`."""
         found = copy.copy(self)
         found.pool_tokens = min(self.pool_tokens, self._page_size * num_pages)
         return found
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raises: MisuseError (empty, unknown token ids), CapacityError (longer than the context or
+        """Check that a prompt has known token ids and fits.
+
+        Raises: MisuseError (empty, unknown token ids), CapacityError (longer than the context or
         the pool).
         """
         if not len(prompt):
@@ -75,10 +82,12 @@ class EngineLimits:
         self._check_ids("prompt", (int(ids.min()), int(ids.max())))
 
     def check_new_tokens(self, prompt: Prompt, params: SamplingParams, *, generates: bool) -> None:
-        """Check that all of `max_new_tokens` fit, for callers that refuse a request rather than cut
-        it short.
+        """Check that all of `max_new_tokens` fit, for callers that refuse a request instead of
+        shortening it.
 
-        Decode (`generates`) keeps the new tokens in its pool as well. Raises: CapacityError.
+        Decode (`generates`) keeps the new tokens in its pool as well.
+
+        Raises: CapacityError.
         """
         if (wanted := len(prompt) + params.max_new_tokens) > self.context_length:
             raise CapacityError(
@@ -100,9 +109,12 @@ class EngineLimits:
             )
 
     def check_sampling(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises: MisuseError for token ids that the model does not have, bad words that may leave
-        none, a position outside the prompt, more log-probabilities than a hand-over holds, hidden
-        states of a model that gives none."""
+        """Check the sampling parameters against the model and the hand-over.
+
+        Raises: MisuseError for token ids that the model does not have, bad words that may leave no
+        token, a position outside the prompt, more log-probabilities than a hand-over holds, or
+        hidden states of a model that returns none.
+        """
         if params.hidden_states and not 0 < self._hidden_size <= MAX_HIDDEN_BYTES // 4:
             raise MisuseError(
                 "return_hidden_states: the hidden states of this model are not to be had; leave it "
@@ -149,7 +161,7 @@ class EngineLimits:
             )
 
     def scores_bytes(self, prompt_tokens: int, params: SamplingParams) -> int:
-        """How large the hand-over's log-probabilities of a prompt are."""
+        """Return the size of a prompt's log-probabilities in the hand-over."""
         if params.prompt_logprobs_from is None:
             return 0
         top = min(params.logprobs or 0, self._vocabulary)
@@ -167,9 +179,11 @@ class EngineLimits:
                 raise MisuseError(text)
 
     def new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
-        """`max_new_tokens`, cut to what fits the context; at least prefill's one."""
+        """Return `max_new_tokens`, cut to what fits the context, and at least the one that prefill
+        chooses.
+        """
         return min(max(1, params.max_new_tokens), self.context_length - len(prompt))
 
     def worst_pages(self, prompt: Prompt, new_tokens: int) -> int:
-        """Pages of prompt and new tokens; the last new token is never fed back."""
+        """Return the pages of prompt and new tokens; the last new token is never fed back."""
         return -(-(len(prompt) + new_tokens - 1) // self._page_size)

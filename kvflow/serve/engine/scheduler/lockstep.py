@@ -1,4 +1,4 @@
-"""The other ranks of a prefill, as the engine of the first one sees them."""
+"""The other ranks of a prefill, as the engine of the first rank sees them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
 
 
 class Lockstep(Protocol):
-    """The ranks that run each step too, after they have been told of it."""
+    """The ranks that run each step too, after the first rank announces it."""
 
     @property
     def ready(self) -> bool:
-        """All of them are there: a step may be announced."""
+        """True while all of them are there: a step may be announced."""
 
     @property
     def most_places(self) -> tuple[int, int]:
@@ -23,19 +23,23 @@ class Lockstep(Protocol):
     def announce(self, rows: list[Row], requests: list[PrefillRequest]) -> None: ...
 
     def preempt(self, request: PrefillRequest) -> None:
-        """It has lost its places here; a step may name it again, from its beginning."""
+        """Announce that a request lost its places here; a step may name it again, from its
+        beginning.
+        """
 
     def find(self, request: PrefillRequest, tokens: int) -> None:
-        """Ask how many of its first `tokens` tokens every rank has cached: `PrefillEngine.agreed`
-        is told, unless it is preempted or dropped before."""
+        """Ask how many of the first `tokens` tokens of a request every rank has cached.
+
+        The answer calls `PrefillEngine.agreed`, unless the request is preempted or dropped before.
+        """
 
     def flush(self) -> None:
-        """Forget what is cached everywhere, and what was found for requests that no step has named
+        """Forget all cached pages everywhere, and what was found for requests that no step named
         yet.
         """
 
     def stepped(self) -> None:
-        """The step that was announced last has ended here."""
+        """Report that the step that was announced last ended here."""
 
     def break_off(self, cause: Cause) -> None:
-        """A step failed here: the others wait for what will not come."""
+        """End the group after a step failed here: the others wait for data that will not come."""

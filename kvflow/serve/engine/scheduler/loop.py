@@ -1,5 +1,6 @@
-"""The life of an engine: one task that steps until it is closed, and ends every request, however it
-stops itself.
+"""The life of an engine: one task that steps until it is closed.
+
+However the task stops, every request ends.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _log = logging.getLogger("kvflow.serve.engine")
 
 
 class EngineLoop:
-    """The base of both engines.
+    """The base class of both engines.
 
     `_run` steps until `_closing` and sleeps on `_wake`; `_fail_all` ends every request.
     """
@@ -28,9 +29,8 @@ class EngineLoop:
         self._closing = False
         self._closing_cause = Cause(Code.SHUTDOWN, "the engine is closing")
         self.failed_steps = 0
-        self.queue_seconds = Histogram(
-            sorted({*QUEUE_SECONDS, *BOOTSTRAP_SECONDS})
-        )  # for a place in the batch and pages
+        # Time that requests wait for a place in the batch and for pages.
+        self.queue_seconds = Histogram(sorted({*QUEUE_SECONDS, *BOOTSTRAP_SECONDS}))
 
     async def start(self) -> None:
         if self._task is None:
@@ -40,24 +40,24 @@ class EngineLoop:
             )
 
     def end_requests(self) -> None:
-        """Accept none from here on, and end every one with `Code.SHUTDOWN`; `close` waits for the
-        running step.
+        """Accept no more requests, and end every one with `Code.SHUTDOWN`.
+
+        `close` waits for the running step.
         """
         self._wake.set()
         self._end_all("the engine is closing")
 
     def break_off(self, cause: Cause) -> None:
-        """As `end_requests`, because no step can follow: every request, those to come as well, gets
-        `cause`.
-        """
+        """End every request with `cause`, and all future ones, because no step can follow."""
         if not self._closing:
             self._closing, self._closing_cause = True, cause
             self._fail_all(cause)
         self._wake.set()
 
     async def close(self) -> None:
-        """End every request, and return when the running step has ended, even if this coroutine is
-        cancelled (I12).
+        """End every request, and return when the running step ends.
+
+        This holds even if the coroutine is cancelled (I12).
         """
         self.end_requests()
         if self._task is not None:
@@ -71,7 +71,7 @@ class EngineLoop:
         raise NotImplementedError
 
     async def _wait(self, at_most_s: float | None) -> None:
-        """Until `_wake` is set, or so many seconds have passed."""
+        """Return when `_wake` is set, or after `at_most_s` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(at_most_s):
                 await self._wake.wait()
@@ -90,7 +90,9 @@ class EngineLoop:
     def _failed(self, what: str, error: Exception) -> Cause:
         """Count and log a failure; returns the cause for the requests in it."""
         self.failed_steps += 1
-        if isinstance(error, LostError):  # another process of the model
+        # The fault lies with another process of the model, so a traceback of this one helps no
+        # reader.
+        if isinstance(error, LostError):
             _log.error("%s failed: %s", what, error)
             return error.cause()
         _log.exception("%s failed", what)

@@ -1,12 +1,12 @@
 """Prompts that are computed before decode's half of their room is there (`--optimistic-prefill`).
 
-Such a request holds places on sufferance: one that has both halves of its room takes them from it,
-the least work lost first. So nothing that runs ever waits for a half that may never come, and there
-is no deadlock, however many prompts were begun early. What is lost is computed again, and a request
-that has lost its places as often as it may waits for its match before it begins once more.
+Such a request holds places on sufferance: a request with both halves of its room takes them from
+it, the least work lost first. So no running request ever waits for a half that may never come, and
+there is no deadlock, however many prompts began early. Lost work is computed again. A request that
+lost its places as often as it may waits for its match before it begins once more.
 
-Over several ranks the first one decides, and the others take and give places back in the order of
-what it announces: a step that names the request, or that it is preempted (`engine/ranks`).
+Over several ranks the first one decides. The others take places and give them back in the order of
+its announcements: a step that names the request, or its preemption (`engine/ranks`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvflow.serve.engine.scheduler.params import EngineLoad, EngineOptimism, Sam
 
 
 class EarlyRequest(Protocol):
-    """What is asked of an engine's request."""
+    """The attributes of an engine's request that this module uses."""
 
     sequence: Sequence
     params: SamplingParams
@@ -32,23 +32,23 @@ R = TypeVar("R", bound=EarlyRequest)
 
 
 def urgency(request: EarlyRequest) -> int:
-    """The smallest first."""
+    """Return the sort key for priority: the smallest comes first."""
     return -request.params.priority
 
 
 class OptimisticStarts(Generic[R]):
-    """The requests of one prefill whose rooms are not matched yet, as far as they may begin all the
-    same.
+    """The requests of one prefill whose rooms are not matched yet, as far as they may begin early.
 
-    `first` is the next to begin, in order of priority and arrival. It begins at most `tries` times.
+    `first` is the next to begin, in order of priority and arrival. A request begins at most `tries`
+    times.
     """
 
     def __init__(self, tries: int) -> None:
-        """`tries` 0: none begins early."""
+        """`tries`: how often a request may begin early; 0 turns early starts off."""
         self._tries = tries
         self._waiting: list[R] = []  # for places
         self._holding: dict[int, R] = {}  # by id
-        self._losses: dict[int, int] = {}  # by id, of those that have lost their places
+        self._losses: dict[int, int] = {}  # by id: how often a request lost its places
         self._starts = self._hits = self._lost = 0
 
     @property
@@ -62,54 +62,59 @@ class OptimisticStarts(Generic[R]):
         return self._waiting[0] if self._waiting else None
 
     def load(self, running: int, unmatched: int, waiting: int) -> EngineLoad:
-        """Of an engine whose requests that run, and whose unmatched ones, include those that have
-        begun early.
+        """Return the load of an engine.
+
+        Requests that began early are among the `running` ones and the `unmatched` ones, and count
+        once.
         """
         return EngineLoad(running, unmatched - len(self._holding) + waiting)
 
     def add(self, request: R) -> None:
-        """Its match is awaited."""
+        """Queue a request whose match is awaited, unless it lost its places too often."""
         if self._losses.get(id(request), 0) < self._tries:
             bisect.insort_right(self._waiting, request, key=urgency)
 
     def began(self, request: R) -> None:
-        """It, the first, has taken its places."""
+        """Record that the first request took its places."""
         self._waiting.remove(request)
         self._holding[id(request)] = request
         self._starts += 1
 
     def holds(self, request: R) -> bool:
-        """Whether it computes, or has computed, and is not matched."""
+        """Return True for a request that has places and is not matched."""
         return id(request) in self._holding
 
     def matched(self, request: R) -> bool:
-        """Whether it has places already, which are its own from here on."""
+        """Forget a request that is matched; returns True if it has places, which it then keeps."""
         hit = self.holds(request)
         self.forget(request)
         self._hits += hit
         return hit
 
     def forget(self, request: R) -> None:
-        """It has ended, or been matched. Idempotent."""
+        """Forget a request that ended or is matched. Idempotent."""
         self._holding.pop(id(request), None)
         self._losses.pop(id(request), None)
         if request in self._waiting:
             self._waiting.remove(request)
 
     def give_way(self, pages: int, rows: int, without_cache: int, in_use: PageIndices) -> list[R]:
-        """Choose the requests whose places are to be taken from them, so that `pages` more pages
-        and `rows` more rows are free: the ones that have computed the fewest tokens, and none in
-        vain. Empty where all together have too few. `without_cache`: pages that are missing at a
-        rank that shares none between prompts, where each of these requests has all the pages of its
-        prompt. `in_use`: pages of a cache that others than these read.
+        """Choose the requests that lose their places, so that `pages` and `rows` more are free.
 
-        They begin again if they may. Call it between steps: none of them is in one then (I13).
+        The requests that computed the fewest tokens are chosen, and no more than needed; the list
+        is empty where all together have too few places. `without_cache`: pages missing at a rank
+        that shares none between prompts, where each of these requests has all the pages of its
+        prompt. `in_use`: cached pages that other requests read.
+
+        The chosen requests begin again if they may. Call this between steps, when none of them is
+        in one (I13).
         """
         holding = list(self._holding.values())
 
         def are_enough(chosen: list[R]) -> bool:
-            """Whether they have so many pages and rows between them, with those that a cache keeps
-            for them alone.
+            """Return True if `chosen` have enough pages and rows between them.
+
+            Pages that a cache keeps for them alone count too.
             """
             if sum(r.sequence.rows.size for r in chosen) < rows:
                 return False
@@ -133,7 +138,8 @@ class OptimisticStarts(Generic[R]):
             chosen.append(request)
         if not are_enough(chosen):
             return []
-        for request in reversed(chosen):  # the last ones may be enough without some of the first
+        # The last ones may be enough without some of the first.
+        for request in reversed(chosen):
             others = [other for other in chosen if other is not request]
             if are_enough(others):
                 chosen = others

@@ -1,4 +1,4 @@
-"""What a request asks of the engine, and what it gets back, token by token.
+"""The parameters of a request to the engine, and the tokens that it receives.
 
 Does not import torch.
 """
@@ -27,7 +27,8 @@ MAX_LOGIT_BIAS = 4096
 MAX_BAD_WORD_TOKENS = 8192  # of all bad words together
 MAX_BIAS = 100
 MAX_PRIORITY = (1 << 63) - 1  # SGLang's range
-GREEDY_BELOW = 1e-6  # dividing by less overflows a float; the most likely token is chosen anyway
+# Dividing by a lower temperature overflows a float, and the most likely token wins anyway.
+GREEDY_BELOW = 1e-6
 
 _RANGES = {
     "min_p": (0.0, 1.0),
@@ -38,14 +39,15 @@ _RANGES = {
 
 
 class LogitBias(tuple[tuple[int, float], ...]):
-    """Token ids and what is added to their logits, checked; `extent` are the lowest and the highest
-    id.
+    """Token ids and the values added to their logits, checked.
+
+    `extent` holds the lowest and the highest id.
     """
 
     extent: tuple[int, int]
 
     def __new__(cls, entries: Iterable[tuple[int, float]] = ()) -> Self:
-        """Raises: MisuseError."""
+        """Check the entries. Raises: MisuseError."""
         if isinstance(entries, cls):
             return entries
         made = super().__new__(cls, entries)
@@ -61,14 +63,15 @@ class LogitBias(tuple[tuple[int, float], ...]):
 
 
 class BadWords(tuple[tuple[int, ...], ...]):
-    """Token sequences that are never completed, checked; `extent` are the lowest and the highest
-    id.
+    """Token sequences that are never completed, checked.
+
+    `extent` holds the lowest and the highest id.
     """
 
     extent: tuple[int, int]
 
     def __new__(cls, words: Iterable[tuple[int, ...]] = ()) -> Self:
-        """Raises: MisuseError."""
+        """Check the words. Raises: MisuseError."""
         if isinstance(words, cls):
             return words
         made = super().__new__(cls, words)
@@ -85,11 +88,11 @@ def _extent(ids: list[int]) -> tuple[int, int]:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How to choose tokens.
+    """Parameters that decide how tokens are chosen.
 
     `temperature` 0 is greedy; `top_k` 0 or -1 is off; `logprobs` is the number of top logprobs (0:
-    only that of the chosen token, None: none). `stop`, `include_stop` (what ends the text is part
-    of it) and `skip_special_tokens` are applied by the detokenizer, not by the engine.
+    only that of the chosen token, None: no logprobs). The detokenizer applies `stop`,
+    `include_stop` (the stop string is part of the text) and `skip_special_tokens`, not the engine.
 
     The penalties are those of OpenAI (`frequency_penalty`, `presence_penalty`: subtracted, counted
     over the generated tokens) and of transformers (`repetition_penalty`: a factor, for tokens of
@@ -100,15 +103,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `logprob_token_ids` are tokens whose log-probabilities are given at every place beside those of
     the chosen one. `prompt_logprobs_from` asks for those of the prompt's tokens behind this
-    position too. Prefill chooses one token with every prompt: where `max_new_tokens` is 0 it is the
-    caller's to drop.
+    position too. Prefill chooses one token with every prompt: where `max_new_tokens` is 0, the
+    caller drops it.
 
     `hidden_states` asks for the last hidden state that each token was chosen from.
 
-    `priority` decides who waits, not what is chosen: of requests that wait, the one with the
-    largest is started first, and of running ones, the one with the smallest is retracted first;
-    among equals the order of arrival decides. Raises: MisuseError naming the field, the value and
-    the limit.
+    `priority` decides which requests wait, not which tokens are chosen: of waiting requests, the
+    one with the largest is started first, and of running ones, the one with the smallest is
+    retracted first; among equals the order of arrival decides.
+
+    Raises: MisuseError naming the field, the value and the limit.
     """
 
     temperature: float = 1.0
@@ -155,7 +159,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"min_new_tokens (min_tokens) {self.min_new_tokens} is outside {limit}"
             )
         for name, (least, most) in _RANGES.items():
-            if not least <= (value := getattr(self, name)) <= most:  # false for NaN too
+            # The comparison is false for NaN too.
+            if not least <= (value := getattr(self, name)) <= most:
                 raise MisuseError(f"{name} {value} is outside {least:g}..{most:g}")
         if len(self.logprob_token_ids) > MAX_TOP_LOGPROBS:
             raise MisuseError(
@@ -167,14 +172,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(
                 f"priority {self.priority} is outside {-MAX_PRIORITY - 1}..{MAX_PRIORITY}"
             )
-        # Checked once, however many requests share them.
+        # These types are checked when they are built. Requests of one body share them, so that the
+        # check happens once.
         msgspec.structs.force_setattr(self, "stop", StopStrings(self.stop))
         msgspec.structs.force_setattr(self, "logit_bias", LogitBias(self.logit_bias))
         msgspec.structs.force_setattr(self, "bad_words", BadWords(self.bad_words))
 
     @property
     def adjusts(self) -> bool:
-        """Whether the logits are changed before a token is chosen."""
+        """True where the request changes the logits before a token is chosen."""
         return bool(
             self.min_new_tokens
             or self.frequency_penalty
@@ -185,7 +191,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """The token ids that end the request."""
+        """Return the token ids that end the request."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
 
     @property
@@ -193,16 +199,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     def first_token_digest(self) -> bytes:
-        """Of all that decides which token is chosen first: two requests for one prompt may share it
-        where these are the same. What only later tokens see, and where the answer ends, is left
-        out; and so is what says the same in other words, as proxies that write a body anew for each
-        leg may: the order of entries, 1 for 1.0."""
+        """Return a digest of everything that decides the first token.
+
+        Two requests for one prompt may share a first token where their digests are equal.
+        Parameters that only later tokens depend on are left out, and so is where the answer ends.
+        Equivalent spellings have equal digests (the order of entries, 1 for 1.0), since proxies may
+        write the body of each leg anew.
+        """
         return self._digest(spares_ending=self.min_new_tokens > 0)
 
     def may_take_first_token(self, digest: bytes) -> bool:
-        """Whether a token that was chosen by what has this `first_token_digest` may be this
-        request's first. Proxies ask prefill for exactly one token (`min_tokens` 1) whatever the
-        client said: then it ends no answer, which is one that could have been drawn here too."""
+        """Return True if a token chosen under `digest`, a `first_token_digest`, may be this
+        request's first.
+
+        Proxies ask prefill for exactly one token (`min_tokens` 1) whatever the client's value is.
+        Such a token ends no answer, and could have been drawn here too.
+        """
         if digest == self.first_token_digest():
             return True
         return not self.min_new_tokens and digest == self._digest(spares_ending=True)
@@ -216,13 +228,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.msgpack.encode(decides), digest_size=8).digest()
 
     def seed_or_random(self) -> int:
-        """The given seed, or a random one."""
+        """Return the given seed, or a random one."""
         return secrets.randbits(63) if self.seed is None else self.seed
 
 
 class TokenOut(msgspec.Struct, frozen=True):
-    """One generated token; the last one has a `finish_reason`, and in `matched_stop` the token id
-    that ended it.
+    """One generated token.
+
+    The last one has a `finish_reason`, and in `matched_stop` the token id that ended it.
     """
 
     token_id: int
@@ -231,15 +244,19 @@ class TokenOut(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
     asked_logprobs: tuple[tuple[int, float], ...] = ()  # of `logprob_token_ids`
-    # With the first token at decode, where they were asked for.
+    # Decode returns these with the first token, where the request asked for them.
     prompt_logprobs: PromptLogprobs | None = None
-    hidden_states: PackedArray | None = None  # [1, hidden], where they were asked for
-    cached_tokens: int = 0  # with the first token: of the prompt, those that prefill had cached
+    # [1, hidden], where the request asked for them.
+    hidden_states: PackedArray | None = None
+    # With the first token: tokens of the prompt that prefill had cached.
+    cached_tokens: int = 0
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """The load of an engine: requests in the batch, requests waiting for a place in it, pages or
-    their other half.
+    """The load of an engine.
+
+    `running` counts requests in the batch; `waiting` those that wait for a place in it, for pages,
+    or for the other half of their room.
     """
 
     running: int
@@ -247,23 +264,21 @@ class EngineLoad(msgspec.Struct, frozen=True):
 
 
 class EngineOptimism(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts that a prefill has begun before decode's half of their room was there."""
+    """Counters for prompts that a prefill began before decode's half of their room arrived."""
 
-    starts: int = 0  # each time
+    starts: int = 0  # begun early, each time
     hits: int = 0  # of them, those that still had their places when decode's half came
-    lost: int = 0  # of them, those whose places went to a request that had both halves
-    holding_now: int = 0  # they hold places, and decode's half is not there
+    lost: int = 0  # of them, those whose places went to a request with both halves
+    holding_now: int = 0  # hold places now, without decode's half
 
 
 class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
-    """What over-commitment has led to at a decode: requests that gave their pages up, and how they
-    came back.
-    """
+    """Counters for requests that a decode retracted, and for their return."""
 
-    retracts: int = 0  # requests whose pages were given back before they had ended, each time
+    retracts: int = 0  # retractions: pages given back before the request ended
     resumes: int = 0  # retracted requests that run again, with their state from host memory
     recomputes: int = 0  # retracted requests that run again, with their state computed once more
-    retracted_now: int = 0  # they wait for pages
+    retracted_now: int = 0  # wait for pages
     host_bytes_used: int = 0  # host memory that holds the state of retracted requests
     host_bytes_limit: int = 0
     # The share of its new tokens for which an admitted request is promised pages.
@@ -273,8 +288,10 @@ class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
 def finish(
     token_id: int, generated: int, limit: int, params: SamplingParams, eos_ids: frozenset[int]
 ) -> tuple[FinishReason | None, int | None]:
-    """Whether `token_id`, the `generated`-th new token of at most `limit`, ends the request, and
-    which id ends it.
+    """Return the reason why `token_id` ends the request, and the id that ends it; None where it
+    does not.
+
+    `token_id` is the `generated`-th new token of at most `limit`.
     """
     if token_id in params.stop_token_ids or (token_id in eos_ids and not params.ignore_eos):
         return "stop", token_id

@@ -1,9 +1,10 @@
-"""What the cache brings for one request before it begins, and how long the request waits for it.
+"""The pages that the cache brings for one request before it begins, and how long the request waits.
 
-What a store has comes to the host while the request waits for something else anyway. What is on the
-host is copied to the device when the request's turn has come, and is locked from then on: copied
-earlier, it would be evicted for those whose turn comes first. With best_effort a request waits for
-no store: what has come from there by the time its turn comes is good."""
+Pages of a store come to the host while the request waits for something else anyway. Pages on the
+host are copied to the device when it is the request's turn, and are locked from then on: copied
+earlier, they would be evicted for requests whose turn comes first. With best_effort a request waits
+for no store: it uses the pages that arrived from there by the time its turn comes.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ from kvflow.protocols.cache.hashes import Namespace
 from kvflow.serve.cache.prefix import Prefix, PrefixCache, Tokens
 
 T = TypeVar("T")
-TIMEOUT_S, TIMEOUT_PER_TOKEN_S = 1.0, 0.00025  # of SGLang's hierarchical cache
+# These are the values of SGLang's hierarchical cache.
+TIMEOUT_S, TIMEOUT_PER_TOKEN_S = 1.0, 0.00025
 
 
 def patience_s(policy: PrefetchPolicy, tokens: int) -> float | None:
-    """How long a request with a prompt of `tokens` waits for nothing else; None: as long as it
-    takes.
+    """Return how long a request with a prompt of `tokens` waits for its pages alone, in seconds.
+
+    None stands for as long as it takes.
     """
     return None if policy == "wait_complete" else TIMEOUT_S + tokens * TIMEOUT_PER_TOKEN_S
 
@@ -36,8 +39,9 @@ async def bring(
     namespace: Namespace,
     **how: Any,
 ) -> Prefix:
-    """`PrefixCache.load`, with `how` it is told, for as long as the policy waits; what is there
-    then is locked.
+    """Run `PrefixCache.load`, with the options `how`, for as long as the policy waits.
+
+    Returns the prefix that is there then, locked.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(patience_s(policy, len(tokens))):
@@ -53,8 +57,12 @@ async def fetch_beside(
     most_tokens: int | None,
     namespace: Namespace,
 ) -> T:
-    """Wait for `other`, while what storage has comes to the host; for that alone as long as the
-    policy says. Raises: what `other` raises."""
+    """Wait for `other`, while the prompt's pages come from storage to the host.
+
+    The wait for these pages alone is as long as the policy allows.
+
+    Raises: what `other` raises.
+    """
     limit_s = 0.0 if policy == "best_effort" else patience_s(policy, len(tokens))
     return await beside(cache.fetch(tokens, most_tokens, namespace), other, limit_s)
 
@@ -62,8 +70,9 @@ async def fetch_beside(
 def begin_fetch(
     cache: PrefixCache | None, policy: PrefetchPolicy, tokens: Tokens, namespace: Namespace
 ) -> asyncio.Task[None] | None:
-    """With best_effort what storage has comes to the host from here on, until it is cancelled or
-    `stopped`.
+    """Start to fetch the prompt's pages from storage to the host, with best_effort.
+
+    The task runs until it is cancelled or `stopped`; None where there is no such fetch.
     """
     if cache is None or not cache.has_host or policy != "best_effort":
         return None
@@ -71,7 +80,7 @@ def begin_fetch(
 
 
 async def stopped(task: asyncio.Task[None] | None) -> None:
-    """Cancel what is done without, and drain it (I12)."""
+    """Cancel a task whose result is not needed, and drain it (I12)."""
     if task is not None:
         task.cancel()
         await run_to_end(asyncio.gather(task, return_exceptions=True))
@@ -82,8 +91,10 @@ async def beside(
 ) -> T:
     """Wait for `other`, and at most `limit_s` longer for `loading`.
 
-    It has ended when this returns or raises: what did not come in time is stopped, and drained.
-    Raises: what `other` raises."""
+    `loading` ends before this returns or raises: if it is late, it is cancelled and drained.
+
+    Raises: what `other` raises.
+    """
     task = asyncio.create_task(loading)
     try:
         found = await other

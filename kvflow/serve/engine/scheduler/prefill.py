@@ -1,5 +1,5 @@
-"""The prefill engine: chunks of several prompts per step; full pages are sent while the next chunk
-is computed.
+"""The prefill engine: chunks of several prompts per step. Full pages leave while the next chunk is
+computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvflow.serve.engine.scheduler.turn import Turn
 
 
 class PrefillEngine(EngineLoop):
-    """Steps over prompts in order of priority, and of arrival among equals.
+    """The engine that computes prompts, in order of priority, and of arrival among equals.
 
     A step takes at most `chunk_tokens` of each prompt, `max_batch_tokens` in all (more for prompts
     that cannot be divided, see `LoadedModel.chunk`), and prompts of at most `max_batch_rooms` rooms
@@ -67,12 +67,13 @@ class PrefillEngine(EngineLoop):
         prefetch: PrefetchPolicy = "timeout",
     ) -> None:
         """`optimistic_tries`: how often a prompt may begin before its room is matched, see
-        `optimistic`. `lockstep`: this is the first of several ranks; `samples`: it chooses the
-        first tokens; `cache`: of this pool, see `PrefillSteps`; `prefetch`: how long a prompt waits
-        for what it loads.
+        `optimistic`. `lockstep`: given where this engine is the first of several ranks. `samples`:
+        True where this rank chooses the first tokens. `cache`: the prefix cache of this pool, see
+        `PrefillSteps`. `prefetch`: how long a prompt waits for the pages that it loads.
 
         Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not
-        for this model."""
+        for this model.
+        """
         super().__init__("prefill")
         self.steps = PrefillSteps(model, pool, pages, executor, samples=samples, cache=cache)
         self._model, self._page_size, self._lockstep = model, pool.layout.page_size, lockstep
@@ -89,11 +90,11 @@ class PrefillEngine(EngineLoop):
         self._max_rooms = max_batch_rooms or 1 << 30
         # Ids of requests that wait for decode's half of their room.
         self._unmatched: set[int] = set()
-        # The others hold nothing.
+        # Unmatched requests that have not begun early hold no places.
         self._early: OptimisticStarts[PrefillRequest] = OptimisticStarts(optimistic_tries)
         self._waiting: deque[PrefillRequest] = deque()  # for pages
         self._running: dict[int, PrefillRequest] = {}  # by id, in order of arrival
-        # By id: all that have places of the engine's, until `drop`.
+        # By id: all requests that have places of the engine's, until `drop`.
         self._placed: dict[int, PrefillRequest] = {}
         self._numbers = itertools.count()
         self._prefetch: PrefetchPolicy = prefetch
@@ -102,8 +103,9 @@ class PrefillEngine(EngineLoop):
             cache.on_copied = self._wake.set
 
     async def close(self) -> None:
-        """End every request, and return when neither a step nor a copy runs, even if this coroutine
-        is cancelled.
+        """End every request, and return when neither a step nor a copy runs.
+
+        This holds even if the coroutine is cancelled.
         """
         try:
             await super().close()
@@ -126,7 +128,10 @@ class PrefillEngine(EngineLoop):
         return self._early.counts
 
     def check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises: MisuseError, CapacityError for a prompt that `prefill` would refuse."""
+        """Check a prompt against the limits of the model and the pool.
+
+        Raises: MisuseError, CapacityError for a prompt that `prefill` would refuse.
+        """
         self.limits.check_prompt(prompt)
         self.limits.check_sampling(prompt, params)
 
@@ -139,13 +144,13 @@ class PrefillEngine(EngineLoop):
         into: PageIndices | None = None,
         namespace: Namespace = ANY,
     ) -> TokenOut:
-        """Compute `prompt`, send its pages and row, hand the first token over; returns that token
-        when all have landed.
+        """Compute `prompt`, send its pages and row, and hand the first token over.
 
-        `into`: places of the caller (pages, and a row as a room has one) to compute in; without it
-        the engine takes its own, begins with what the cache has, if it has one, and gives them
-        back, or to the cache, under `namespace`. Any error, and a cancellation, closes the room
-        with its cause.
+        Returns that token when everything landed. `into`: places of the caller (pages, and a row
+        where rooms have one) to compute in. Without it the engine takes places, begins with the
+        cached pages of the prompt, if any, and afterwards frees the places or hands them over to
+        the cache, under `namespace`. Any error, and a cancellation, closes the room with its cause.
+
         Raises: MisuseError, CapacityError, the room's error.
         """
         request: PrefillRequest | None = None
@@ -176,7 +181,9 @@ class PrefillEngine(EngineLoop):
             room.close()
 
     async def _match(self, request: PrefillRequest, into: PageIndices | None) -> int:
-        """Wait for decode's half, and for what storage has meanwhile."""
+        """Wait for decode's half of the room, and meanwhile fetch from storage what it has of the
+        prompt.
+        """
         cache, s, matched = self.cache, request.sequence, request.room.matched()
         if cache is None or not cache.has_host or into is not None:
             return await matched
@@ -191,8 +198,11 @@ class PrefillEngine(EngineLoop):
         ticket: int,
         namespace: Namespace = ANY,
     ) -> PrefillRequest:
-        """Compute a checked `prompt` on all ranks once it has `matched`, or when it `may_begin`,
-        until `drop`. `first` tells of a failure, and of the token where this rank chooses it.
+        """Add a checked `prompt`, to be computed on all ranks once it is `matched`, or when it
+        `may_begin`.
+
+        It stays until `drop`. The request's `first` reports a failure, and the token where this
+        rank chooses it.
 
         Raises: AbortedError when the engine is closing.
         """
@@ -200,7 +210,10 @@ class PrefillEngine(EngineLoop):
         return self._new_request(room, prompt, params, ticket=ticket, namespace=namespace)
 
     def may_begin(self, request: PrefillRequest) -> None:
-        """Before its room is matched, as often as any; no effect after that, or after `drop`."""
+        """Let a request begin before its room is matched.
+
+        Call it any number of times; it has no effect after the match or after `drop`.
+        """
         if id(request) in self._unmatched:
             self._early.add(request)
             self._wake.set()
@@ -208,7 +221,9 @@ class PrefillEngine(EngineLoop):
     def matched(
         self, request: PrefillRequest, prefix: int, into: PageIndices | None = None
     ) -> None:
-        """Decode's half is there, and has `prefix` tokens of the prompt. `into`: as of `prefill`.
+        """Record that decode's half of the room is there, with `prefix` tokens of the prompt.
+
+        `into` is that of `prefill`.
 
         Raises: AbortedError when the engine is closing.
         """
@@ -218,23 +233,26 @@ class PrefillEngine(EngineLoop):
         self._enqueue(request, into)
 
     def has_places(self, request: PrefillRequest) -> bool:
-        """Of the engine's: a step may have named it."""
+        """Return True for a request that has places of the engine's, so that a step may have named
+        it.
+        """
         return id(request) in self._placed
 
     def agreed(self, request: PrefillRequest, tokens: int) -> None:
-        """Every rank has the first `tokens` tokens of it cached, as `lockstep` was asked: it begins
-        after them.
+        """Record that every rank has the first `tokens` tokens of a request cached.
+
+        This is the answer to `Lockstep.find`; the request begins after these tokens.
         """
         self._beginnings.agreed(request, tokens)
 
     def flush(self) -> None:
-        """Forget what is cached, on every rank."""
+        """Forget all cached pages, on every rank."""
         if self.cache is not None:
             self.cache.flush()
             self._beginnings.flushed(self._placed.values())
 
     def _begins(self, request: PrefillRequest) -> None:
-        """It has its places, and steps may name it."""
+        """Let steps name a request that has its places."""
         if (
             request.cached_tokens
             and id(request) in self._running
@@ -244,7 +262,7 @@ class PrefillEngine(EngineLoop):
         self._wake.set()
 
     def wake(self) -> None:
-        """What `lockstep` says has changed."""
+        """Notify the engine that the state of `lockstep` changed."""
         self._wake.set()
 
     def _new_request(
@@ -271,7 +289,7 @@ class PrefillEngine(EngineLoop):
         return request
 
     def _enqueue(self, request: PrefillRequest, into: PageIndices | None) -> None:
-        """Its room is matched."""
+        """Queue a request whose room is matched, unless it already has places."""
         if into is not None:
             request.sequence.add(self.steps.layout.split(into))
             self._running[id(request)] = request
@@ -288,7 +306,7 @@ class PrefillEngine(EngineLoop):
         request.room.on_end(lambda: self._room_ended(request))
 
     def _room_ended(self, request: PrefillRequest) -> None:
-        """Compute nothing more for it; the room's `done` raises the reason."""
+        """Stop computing a request whose room ended; the room's `done` raises the reason."""
         self._running.pop(id(request), None)
         if not request.first.done():
             request.first.set_result(None)
@@ -297,15 +315,16 @@ class PrefillEngine(EngineLoop):
         self._running.pop(id(request), None)
         if self._early.holds(request):
             self._early.forget(request)
-            request.room.close(error.cause())  # it waits for its match, which then raises this
+            # Its task still waits for the match, which raises this error once the room is closed.
+            request.room.close(error.cause())
         elif not request.first.done():
             request.first.set_exception(error)
 
     def drop(self, request: PrefillRequest) -> None:
-        """Forget the request; places that a step or a write still uses become free when it has
-        ended (I13).
+        """Forget the request. Idempotent.
 
-        Idempotent."""
+        Places that a step or a write still uses become free when that ends (I13).
+        """
         self._unmatched.discard(id(request))
         self._running.pop(id(request), None)
         self._early.forget(request)
@@ -345,8 +364,9 @@ class PrefillEngine(EngineLoop):
                     self._send(request)
 
     def _step_failed(self, requests: list[PrefillRequest], error: Exception) -> None:
+        """End the requests of a failed step, here and on the other ranks."""
         lockstep = self._lockstep
-        # It was broken off, with a cause that is known.
+        # The group already ended this step, and its requests, with a cause that is known.
         if lockstep is not None and not lockstep.ready:
             lockstep.stepped()
             return
@@ -358,15 +378,17 @@ class PrefillEngine(EngineLoop):
             self._fail(request, room_error(cause))
 
     async def _sleep(self) -> None:
-        """Wait for a wake-up; rooms free pages without one, so with requests that wait for pages,
-        poll.
+        """Wait for a wake-up.
+
+        Rooms free pages without one, so the engine polls while requests wait for pages.
         """
         short = self._waiting or self._beginnings.are_short or self._early.first is not None
         await self._wait(RECHECK_S if short else None)
 
     def _take_places(self) -> None:
-        """In order of priority and arrival: a prompt gets all of its pages, and a row, at once, or
-        waits.
+        """Give places to waiting requests, in order of priority and arrival.
+
+        A prompt gets all of its pages, and a row, at once, or waits.
         """
         self._beginnings.take_missing()
         while self._waiting and self._is_ready:
@@ -384,8 +406,9 @@ class PrefillEngine(EngineLoop):
             self._beginnings.placed(early)
 
     def _place(self, request: PrefillRequest) -> bool:
-        """Give the first of a queue its places, those of early ones too where it has both halves of
-        its room.
+        """Give the first request of a queue its places; returns False where it has to wait.
+
+        A request with both halves of its room may take the places of requests that began early.
         """
         if not self._turn.comes(request):
             return False
@@ -406,8 +429,9 @@ class PrefillEngine(EngineLoop):
         return True
 
     def _read_of_the_cache(self, request: PrefillRequest) -> PageIndices:
-        """What it, and those with both halves of their rooms, read of the cache: it stays, whoever
-        gives way.
+        """Return the cached pages that stay in use, whichever early request gives way.
+
+        These are the pages that `request`, and those with both halves of their rooms, read.
         """
         if request.prefix is None:
             return NO_PLACES
@@ -415,12 +439,15 @@ class PrefillEngine(EngineLoop):
         return np.concatenate([request.prefix.pages, *(s.pages[: s.shared] for s in matched)])
 
     def _preempt(self, requests: list[PrefillRequest]) -> None:
+        """Take the places of early requests, here and on the other ranks."""
         for request in requests:
             del self._running[id(request)], self._placed[id(request)]
             self._beginnings.forget(request)
             self.steps.start_again(request)
         if self._lockstep is not None:
-            for request in requests:  # which may tell that a rank is lost, and with it what runs
+            # A call may find that a rank is lost, which ends the running requests. So each request
+            # is updated here before the first call.
+            for request in requests:
                 self._lockstep.preempt(request)
 
     @property
@@ -428,9 +455,12 @@ class PrefillEngine(EngineLoop):
         return self._lockstep is None or self._lockstep.ready
 
     def _short_of(self, request: PrefillRequest) -> tuple[int, int, int]:
-        """Count what is missing for all of its prompt: pages here, rows at the rank that lacks the
-        most, and pages at the smallest rank if nothing were cached there. The others may have
-        places of a request until `drop`."""
+        """Count the places missing for all of a request's prompt, negative where more are free.
+
+        Returns the pages missing here, the rows missing at the rank that lacks the most, and the
+        pages missing at the smallest rank if it had cached none. The other ranks may hold places of
+        a request until `drop`.
+        """
         missing, missing_rows = self.steps.short_of(request)
         if self._lockstep is None:
             return missing, missing_rows, 0
@@ -441,19 +471,22 @@ class PrefillEngine(EngineLoop):
         return missing, missing_rows, request.sequence.prompt_pages + taken - pages
 
     def _pick(self) -> tuple[list[Row], list[PrefillRequest]]:
-        """The rows of one step: a chunk of each of the first prompts in order, within the limits of
-        a step.
+        """Return the rows of one step, and their requests.
+
+        A step takes a chunk of each of the first prompts in order, within its limits.
         """
         left, to_score = self._max_tokens, scoring.TOKENS_PER_STEP
         rows: list[Row] = []
         requests: list[PrefillRequest] = []
-        # Stable.
+        # The sort is stable, so equals stay in order of arrival. Early requests come last: their
+        # work may be lost.
         order = sorted(self._running.values(), key=lambda r: (self._early.holds(r), urgency(r)))
         for request in order:
             s = request.sequence
             remaining = s.prompt_length - s.computed
             if not remaining or request.is_asking:
-                continue  # computed; its last chunk has been queued
+                # Its last chunk is queued already, or the other ranks have not answered yet.
+                continue
             if not left or len(rows) == self._max_rooms:
                 break
             if request.scorer is not None and not to_score:
@@ -473,7 +506,9 @@ class PrefillEngine(EngineLoop):
         return rows, requests
 
     def _send(self, request: PrefillRequest) -> None:
-        """What of it is complete leaves; the first token is there where this rank has chosen it."""
+        """Send the complete pages of a request, and report its first token where this rank chose
+        it.
+        """
         steps, choice = self.steps, request.choice
         try:
             steps.send(request)

@@ -1,9 +1,8 @@
-"""States of a prefill's prompts for its prefix cache: where chunks end for their sake, and when
-they are copied.
+"""The states of a prefill's prompts for its prefix cache: chunk ends that yield them, and copies.
 
-A state is of use at the end of a page alone. So a prompt with one has a chunk that ends with its
-last whole page, one that ends where it leaves what is cached, and others at ends of pages as far as
-limits of a step allow.
+A state is useful only at the end of a page. So a prompt with states has a chunk that ends with its
+last whole page, one that ends where the prompt leaves what is cached, and others at ends of pages
+as far as the limits of a step allow.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from kvflow.serve.engine.model import sequence
 from kvflow.serve.engine.model.device import wait_for
 from kvflow.serve.engine.model.step import Row
 
-_SHARE = 4  # a prompt keeps at most one in so many of the store's slots
+# One prompt may not fill the store: it keeps at most one in so many of its slots.
+_SHARE = 4
 
 
 class CachedRequest(Protocol):
-    """What is asked of an engine's request."""
+    """The attributes of an engine's request that this module uses."""
 
     sequence: sequence.Sequence
     prefix: Prefix | None
@@ -39,7 +39,7 @@ class _Copy(NamedTuple):
 
 
 class StepCopies(NamedTuple):
-    """What one step copies, in the model thread: in before it, and out after it."""
+    """The copies of one step in the model thread: into rows before it, and out of rows after it."""
 
     store: StateStore
     restored: list[_Copy]
@@ -52,25 +52,29 @@ class StepCopies(NamedTuple):
 
     def after(self) -> None:
         if self.saved:
+            # The step may still run on the device: it must end before its rows are copied.
             wait_for(self.device)
         for row, slot in self.saved:
             self.store.save(row, slot)
 
 
 class PromptStates:
-    """The states of one prefill. Used on the event loop."""
+    """The states of one prefill's prompts. Used on the event loop."""
 
     def __init__(
         self, cache: PrefixCache, store: StateStore, fewest: int, device: torch.device
     ) -> None:
-        """`fewest`: tokens that the model computes at once as it computes more, see
+        """`fewest`: the fewest tokens that the model computes at once, see
         `LoadedModel.fewest_tokens`.
         """
         self._cache, self._store, self._fewest, self._device = cache, store, fewest, device
         self._page_size = cache.page_size
 
     def chunk(self, request: CachedRequest, most: int, chunk: Callable[[int, int], int]) -> int:
-        """How many tokens of it to compute at once, about `most`; `chunk`: of the model."""
+        """Return how many tokens of a prompt to compute at once, about `most`.
+
+        `chunk` is the model's own division.
+        """
         s, size = request.sequence, self._page_size
         at = s.computed
         end = self._next_end(request)
@@ -83,7 +87,7 @@ class PromptStates:
         return count
 
     def _next_end(self, request: CachedRequest) -> int:
-        """The next token before which its prompt has to be divided, or its end."""
+        """Return the next token before which the prompt has to be divided, or the prompt's end."""
         s = request.sequence
         last = self._last(request)
         branch = 0 if request.prefix is None else request.prefix.branch_pages * self._page_size
@@ -93,13 +97,16 @@ class PromptStates:
         return s.prompt_length
 
     def _last(self, request: CachedRequest) -> int:
-        """Tokens of the pages that end before the last chunk."""
+        """Return the number of tokens in the pages that end before the last chunk."""
         return (request.sequence.prompt_length - self._fewest) // self._page_size * self._page_size
 
     @contextmanager
     def step(self, rows: list[Row], requests: Sequence[CachedRequest]) -> Iterator[StepCopies]:
-        """What is copied by a step of `rows`, one of each of `requests`, which has ended when this
-        does. Its slots are held (I13): a request may be dropped meanwhile."""
+        """Yield the copies for a step of `rows`, one of each of `requests`.
+
+        The step ends before the context does. The slots are held until then (I13), since a request
+        may be dropped meanwhile.
+        """
         copies = StepCopies(self._store, [], [], self._device)
         begun = []
         for row, request in zip(rows, requests, strict=True):
@@ -120,9 +127,9 @@ class PromptStates:
             prefix.release_state()
 
     def _slot_for(self, request: CachedRequest, end: int) -> int | None:
-        """For the state before token `end`, if a page ends there.
+        """Return a slot for the state before token `end`, or None if no page ends there.
 
-        Its earlier ones make way where slots are short.
+        The request's earliest state makes way where slots are short.
         """
         s, states = request.sequence, request.states
         if end % self._page_size:
@@ -137,13 +144,13 @@ class PromptStates:
         return slot
 
     def keep(self, request: CachedRequest) -> None:
-        """Its pages are the cache's now."""
+        """Hand the states of a request over to the cache, after its pages."""
         s, prefix = request.sequence, request.prefix
         states, request.states = request.states, {}
         assert prefix is not None
         self._cache.keep_states(s.tokens[: s.prompt_length], states, s.owner, prefix)
 
     def give_back(self, request: CachedRequest) -> None:
-        """It has ended, or begins again. Idempotent."""
+        """Free the slots of a request that ended, or begins again. Idempotent."""
         states, request.states = request.states, {}
         self._store.free(tuple(states.values()), request.sequence.owner)

@@ -1,8 +1,8 @@
-"""What a step of prefill is made of: prompts, their chunks computed in the model thread, the pages
-that leave after it.
+"""The steps of prefill: prompts, their chunks computed in the model thread, and the pages that
+leave after each step.
 
-It decides nothing: which prompts share a step is the engine's affair, or, at a rank that follows
-another one, that one's.
+This module decides nothing. The engine chooses the prompts that share a step, or, at a rank that
+follows another one, that rank does.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ from kvflow.serve.engine.scheduler.scoring import PromptScorer
 
 
 def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int = 1) -> int:
-    """Tokens of a prompt that need not be computed: of the others logits are wanted, of the last
-    one always.
+    """Return how many tokens of a prompt need not be computed.
+
+    The logits of the other tokens are wanted; those of the last token always are.
     """
     start, most = params.prompt_logprobs_from, prompt_length - fewest_tokens
     return most if start is None else min(start, most)
 
 
 class PrefillRequest:
-    """One prompt.
+    """One prompt in the engine.
 
-    `first` resolves to its first token once that is known here, to None when its room ends before.
+    `first` resolves to the first token once this rank knows it, or to None when the room ends
+    before.
     """
 
     __slots__ = (
@@ -86,19 +88,22 @@ class PrefillRequest:
         namespace: Namespace = ANY,
         fewest_tokens: int = 1,
     ) -> None:
-        """`ticket`: its number in a group of ranks; `namespace`: of cached prefixes;
-        `fewest_tokens`: that the model computes at once."""
+        """`ticket`: the request's number in a group of ranks. `namespace`: that of its cached
+        prefixes. `fewest_tokens`: the fewest that the model computes at once.
+        """
         self.sequence, self.room, self.params, self.ticket = sequence, room, params, ticket
-        self.sent_pages = 0  # with those that decode has already
+        self.sent_pages = 0  # includes the pages that decode already has
         self.namespace = namespace
-        self.agreed: int | None = None  # tokens that every rank has cached, once that is known
-        self.is_asking = False  # it has places, and no step may name it until that is known
-        # What the cache has of it, while it has places or looks for some.
+        # Tokens that every rank has cached, once the ranks agree on them.
+        self.agreed: int | None = None
+        # True while it has places and no step may name it, until the ranks agree.
+        self.is_asking = False
+        # The cached pages that it begins with, locked; None while it only waits.
         self.prefix: Prefix | None = None
         self.fewest_tokens = fewest_tokens
-        # Slots of the cache's store that it owns, by the tokens before the state.
+        # Slots of the cache's store that it owns, by the number of tokens before the state.
         self.states: dict[int, int] = {}
-        self.cached_tokens = 0  # of the prompt, which were not computed for it
+        self.cached_tokens = 0  # tokens of the prompt that the cache had
         self.queued_at_s = time.perf_counter()
         adjustments = adjustments_of(params, sequence, eos_ids)
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
@@ -113,9 +118,10 @@ class PrefillRequest:
             else PromptScorer(self.sequence, start, params.logprobs or 0, params.logprob_token_ids)
         )
         self.hidden_states: PackedArray | None = None  # at the last token of the prompt
-        self.has_begun = False  # a step has named it
-        self.choice: Choice | None = None  # once the prompt is computed, at the rank that chooses
-        # By another rank that chooses, before the group has started it.
+        self.has_begun = False  # True once a step named it
+        self.choice: Choice | None = None  # once the prompt is computed, where this rank chooses
+        # The token from the rank that chooses, where it arrives before this rank starts the
+        # request.
         self.early_token: TokenOut | None = None
 
     @property
@@ -125,7 +131,9 @@ class PrefillRequest:
         return most if self.agreed is None else min(most, self.agreed)
 
     def start_again(self) -> Places:
-        """Forget what was computed; returns its places. The same first token will be drawn."""
+        """Forget what was computed, and return the places. The same first token will be drawn
+        again.
+        """
         self._begin()
         return self.sequence.start_again()
 
@@ -133,8 +141,8 @@ class PrefillRequest:
 class PrefillSteps:
     """The steps over one model's pool, and the chunks that leave from it.
 
-    `samples`: this rank has the logits and chooses the first tokens; another one sends its pages
-    without a hand-over.
+    `samples` is True at the rank that has the logits and chooses the first tokens. Any other rank
+    sends its pages without a hand-over.
     """
 
     def __init__(
@@ -147,10 +155,12 @@ class PrefillSteps:
         samples: bool = True,
         cache: PrefixCache | None = None,
     ) -> None:
-        """`cache`: of this pool, with states if the pool has rows; prompts begin with what it has.
+        """`cache`: the prefix cache of this pool, with states if the pool has rows; prompts begin
+        with their cached pages.
 
         Raises: LayoutError when the pool is not this model's, MisuseError for a cache that is not
-        for this model."""
+        for this model.
+        """
         if cache is not None and (
             model.whole_prompts or (cache.states is None and pool.layout.num_rows)
         ):
@@ -173,8 +183,10 @@ class PrefillSteps:
         self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
 
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
-        """How many pages and rows are missing for all of its prompt, beside what the cache has of
-        it, what it can give and the free ones; negative where more are free."""
+        """Count the pages and rows missing for all of a prompt; negative where more are free.
+
+        Its cached pages, the pages that the cache can give up, and the free ones are not missing.
+        """
         s = request.sequence
         if self.cache is not None and request.prefix is None and not s.page_count:
             request.prefix = self._match(self.cache, request)
@@ -186,7 +198,7 @@ class PrefillSteps:
         return missing, 0 if self.rows is None else 1 - self.rows.free_pages
 
     def take_places(self, request: PrefillRequest) -> None:
-        """All that it needs, beside what the cache has of it, which must be free."""
+        """Take all places that a prompt needs beside its cached pages. They must be free."""
         s = request.sequence
         if request.prefix is not None:
             s.begin_with(request.prefix.pages)
@@ -195,27 +207,28 @@ class PrefillSteps:
         s.add(self.layout.split(self.places.take_room(needed, s.owner)))
 
     def count(self, request: PrefillRequest) -> None:
-        """It begins with what the cache has of it."""
+        """Count a prompt that begins, and its cached tokens, in the cache's statistics."""
         if self.cache is not None and request.prefix is not None:
             self.cache.count(request.sequence.prompt_length, request.prefix)
 
     def find(self, request: PrefillRequest, most_tokens: int) -> None:
-        """Lock what the cache has of its first `most_tokens` tokens, for one without places."""
+        """Lock the cached pages of the first `most_tokens` tokens, for a request without places."""
         request.agreed = most_tokens
         if self.cache is not None:
+            # The shorter prefix is locked first, so that eviction cannot take its pages in between.
             request.prefix = self._match(self.cache, request)
 
     def lacks(self, request: PrefillRequest) -> bool:
-        """True where the host alone has something of it that need not be computed."""
+        """Return True where only the host has some of the tokens that need not be computed."""
         s, cache = request.sequence, self.cache
         return cache is not None and cache.lacks(
             s.tokens[: s.prompt_length], request.most_cached, request.namespace
         )
 
     async def load(self, request: PrefillRequest, policy: PrefetchPolicy) -> None:
-        """Copy that to the device, and lock what the cache has of it then.
+        """Copy the pages that `lacks` found to the device, and lock what the cache has then.
 
-        For one without places.
+        The request must have no places.
         """
         assert self.cache is not None
         s = request.sequence
@@ -231,7 +244,10 @@ class PrefillSteps:
         request.prefix = prefix
 
     def agree(self, request: PrefillRequest, tokens: int) -> None:
-        """Every rank has its first `tokens` tokens: keep no more locked. For one without places."""
+        """Unlock cached pages beyond the first `tokens` tokens, which every rank has.
+
+        The request must have no places.
+        """
         request.agreed = tokens
         longer = request.prefix
         if self.cache is not None and longer is not None and longer.tokens > tokens:
@@ -244,13 +260,14 @@ class PrefillSteps:
         return cache.match(s.tokens[: s.prompt_length], request.most_cached, request.namespace)
 
     def give_back(self, request: PrefillRequest) -> None:
-        """Its places; those that a step or a write still uses become free
-        when it has ended (I13).
+        """Free the places of a request.
+
+        Those that a step or a write still uses become free when that ends (I13).
         """
         self._give_back(request, request.sequence.places)
 
     def keep(self, request: PrefillRequest) -> None:
-        """Its room has succeeded, every page of it landed: the cache takes the whole ones over."""
+        """Hand the whole pages of a request over to the cache, after its room succeeded."""
         s, prefix = request.sequence, request.prefix
         if self.cache is not None and prefix is not None and s.page_count:
             tokens = s.tokens[: s.prompt_length]
@@ -259,7 +276,7 @@ class PrefillSteps:
                 self._states.keep(request)
 
     def forget_prefix(self, request: PrefillRequest) -> None:
-        """It waits: what the cache has of it may be evicted meanwhile. Idempotent."""
+        """Unlock the cached pages of a waiting request, so that they can be evicted. Idempotent."""
         if request.prefix is not None:
             request.prefix.release()
             request.prefix = None
@@ -271,18 +288,22 @@ class PrefillSteps:
         self.forget_prefix(request)
 
     def start_again(self, request: PrefillRequest) -> None:
-        """Give its places back, and with them what was computed. Not while a step has it."""
+        """Free the places of a request, and forget what was computed. No step may have it."""
         self._give_back(request, request.start_again())
 
     def chunk(self, request: PrefillRequest, most: int) -> int:
-        """How many tokens of it to compute at once, about `most`."""
+        """Return how many tokens of a prompt to compute at once, about `most`."""
         if self._states is not None and request.prefix is not None:
             return self._states.chunk(request, most, self._chunk)
         return self._chunk(request.sequence.prompt_length - request.sequence.computed, most)
 
     async def run(self, rows: list[Row], requests: list[PrefillRequest]) -> None:
-        """Compute `rows`, one of each of `requests`; then `choice` is there of those that are
-        complete, where this rank chooses. Raises: whatever the model raises."""
+        """Compute `rows`, one of each of `requests`.
+
+        Afterwards the completed requests have their `choice`, where this rank chooses.
+
+        Raises: whatever the model raises.
+        """
         sequences = [r.sequence for r in rows]
         if self._states is None:
             choices = await self._thread.run(sequences, partial(self._step, rows, requests))
@@ -298,14 +319,14 @@ class PrefillSteps:
     def _step_with(
         self, copies: StepCopies, rows: list[Row], requests: list[PrefillRequest]
     ) -> dict[int, Choice]:
-        """In the model thread."""
+        """Run one step with its copies of states, in the model thread."""
         copies.before()
         choices = self._step(rows, requests)
         copies.after()
         return choices
 
     def _step(self, rows: list[Row], requests: list[PrefillRequest]) -> dict[int, Choice]:
-        """In the model thread."""
+        """Run one step in the model thread; returns the choices by id of the request."""
         hidden: torch.Tensor | None = None
         if any(request.params.hidden_states for request in requests) and self.samples:
             logits, hidden = self.runner.forward_with_hidden(rows)
@@ -334,8 +355,13 @@ class PrefillSteps:
         )
 
     def send(self, request: PrefillRequest) -> None:
-        """The complete pages that have not been sent; after the last chunk the remaining ones and
-        the row, with the first token where it was chosen here. Raises: the room's error."""
+        """Send the complete pages of a request that were not sent before.
+
+        After the last chunk, send the remaining pages and the row, with the first token where this
+        rank chose it.
+
+        Raises: the room's error.
+        """
         s, choice = request.sequence, request.choice
         complete = s.computed == s.prompt_length
         ready = s.page_count if complete else s.computed // s.page_size
@@ -365,7 +391,7 @@ class PrefillSteps:
         return handoff.encode()
 
     def token_out(self, request: PrefillRequest, choice: Choice) -> TokenOut:
-        """The first token, as the caller gets it."""
+        """Return the first token as the caller receives it."""
         params = request.params
         reason, matched = finish(choice.token_id, 1, params.max_new_tokens, params, self._eos_ids)
         asked, hidden = choice.asked_logprobs, request.hidden_states

@@ -1,4 +1,4 @@
-"""Requests that leave the device when a decode's pool runs short, and come back when it has pages
+"""Requests that leave the device when a decode's pool runs short, and return when it has pages
 again (I2, I13).
 """
 
@@ -26,13 +26,16 @@ from kvflow.serve.engine.scheduler.burst import DecodeRequest
 from kvflow.serve.engine.scheduler.params import EngineRetractions
 
 _log = logging.getLogger("kvflow.serve.engine")
-REPORT_EVERY_S = 10.0  # a pool that is too small retracts many times a second
+# A pool that is too small retracts many times a second, too often for a log line each.
+REPORT_EVERY_S = 10.0
 
 
 class Retractions:
-    """Chooses who leaves, moves them out and in again; `back` and `failed` are called with those
-    who come back, and with those who cannot. Used on the event loop; what it moves runs in no step
-    meanwhile."""
+    """Chooses the requests to retract, and moves them out and in again.
+
+    `back` is called with each request that returns, `failed` with each that cannot. Used on the
+    event loop; no step runs a request while it is moved.
+    """
 
     def __init__(
         self,
@@ -46,11 +49,12 @@ class Retractions:
         failed: Callable[[DecodeRequest, KvflowError], None],
         moved: Callable[[], None],
     ) -> None:
-        """`recompute`: a request for which there is no host memory computes its state again; else
-        it ends in an error. `moved` is called when pages may have come free."""
+        """`recompute`: a request for which there is no host memory computes its state again;
+        without it, the request ends in an error. `moved` is called when pages may be free.
+        """
         self._budget, self._ratio, self._store, self._recompute = budget, ratio, store, recompute
         self._eos_ids, self._back, self._failed, self._moved = eos_ids, back, failed, moved
-        # By number: from the moment it is retracted until it is back.
+        # By number: requests from the moment they are retracted until they run again.
         self._away: dict[int, DecodeRequest] = {}
         self._moves: set[asyncio.Task[None]] = set()
         self._next_report_s = 0.0
@@ -74,19 +78,18 @@ class Retractions:
 
     @property
     def coming_pages(self) -> int:
-        """Pages that are free as soon as they have been copied out."""
+        """Pages that become free as soon as they are copied out."""
         leaving = (ResidencyPhase.RESIDENT, ResidencyPhase.LEAVING)
         return sum(r.resident.sizes[0] for r in self._away.values() if r.resident.phase in leaving)
 
     def victims(
         self, running: Iterable[DecodeRequest], short: dict[DecodeRequest, int]
     ) -> list[DecodeRequest]:
-        """Who of `running`, but for the last one, should be retracted for the pages that are
-        missing (how many, by request): lower priority first, then fewer generated tokens, then
-        later arrival.
+        """Choose the requests of `running` to retract for the missing pages (`short`, by request).
 
-        Who has come back stays until it has made some progress: so every request ends, however
-        short the pool is.
+        Lower priority goes first, then fewer generated tokens, then later arrival; the last
+        candidate always stays. A request that came back stays until it makes some progress, so
+        every request ends, however short the pool is.
         """
         missing = sum(short.values()) - self.coming_pages
         candidates = sorted(
@@ -107,9 +110,9 @@ class Retractions:
         return found
 
     def retract(self, request: DecodeRequest) -> None:
-        """Its pages come free when they have been copied out; it comes back in its turn.
+        """Free the pages of a request after they are copied out; it returns in its turn.
 
-        No step runs it from here.
+        No step runs it from this call on.
         """
         self.retracts += 1
         self._budget.retract(request.admission, request.resident.sizes[0])
@@ -123,9 +126,11 @@ class Retractions:
         self._log_shortage()
 
     def release_cached(self) -> bool:
-        """The request that would come back last, of those that keep pages of a cache, keeps them no
-        more: they may be all that is missing while nobody runs. It computes again what the cache
-        does not have then. False: none keeps any."""
+        """Unlock the cached pages of one waiting request; returns False when no request has any.
+
+        While no request runs, these may be all that is missing. The request that would return last
+        loses them, and computes again what the cache does not have then.
+        """
         waiting = [
             r
             for r in self._away.values()
@@ -140,7 +145,7 @@ class Retractions:
         return True
 
     def _release_prefix(self, request: DecodeRequest) -> None:
-        """The cached pages that it keeps: they are to be computed again, or found once more."""
+        """Unlock the cached pages of a request, which computes them again or finds them anew."""
         assert request.prefix is not None
         count = int(request.prefix.pages.size)
         request.prefix.release()
@@ -149,7 +154,7 @@ class Retractions:
         _log.debug("released %d cached pages, to be computed again", count)
 
     async def close(self) -> None:
-        """Stop every move, and return when no copy runs. The requests stay whose they are."""
+        """Stop every move, and return when no copy runs. The requests keep their owners."""
         for move in self._moves:
             move.cancel()
         await run_to_end(asyncio.gather(*self._moves, return_exceptions=True))
@@ -182,6 +187,8 @@ class Retractions:
                 try:
                     await self._return(request)
                 except CapacityError:  # others have grown into the pages in the turn before
+                    # Others grew into the pages since they were granted, so the request waits once
+                    # more.
                     self._budget.retract(request.admission, request.resident.sizes[0])
         except KvflowError as error:
             self._failed(request, error)
@@ -207,7 +214,7 @@ class Retractions:
                 raise
             request.resident.drop()
             if rows and request.prefix is not None and request.prefix.held:
-                # They are of no use without the state at their end, which is lost.
+                # The cached pages are useless without the state at their end, which is lost.
                 self._release_prefix(request)
             _log.debug("retracted, its state to be computed again: %d pages, %d rows", pages, rows)
 
@@ -233,9 +240,11 @@ class Retractions:
         self._back(request)
 
     def _look_again(self, request: DecodeRequest) -> None:
-        """What is computed again may begin with what the cache has now, unless it has kept its
-        pages there; where it has lost a state, it begins with nothing: the cache of a decode has
-        none."""
+        """Let a request that is computed again begin with the pages that the cache has now.
+
+        A request that kept its pages there, or has a copy, needs no look. One that lost a state
+        begins without cached pages, since the cache of a decode keeps no states.
+        """
         prefix, s, resident = request.prefix, request.sequence, request.resident
         if prefix is None or prefix.held or resident.copied:
             return
@@ -246,8 +255,9 @@ class Retractions:
 
 
 def moved(request: DecodeRequest, *, computed: bool) -> Sequence:
-    """The same tokens at other places: a sequence of its own, since steps are planned by the old
-    one.
+    """Return a new sequence with the same tokens at other places.
+
+    It is a new object because steps may still be planned by the old one.
     """
     old = request.sequence
     prompt = old.tokens[: old.prompt_length]

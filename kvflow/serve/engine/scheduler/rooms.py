@@ -1,5 +1,5 @@
-"""The two sides of a room as the engines use them; `node.py` provides them, `single.py` and tests
-their own.
+"""The two sides of a room as the engines use them. `node.py` implements them; `single.py` and the
+tests have implementations too.
 """
 
 from __future__ import annotations
@@ -12,47 +12,52 @@ from kvflow.protocols.pages.layout import PageIndices
 
 
 class PrefillRoomPort(Protocol):
-    """Prefill's side. Every method may raise the room's error once the room has ended."""
+    """Prefill's side of a room. Every method may raise the room's error once the room ended."""
 
     async def matched(self) -> int:
-        """Wait for decode's side; returns how many tokens of the prompt decode has already."""
+        """Wait for decode's side; returns how many tokens of the prompt decode already has."""
 
     def send(self, pages: PageIndices, *, last: bool = False, handoff: bytes = b"") -> None:
-        """Queue one chunk, whole pages only except for the last, which ends with the row where the
-        pool has rows; they are held until their write has ended. The room does not end inside of
-        this call."""
+        """Queue one chunk. The room does not end inside this call.
+
+        A chunk has whole pages only, except for the last one, which ends with the row where the
+        pool has rows. The pages are held until their write ends.
+        """
 
     async def done(self) -> None:
-        """Return when every write has landed."""
+        """Return when every write landed."""
 
     def close(self, cause: Cause | None = None) -> None:
-        """Idempotent, in any state; before success the room is aborted,
-        and decode gets the cause.
+        """Close the room. Idempotent, in any state.
+
+        Before success this aborts the room, and decode receives the cause.
         """
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once, on the loop, when the room has ended."""
+        """Call `callback` once, on the loop, when the room ends."""
 
 
 class DecodeRoomPort(Protocol):
-    """Decode's side."""
+    """Decode's side of a room."""
 
     @property
     def pages(self) -> PageIndices:
-        """The room's pages, in the order of the prompt; then its row, where the pool has rows
-        (`layout.Places`).
+        """The room's pages, in the order of the prompt; then its row, where the pool has rows.
+
+        See `layout.Places`.
         """
 
     async def landed(self) -> bytes:
-        """Wait until all pages have landed; returns prefill's hand-over.
+        """Wait until all pages landed; returns prefill's hand-over.
 
         Raises: the room's error.
         """
 
     def keep(self, owner: Hashable) -> PageIndices:
-        """After `landed`: make `owner` the owner of the pages."""
+        """Make `owner` the owner of the pages, after `landed`."""
 
     def close(self, cause: Cause | None = None) -> None:
-        """Idempotent, in any state; before `landed` the room is aborted, and prefill gets the
-        cause.
+        """Close the room. Idempotent, in any state.
+
+        Before `landed` this aborts the room, and prefill receives the cause.
         """

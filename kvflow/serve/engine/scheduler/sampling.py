@@ -1,7 +1,7 @@
 """Choosing tokens.
 
-Stateless: the random number of a draw is a hash of (seed, position), so prefill, decode and a
-single process draw the same token, and no state of a random generator has to be handed over.
+Sampling is stateless: the random number of a draw is a hash of (seed, position). So prefill, decode
+and a single process draw the same token, and no state of a random generator has to be handed over.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import torch
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 
-# top_k and top_p select among this many first; the whole vocabulary is sorted only when these are
-# too few.
+# top_k and top_p first select among this many. Sorting the whole vocabulary is expensive, and
+# rarely needed.
 CANDIDATES = 1024
 
 
 class Draw(NamedTuple):
-    """What to draw for one row; `position` is the index of the chosen token in its sequence."""
+    """The parameters of one row's draw; `position` is the index of the chosen token in its
+    sequence.
+    """
 
     params: SamplingParams
     seed: int
@@ -32,8 +34,8 @@ class Draw(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A chosen token, with log-probabilities of the raw distribution (before temperature) where
-    requested.
+    """A chosen token, with the requested log-probabilities of the raw distribution (before
+    temperature).
     """
 
     token_id: int
@@ -43,7 +45,7 @@ class Choice(NamedTuple):
 
 
 def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
-    """One token for each row of `logits` [rows, vocabulary].
+    """Choose one token for each row of `logits` [rows, vocabulary].
 
     A batch of greedy rows costs one argmax.
     """
@@ -71,8 +73,9 @@ def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
-    """The first of the largest entries of each row. numpy finds it in a tenth of torch's time, in
-    types it knows.
+    """Return the first of the largest entries of each row.
+
+    numpy finds it in a tenth of torch's time, in the types that it supports.
     """
     in_numpy = logits.dtype in (torch.float32, torch.float64) and logits.device.type == "cpu"
     found: list[int] = (
@@ -82,14 +85,14 @@ def _most_likely(logits: torch.Tensor) -> list[int]:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of this draw, the same on every machine."""
+    """Return the random number in [0, 1) of this draw, the same on every machine."""
     packed = struct.pack("<QQ", seed & 0xFFFF_FFFF_FFFF_FFFF, position)
     digest = hashlib.blake2b(packed, digest_size=8, person=b"kvflow-draw").digest()
     return float(int.from_bytes(digest, "little") >> 11) / float(1 << 53)
 
 
 def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """Inverse-CDF sampling. A row's result does not depend on the other rows of the batch."""
+    """Draw by the inverse CDF. A row's result does not depend on the other rows of the batch."""
     vocabulary = logits.shape[-1]
     device = logits.device
     heats = torch.tensor(
@@ -127,10 +130,10 @@ def _draw_cut(
     points: torch.Tensor,
     draws: list[Draw],
 ) -> list[int]:
-    """top_k, then top_p over what top_k leaves, among `values` [rows, candidates] in descending
-    order.
+    """Apply top_k, then top_p over what top_k leaves, and draw.
 
-    Returns the rows for which these candidates were too few; they have no token yet.
+    `values` [rows, candidates] are in descending order. Returns the rows for which these candidates
+    were too few; they have no token yet.
     """
     candidates, vocabulary, device = values.shape[-1], scaled.shape[-1], scaled.device
     ranks = torch.arange(candidates, device=device)
@@ -159,7 +162,9 @@ def _draw_cut(
 
 
 def _without_unlikely(scaled: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """`scaled` [rows, tokens] with -inf for tokens below `min_p` of their row's most likely one."""
+    """Return `scaled` [rows, tokens] with -inf for tokens below `min_p` of their row's most likely
+    one.
+    """
     if not any(d.params.min_p for d in draws):
         return scaled
     shares = [[math.log(d.params.min_p) if d.params.min_p else -math.inf] for d in draws]
@@ -176,11 +181,12 @@ def _pick(
     points: torch.Tensor,
     ids: torch.Tensor | None,
 ) -> None:
-    """The first entry whose cumulative probability exceeds the point; never an entry of probability
-    0.
+    """Pick the first token whose cumulative probability exceeds the row's point.
+
+    A token of probability 0 is never picked.
     """
     found = torch.searchsorted(cumulative, points * cumulative[:, -1:], right=True)
-    # The last entry of nonzero probability.
+    # The product may round up to the total. Then the last entry of nonzero probability is meant.
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     found = torch.minimum(found, last)
     if ids is not None:

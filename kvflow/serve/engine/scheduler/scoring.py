@@ -10,13 +10,17 @@ from numpy.typing import NDArray
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.model.sequence import Sequence
 
-TOKENS_PER_STEP = 256  # scored in one step: the logits of one token are as wide as the vocabulary
-_SLICE = 32  # tokens whose float32 log-probabilities exist at a time
+# Bound for the tokens scored in one step: the logits of one token are as wide as the vocabulary.
+TOKENS_PER_STEP = 256
+# Tokens whose float32 log-probabilities exist at a time.
+_SLICE = 32
 
 
 class PromptScorer:
-    """Of the tokens behind position `start` of one prompt, with the `top` most likely ones and the
-    `asked` ones at each."""
+    """The log-probabilities of the tokens behind position `start` of one prompt.
+
+    Each comes with those of the `top` most likely tokens and of the `asked` ones at its position.
+    """
 
     def __init__(self, sequence: Sequence, start: int, top: int, asked: tuple[int, ...]) -> None:
         self._sequence, self._start, self._top = sequence, start, top
@@ -25,13 +29,14 @@ class PromptScorer:
         self._parts: list[tuple[NDArray[np.generic], ...]] = []
 
     def logits_wanted(self, count: int) -> int:
-        """Of the last how many of the next `count` tokens logits are needed."""
+        """Return for how many of the next `count` tokens, the last ones, logits are needed."""
         computed = self._sequence.computed
         return max(0, computed + count - max(self._start, computed))
 
     def add(self, logits: torch.Tensor, end: int) -> None:
-        """`logits` [tokens, vocabulary] of the tokens before position `end`, which follow those
-        already added.
+        """Add the `logits` [tokens, vocabulary] of the tokens before position `end`.
+
+        They follow those already added.
         """
         following = self._sequence.tokens[
             end - len(logits) + 1 : min(end + 1, self._sequence.prompt_length)
@@ -41,8 +46,8 @@ class PromptScorer:
             targets = torch.from_numpy(following[at : at + _SLICE]).to(logits.device)
             logprobs = torch.log_softmax(logits[at : at + len(targets)].float(), dim=-1)
             top, ids = logprobs.topk(min(self._top, vocabulary), dim=-1)
-            # An embedding may be larger than the output layer: what has no logit is never
-            # generated.
+            # An embedding may be larger than the output layer. A token without a logit is never
+            # generated, so its log-probability is -inf.
             padded = F.pad(logprobs, (0, 1), value=-torch.inf)
             own = padded.gather(-1, targets[:, None].clamp(max=vocabulary))[:, 0]
             asked = padded[:, self._asked.to(logits.device).clamp(max=vocabulary)]

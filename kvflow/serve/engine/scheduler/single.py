@@ -1,5 +1,5 @@
-"""Prefill and decode in one process, on one pool: the same engines,
-and a room that moves no pages.
+"""Prefill and decode in one process, on one pool: the same engines, and a room that copies no
+pages.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
 
 class SharedRoom:
-    """Both sides of a room whose source and target are the same pages, and row,
-    computed in place.
-    """
+    """Both sides of a room, with the same pages and row as source and target."""
 
     def __init__(self, places: PageStore, count: int, owner: Hashable) -> None:
-        """Raises: CapacityError."""
+        """Take `count` places for `owner`. Raises: CapacityError."""
         self._places, self._owner = places, owner
         self.pages: PageIndices = places.take_room(count, owner)
         self._owned = True
@@ -62,13 +60,13 @@ class SharedRoom:
             self._handoff.set_exception(
                 room_error(cause or Cause(Code.CLIENT_GONE, "the room was closed"))
             )
-            # Retrieved, so that asyncio does not log it: there may be no reader.
+            # There may be no reader, and asyncio logs an exception that is never retrieved.
             self._handoff.exception()
             for callback in self._callbacks:
                 callback()
 
     def free(self) -> None:
-        """Give the places back, unless a sequence has become their owner."""
+        """Give the places back, unless a sequence became their owner."""
         if self._owned:
             self._owned = False
             self._places.give_back(self.pages, self._owner)
@@ -93,7 +91,10 @@ class SingleEngine:
         max_batch_rooms: int | None = None,
         max_batch: int = 256,
     ) -> None:
-        """Raises: LayoutError when the pool is not this model's."""
+        """Create both engines over `pool`.
+
+        Raises: LayoutError when the pool is not this model's.
+        """
         self.prefill = PrefillEngine(
             model,
             pool,
@@ -118,7 +119,7 @@ class SingleEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams
     ) -> AsyncGenerator[TokenOut, None]:
-        """Tokens as they come. Closing the generator ends the request in any state.
+        """Yield tokens as they are generated. Closing the generator ends the request in any state.
 
         Raises: MisuseError, CapacityError.
         """
@@ -132,7 +133,8 @@ class SingleEngine:
             raise
         prefill = asyncio.create_task(self.prefill.prefill(room, prompt, params, into=room.pages))
         tokens = self.decode.generate(room, prompt, params, admission)
-        # In the reverse order, whatever becomes of one of them.
+        # The stack unwinds in reverse: the tokens close first, then prefill ends, then the pages
+        # are freed. Each step runs even if an earlier one raises.
         async with AsyncExitStack() as ends:
             ends.callback(room.free)
             ends.push_async_callback(_give_up, prefill)
@@ -142,10 +144,11 @@ class SingleEngine:
 
 
 async def _give_up(prefill: asyncio.Task[TokenOut]) -> None:
-    """Return when it has ended, since until then it may write to the room's pages."""
+    """Return when `prefill` ends, since until then it may write to the room's pages."""
     prefill.cancel()
     try:
         await all_ended([prefill])
     finally:
         if not prefill.cancelled():
-            prefill.exception()  # retrieved: the same error as decode's, which is raised
+            # Retrieved, so that asyncio does not log it: decode raises the same error.
+            prefill.exception()

@@ -1,4 +1,4 @@
-"""Stop strings, and the automaton that finds them in a text that comes piece by piece."""
+"""Stop strings, and the automaton that finds them in a text that arrives piece by piece."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class StopStrings(tuple[str, ...]):
     """Stop strings, checked, as an Aho-Corasick automaton.
 
     Its states are the beginnings of the stop strings. After any text it is in the longest of them
-    that the text ends with, so one look-up per character finds every stop string and what has to be
-    held back, however many strings there are and however long they are. It never changes: all
+    that the text ends with, so one look-up per character finds every stop string and the text to
+    hold back, however many strings there are and however long they are. It never changes: all
     completions of a body share it.
     """
 
@@ -27,7 +27,7 @@ class StopStrings(tuple[str, ...]):
     _complete: list[bool]  # a stop string ends here
 
     def __new__(cls, strings: Iterable[str] = ()) -> Self:
-        """Raises: MisuseError."""
+        """Check the strings, and build the automaton. Raises: MisuseError."""
         if isinstance(strings, cls):
             return strings
         made = super().__new__(cls, strings)
@@ -51,8 +51,8 @@ class StopStrings(tuple[str, ...]):
             self._complete[state] = True
         self._shorter = [0] * len(self._next)
         states = [0]
-        # A state comes after all shorter ones, which its own links are made from. The list grows
-        # while it is read.
+        # States come in order of length, because the links of a state are made from those of
+        # shorter ones. The list grows while it is read.
         for state in states:
             for character, longer in self._next[state].items():
                 if state:
@@ -68,7 +68,7 @@ class StopStrings(tuple[str, ...]):
         return made
 
     def after(self, state: int, character: str) -> int:
-        """The state after one more character of a text; 0 is that of an empty one."""
+        """Return the state after one more character of a text; 0 is that of an empty text."""
         while character not in self._next[state]:
             if not state:
                 return 0
@@ -76,9 +76,9 @@ class StopStrings(tuple[str, ...]):
         return self._next[state][character]
 
     def complete(self, state: int) -> bool:
-        """True where the text ends with a stop string."""
+        """Return True where the text ends with a stop string."""
         return self._complete[state]
 
     def held(self, state: int) -> int:
-        """How many characters at the end of the text may become a stop string."""
+        """Return how many characters at the end of the text may become a stop string."""
         return self._length[state]

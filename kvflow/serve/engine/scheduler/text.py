@@ -32,7 +32,9 @@ class TextStream:
         """`tokenizer`: a tokenizers.Tokenizer, or a fast transformers tokenizer around one.
 
         The text of the first `min_tokens` tokens is not searched for stop strings. The text ends
-        before the stop string, or with it (`include_stop`). Raises: MisuseError.
+        before the stop string, or with it (`include_stop`).
+
+        Raises: MisuseError.
         """
         backend = (
             tokenizer
@@ -46,7 +48,7 @@ class TextStream:
         self._special = skip_special_tokens
         self._decoder = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = StopStrings(stop)
-        self._state = 0  # of the stop strings, after the text that was searched
+        self._state = 0  # state of the stop strings after the searched text
         self._unsearched = min_tokens
         self.include_stop = include_stop
         self._pending = ""  # decoded, and held back
@@ -54,7 +56,7 @@ class TextStream:
         self.stopped: str | None = None
 
     def feed(self, token_id: int) -> str:
-        """The text that is certain after this token, often ""."""
+        """Return the text that is certain after this token, often ""."""
         if self.stopped is not None:
             return ""
         unsearched, self._unsearched = self._unsearched > 0, self._unsearched - 1
@@ -66,8 +68,9 @@ class TextStream:
         return piece if unsearched else self._release(piece)
 
     def finish(self) -> str:
-        """The rest of the text, after the last token: what was held back, and incomplete characters
-        as U+FFFD.
+        """Return the rest of the text after the last token.
+
+        This is the text that was held back, with incomplete characters as U+FFFD.
         """
         if self.stopped is not None:
             return ""
@@ -92,8 +95,9 @@ class TextStream:
         return text
 
     def _end(self) -> str:
-        """The text up to the stop string that begins first; of two that begin there, the one that
-        was named first.
+        """Return the text up to the stop string that begins first.
+
+        Of two that begin there, the one that was named first counts.
         """
         hits = [(at, s) for s in self._stop if (at := self._pending.find(s)) >= 0]
         at, self.stopped = min(hits, key=lambda hit: hit[0])

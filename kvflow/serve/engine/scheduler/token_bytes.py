@@ -1,6 +1,4 @@
-"""The bytes that single tokens stand for: a character that is split over several tokens is only
-there in bytes.
-"""
+"""The bytes of single tokens, for characters that are split over several tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +12,9 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character by which byte-level BPE writes each byte: printable ones as themselves, the
-    others from U+0100.
+    """Return the bytes by the character with which byte-level BPE writes each.
+
+    Printable bytes stand for themselves, the others are written from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
@@ -25,11 +24,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Call it with a token id.
+    """A callable that returns the bytes of a token id.
 
-    The bytes of a completion's tokens, joined, are the bytes of its text.
-
-    For byte-level BPE and SentencePiece with byte fallback; for other tokenizers, the text of the
+    The bytes of a completion's tokens, joined, are the bytes of its text. This holds for byte-level
+    BPE and for SentencePiece with byte fallback; for other tokenizers it returns the text of the
     token alone.
     """
 
@@ -45,12 +43,14 @@ class TokenBytes:
 
     def __call__(self, token_id: int) -> bytes:
         piece = self._tokenizer.id_to_token(token_id)
-        if piece is None:  # a row of the embedding that no token uses
+        # The embedding may have rows that no token uses.
+        if piece is None:
             return b""
         if self._alphabet is not None:
             if all(character in self._alphabet for character in piece):
                 return bytes(map(self._alphabet.__getitem__, piece))
-            return piece.encode()  # an added token
+            # Only an added token has characters outside the alphabet.
+            return piece.encode()
         if self._byte_fallback and (byte := _BYTE_PIECE.fullmatch(piece)):
             return bytes.fromhex(byte[1])
         if not self._spaces:
@@ -66,7 +66,7 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _space_mark(step: dict[str, Any]) -> str:
-    """What a decoder's step turns into a space; empty when that is not what it does."""
+    """Return the string that a decoder's step turns into a space; empty for any other step."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " ":

@@ -1,14 +1,14 @@
-"""Copies from the host for the prompt of prefill whose turn has come, and the locks that hold them
+"""Copies from the host for the prompt of prefill whose turn it is, and the locks that hold them
 until it begins.
 
 A prompt loads when it is the first in its queue and could take all of its places at once, never
-earlier: of what many prompts load while they wait, the first ones lose theirs to the last ones
-before they begin. What it has loaded is locked until it takes its places, which is then a matter of
-one turn of the event loop.
+earlier: if many prompts loaded while they wait, the first ones would lose their pages to the last
+ones before they begin. Loaded pages are locked until the prompt takes its places, which is then a
+matter of one turn of the event loop.
 
-So one prompt at most holds pages of the cache without having places, and no more of them than it
+So at most one prompt holds pages of the cache without having places, and no more of them than it
 could have taken instead. A prompt that comes before it takes the turn from it, and with the turn
-its lock and its copy. Nothing that waits for places waits for pages that another waiting prompt has
+its lock and its copy. No request that waits for places waits for pages that another waiting prompt
 locked, so there is no deadlock, however many prompts wait. The other ranks of a prefill load only
 for prompts that have places at the first one, all of which fit into the smallest pool together.
 """
@@ -34,15 +34,13 @@ class Loads:
     def __init__(
         self, steps: PrefillSteps, policy: PrefetchPolicy, ended: Callable[[PrefillRequest], None]
     ) -> None:
-        """`ended` is called with a request when it holds what could be loaded, unless it was
-        stopped before.
-        """
+        """`ended` is called with a request when its copies end, unless they were stopped before."""
         self._steps, self._policy, self._on_ended = steps, policy, ended
         self._running: dict[int, asyncio.Task[None]] = {}  # by id of the request
-        self._tasks: set[asyncio.Task[None]] = set()  # with those that were stopped, and drain
+        self._tasks: set[asyncio.Task[None]] = set()  # includes those that were stopped and drain
 
     def begin(self, request: PrefillRequest) -> bool:
-        """Load what the host alone has of it; False where there is no such page."""
+        """Load the pages that only the host has; returns False where there is no such page."""
         if not self._steps.lacks(request):
             return False
         task = asyncio.create_task(self._load(request), name="kvflow-prefill-load")
@@ -52,8 +50,9 @@ class Loads:
         return True
 
     async def _load(self, request: PrefillRequest) -> None:
-        # The last writes and copies of others may still read places that it could take, and nothing
-        # reports their end. Loading without these places would bring less than the host has.
+        # The last writes and copies of others may still read places that this load could take, and
+        # no event reports their end. Loading without these places would copy less than the host
+        # has.
         while max(self._steps.short_of(request)) > 0:  # noqa: ASYNC110
             await asyncio.sleep(RECHECK_S)
         await self._steps.load(request, self._policy)
@@ -62,7 +61,7 @@ class Loads:
         return id(request) in self._running
 
     def stop(self, request: PrefillRequest) -> None:
-        """Nothing more is loaded for it. Idempotent."""
+        """Stop loading for a request. Idempotent."""
         if (task := self._running.pop(id(request), None)) is not None:
             task.cancel()
 
@@ -71,11 +70,12 @@ class Loads:
         if self._running.get(id(request)) is task:
             del self._running[id(request)]
             if not task.cancelled() and (error := task.exception()) is not None:
-                _log.error("loading a cached prefix failed", exc_info=error)  # it begins without
+                # A failed load is no failure of the request: it begins without these pages.
+                _log.error("loading a cached prefix failed", exc_info=error)
             self._on_ended(request)
 
     async def close(self) -> None:
-        """Stop them all, and return when no copy runs (I12)."""
+        """Stop all loads, and return when no copy runs (I12)."""
         self._running.clear()
         for task in self._tasks:
             task.cancel()
@@ -83,28 +83,28 @@ class Loads:
 
 
 class Turn:
-    """The one request of an engine that may load, or hold what it has loaded."""
+    """The one request of an engine that may load, or hold what it loaded."""
 
     def __init__(
         self, steps: PrefillSteps, policy: PrefetchPolicy, wake: Callable[[], None]
     ) -> None:
-        """`wake` is called when what was loaded is there."""
+        """`wake` is called when a load ends."""
         self._steps = steps
         self._loads = Loads(steps, policy, lambda _: wake())
         self._request: PrefillRequest | None = None
 
     def comes(self, request: PrefillRequest) -> bool:
-        """Give the turn to the first request of its queue: that of any other is over.
+        """Give the turn to the first request of its queue, and end that of any other.
 
-        False while it still loads.
+        Returns False while the request still loads.
         """
         if self._request is not None and self._request is not request:
             self.over(self._request)
         return not self._loads.is_running(request)
 
     def begins(self, request: PrefillRequest) -> bool:
-        """True where a request that could take its places may: nothing of it has to be loaded
-        before.
+        """Return True if a request that could take its places may do so: it has no page to load
+        first.
         """
         if self._request is request:
             return True
@@ -114,15 +114,12 @@ class Turn:
         return False
 
     def taken(self, request: PrefillRequest) -> None:
-        """End the turn of a request that has its places: what was loaded is locked as long as it
-        has them.
-        """
+        """End the turn of a request that has its places; they keep the loaded pages locked."""
         if self._request is request:
             self._request = None
 
     def over(self, request: PrefillRequest) -> None:
-        """End the turn of a request that does not take its places now: it holds nothing.
-
+        """End the turn of a request that does not take its places now, and unlock its pages.
         Idempotent.
         """
         self._loads.stop(request)
