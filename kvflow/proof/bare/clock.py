@@ -1,4 +1,4 @@
-"""Virtual time: a heap of what happens when."""
+"""Virtual time: a heap of events in the order in which they happen."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 Event = tuple[float, int, Any, Callable[..., object], tuple[Any, ...]]
-"""When, a number that breaks ties, the node whose doing it is (None: the world's), what, with which
-arguments.
+"""Time, a number that breaks ties, the node that acts (None: the world), the function to call and
+its arguments.
 """
 
 
 class Clock:
-    """Moves from one event to the next.
+    """Clock that moves from one event to the next.
 
-    What a node was about to do is kept while it is halted, and lost when it is dead."""
+    Events of a halted node are kept until it resumes; events of a dead node are dropped.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -28,8 +29,9 @@ class Clock:
         heapq.heappush(self._events, (self.now + delay_s, self._count, node, do, arguments))
 
     def play(self, for_s: float) -> None:
-        """Let so much time pass."""
+        """Run all events of the next `for_s` seconds."""
         events, pop, until_s = self._events, heapq.heappop, self.now + for_s
+        # This loop takes most of the time of a seed, so it works on local names.
         steps = self.steps
         while events and events[0][0] <= until_s:
             self.now, _, node, do, arguments = pop(events)

@@ -27,7 +27,7 @@ from kvflow.protocols.wire.codec import parse_at_prefill
 from kvflow.protocols.wire.messages import Bootstrap, Incarnation
 from kvflow.telemetry.counters import Counts
 
-_BOOTSTRAP = 3  # its tag
+_BOOTSTRAP = 3  # tag on the wire
 
 
 class Decode(Node):
@@ -45,20 +45,20 @@ class Decode(Node):
         )
         super().__init__(world, name, number, self.endpoint)
         self.pages = Pages(name, world.oracle, world.variety.layout)
-        # By grant; until the room and its pages are both done with.
+        # By grant. A room stays here until it ended and its pages are free or its user's.
         self.rooms: dict[int, Room] = {}
         self.watches: set[PeerKey | int] = set()
         self.turns: Turns[Room] = Turns()
-        # What the next decode over its pool takes over.
+        # Loans without proof, for the next decode over this pool; None until this decode leaves.
         self.left_behind: list[UnprovenLoan] | None = None
-        # By grant: loans of decodes before this one.
+        # Loans of earlier decodes over this pool, by the grant that this endpoint gave to them.
         self.inherited: dict[int, list[UnprovenLoan]] = {}
 
     def inherit(self, earlier: Decode) -> None:
-        """Take over the pool of a decode that has left.
+        """Take over the pool of a decode that left.
 
-        All that is not under a loan without proof is free again: the users that kept pages are
-        gone."""
+        Pages under no unproven loan are free again: the users that kept pages are gone.
+        """
         assert earlier.left_behind is not None
         self.pages = earlier.pages
         by_lease: dict[LeaseId, list[UnprovenLoan]] = {}
@@ -74,7 +74,7 @@ class Decode(Node):
         self.run()
 
     def inherited_loans(self) -> Iterator[UnprovenLoan]:
-        """Those without proof until now."""
+        """Yield the inherited loans that still lack proof."""
         for loans in self.inherited.values():
             yield from (
                 loan for loan in loans if self.endpoint.earlier.find(loan.incarnation, loan.writer)
@@ -118,7 +118,7 @@ class Decode(Node):
             self.run()
 
     def end(self, job: DecodeJob, how: str) -> None:
-        """The client goes away, or the engine wants the room's pages back."""
+        """Close the job's room, because its client went away or the engine wants its pages back."""
         if job.at is not None and not job.at.told:
             self.close_room(job.at, job.cause(Code.CLIENT_GONE, how))
             self.run()
@@ -132,15 +132,13 @@ class Decode(Node):
         self.run()
 
     def take_turn(self, room: Room) -> None:
-        """Whatever comes first: prefill has begun and there is a place, or the room waits no
-        longer.
-        """
+        """Stop holding the room back, and offer its pages if every rank is linked."""
         offers, room.held_back = room.held_back and room.linked, False
         if offers:
             self._offer(room)
 
     def give_up_waiting(self) -> None:
-        """Offer for rooms whose prefill has not begun, as it may never do."""
+        """Offer pages for rooms that prefill has not begun, because it may never do so."""
         for room in list(self.rooms.values()):
             if not room.told and not self.oracle.has_begun(room):
                 self._has_pages(room)
@@ -154,14 +152,15 @@ class Decode(Node):
             return self.close_room(room, room.job.cause(Code.CAPACITY, "no pages at decode"))
         room.pages = pages
         if not self.endpoint.lend(grant, np.array(pages, np.int32), self.clock.now):
-            self.pages.give_back(pages, grant)  # it has ended meanwhile
+            # The room ended before its pages were lent, so they are still ours.
+            self.pages.give_back(pages, grant)
             room.pages = []
         return None
 
     # --- links
 
     def read(self, burst: Burst) -> None:
-        """There is a socket for every link."""
+        """Handle a burst link by link, as a shell with one socket per link does."""
         by_link: dict[PeerKey, Burst] = {}
         for received in burst:
             by_link.setdefault(received[0], []).append(received)
@@ -172,7 +171,7 @@ class Decode(Node):
             self.run()
 
     def known_dead(self, watched: PeerKey | int) -> None:
-        """Of a link, or of an earlier writer by its number."""
+        """Handle proof of a death: `watched` is a link, or the number of an earlier writer."""
         if watched in self.watches:
             self.watches.discard(watched)
             if isinstance(watched, int):
@@ -189,6 +188,7 @@ class Decode(Node):
 
     def declare_dead(self, incarnation: int) -> None:
         endpoint = self.endpoint
+        # An operator can name only processes that this decode knows.
         if endpoint.earlier.of(incarnation) or any(
             peer.key.incarnation == incarnation for peer in endpoint.peers
         ):
@@ -213,8 +213,9 @@ class Decode(Node):
         return self.world.kill(self, "has left")
 
     def _without_proof(self) -> list[UnprovenLoan]:
-        """From here on these pages have names that no grant
-        of the next decode over the pool has.
+        """Return the loans without proof, and rename their pages.
+
+        The new names differ from every grant that the next decode over the pool can give.
         """
         found = list(self.inherited_loans())
         for grant, room in self.rooms.items():
@@ -235,7 +236,7 @@ class Decode(Node):
         return found
 
     def died(self) -> None:
-        """The pool of one that has left stays, for the next one."""
+        """Mark the pool as lost, unless this decode left in order for the next one."""
         self.pages.lost = self.left_behind is None
 
     # --- commands
@@ -243,6 +244,7 @@ class Decode(Node):
     def _send(self, command: c.SendToPrefill) -> None:
         key = command.peer
         if command.frame[1] == _BOOTSTRAP:
+            # Only this message lends pages, so the oracle compares their owners with it.
             message = parse_at_prefill(command.frame)
             assert isinstance(message, Bootstrap)
             self.oracle.lent(self.pages, message.grant, message.pages)
@@ -289,7 +291,7 @@ class Decode(Node):
         self.wait(THREAD_S, self._summed, self.rooms[command.grant], command)
 
     def _summed(self, room: Room, command: c.VerifyChunk) -> None:
-        """Nothing where the room has ended meanwhile, or where it fails."""
+        """Report the checksum of a chunk: empty if its room ended or the computation fails."""
         checksum = b""
         if not room.told and not self.world.fails_sum():
             pages = room.pages[command.first : command.first + command.count]
@@ -301,7 +303,7 @@ class Decode(Node):
         self.run()
 
     def _stop_verifying(self, command: c.StopVerifying) -> None:
-        """Sums notice by themselves."""
+        """Do nothing: `_summed` ignores rooms that ended."""
 
     def _landed(self, command: c.RoomLanded) -> None:
         room = self.rooms[command.grant]
@@ -310,6 +312,7 @@ class Decode(Node):
         self.oracle.landed(room, command.handoff)
         self.turns.end(room)
         self.pages.keep(room.pages, command.grant)
+        # A landed room passes its pages to its user, so no FreePages follows.
         room.job.succeeded = room.freed = True
         self.clock.later(room.job.kept_s, self, self.pages.give_back, room.pages, -command.grant)
 
@@ -370,7 +373,7 @@ class Decode(Node):
 
 
 def owner_of(loan: UnprovenLoan) -> int:
-    """Of pages that an earlier decode lent."""
+    """Return the owner of the pages of a loan that an earlier decode made."""
     return name_of(*loan.lease)
 
 

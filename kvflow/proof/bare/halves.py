@@ -1,4 +1,6 @@
-"""Both halves of a room know of a failure in time (I4), and no peer is given up for nothing."""
+"""Watch that both halves of a room learn of a failure in time (I4), and that a peer is given up
+only for a reason.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from kvflow.protocols.prefill.records import PrefillRoomRecord
 
 
 class WatchedHalves(BothSides, Halves):
-    """Looks only where something has failed."""
+    """Halves of rooms, examined when one of them fails."""
 
     def __init__(
         self,
@@ -22,9 +24,12 @@ class WatchedHalves(BothSides, Halves):
         trouble: Mapping[tuple[str, int], float],
         forgetful: bool,
     ) -> None:
-        """`nodes` by incarnation; `trouble`: when something last happened to a link (control,
-        decode's incarnation); `forgetful`: prefills remember so few ended grants that some may
-        begin below the low-water mark."""
+        """Watch the rooms of `nodes`, which are by incarnation.
+
+        `trouble` has the time of the last disturbance of each link, by control address and decode's
+        incarnation. With `forgetful`, prefills remember so few ended grants that a grant may begin
+        below the low-water mark.
+        """
         BothSides.__init__(self, nodes, oracle.over_at_s, oracle.acked, forgetful)
         self.oracle, self._nodes, self._trouble = oracle, nodes, trouble
 
@@ -47,6 +52,7 @@ class WatchedHalves(BothSides, Halves):
 
     def opened_at_decode(self, room: Room) -> None:
         for key in room.keys:
+            # The engine's half may have failed before decode opened the room.
             self.decodes[key] = room.record
             half = self.engine_half(key[0], room.record.room)
             if half is not None and half.state.cause is not None:
@@ -58,6 +64,7 @@ class WatchedHalves(BothSides, Halves):
     def bound(self, node: Who, record: PrefillRoomRecord) -> None:
         key: Promise = key_of(node, record)
         self.bound_at_prefill(key, record)
+        # Decode's half may have failed while its Bootstrap travelled.
         if self.decodes[key].state.cause is not None:
             self.look(key)
 

@@ -1,5 +1,5 @@
-"""What users and the data plane hold of rooms: decode's room,
-the engine's leg at prefill, a write.
+"""Objects that users and the data plane hold for a room: decode's room, the engine's leg at
+prefill, a write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Who(Side, Protocol):
 
 
 class Room:
-    """What decode's user holds."""
+    """Room as decode's user holds it."""
 
     __slots__ = (
         *(
@@ -45,16 +45,16 @@ class Room:
         self.node, self.home, self.record, self.job = node, home, record, job
         self.keys = promises_of(node.incarnation, record)
         self.pages: list[int] = []
-        self.linked = False  # pages are to be taken
+        self.linked = False  # every rank is linked, and pages are to be taken
         self.held_back = job.waits or job.offers_after_s is not None
-        self.begun = False  # it was told that prefill has begun
+        self.begun = False  # the user was notified that prefill has begun
         self.told = False
         self.cause: Cause | None = None
         self.over = self.freed = False
 
 
 class Leg:
-    """What the engine holds of one room."""
+    """Room as prefill's engine holds it."""
 
     __slots__ = (
         *(
@@ -75,18 +75,20 @@ class Leg:
 
     def __init__(self, record: PrefillRoomRecord, job: PrefillJob) -> None:
         self.record, self.job = record, job
-        self.pages: list[int] = []  # ours, one for each page of the prompt
+        self.pages: list[int] = []  # prefill's own: for the whole prompt, and its row
         self.chunks: list[int] = []
-        self.number = 0  # of the chunk that comes next
-        self.sent = 0  # how many of `pages` were sent, or are at decode already
+        self.number = 0  # index of the next chunk
+        self.sent = 0  # pages sent, or at decode from the start
         self.matched = self.computing = False
-        self.queues = False  # it waits for its turn
+        self.queues = False  # waits for its turn
         self.told = self.released = False
         self.cause: Cause | None = None
 
 
 class Write:
-    """`sources` and `targets` page by page, `next` of them in the target's memory."""
+    """Write of a data plane: `sources` to `targets`, page by page; the first `next` targets have
+    landed.
+    """
 
     __slots__ = ("home", "key", "leg", "next", "number", "outcome", "sources", "targets")
 
@@ -106,7 +108,7 @@ class Write:
 
 
 def key_of(node: Who, record: PrefillRoomRecord) -> Promise:
-    """Of a room at prefill that decode's half has come to."""
+    """Return the promise of a room at prefill at which decode's half arrived."""
     promise = promise_of(node.incarnation, record)
     assert promise is not None
     return promise

@@ -1,4 +1,4 @@
-"""One request as one node gets it.
+"""One request as one node receives it.
 
 Both legs of a request have the same room, and normally the same prompt.
 """
@@ -12,7 +12,7 @@ from kvflow.proof.sim.variety import PAGE_SIZE
 from kvflow.protocols.errors import Cause, Code
 
 Issue = Callable[[int, Cause], Cause]
-"""Note that this cause was given to this room, and return it."""
+"""Record that this cause was given to this room, and return it."""
 
 
 class _Job:
@@ -26,26 +26,26 @@ class _Job:
         refused: bool,
         issue: Issue,
     ) -> None:
-        """`rows` that every request has: one, or none."""
+        """`rows` is the number of rows of every request, 0 or 1."""
         self.room, self.tokens, self.digest, self.rows = room, tokens, digest, rows
         self.deadline_s, self.refused = deadline_s, refused
         self.succeeded = False
-        self.at: Any = None  # what its user holds, once there is a room
-        self.error: Cause | None = None  # why there is none
+        self.at: Any = None  # what its user holds, once a room is open
+        self.error: Cause | None = None  # why no room was opened
         self._issue = issue
 
     @property
     def num_pages(self) -> int:
-        """Of the whole prompt."""
+        """Pages of the whole prompt."""
         return -(-self.tokens // PAGE_SIZE)
 
     @property
     def num_places(self) -> int:
-        """Its pages and its row."""
+        """Pages and rows of the whole prompt."""
         return self.num_pages + self.rows
 
     def cause(self, code: Code, text: str) -> Cause:
-        """A cause that names its room, so that the oracle knows whom it is for."""
+        """Return a cause that names its room, so that the oracle can verify who receives it."""
         return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
 
 
@@ -69,9 +69,9 @@ class DecodeJob(_Job):
     ) -> None:
         super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.group = group
-        self.prefix_pages = min(prefix_pages, self.num_pages)  # that decode has already
+        self.prefix_pages = min(prefix_pages, self.num_pages)  # that decode already has
         self.announces, self.offers_after_s, self.kept_s = announces, offers_after_s, kept_s
-        # Its pages are held back until prefill has begun, or until `offers_after_s`.
+        # Decode holds the pages back until prefill begins the room, or until `offers_after_s`.
         self.waits = waits
 
     @property
@@ -97,12 +97,14 @@ class PrefillJob(_Job):
     ) -> None:
         super().__init__(room, tokens, digest, rows, deadline_s, refused, issue)
         self.chunks, self.fails_at, self.rendezvous_s = chunks, fails_at, rendezvous_s
-        # When it asks for its turn; None: it takes none, and never says so.
+        # None: the job takes no turn, and prefill never reports a begin.
         self.begins_after_s = begins_after_s
 
     def chunks_after(self, prefix_pages: int) -> list[int]:
-        """What is left to send, the row with the last pages; a chunk without pages when decode has
-        everything.
+        """Return the sizes of the chunks that are left to send after a prefix at decode.
+
+        The row travels with the last pages. If decode has every page, one chunk without pages is
+        left.
         """
         left = []
         for count in self.chunks:

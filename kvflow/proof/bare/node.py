@@ -1,6 +1,4 @@
-"""A node, which is a shipped endpoint, its timer and its fate,
-and the scene on which nodes meet.
-"""
+"""A node (a shipped endpoint, its timer and its fate), and the scene on which nodes meet."""
 
 from __future__ import annotations
 
@@ -21,16 +19,17 @@ from kvflow.protocols.wire.messages import Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
-TICK_GRAIN_S = 0.005  # as the shells do: what is due within this time is dealt with in one tick
+# As in the shells, one tick handles all that falls due within this time.
+TICK_GRAIN_S = 0.005
 PROCESS = ProcessIdentity("boot", "pid:[1]", 1, 1)
 CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
 
 Tell = Callable[[float, str, str], None]
-"""Virtual time, who, what."""
+"""Receiver of the story: virtual time, actor, what happened."""
 
 
 class Scene:
-    """What all nodes of one run have in common."""
+    """State that all nodes of one run share."""
 
     def __init__(
         self,
@@ -50,20 +49,20 @@ class Scene:
             twists,
         )
         self.wire = Wire(clock, rng, faults, traced=tell is not None)
-        self.nodes: dict[int, Node] = {}  # by incarnation; the dead stay
+        self.nodes: dict[int, Node] = {}  # by incarnation; dead nodes stay
         self.by_peer_id: dict[bytes, Node] = {}
         self.registry: dict[int, dict[int, RankInfo]] = {}
-        self.frozen = 0  # writes that never end by themselves
+        self.frozen = 0  # writes that never end
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """What a registry says about a prefill group now; a dead rank's last entry stands until it
-        is back.
+        """Return the registry's present entries for a prefill group. The entry of a dead rank
+        stands until the rank is back.
         """
         found = self.registry[group]
         return [found[rank] for rank in sorted(found)]
 
     def living(self, kind: type[Any]) -> list[Any]:
-        """Those that stay, and that their address leads to."""
+        """Return the nodes of a kind that stay and that their address leads to."""
         return [
             node
             for node in self.nodes.values()
@@ -71,7 +70,9 @@ class Scene:
         ]
 
     def kill(self, node: Node, how: str = "dies") -> None:
-        """Nothing of it runs, arrives or lands any more, and that can be observed."""
+        """End a node's process. Its actions, frames and writes stop, and its death can be
+        observed.
+        """
         node.say(how)
         node.alive, node.parked = False, []
         delay_s = {LATE: LATE_FENCE_S, NEVER: float("inf")}.get(self.variety.fences, 0.0)
@@ -82,7 +83,7 @@ class Scene:
             self._prove(watcher, watched)
 
     def watch(self, watcher: Node, address: PlaneAddress, watched: Any) -> None:
-        """`watcher` waits for proof of the death of the process at `address`."""
+        """Notify `watcher` once the death of the process at `address` is proven."""
         node = self.nodes[int(address.locator, 16)]
         if node.alive:
             node.watchers.append((watcher, watched))
@@ -109,7 +110,7 @@ class Scene:
         return self._strikes("refusal", self.twists.refuses)
 
     def damages(self) -> bool:
-        """Bytes of a write that is verified."""
+        """Return True if the bytes of a verified write are to be damaged."""
         if not self._strikes("damage", self.twists.damages):
             return False
         self.oracle.damaged = True
@@ -119,7 +120,7 @@ class Scene:
         return self._strikes("no checksum", self.twists.fails_sums)
 
     def freezes(self) -> bool:
-        """A stuck write never ends; one a run."""
+        """Return True if a stuck write is never to end. This happens once per run at most."""
         if self.frozen or not self._strikes("frozen", self.twists.freezes):
             return False
         self.frozen += 1
@@ -141,21 +142,21 @@ class Node:
         self.alive = True
         self.leaving = False
         self.displaced = False
-        # What waits while it is halted.
+        # Actions that wait while this node is halted; None while it runs.
         self.parked: list[tuple[Callable[..., object], tuple[Any, ...]]] | None = None
-        self.unread: Burst = []  # what has come since
-        self.watchers: list[tuple[Node, Any]] = []  # who waits for proof of its death, and what for
-        self.malformed = 0  # frames that were handed to it and are no message
+        self.unread: Burst = []  # received since it was halted
+        self.watchers: list[tuple[Node, Any]] = []  # who waits for proof of its death, and of what
+        self.malformed = 0  # spoilt frames that were delivered here
         self.troubled_at_s = -1.0
         self.stalled_until_s = -1.0
         self.routes: set[int] = set()
-        self.proven_at_s = float("inf")  # when its death is known everywhere
+        self.proven_at_s = float("inf")  # when every watcher knows of its death
         self._due_at_s = float("inf")
         self._fires_at_s = 0.0
 
     @property
     def up(self) -> bool:
-        """Alive, and not standing still."""
+        """True while alive and not halted."""
         return self.alive and self.parked is None
 
     @property
@@ -169,12 +170,12 @@ class Node:
             self.world.tell(self.clock.now, self.name, what)
 
     def wait(self, span: tuple[float, float], do: Callable[..., object], *arguments: Any) -> None:
-        """Do something of its own within a span of seconds."""
+        """Schedule an action of this node within a span of seconds."""
         low, high = span
         self.clock.later(low + (high - low) * self.world.rng.random(), self, do, *arguments)
 
     def run(self) -> None:
-        """Run what the endpoint asks for until it asks for nothing more; then see to its timer."""
+        """Run the endpoint's commands until it has no more, then set its timer."""
         outbox, endpoint, commands = self._outbox, self._ticking, self.RUN
         while outbox:
             for command in endpoint.commands():
@@ -190,9 +191,10 @@ class Node:
         self.clock.later(fires_at_s - now, self, self._tick, fires_at_s)
 
     def _tick(self, fires_at_s: float) -> None:
-        """How late it comes tells whether the process stood still."""
+        """Tick the endpoint. A late tick shows that the process stood still."""
         if fires_at_s != self._fires_at_s:
-            return  # it was set anew
+            # The timer was set again in the meantime, so this event is obsolete.
+            return
         self._fires_at_s, self._due_at_s = -1.0, float("inf")
         now = self.clock.now
         if (late_s := now - fires_at_s) > self.world.timing.heartbeat_s:
@@ -204,19 +206,17 @@ class Node:
         self._ticking.tick(now)
 
     def read(self, burst: Burst) -> None:
-        """What its sockets have at once: what a message asks for runs when the last of them has
-        been heard.
+        """Handle a burst, the frames that wait at the node's sockets. The resulting commands run
+        after its last frame.
         """
         raise NotImplementedError
 
     def known_dead(self, watched: Any) -> None:
-        """The end of a process that it has waited for is proven."""
+        """Handle proof that a watched process ended."""
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Close as an operator would: end every room, wait a while for what is still to come, and
-        be gone.
-        """
+        """Close as an operator would: end every room, wait a while for proof, and go."""
         self.leaving = True
         self._ticking.leave(self.clock.now)
         self.run()
@@ -224,11 +224,11 @@ class Node:
         self.look_again(self.clock.now + low + (high - low) * self.world.rng.random())
 
     def look_again(self, until_s: float) -> None:
-        """Wait for what is still to come, until then at the longest."""
+        """Wait for outstanding rooms and loans, until `until_s` at the latest, and part."""
         raise NotImplementedError
 
     def part(self) -> None:
-        """Say goodbye, wait a while until every peer has acknowledged it, and end."""
+        """Send goodbye, wait a while until every peer acknowledges it, and end."""
         self._ticking.part(self.clock.now)
         self.run()
         self._await_answers(self.clock.now + 2 * self.world.timing.heartbeat_s)
@@ -239,7 +239,7 @@ class Node:
         return self.has_parted()
 
     def has_parted(self) -> None:
-        """Be gone. Every peer has acknowledged the goodbye, or has not done so in time."""
+        """End the node. Every peer acknowledged the goodbye, or did not do so in time."""
         raise NotImplementedError
 
     def died(self) -> None:

@@ -1,8 +1,8 @@
-"""What really happened to pages, bytes and messages (I1-I3, I6, I8, I9, I12), and what users were
-told about it (I4).
+"""Record of what really happened to pages, bytes and messages (I1-I3, I6, I8, I9, I12), and of what
+users were told about it (I4).
 
-Seen at the data planes, the pages and the wire; the endpoints' own books are never asked whether
-they are right.
+The record is made at the data planes, the pages and the wire. The endpoints' own books are never
+consulted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BrokenError(AssertionError):
 
 
 class Halves:
-    """Is told what both halves of rooms do; see `halves`."""
+    """Observer of what both halves of rooms do; see `halves`."""
 
     def opened_at_decode(self, room: Room) -> None: ...
 
@@ -51,7 +51,7 @@ class Halves:
 
 
 class Oracle:
-    """Raises BrokenError at the first violation."""
+    """Judge of one run. Raises BrokenError at the first violation."""
 
     def __init__(self, clock: Clock, trace: Callable[[str], None] | None) -> None:
         self.clock, self.halves = clock, Halves()
@@ -59,21 +59,21 @@ class Oracle:
         self.rooms: dict[Promise, Room] = {}
         self.writes: dict[Promise, list[Write]] = {}
         self.acked: set[Promise] = set()
-        # Source and target, and what it is said not to prove.
+        # Grants that a goodbye names as unproven, by source and target.
         self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}
-        self.left: set[tuple[int, int]] = set()  # those that were acknowledged
-        self.stopped: set[int] = set()  # rooms, a write of which has stopped short
-        self.damaged = False  # bytes, on purpose
+        self.left: set[tuple[int, int]] = set()  # pairs whose goodbye was acknowledged
+        self.stopped: set[int] = set()  # rooms with a write that did not land
+        self.damaged = False  # True after bytes were damaged on purpose
         self.over_at_s: dict[Record, float] = {}
         self._bound: dict[Promise, PrefillRoomRecord] = {}
         self._begun: set[PrefillRoomRecord] = set()
-        self._causes: dict[int, set[Cause]] = {}  # that the world gave to a room
-        self._deadlines: dict[int, float] = {}  # the earliest of any half of a room
+        self._causes: dict[int, set[Cause]] = {}  # given to each room by the world
+        self._deadlines: dict[int, float] = {}  # earliest of a room's halves
         self._prompts: dict[int, set[tuple[int, bytes]]] = {}
         self._trace = trace
 
     def broken(self, invariant: str, text: str) -> None:
-        """Raises: BrokenError."""
+        """Record a violation. Raises: BrokenError."""
         if self._trace is not None:
             self._trace(f"VIOLATION of {invariant}: {text}")
         raise BrokenError(Violation(invariant, text, self.clock.now))
@@ -94,6 +94,7 @@ class Oracle:
         if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
         earlier = self.writes.setdefault(key, [])
+        # The bytes of an earlier write may still arrive, so its targets stay taken.
         for other in earlier:
             if not set(write.targets).isdisjoint(other.targets):
                 self.broken("I3", f"{key}: {write.targets} are written again under the same grant")
@@ -106,6 +107,7 @@ class Oracle:
     def said(self, node: Who, frame: bytes) -> None:
         message = parse_at_decode(frame)
         kind = type(message)
+        # Every frame must carry the incarnation of its sender.
         if message.source != node.incarnation:
             self.broken(
                 "I6", f"{node.name} ({node.incarnation:x}) speaks for {message.source:x}: {message}"
@@ -116,6 +118,8 @@ class Oracle:
             writes = [
                 write for write in self.writes.get(key, ()) if write.outcome is WriteOutcome.LANDED
             ]
+            # Writes are in the order of their chunks, and every one up to this chunk must have
+            # landed.
             numbered = self.writes.get(key, [])[: message.seq + (message.pages > 0)]
             if any(write.outcome is not WriteOutcome.LANDED for write in numbered) or len(
                 writes
@@ -144,11 +148,11 @@ class Oracle:
                 self.broken("I2", f"{key}: goodbye is said, and a write of it may still land")
 
     def parted(self, node: Who, decodes: Iterable[int]) -> None:
-        """They have acknowledged its goodbye, or have said goodbye themselves."""
+        """Record that these decodes acknowledged the node's goodbye, or sent their own."""
         self.left.update((node.incarnation, decode) for decode in decodes)
 
     def settled(self, key: Promise) -> bool:
-        """The goodbye of its source has ended this loan."""
+        """Return True if the goodbye of its source ended this loan."""
         return key[:2] in self.left and key[2] not in self.goodbyes.get(key[:2], (key[2],))
 
     def _acknowledged(self, key: Promise, drained: bool) -> None:
@@ -160,7 +164,7 @@ class Oracle:
                 self.broken("I2", f"{key}: said to be drained, and a write of it may still land")
 
     def lent(self, home: Pages, grant: int, pages: bytes) -> None:
-        """Decode offers these pages."""
+        """Verify that decode owns the pages that it offers."""
         owners = home.owners
         for page in memoryview(pages).cast("i"):
             if owners[page] != grant:
@@ -178,7 +182,7 @@ class Oracle:
         self.halves.opened_at_decode(room)
 
     def told_begun(self, room: Room) -> None:
-        """Decode's user is told that prefill has a place for the whole prompt."""
+        """Verify a notice to decode's user that prefill has a place for the whole prompt."""
         if room.told or room.begun:
             when = "after its end" if room.told else "twice"
             self.broken("I4", f"room {room.record.room} is told {when} that prefill has begun")
@@ -189,7 +193,7 @@ class Oracle:
         room.begun = True
 
     def has_begun(self, room: Room) -> bool:
-        """Every rank has a place for it, and knows of this decode."""
+        """Return True if every rank has a place for the room, and knows of this decode."""
         return all(self._bound.get(key) in self._begun for key in room.keys)
 
     def told_at_decode(self, room: Room, cause: Cause | None) -> None:
@@ -209,11 +213,12 @@ class Oracle:
             )
 
     def landed(self, room: Room, handoff: bytes) -> None:
-        """Decode's user is told that a room has landed: every page from every rank, the right bytes
-        and hand-over.
+        """Verify a room that landed at decode: every page from every rank, the right bytes and
+        hand-over.
         """
         record, pages = room.record, room.pages
         digest, cells = record.prompt.digest, room.home.cells
+        # A room lacks the pages that decode had already, which are the first of the prompt.
         first = room.job.num_places - len(pages)
         for key, peer in zip(room.keys, record.peers, strict=True):
             landed = [
@@ -241,11 +246,13 @@ class Oracle:
         self.halves.opened_at_prefill(node, leg)
 
     def begun_at_prefill(self, record: PrefillRoomRecord) -> None:
-        """The engine has a place for the whole prompt."""
+        """Record that the engine has a place for the whole prompt."""
         self._begun.add(record)
 
     def bound(self, node: Who, record: PrefillRoomRecord) -> Promise:
-        """Decode's half has come to prefill, or is announced."""
+        """Record that decode's half arrived at prefill or was announced there, and return its
+        promise.
+        """
         key = key_of(node, record)
         if key in self._bound or key in self.acked:
             self.broken("I6", f"{key} opens room {record.room} at prefill, and was closed before")
@@ -281,8 +288,9 @@ class Oracle:
     def released(
         self, node: Who, record: PrefillRoomRecord, leg: Leg | None, running: Iterable[Write]
     ) -> None:
-        """A room has ended at prefill; `leg` is None where the engine's half has never come."""
+        """Verify a room that ended at prefill. `leg` is None if the engine's half never arrived."""
         if leg is None:
+            # Without a leg there is no user, so `_told` never recorded this end.
             self.over_at_s[record] = self.clock.now
             self.halves.failed(node, record, record.state.cause)
             return
@@ -315,8 +323,9 @@ class Oracle:
             self.halves.failed(node, record, cause)
 
     def _check_cause(self, node: Who, room: int, cause: Cause) -> None:
-        """What users hear is what happened."""
+        """Verify that the cause which a user receives is true."""
         code, right = cause.code, True
+        # A cause of the world names its room, so that a mix-up of two rooms shows.
         if "#" in cause.text:
             right = cause.text.rpartition("#")[2] == str(room) and cause in self._causes.get(
                 room, ()
@@ -328,6 +337,6 @@ class Oracle:
         elif code is Code.TRANSFER_ERROR:
             right = room in self.stopped or self.damaged
         elif code is Code.PROTOCOL_ERROR:
-            right = False  # no node here breaks the protocol
+            right = False  # every node here keeps to the protocol
         if not right:
             self.broken("I4", f"{node.name}: the user of room {room} is told {cause}")

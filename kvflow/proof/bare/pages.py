@@ -1,8 +1,7 @@
-"""Decode's pages and rows as the world sees them: who owns each, which writes may still reach it,
-what it holds.
+"""Decode's pages and rows as the world sees them: the owner of each, the writes that may still
+reach it, and its bytes.
 
-Rows are numbered on from the pages, and a room of a pool with rows has one of them, as its last
-place.
+Rows are numbered on from the pages. In a pool with rows, the last place of a room is a row.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ from typing import Protocol
 from kvflow.protocols.pages.layout import PoolLayout
 
 Content = tuple[bytes, int]
-"""A prompt's digest, and which page of it, or its row after them; damage on the way gives a digest
-of its own.
+"""A prompt's digest, and the number of its page (its row comes after them). Damage in transit has a
+digest apart.
 """
 
 
 class Judge(Protocol):
-    """Is told when an invariant breaks."""
+    """Receiver of violations."""
 
     def broken(self, invariant: str, text: str) -> None: ...
 
 
 class FreePlaces:
-    """The free pages and rows of one pool."""
+    """Free pages and rows of one pool."""
 
     def __init__(self, layout: PoolLayout) -> None:
         self.num_pages = layout.num_pages
@@ -38,7 +37,7 @@ class FreePlaces:
         return len(self.pages) + len(self.rows)
 
     def take(self, count: int) -> list[int] | None:
-        """What a room of `count` places has; None when there are not so many."""
+        """Return `count` places for a room, or None if too few are free."""
         row = self._row and count > 0
         if count - row > len(self.pages) or row > len(self.rows):
             return None
@@ -51,8 +50,8 @@ class FreePlaces:
 
 
 class Pages:
-    """Owners are grants while a room or a loan has the page, negative grants while a room's user
-    keeps it.
+    """Pages with their owners: a grant while a room or a loan has the page, the negative grant
+    while the room's user keeps it.
     """
 
     def __init__(self, who: str, oracle: Judge, layout: PoolLayout) -> None:
@@ -60,13 +59,14 @@ class Pages:
         count = layout.num_places
         self.owners: list[int | None] = [None] * count
         self.writers = [0] * count  # writes that may still land on the page, proven or not
-        # By rank: each writes its part of a page.
+        # By rank, because each rank writes its part of a page.
         self.cells: list[dict[int, Content]] = [{} for _ in range(count)]
-        self.lost = False  # with the process: what still lands there hurts no one
+        # The pool ended with its process: late writes there do no harm.
+        self.lost = False
         self._who, self._oracle = who, oracle
 
     def take(self, count: int, owner: int) -> list[int] | None:
-        """None when there are not so many."""
+        """Take `count` places for `owner`; None if too few are free."""
         taken, owners = self._free.take(count), self.owners
         for page in taken or ():
             if owners[page] is not None:
@@ -77,7 +77,7 @@ class Pages:
         return taken
 
     def keep(self, pages: list[int], grant: int) -> None:
-        """The room has landed: its user has them now."""
+        """Pass the pages of a landed room to its user."""
         for page in pages:
             if self.owners[page] != grant:
                 self._oracle.broken(
@@ -113,7 +113,7 @@ class Pages:
             self.owners[page] = name
 
     def inherit(self, kept: set[int]) -> None:
-        """The next decode over the pool hands out all that is not under a loan of these owners."""
+        """Free all pages but those of the owners in `kept`, for the next decode over the pool."""
         for owner in self.owned() - kept:
             self.give_back(
                 [page for page, other in enumerate(self.owners) if other == owner], owner
@@ -124,5 +124,5 @@ class Pages:
 
 
 def name_of(incarnation: int, grant: int) -> int:
-    """The owner of pages that a decode which is gone has lent: no grant, of whatever decode."""
+    """Return the owner of pages that an earlier decode lent. It equals no grant of any decode."""
     return incarnation << 64 | grant

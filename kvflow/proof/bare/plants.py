@@ -1,5 +1,5 @@
-"""Planted bugs of the simulator and of the walk, as far as they are in endpoints and tables: seeds
-must find each.
+"""Planted bugs of the simulator and of the walk that live in endpoints and tables: seeds must find
+each.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ UNSEEN |= {plant.name: "no request leaves a device" for plant in plants_residenc
 UNSEEN |= {name: "no decode has staging" for name, *_ in plants_staging.PLANTS}
 UNSEEN |= {name: "no endpoint knows of groups" for name, *_ in plants_dp_groups.PLANTS}
 UNSEEN |= {name: "no engine stands before an endpoint" for name, *_ in plants_threads.PLANTS}
-"""Of the whole-node simulator, in what is not here; each of those before "source let go" has a
-likeness in a table.
+"""Plants of the whole-node simulator in parts that are absent here, with the reason. Each of those
+before "source let go" has a counterpart in a table.
 """
 
 
 def _begun_told(when: Callable[[DecodeRoomRecord, int], bool]) -> AbstractContextManager[object]:
-    """Decode tells its user of every Begun for which `when` holds, of a room and the ranks that
-    have sent one.
+    """Make decode notify its user of every Begun for which `when` holds; `when` receives a room and
+    the ranks that sent one, as bits.
     """
 
     def on_begun(core: DecodeCore, peer: PrefillPeer, message: Begun, now: float) -> None:
@@ -147,13 +147,13 @@ OWN = (
         "I5",
     ),
 )
-"""Too rare for whole nodes, too large for a walk, or of what neither does: no node of theirs says
-that it has begun.
+"""Bugs too rare for whole nodes, too large for a walk, or about rooms that begin, which only this
+simulator has.
 """
 
 
 def all_plants() -> tuple[Plant, ...]:
-    """Those of the walk are called so where another one has their name."""
+    """Return all plants; a plant of the walk gets a suffix if another has the same name."""
     found = {plant.name: plant for plant in of_nodes() if plant.name not in UNSEEN}
     for plant in OF_THE_WALK:
         name = f"{plant.name} (walk)" if plant.name in found or plant.name in UNSEEN else plant.name
@@ -162,7 +162,7 @@ def all_plants() -> tuple[Plant, ...]:
 
 
 def planted(name: str) -> AbstractContextManager[object]:
-    """The plant of that name, installed; nothing for an empty one. Raises: MisuseError."""
+    """Return a context that installs the named plant, if any. Raises: MisuseError."""
     if not name:
         return nullcontext()
     known = {plant.name: plant for plant in all_plants()}
@@ -179,6 +179,6 @@ def planted(name: str) -> AbstractContextManager[object]:
 def hunt(
     name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """The first seed that finds a plant, and what it broke; no seed when none does."""
+    """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
     with planted(name):
         return hunted(name, seeds, simulate, say)

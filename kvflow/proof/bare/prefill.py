@@ -48,7 +48,7 @@ class Prefill(Writer):
         self.info = RankInfo(rank, world_size, incarnation, self.control, "fake", "model")
         self.rank = rank
         self.legs: dict[int, Leg] = {}  # by serial, until released
-        # By serial: every room that a grant was bound to.
+        # By serial: every room to which a grant was bound.
         self.records: dict[int, PrefillRoomRecord] = {}
         self.free = FreePlaces(layout)
         self.cells = [None] * layout.num_places
@@ -102,7 +102,7 @@ class Prefill(Writer):
             self.run()
 
     def refuse_room(self, room: int, cause: Cause) -> None:
-        """There is no leg of it."""
+        """Refuse a room for which this prefill has no leg."""
         self.oracle.halves.refused_at_prefill(self.incarnation, room, cause)
         self.endpoint.refuse_room(room, cause, self.clock.now)
 
@@ -111,7 +111,11 @@ class Prefill(Writer):
         self.endpoint.close_room(leg.record, cause, self.clock.now)
 
     def _queue(self, leg: Leg) -> None:
-        """Ranks of a group have no common queue, so that two of them could wait for each other."""
+        """Ask for the leg's turn.
+
+        The ranks of a group have no common queue: two ranks could wait for each other. They begin
+        at once.
+        """
         if self.info.world_size == 1:
             self.turns.ask(leg, self._take_turn)
         elif not leg.told:
@@ -119,7 +123,7 @@ class Prefill(Writer):
         self.run()
 
     def _take_turn(self, leg: Leg) -> None:
-        """It has a place for the whole prompt."""
+        """Begin a room: the engine has a place for the whole prompt."""
         leg.queues = False
         self.say(f"room {leg.record.room} begins")
         self.oracle.begun_at_prefill(leg.record)
@@ -128,12 +132,12 @@ class Prefill(Writer):
             self.compute(leg)
 
     def ready(self, leg: Leg) -> None:
-        """Both halves of the room are here: the engine begins, once it is the room's turn."""
+        """Start the engine on a matched room, unless the room waits for its turn."""
         if leg.pages and not leg.queues:
             self.compute(leg)
 
     def compute(self, leg: Leg) -> None:
-        """A model step, or the end of the engine."""
+        """Start a model step, or let the engine break down where the job says so."""
         if leg.number == leg.job.fails_at:
             self.close_room(leg, leg.job.cause(Code.ENGINE_ERROR, "the engine broke down"))
             return
@@ -144,6 +148,7 @@ class Prefill(Writer):
         leg.computing = False
         start, end = leg.sent, leg.sent + leg.chunks[leg.number]
         chunk = leg.pages[start:end]
+        # The pages of a step belong to it until it ends (I13), even if the room is gone.
         if leg.released:
             return self._free_pages(leg)
         for index, page in enumerate(chunk, start):
@@ -156,6 +161,7 @@ class Prefill(Writer):
         self.endpoint.queue_chunk(
             leg.record, np.array(chunk, np.int32), last=last, handoff=handoff, now=self.clock.now
         )
+        # An endpoint must not end a room inside its engine's own call, which still uses the room.
         if leg.record.ended:
             self.oracle.broken("I4", f"room {leg.record.room} ends inside of its engine's own call")
         if not last:
@@ -182,7 +188,7 @@ class Prefill(Writer):
         self.endpoint.tick(now)
 
     def stall(self, for_s: float) -> None:
-        """The worker of its data plane stands still; the node itself does not."""
+        """Halt the worker of the data plane, but not the node."""
         self._stalled_from_s = now = self.clock.now
         self.stalled_until_s = now + for_s
 
@@ -201,7 +207,7 @@ class Prefill(Writer):
             self.run()
 
     def _route(self, peer: Incarnation) -> None:
-        """The way into a decode's pool, or why there is none."""
+        """Open the route into a decode's pool, or refuse it."""
         if not self.world.nodes[peer].alive:
             self.endpoint.route_refused(peer, "nobody answers there", self.clock.now)
         elif self.world.refuses_route():
@@ -209,7 +215,7 @@ class Prefill(Writer):
             self.endpoint.route_refused(peer, "on purpose", self.clock.now)
         else:
             self.routes.add(peer)
-            # Only now the link is up.
+            # The link is up only from now on, so the oracles count this as a disturbance.
             self.world.wire.disturbed(self.control, self.world.nodes[peer])
             if not self.endpoint.route_opened(peer, self.clock.now):
                 self.routes.discard(peer)
@@ -240,7 +246,8 @@ class Prefill(Writer):
 
     def _send(self, command: c.SendToDecode) -> None:
         frame = command.frame
-        if 3 < frame[1] < 8 or frame[1] == 11:  # the tag: a word about a room, or about all of them
+        # These tags are statements about a room or, in a goodbye, about all rooms.
+        if 3 < frame[1] < 8 or frame[1] == 11:
             self.oracle.said(self, frame)
         decode = self.world.by_peer_id.get(command.peer_id)
         if decode is not None and self.world.wire.lines.get((self.control, decode.incarnation)):
@@ -251,7 +258,7 @@ class Prefill(Writer):
 
     def _close_route(self, command: c.CloseRoute) -> None:
         self.routes.discard(command.peer)
-        # If it lives, it has lost its place.
+        # A decode that lives lost its place here, so the oracles count this as a disturbance.
         self.world.wire.disturbed(self.control, self.world.nodes[command.peer])
         self.watches.discard(command.peer)
         if any(write.key[1] == command.peer for write in self.writes.values()):

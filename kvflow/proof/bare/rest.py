@@ -1,5 +1,5 @@
-"""What is not at rest, in words (I1, I5): rooms, grants, loans, writes and pages that are still
-somewhere.
+"""Report of what is not at rest (I1, I5): rooms, grants, loans, writes and pages that are left
+over.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvflow.protocols.prefill.records import PrefillRoomRecord
 
 
 def left(world: World, *, doubts: bool) -> Iterator[str]:
-    """What is not at rest, in words.
+    """Yield a line for everything that is not at rest.
 
-    With `doubts`, loans may be out whose proof is truly missing.
+    With `doubts`, loans may be out for which proof is really missing.
     """
     for node in world.nodes.values():
         if node.alive:
@@ -35,6 +35,7 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
 
 def _left_at_prefill(node: Prefill) -> Iterator[str]:
     core = node.endpoint.core
+    # A frozen write never ends, so its draining room stays by design.
     frozen = {write.leg.record for write in node.writes.values() if write.fault == "frozen"}
     open_ = [
         room
@@ -117,7 +118,7 @@ def _left_at_decode(node: Decode, world: World, doubts: bool) -> Iterator[str]:
 
 
 def frozen(key: Promise, world: World) -> bool:
-    """A write of it never ends, and the one who writes lives."""
+    """Return True if a write of the promise never ends, and its writer lives."""
     node = world.nodes[key[0]]
     assert isinstance(node, Prefill)
     return node.alive and any(
@@ -126,8 +127,8 @@ def frozen(key: Promise, world: World) -> bool:
 
 
 def _doubtful(key: Promise, world: World) -> bool:
-    """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can
-    be known.
+    """Return True if proof is really missing: the writer cannot give it or cannot be reached, and
+    is not known to be dead.
     """
     source = world.nodes[key[0]]
     if world.oracle.settled(key):

@@ -32,7 +32,7 @@ from kvflow.protocols.prefill.core import PrefillCore
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 from kvflow.protocols.wire.codec import prompt_digest
 
-# Good rooms for every pair, pages of their chunks: they fit beside any quarantine.
+# Good rooms for every pair, and the pages of their chunks. They fit beside any quarantine.
 PROBES, PROBE_CHUNKS = 6, (1, 1)
 PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 
@@ -40,12 +40,12 @@ PROBE_TOKENS = sum(PROBE_CHUNKS) * PAGE_SIZE
 class Run:
     """One scenario in one world."""
 
-    left = staticmethod(left)  # what is not at rest
+    left = staticmethod(left)  # a group run replaces it
 
     def __init__(self, world: World, scenario: Scenario, twists: Twists) -> None:
         self.world, self.scenario, self.twists = world, scenario, twists
         self.clock, self.faults = world.clock, world.faults
-        self.places: list[Any] = []  # who is in each place now
+        self.places: list[Any] = []  # present node of each place
         self._probe_room = 1_000_000
         self.rows = int(bool(scenario.variety.layout.num_rows))
 
@@ -66,9 +66,11 @@ class Run:
         self._two_kinds_at_least()
         self._calm()
         self._until_rest(SETTLE_S, "with the faults over", doubts=True)
-        self.clock.play(RECOVER_S)  # links that were given up come back with a heartbeat
+        # Links that were given up come back with a heartbeat.
+        self.clock.play(RECOVER_S)
         if scenario.variety.fences == LATE:
-            self.clock.play(LATE_FENCE_S)  # and the dead are forgotten
+            # By then the fence has answered for all that died.
+            self.clock.play(LATE_FENCE_S)
         self._probe()
         self._until_rest(REST_S, "after good rooms", doubts=True)
         self._check_counts()
@@ -117,7 +119,7 @@ class Run:
                 )
 
     def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
-        """The engines of a group have it all at the same moment."""
+        """Schedule the request at every rank of its group, at the same moment."""
         first = sum(self.scenario.groups[: request.group])
         for rank in range(self.scenario.groups[request.group]):
             job = PrefillJob(
@@ -180,7 +182,7 @@ class Run:
             later(for_s, None, world.mend, node)
 
     def _visit(self, visit: Visit) -> None:
-        """A decode that is silent for long, and another one that wants its place meanwhile."""
+        """Halt a decode for long, while another one comes and wants its place."""
         world, node = self.world, self.places[sum(self.scenario.groups) + visit.decode]
         if not node.up or node.leaving:
             return
@@ -202,7 +204,7 @@ class Run:
             self.world.kill(guest)
 
     def _enough_without(self, gone: Node) -> bool:
-        """A whole prefill group and a decode would be left."""
+        """Return True if a whole prefill group and a decode would be left."""
         alive = [node for node in self.places if node.alive and node is not gone]
         left_of = Counter(node.group if isinstance(node, Prefill) else "decode" for node in alive)
         whole = any(left_of[group] == ranks for group, ranks in enumerate(self.scenario.groups))
@@ -212,24 +214,24 @@ class Run:
         node = self.places[place]
         if not node.alive:
             self.places[place] = self.world.start_again(node)
-        elif node.leaving:  # it has not finished
+        # The node still closes in order: look again later.
+        elif node.leaving:
             self.clock.later(0.1, None, self._start_again, place)
 
     def _two_kinds_at_least(self) -> None:
-        """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for
-        a moment.
-        """
+        """Halt a node or cut it off for a moment, until at least two kinds of fault struck."""
         for kind in ("freeze", "partition"):
             if len(self.faults.struck) >= 2:
                 return
             while not (up := [n for n, node in enumerate(self.places) if node.up]):
-                self.clock.play(0.1)  # all of them are about to start again
+                # Every node is about to start again.
+                self.clock.play(0.1)
             self.happen(Accident(0.0, kind, up[-1], 0.2))
             self.clock.play(0.25)
 
     def _calm(self) -> None:
-        """No more faults: what was dropped stays lost, what is late stays late, but nothing new
-        goes wrong.
+        """End all faults. Dropped frames stay lost and late ones stay late, but no new fault
+        strikes.
         """
         world = self.world
         if world.tell is not None:
@@ -247,13 +249,16 @@ class Run:
         ]:
             for write in [write for write in node.writes.values() if write.fault == "frozen"]:
                 if not world.nodes[write.key[1]].alive or world.nodes[write.key[1]].leaving:
-                    write.thaw()  # else the dead keep their place at prefill
-                node.end(write.leg.job, "given up")  # else both halves wait for it, as they should
+                    # Prefill keeps the place of a dead decode while a write to it runs.
+                    write.thaw()
+                # Both halves would wait for this write, as they should.
+                node.end(write.leg.job, "given up")
         self.clock.later(MAX_REPEAT_AFTER_S + RECOVER_S, None, self._give_up_waiting)
 
     def _give_up_waiting(self) -> None:
-        """Whatever was lost has been asked for again: a room that prefill has not begun by now
-        never will be.
+        """Make decodes offer pages for rooms that prefill has not begun.
+
+        By now every lost question was asked again: such a room never begins.
         """
         for node in self.world.nodes.values():
             if node.alive and isinstance(node, Decode):
@@ -272,7 +277,7 @@ class Run:
             self.clock.play(0.1)
 
     def _probe(self) -> None:
-        """The next good room works, for every pair that lives (I7)."""
+        """Verify that good rooms succeed for every pair that lives (I7)."""
         world, jobs = self.world, []
         self.clock.play(world.timing.repeat_after_s)
         for group, world_size in enumerate(self.scenario.groups):
@@ -282,7 +287,8 @@ class Run:
             for decode in world.living(Decode):
                 ledger = decode.endpoint.core.ledger
                 if ledger.quarantined_pages > ledger.quarantine_limit:
-                    continue  # it may refuse
+                    # A decode with so much quarantine may refuse rooms.
+                    continue
                 for _ in range(PROBES - world.frozen):
                     jobs += self._good_room(group, prefills, decode)
         waits_until_s = self.clock.now + REST_S
@@ -314,7 +320,7 @@ class Run:
     def good_room_at_prefill(
         self, room: int, tokens: int, digest: bytes, prefills: list[Prefill]
     ) -> list[tuple[Node, Any]]:
-        """Who has it, and what each must say has succeeded."""
+        """Begin a room at every rank, and return each node with the job that must succeed there."""
         jobs: list[tuple[Node, Any]] = []
         for node in prefills:
             job = PrefillJob(
@@ -325,7 +331,7 @@ class Run:
         return jobs
 
     def counted(self) -> dict[str, int]:
-        """What else is worth a number in the report."""
+        """Return further counts for the report."""
         return {}
 
     def _check_counts(self) -> None:
@@ -343,7 +349,7 @@ def _forgetful(scenario: Scenario) -> bool:
 
 
 class Cast(NamedTuple):
-    """Who plays, and what."""
+    """Classes and scenario of one kind of run."""
 
     draw: Callable[[random.Random, Faults], tuple[Scenario, Twists]] = draw_waiting
     world: type[World] = World
@@ -354,7 +360,7 @@ class Cast(NamedTuple):
 def simulate(
     seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None
 ) -> Outcome:
-    """Play one seed. `tell(virtual time, who, what)` hears the story."""
+    """Play one seed, and report its story to `tell(virtual time, who, what)`."""
     return played(seed, Cast(), visits=visits, tell=tell)
 
 
@@ -368,6 +374,7 @@ def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | 
     halves = oracle.halves = cast.halves(
         oracle, world.nodes, world.wire.trouble, _forgetful(scenario)
     )
+    # No command reports that decode's half arrived, so the run watches the core.
     bind = PrefillCore.bind
 
     def bound(core: PrefillCore, record: PrefillRoomRecord, *arguments: Any) -> None:
@@ -384,7 +391,8 @@ def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | 
             run.play()
         except BrokenError as broken:
             violation = broken.violation
-        except Exception as error:  # a seed must say what it found, whatever it is
+        # An endpoint that raises is a finding, whatever it raises.
+        except Exception as error:
             violation = Violation("I7", f"raised: {error!r}", clock.now)
             if tell is not None:
                 raise

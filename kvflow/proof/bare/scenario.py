@@ -1,5 +1,5 @@
-"""What one seed plays: a scenario of the whole-node simulator, and what only endpoints are asked
-for here.
+"""Input of one seed: a scenario of the whole-node simulator, and twists that only bare endpoints
+have.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from kvflow.proof.sim.variety import NEVER, PROMPT, Variety
 
 
 class Twist(NamedTuple):
-    """Of one request."""
+    """Extras of one request."""
 
-    prefix_pages: int = 0  # that decode has already
-    announces: bool = True  # else the offer is the announcement where all are linked
+    prefix_pages: int = 0  # that decode already has
+    # False: decode announces the room with its offer, if every rank is linked.
+    announces: bool = True
     rendezvous_s: float | None = None
-    second_decode: int | None = None  # another decode asks for the same room
-    # When prefill asks for a place for the whole prompt; None: never.
+    second_decode: int | None = None  # opens the same room
+    # Seconds until prefill asks for a place for the whole prompt; None: it never does.
     begins_after_s: float | None = None
     waits: bool = False  # decode holds its pages back until prefill has begun
 
 
 class Visit(NamedTuple):
-    """Of a decode for which there is no place, unless one that is silent makes it
-    (`bounds.targets`).
+    """Visit of a decode for which prefill has no place (`bounds.targets`), unless a silent one
+    makes way.
     """
 
     at_s: float
-    decode: int  # stands still from then on
+    decode: int  # halted at `at_s`, for `silent_s`
     silent_s: float
     comes_after_s: float
     stays_s: float
 
 
 class Twists(NamedTuple):
-    """Of one run; the chances of faults that the whole-node simulator does not have."""
+    """Extras of one run, and the chances of faults that the whole-node simulator lacks."""
 
     requests: list[Twist]
     locks_out: float  # of a connection
@@ -48,7 +49,7 @@ class Twists(NamedTuple):
     damages: float  # of a write that is verified
     fails_sums: float  # of a checksum at decode
     freezes: float  # of a stuck write
-    declares_after_s: float | None  # an operator gives his word for a crashed prefill
+    declares_after_s: float | None  # until an operator declares a crashed prefill dead
     visit: Visit | None
 
 
@@ -59,13 +60,14 @@ def draw_all(
     twists = _twists(rng, scenario)
     if twists.visit is not None:
         variety = scenario.variety
+        # A guest is turned away only if the regular decodes take all places.
         bounds = msgspec.structs.replace(variety.bounds, targets=scenario.decodes)
         scenario = scenario._replace(variety=variety._replace(bounds=bounds))
     return scenario, twists
 
 
 def draw_waiting(rng: random.Random, faults: Faults) -> tuple[Scenario, Twists]:
-    """As `draw_all`, and in some runs decodes wait until prefill has begun."""
+    """Draw as `draw_all` does; in some runs decodes wait until prefill begins a room."""
     scenario, twists = draw_all(rng, faults)
     if rng.random() < _WAIT:
         twists = twists._replace(requests=[_waiting(rng, twist) for twist in twists.requests])

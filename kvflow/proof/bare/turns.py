@@ -1,6 +1,4 @@
-"""A pool so tight that rooms which must not wait for each other take turns: first come, first
-served.
-"""
+"""Turns in a tight pool, for rooms that must not wait for each other: first come, first served."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ User = TypeVar("User", Room, Leg)
 
 
 class Turns(Generic[User]):
-    """A turn lasts until the user is told the end of its room.
+    """Queue of users. A turn lasts until the user learns the end of its room.
 
-    The longest prompt has all places to itself.
+    There are as many places as the longest prompt needs.
     """
 
     def __init__(self) -> None:
@@ -26,12 +24,12 @@ class Turns(Generic[User]):
         self._wait: deque[tuple[User, Callable[[User], None]]] = deque()
 
     def ask(self, user: User, go: Callable[[User], None]) -> None:
-        """`go` is called when it is the user's turn, at once where there are places."""
+        """Call `go` when it is the user's turn, at once if there are places."""
         self._wait.append((user, go))
         self._serve()
 
     def end(self, user: User) -> None:
-        """Of a user that has a turn, waits for one, or never asked."""
+        """End a user's turn or its wait. A user that never asked has no turn to end."""
         self._left += self._has.pop(user, 0)
         self._serve()
 
@@ -39,6 +37,7 @@ class Turns(Generic[User]):
         while self._wait:
             user, go = self._wait[0]
             if not user.told:
+                # Later users must not overtake, or the longest prompt would starve.
                 if user.job.num_pages > self._left:
                     return
                 self._has[user] = user.job.num_pages

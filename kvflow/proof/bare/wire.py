@@ -1,4 +1,4 @@
-"""The links between nodes: frames take a moment and come in order, unless a fault strikes."""
+"""Links between nodes: frames take a moment and arrive in order, unless a fault strikes."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ _DULL = {
 
 
 Burst = list[tuple[Any, bytes, bool]]
-"""Frames, each with where it comes from (a routing id at prefill, the key that was dialled at
-decode), and whether it is no message."""
+"""Frames, each with its origin (a routing id at prefill, the dialled key at decode) and a flag for
+spoilt ones.
+"""
 
 
 class End(Who, Protocol):
     """One end of a link."""
 
     parked: list[Any] | None
-    unread: Burst  # what has come since it was halted
+    unread: Burst  # received since it was halted
 
     def read(self, burst: Burst) -> None:
-        """What its sockets have at once."""
+        """Handle the frames that wait at the end's sockets."""
 
     def say(self, what: str) -> None: ...
 
@@ -49,21 +50,21 @@ Jammed = list[tuple[str, End, bool, bytes]]
 
 
 class Wire:
-    """Every link of one world. A link is a prefill's control address and a decode."""
+    """All links of one world. A link joins a prefill's control address and a decode."""
 
     def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
         self.routers: dict[str, End] = {}  # who answers at an address now
-        # What a decode has dialled there, the latest last.
+        # Keys that a decode dialled, the latest last.
         self.lines: dict[tuple[str, int], list[PeerKey]] = {}
-        self.cut: set[str | int] = set()  # controls and decodes that nobody reaches
-        self.jammed: dict[str | int, Jammed] = {}  # what waits, to arrive in a burst
-        # Per link: when something last happened to it.
+        self.cut: set[str | int] = set()  # controls and decodes that are cut off
+        self.jammed: dict[str | int, Jammed] = {}  # frames that wait, to arrive in a burst
+        # Time of the last disturbance, by link.
         self.trouble: dict[tuple[str, int], float] = {}
         self._last_at: dict[tuple[str, int, bool], float] = {}
 
     def carry(self, sender: End, control: str, decode: End, frame: bytes) -> None:
-        """A frame on the link between the prefill at `control` and `decode`."""
+        """Carry a frame on the link between the prefill at `control` and `decode`."""
         clock, rng, peer, to_prefill = self.clock, self.rng, decode.incarnation, sender is decode
         if self._traced:
             hearer = self.routers.get(control) if to_prefill else decode
@@ -84,6 +85,7 @@ class Wire:
             if fault == "drop":
                 return self.disturbed(control, decode)
             if fault == "reorder":
+                # Leave `_last_at` as it was, so that later frames of the link may overtake.
                 at_s += _FRAME_SPAN * 3 * random_()
                 return clock.later(
                     at_s - now, None, self._deliver, control, decode, to_prefill, frame
@@ -93,6 +95,7 @@ class Wire:
                 at_s += rng.uniform(*DELAY_S)
                 clock.later(at_s - now, None, self.disturbed, control, decode)
         link = control, peer, to_prefill
+        # Two frames of one moment would have no order.
         last_s = self._last_at.get(link, 0.0) + TICK_S
         if at_s < last_s:
             at_s = last_s
@@ -107,7 +110,7 @@ class Wire:
         return None
 
     def unjam(self, end: str | int) -> None:
-        """What has waited arrives in one burst, in the order in which it was sent."""
+        """Deliver the frames that waited in one burst, in the order in which they were sent."""
         frames, now = self.jammed.pop(end, []), self.clock.now
         links = {
             (control, decode.incarnation, to_prefill) for control, decode, to_prefill, _ in frames
@@ -127,22 +130,22 @@ class Wire:
             keys.remove(key)
 
     def dialled_by(self, decode: End) -> bool:
-        """It has a connection."""
+        """Return True if the decode has a connection."""
         return any(keys and link[1] == decode.incarnation for link, keys in self.lines.items())
 
     def unplug(self, node: End) -> None:
-        """It is dead: nobody answers there."""
+        """Remove the links and the address of a dead node."""
         for control in [control for control, router in self.routers.items() if router is node]:
             del self.routers[control]
         for link in [link for link in self.lines if link[1] == node.incarnation]:
             del self.lines[link]
 
     def disturbed(self, control: str, decode: End) -> None:
-        """Something happened to that link which both ends have to recover from."""
+        """Record a disturbance of the link, from which both ends have to recover."""
         self.trouble[control, decode.incarnation] = self.clock.now
 
     def deliver(self, frames: Jammed) -> None:
-        """Now, and at once."""
+        """Deliver the frames now, one burst for each receiver."""
         bursts: dict[End, Burst] = {}
         for control, decode, to_prefill, frame in frames:
             if (found := self._hearer(control, decode, to_prefill)) is not None:
@@ -169,14 +172,15 @@ class Wire:
     def _hand_over(node: End, burst: Burst) -> None:
         if node.parked is None:
             return node.read(burst)
-        if not node.unread:  # it is not dead: those are unplugged
+        # The node is halted, not dead: `unplug` removes the dead. One parked call reads all frames.
+        if not node.unread:
             node.parked.append((node.read, (node.unread,)))
         node.unread += burst
         return None
 
 
 def parsed(frame: bytes, to_prefill: bool) -> Message | None:
-    """None for bytes that are no message."""
+    """Return the message in a frame, or None for other bytes."""
     try:
         return parse_at_prefill(frame) if to_prefill else parse_at_decode(frame)
     except WireError:
@@ -184,9 +188,7 @@ def parsed(frame: bytes, to_prefill: bool) -> Message | None:
 
 
 def garbage(rng: random.Random, frame: bytes, to_prefill: bool) -> bytes:
-    """A frame cut short, with a byte changed or with more behind it, or nothing of the kind; never
-    a message.
-    """
+    """Return bytes that are no message: the frame cut short or changed, or random bytes."""
     at = rng.randrange(len(frame))
     spoilt = (
         frame[:at],
@@ -198,7 +200,7 @@ def garbage(rng: random.Random, frame: bytes, to_prefill: bool) -> bytes:
 
 
 def worded(frame: bytes, to_prefill: bool) -> str:
-    """A message as people want to read it: without what is the same in all of them."""
+    """Return a message as text, without the fields that are alike in all messages."""
     message = parsed(frame, to_prefill)
     if message is None:
         return "what is no message"

@@ -27,7 +27,7 @@ class World(Scene):
         return node
 
     def start_again(self, node: Node) -> Node:
-        """The next life of a node, at the same address."""
+        """Start the next life of a node, at the same address."""
         node.say("starts again")
         if isinstance(node, Prefill):
             return self.start_prefill(node.group, node.rank, node.info.world_size)
@@ -37,17 +37,17 @@ class World(Scene):
         return heir
 
     def _incarnation(self) -> Incarnation:
-        """Drawn from the seed, not from the system."""
+        """Draw an incarnation from the seed, not from the system."""
         return Incarnation(self.rng.getrandbits(63) | 1)
 
     def declare_dead(self, *nodes: Node) -> None:
-        """An operator gives his word for processes that have died, at every decode."""
+        """Let an operator declare these processes dead, at every decode."""
         for node in self.living(Decode):
             for dead in nodes:
                 self.tell_node(node, node.declare_dead, dead.incarnation)
 
     def tell_lies(self) -> None:
-        """On every link that is up: see `sim.lies`."""
+        """Send lies on every link that is up; see `sim.lies`."""
         sources = {node.incarnation: node for node in self.living(Prefill)}
         for node in self.living(Decode):
             for peer in list(node.endpoint.peers):
@@ -62,14 +62,14 @@ class World(Scene):
 
     @staticmethod
     def tell_node(node: Node, do: Callable[..., object], *arguments: Any) -> None:
-        """From outside: now, or when it goes on."""
+        """Call a node from outside: now, or when it resumes."""
         if node.parked is None:
             do(*arguments)
         else:
             node.parked.append((do, arguments))
 
     def take_over(self, node: Prefill) -> Node:
-        """Another process answers at its address, though it lives, and its writes go on."""
+        """Give a node's address to another process, while the node lives and its writes go on."""
         node.say("loses its address to another process")
         node.displaced = True
         return self.start_again(node)
@@ -84,6 +84,7 @@ class World(Scene):
             node.troubled_at_s = self.clock.now
             parked, node.parked = node.parked, None
             for do, arguments in parked:
+                # An action may end the node, and those after it end with it.
                 if node.alive:
                     do(*arguments)
 
@@ -108,5 +109,5 @@ class World(Scene):
 
 
 def _end_of(node: Node) -> str | int:
-    """What its links have in common."""
+    """Return the name that all links of a node share."""
     return node.control if isinstance(node, Prefill) else node.incarnation

@@ -1,5 +1,5 @@
-"""One write of a data plane in virtual time: page after page lands, and some stall, fail, land late
-or never end.
+"""One write of a data plane in virtual time: pages land one by one; some writes stall, fail, land
+late or never end.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ DAMAGED = b"damaged"
 
 
 class Writer(Node):
-    """A node whose data plane writes."""
+    """Node whose data plane writes."""
 
     rank: int
-    cells: list[Content | None]  # what its pages hold
-    reaching: dict[PacedWrite, None]  # what may still land
+    cells: list[Content | None]  # content of its pages
+    reaching: dict[PacedWrite, None]  # writes that may still land
 
     def write_ended(self, write: PacedWrite, checksum: bytes) -> None:
         raise NotImplementedError
 
 
 class PacedWrite(Write):
-    """All of it is done by the writer's process: while that is halted nothing moves."""
+    """Write by the writer's process: it stands still while the process is halted."""
 
     __slots__ = ("cancelled", "contents", "damages", "fault", "pace_s", "source", "stops_at")
 
@@ -38,14 +38,14 @@ class PacedWrite(Write):
         super().__init__(command.write, key, leg, sources, target.pages, targets)
         self.source = source
         self.cancelled = False
-        # A chunk without pages passes no data plane, so nothing of one can fail it.
+        # A chunk without pages passes no data plane, so it cannot fail there.
         self.fault = source.world.faults.of_write() if sources else ""
         if self.fault == "stuck" and source.world.freezes():
             self.fault = "frozen"
         self.pace_s = SLOW_PAGE_S if self.fault == "slow" else PAGE_S
         self.stops_at = len(targets) // 2 if self.fault in FAILS else len(targets)
         self.damages = source.world.damages()
-        self.contents: list[Content | None] = []  # what was read, for the checksum
+        self.contents: list[Content | None] = []  # read so far, for the checksum
 
     def begin(self) -> None:
         if self.fault == "stuck":
@@ -58,7 +58,7 @@ class PacedWrite(Write):
         self._slice()
 
     def _slice(self) -> None:
-        """The page that was under way lands; a cancelled write ends with it."""
+        """Land the page under way. A cancelled write ends with it."""
         source = self.source
         if self.targets and source.clock.now < source.stalled_until_s:
             return source.wait(STALL_LOOK_S, self._slice)
@@ -70,7 +70,8 @@ class PacedWrite(Write):
             if self.next == self.stops_at:
                 if self.fault == "late":
                     source.wait(LATE_S, self._land_rest)
-                elif not self.next:  # it failed before a byte of it was under way
+                # It failed before its first byte left, which proves that no byte arrives.
+                elif not self.next:
                     return self._end(WriteOutcome.CANCELLED)
                 return self._end(WriteOutcome.UNPROVEN)
         elif self.cancelled:
@@ -88,6 +89,7 @@ class PacedWrite(Write):
         target = self.home
         target.writers[page] -= 1
         owner, (_, lender, grant) = target.owners[page], self.key
+        # Pages of a decode that left are renamed, and its writers may still reach them.
         if owner != grant and owner != name_of(lender, grant) and not target.lost:
             source.oracle.broken(
                 "I2", f"{self.key}: a byte lands on page {page}, which belongs to {owner}"
@@ -98,7 +100,7 @@ class PacedWrite(Write):
             target.cells[page][source.rank] = content
 
     def _land_rest(self) -> None:
-        """What nobody expects any more."""
+        """Land the rest of a write that was reported as unproven."""
         while self.next < len(self.targets):
             self._land_page()
         self.out_of_reach()
@@ -117,7 +119,7 @@ class PacedWrite(Write):
         self.source.write_ended(self, checksum)
 
     def out_of_reach(self) -> None:
-        """Nothing more of it can land."""
+        """Record that no more of this write can land."""
         self.source.reaching.pop(self, None)
         writers = self.home.writers
         for page in self.targets[self.next :]:
