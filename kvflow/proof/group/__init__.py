@@ -1,7 +1,7 @@
-"""The ranks of one prefill group under a storm: shipped leaders, members and endpoints, in the bare
-simulator.
+"""Simulator of the ranks of one prefill group under a storm: shipped leaders, members and endpoints
+on top of `proof.bare`.
 
-One rank is a prefill of `kvflow.proof.bare` and a member of the group, in one process; rank 0 is
-the leader, too. Here no engine begins a room by itself: it opens one when the leader has, and
-computes when every rank is ready.
+A rank is a prefill of `kvflow.proof.bare` and a member of the group, in one process; rank 0 is also
+the leader. An engine opens a room only after the leader opens it, and computes only when every rank
+is ready.
 """

@@ -1,4 +1,4 @@
-"""The timer of one synchronous endpoint in a node's process."""
+"""Timer for one synchronous endpoint in a node's process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Alarm:
         self._fires_at_s = float("inf")
 
     def set(self) -> None:
-        """It fires when the endpoint next wants it, or earlier."""
+        """Set the timer to the time at which the endpoint is next due, unless it fires earlier."""
         now, at_s = self._node.clock.now, self._endpoint.next_tick()
         fires_at_s = now if at_s == float("-inf") else max(at_s, now + TICK_GRAIN_S)
         if fires_at_s < self._fires_at_s:
@@ -29,9 +29,10 @@ class Alarm:
             self._node.clock.later(fires_at_s - now, self._node, self._fire, fires_at_s)
 
     def _fire(self, fires_at_s: float) -> None:
-        """How late it comes tells whether the process stood still."""
+        """Tick the endpoint. A late tick shows that the process stood still."""
         if fires_at_s != self._fires_at_s:
-            return  # it was set anew
+            # The timer was set again in the meantime, so this event is obsolete.
+            return
         self._fires_at_s = float("inf")
         now = self._node.clock.now
         if (late_s := now - fires_at_s) > self._node.world.timing.heartbeat_s:

@@ -1,4 +1,4 @@
-"""One request of a group: what its client hears, and what the engine of each rank is to do."""
+"""One request of a group: the answer to its client, and the job for the engine of each rank."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from kvflow.protocols.wire.group import Ticket
 
 
 class Fate(NamedTuple):
-    """Of one request.
+    """Fate of one request.
 
-    Ranks are named where one of them does something that the others do not; None is none.
+    A field with a rank concerns that rank only; None: it does not happen.
     """
 
     deadline_s: float | None = None
     rendezvous_s: float | None = None
     refused_at: int | None = None
     fails_rank: int | None = None
-    fails_at: int | None = None  # before this chunk
+    fails_at: int | None = None  # number of the chunk that is not computed
 
 
 NO_FATE = Fate()
 
 
 class StageJob(PrefillJob):
-    """As the engine of one rank has it."""
+    """Request as the engine of one rank receives it."""
 
     key: TicketKey
 
@@ -62,11 +62,11 @@ class Client:
 
     @property
     def request(self) -> bytes:
-        """What the leader sends to every rank."""
+        """Body of the request, which the leader sends to every rank."""
         return self.number.to_bytes(4, "big")
 
     def tell(self, cause: Cause | None) -> None:
-        """What became of it: once."""
+        """Accept the answer to the request; a second answer is a violation."""
         if self.told:
             self._broken(
                 "once", f"the client of room {self.room} is told two endings, the second: {cause}"
@@ -74,7 +74,7 @@ class Client:
         self.told, self.succeeded = True, cause is None
 
     def cause(self, code: Code, text: str) -> Cause:
-        """A cause that names its room, as those of jobs do."""
+        """Return a cause that names its room, as the causes of jobs do."""
         return self._issue(self.room, Cause(code, f"{text} #{self.room}"))
 
     def job(self, rank: int, key: TicketKey) -> StageJob:

@@ -1,4 +1,4 @@
-"""What a rank says in another's name: the leader must take it for nothing."""
+"""Forged votes: a rank sends a vote in another's name, and the leader must ignore it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kvflow.protocols.wire.group import RankVote, Vote
 
 
 def forged(frame: bytes, other: GroupMember) -> bytes | None:
-    """This rank's READY as if `other` had sent it, which it may not have; None where there is
-    nothing to forge.
+    """Return this rank's READY as if `other` sent it, whether or not `other` is ready; None if the
+    frame is no such vote.
     """
     message, session = parse_at_leader(frame), other.session
     if not isinstance(message, RankVote) or message.vote is not Vote.READY:
         return None
     if session is None or session.leader != message.leader:
         return None
+    # The forged vote has the number that the leader expects next, so only its sender is wrong.
     seq = session.link.sent_below
     return encode(
         msgspec.structs.replace(message, member=other.incarnation, session=session.number, seq=seq)

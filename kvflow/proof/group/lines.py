@@ -1,6 +1,4 @@
-"""The connections between the leader of a group and its members,
-with the faults of any other link.
-"""
+"""Connections between the leader of a group and its members, with the faults of any other link."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class Process(Protocol):
     parked: list[Any] | None
     troubled_at_s: float
     leader: GroupLeader | None
-    by_key: dict[TicketKey, Any]  # what it holds of each request
+    by_key: dict[TicketKey, Any]  # object of each open request
 
     @property
     def up(self) -> bool: ...
@@ -43,12 +41,12 @@ class Process(Protocol):
     ) -> None: ...
 
     def receive_from_member(self, peer_id: bytes, frame: bytes) -> None:
-        """The leader's part of it has a frame."""
+        """Pass a member's frame to the leader in this process."""
 
     def receive_from_leader(self, frame: bytes) -> None: ...
 
     def member_died(self, incarnation: Incarnation) -> None:
-        """The leader's part of it hears of that."""
+        """Report the death of a member to the leader in this process."""
 
     def leader_gone(self, incarnation: Incarnation) -> None: ...
 
@@ -56,21 +54,21 @@ class Process(Protocol):
 
 
 class Lines:
-    """A line is a member's connection to the address of the leader; another process may answer
-    there later.
+    """All lines of one run. A line is a member's connection to the address of its leader, where
+    another process may answer later.
     """
 
     def __init__(self, clock: Clock, rng: random.Random, faults: Faults, *, traced: bool) -> None:
         self.clock, self.rng, self.faults, self._traced = clock, rng, faults, traced
         self.leaders: dict[int, Process] = {}  # who answers, by group
         self.members: dict[bytes, Process] = {}  # by routing id
-        self.cut: set[int] = set()  # ranks that none of the group reaches
+        self.cut: set[int] = set()  # ranks that are cut off from their group
         self.jammed: dict[int, list[tuple[Process, bool, bytes]]] = {}
-        self.trouble: dict[int, float] = {}  # when something last happened to a member's line
+        self.trouble: dict[int, float] = {}  # time of the last disturbance, by member
         self._last_at: dict[tuple[int, bool], float] = {}
 
     def unplug(self, rank: Process) -> None:
-        """It is dead."""
+        """Remove a dead rank."""
         del self.members[routing_id(rank.incarnation)]
         if self.leaders.get(rank.group) is rank:
             del self.leaders[rank.group]
@@ -92,7 +90,8 @@ class Lines:
             )
         if leader is None:
             return self.disturbed(member)
-        if leader is member:  # one process: nothing is between them
+        # The leader and its own rank are one process, so no network is between them.
+        if leader is member:
             return self.clock.later(TICK_S, None, self._deliver, member, to_leader, frame)
         ends = (member.incarnation, leader.incarnation)
         if not self.cut.isdisjoint(ends):
@@ -111,6 +110,7 @@ class Lines:
             return self.disturbed(member)
         if fault == "reorder":
             return clock.later(
+                # `_last_at` stays as it was, so that later frames of the line may overtake.
                 at_s + 3 * rng.uniform(*FRAME_S) - now,
                 None,
                 self._deliver,
@@ -149,7 +149,7 @@ class Lines:
             rank.parked.append((do, arguments))
 
     def unjam(self, rank: Process) -> None:
-        """What has waited arrives in one burst."""
+        """Deliver the frames that waited, in one burst."""
         for member, to_leader, frame in self.jammed.pop(rank.incarnation, ()):
             self.disturbed(member)
             self._last_at[member.incarnation, to_leader] = self.clock.now + TICK_S
@@ -183,6 +183,6 @@ def _worded(frame: bytes) -> str:
 
 
 def _garbage(rng: random.Random, frame: bytes) -> bytes:
-    """Never a message."""
+    """Return bytes that are no message."""
     at = rng.randrange(len(frame))
     return rng.choice((frame[:at], b"\xc1" + frame[at:], b"\xc1" + rng.randbytes(at)))

@@ -1,5 +1,5 @@
-"""Bugs of a group that somebody has had, or could have: put in from outside;
-seeds must find each.
+"""Planted bugs of a group, each of which once existed or could exist. They are installed from
+outside; seeds must find each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _applies_as_they_come() -> Installed:
 
     def careless(self: GroupMember, session: Session, message: wire.Decision) -> None:
         if message.seq > session.link.received_below:
-            session.link.received_below = message.seq  # the ones before are behind
+            # Pretend that the decisions before this one were applied.
+            session.link.received_below = message.seq
         on_decision(self, session, message)
 
     return swapped(GroupMember, "_on_decision", careless)
@@ -114,7 +115,8 @@ def _one_vote_for_two() -> Installed:
         record = self.requests.get(message.ticket)
         if record is not None and message.seq == member.link.received_below:
             if record.phase is LeaderPhase.RUNNING and message.vote is Vote.READY:
-                member.link.take(message.seq)  # it has counted already
+                # This rank's vote was already counted, as the neighbour's.
+                member.link.take(message.seq)
                 return
             record.missing |= 1 << member.rank
             if record.missing & (record.missing - 1):
@@ -186,7 +188,7 @@ def all_plants() -> tuple[Plant, ...]:
 
 
 def planted(name: str) -> Installed:
-    """The plant of that name, installed; nothing for an empty one. Raises: MisuseError."""
+    """Return a context that installs the named plant, if any. Raises: MisuseError."""
     return installed(name, PLANTS, "a group")
 
 
@@ -197,6 +199,6 @@ def hunt(
     *,
     ranks: int = RANKS,
 ) -> dict[str, Any]:
-    """The first seed that finds a plant, and what it broke; no seed when none does."""
+    """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
     with planted(name):
         return hunted(name, seeds, partial(simulate, ranks=ranks), say)

@@ -1,5 +1,5 @@
-"""What is not at rest in a group, in words (I5),
-beside what may be left at each of its prefills.
+"""Report of what is not at rest in a group (I5), beside what may be left at each of its
+prefills.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def left(world: World, *, doubts: bool) -> Iterator[str]:
 
 def _left_at(stage: Stage, leaders: list[Stage]) -> Iterator[str]:
     member, leader, session = stage.member, stage.leader, stage.member.session
+    # A frozen write never ends, so its room drains for good by design.
     frozen = {write.leg.record.serial for write in stage.writes.values() if write.fault == "frozen"}
     drains = {key for key, leg in stage.by_key.items() if leg.record.serial in frozen and leg.told}
     if tickets := [key.ticket for key in member.tickets if key not in drains]:
@@ -41,6 +42,7 @@ def _left_at(stage: Stage, leaders: list[Stage]) -> Iterator[str]:
         yield f"{stage.name}: requests {sorted(leader.requests)} are not decided"
     if leader is not None and leader.next_tick() == float("-inf"):
         yield f"{stage.name}: its leader has not dealt with a loss"
+    # A rank that lost its address cannot join again, so its session may be stale.
     if stage.displaced:
         return
     for leading in leaders:

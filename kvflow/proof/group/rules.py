@@ -1,17 +1,16 @@
-"""What must hold in a group, seen from its rooms, its frames and what each part of it asks for.
+"""Rules that must hold in a group, seen from its rooms, its frames and the commands of its parts.
 
-- order: every member applies the decisions of one leader's log as they stand there, in their order,
-  none left out;
+- order: every member applies the decisions of one leader's log in the order of the log, without a
+  gap;
 - start: a request starts only when every rank is ready;
-- success: the group succeeds only when every rank has landed, and no rank takes a request for a
-  success alone;
-- once: a request is decided once, a client has one answer, a rank is told once;
-- first cause: it is the first failure that reached the leader;
-- spread: while the lines are up, a failure of one rank has ended the room at every rank within a
-  second;
-- patience: no rank and no leader is given up for nothing.
+- success: the group succeeds only after every rank landed, and a rank settles a success only after
+  the group's decision;
+- once: a request is decided once, a client has one answer, a rank settles once;
+- first cause: the cause is the first failure that reached the leader;
+- spread: while the lines are up, a failure of one rank ends the room at every rank within a second;
+- patience: a rank or a leader is given up only for a reason.
 
-What rests, and what must not be left, is the business of `rest`.
+`rest` reports what must not be left over.
 """
 
 from __future__ import annotations
@@ -43,21 +42,23 @@ class Entry(NamedTuple):
 
 
 Membered = tuple[Incarnation, Incarnation, int]
-"""One session: the member, its leader, the number."""
+"""Session: the member, its leader, the number."""
 
 
 class Rules:
-    """Raises BrokenError, by way of the oracle, at the first violation."""
+    """Judge of the groups of one run. Raises BrokenError, by way of the oracle, at the first
+    violation.
+    """
 
     def __init__(self, oracle: Oracle, lines: Lines) -> None:
         self.oracle, self.clock, self.lines, self.ranks = oracle, oracle.clock, lines, range(0)
         self.counts: Counter[str] = Counter()
-        # That ended rooms of ranks to which nothing had happened.
+        # Causes with which the group ended rooms of ranks that had no trouble themselves.
         self.group_causes: set[Cause] = set()
         self._log: dict[tuple[Incarnation, int], Entry] = {}
         self._numbers: dict[tuple[TicketKey, Ruling], int] = {}
-        self._next: dict[Membered, int] = {}  # the decision that it applies next
-        self._shown: dict[Membered, int] = {}  # and the last one that showed
+        self._next: dict[Membered, int] = {}  # next decision to apply
+        self._shown: dict[Membered, int] = {}  # last decision that showed
         self._ready: dict[TicketKey, set[int]] = defaultdict(set)
         self._landed: dict[TicketKey, set[int]] = defaultdict(set)
         self._decided: dict[TicketKey, Cause | None] = {}
@@ -65,8 +66,8 @@ class Rules:
         self._opened: dict[tuple[Incarnation, TicketKey], Session] = {}
         self._sessions: dict[Incarnation, Session | None] = {}
         self._members: dict[Incarnation, dict[Any, Membership]] = {}
-        self._first: Cause | None = None  # the failure that the leader reads now
-        # Who, whom: who may do the same.
+        self._first: Cause | None = None  # failure that the leader reads now
+        # Pairs of who gave up whom. The other one may then do the same.
         self._given_up_by: set[tuple[Incarnation, Incarnation]] = set()
 
     def broken(self, rule: str, text: str) -> None:
@@ -75,7 +76,7 @@ class Rules:
     # --- the log
 
     def decides(self, frame: bytes) -> None:
-        """The leader sends this to one member."""
+        """Record a decision that the leader sends to one member."""
         message = parse_at_member(frame)
         if not isinstance(message, wire.Decision):
             return
@@ -94,7 +95,7 @@ class Rules:
         self._numbers[TicketKey(message.leader, message.ticket), message.ruling] = message.number
 
     def member_receives(self, stage: Process, frame: bytes) -> None:
-        """Hand it over, and see what it has applied."""
+        """Pass a frame to the member, and verify which decision it applies."""
         member, session = stage.member, stage.member.session
         before = 0 if session is None else session.link.received_below
         member.receive(frame, self.clock.now)
@@ -115,7 +116,7 @@ class Rules:
         self._next[where] = expected + 1
 
     def _shows(self, stage: Process, key: TicketKey, ruling: Ruling) -> None:
-        """What a rank does about a decision comes in the order of the log."""
+        """Verify that the visible effects of decisions at a rank follow the order of the log."""
         session, number = stage.member.session, self._numbers.get((key, ruling))
         if session is None or session.leader != key.leader:
             return
@@ -176,7 +177,7 @@ class Rules:
                 )
 
     def given(self, cause: Cause) -> Cause:
-        """The group ends a room of one rank with this."""
+        """Record that the group ends a room of one rank with this cause, and return it."""
         self.group_causes.add(cause)
         return cause
 
@@ -186,12 +187,15 @@ class Rules:
         self.counts["opened"] += 1
 
     def leader_receives(self, stage: Process, peer_id: bytes, frame: bytes) -> None:
-        """Hand it over; a failure that it takes decides an open request, with its cause."""
+        """Pass a frame to the leader. A failure that it accepts must decide an open request, with
+        its cause.
+        """
         leader = stage.leader
         assert leader is not None
         vote = _failure(frame)
         ticket = Ticket(0) if vote is None else vote.ticket
         member = None if vote is None else _membership(leader, vote)
+        # The leader accepts only the next vote of a session; it ignores repeated and early ones.
         takes = member is not None and vote is not None and vote.seq == member.link.received_below
         open_ = ticket in leader.requests
         leader.receive(peer_id, frame, self.clock.now)
@@ -236,7 +240,8 @@ class Rules:
             return
         troubled_at_s = max(self._troubled_at_s(rank) for rank in self.lines.members.values())
         if len(stages) < len(self.ranks):
-            troubled_at_s = self.clock.now  # its silence is awaited, or it comes back
+            # A rank is missing: its silence is awaited, or it comes back.
+            troubled_at_s = self.clock.now
         if troubled_at_s >= since_s:
             wait_s = troubled_at_s + SPREAD_S - self.clock.now
             self.clock.later(
@@ -263,7 +268,7 @@ class Rules:
     # --- patience
 
     def membership(self, stage: Process) -> None:
-        """Look whether a session has ended since the last time."""
+        """Verify every session that ended since the last call."""
         session, known = stage.member.session, self._sessions.get(stage.incarnation)
         if session is not known:
             self._sessions[stage.incarnation] = session
@@ -278,16 +283,15 @@ class Rules:
                 if leader.members.get(rank) is not member:
                     self.counts["ranks lost"] += 1
                     self._given_up(stage, member.incarnation, f"the leader gives up rank {rank}")
-            for member in leader.members.values():  # what is decided from now on is theirs
+            # A new member applies the decisions from now on.
+            for member in leader.members.values():
                 self._next.setdefault(
                     (member.incarnation, leader.incarnation, member.session), leader.decisions
                 )
             self._members[stage.incarnation] = dict(leader.members)
 
     def _given_up(self, stage: Process, other: Incarnation, text: str) -> None:
-        """Something has happened to either of the two, or one of them has given up the other
-        already.
-        """
+        """Verify that one of the two was in trouble, or that the other one gave up first."""
         found = [rank for rank in self.lines.members.values() if rank.incarnation == other]
         excused = (other, stage.incarnation) in self._given_up_by
         self._given_up_by.discard((other, stage.incarnation))
@@ -308,7 +312,7 @@ def _failure(frame: bytes) -> wire.RankVote | None:
 
 
 def _membership(leader: GroupLeader, vote: wire.RankVote) -> Membership | None:
-    """Under which the leader takes this vote."""
+    """Return the membership under which the leader accepts this vote."""
     for member in leader.members.values():
         if (vote.leader, vote.member, vote.session) == (
             leader.incarnation,

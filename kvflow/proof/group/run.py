@@ -1,4 +1,4 @@
-"""One seed of a group, or two, under a storm: decodes abort, clients go, ranks and leaders fail,
+"""One seed of one or two groups under a storm: decodes abort, clients go, ranks and leaders fail,
 freeze and crash.
 """
 
@@ -23,16 +23,15 @@ from kvflow.proof.sim.outcome import Outcome
 from kvflow.proof.sim.scenario import Accident, Leg, Request, Scenario, Shape
 
 RANKS = 4
-# The share of requests after which the same room id is used again, often while the first one
-# drains.
+# Share of requests after which the same room id is used again, often while the first room drains.
 REUSES = 0.1
-# The share of requests that decode, or the leader's client, ends at some moment, beside the
-# others'.
+# Share of requests that decode or the leader's client ends at some moment, beside those that end
+# early in any scenario.
 ABORTS = 0.35
 
 
 def storm(rng: random.Random, faults: Faults, shapes: Sequence[Shape]) -> tuple[Scenario, Twists]:
-    """The scenario of bare endpoints, with more that end early."""
+    """Draw the scenario of bare endpoints, with more requests that end early."""
     scenario, twists = draw_all(rng, faults, shapes)
     requests = [_stormy(rng, request) for request in scenario.requests]
     again = [
@@ -61,13 +60,14 @@ def _stormy(rng: random.Random, request: Request) -> Request:
 
 
 def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
-    """The first may have ended, drain, or run.
+    """Return a request that uses the same room id again, as after the loss of a decode.
 
-    As after a decode that was lost: by another one, if there is one.
+    The first room may be over, drain, or run. The new one is at another decode, if there is one.
     """
     at_s = max(
         leg.at_s for leg in (request.prefill, request.decode) if leg is not None
     ) + rng.uniform(0.0, 0.4)
+    # Another prompt makes a mix-up of the two rooms visible.
     prompt = [*request.prompt[:-1], request.prompt[-1] ^ 4]
     legs = [Leg(at_s + rng.choice((0.0, rng.uniform(0, 0.1)))) for _ in range(2)]
     return request._replace(
@@ -83,7 +83,7 @@ def _used_again(rng: random.Random, request: Request, decodes: int) -> Request:
 
 
 class GroupRun(Run):
-    """Requests come to the leaders alone."""
+    """Run whose requests come to the leaders alone."""
 
     world: GroupWorld
     left = staticmethod(left)
@@ -95,7 +95,7 @@ class GroupRun(Run):
         halves.causes = world.rules.group_causes
 
     def schedule_prefill(self, request: Request, twist: Twist, leg: Leg, digest: bytes) -> None:
-        # What befalls an engine befalls one.
+        # Each misfortune of an engine strikes one rank of the group.
         rank = self.world.rng.randrange(self.scenario.groups[request.group])
         fate = Fate(
             leg.deadline_s,
@@ -137,7 +137,7 @@ class GroupRun(Run):
         return client
 
     def _ask(self, client: Client, leg: Leg) -> None:
-        """There is no other way in: while the leader is dead its clients are turned away."""
+        """Send a request to the leader. While the leader is dead, its clients are refused."""
         node = self._leader(client)
         client.asked = True
         if not node.alive:
@@ -164,7 +164,7 @@ class GroupRun(Run):
     def happen(self, accident: Accident) -> None:
         node, kind = self.places[accident.node], accident.kind
         if isinstance(node, Stage) and node.up and not node.leaving:
-            # The rank is taken, until the one that has lost its address dies.
+            # Its rank in the group stays taken until the process that lost the address dies.
             if kind == "takeover" and node.rank:
                 self.clock.later(accident.for_s, node, self.world.kill, node)
             elif kind == "crash" and self._enough_without(node):
@@ -178,7 +178,7 @@ class GroupRun(Run):
 def simulate(
     seed: int, *, visits: Counter[Cell] | None = None, tell: Tell | None = None, ranks: int = RANKS
 ) -> Outcome:
-    """Play one seed of a group of so many ranks."""
+    """Play one seed of a group of `ranks` ranks."""
     shapes = (*(((ranks,), decodes) for decodes in (1, 1, 2, 2)), ((ranks, ranks), 1))
     cast = Cast(lambda rng, faults: storm(rng, faults, shapes), GroupWorld, GroupRun, GroupHalves)
     return played(seed, cast, visits=visits, tell=tell)

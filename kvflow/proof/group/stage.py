@@ -1,5 +1,5 @@
 """One rank of a group: a prefill whose rooms begin, start and end as the group decides; rank 0 is
-the leader, too.
+also the leader.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group shuts down")
 
 
 class Group(NamedTuple):
-    """What its ranks have in common."""
+    """State that the ranks share."""
 
     lines: Lines
     rules: Rules
-    clients: list[Client]  # a request names its client by the place here
-    forges: bool  # ranks speak in each other's name
+    # The body of a request is its client's index here.
+    clients: list[Client]
+    forges: bool  # ranks send votes in each other's name
 
 
 class Stage(Prefill):
@@ -53,7 +54,7 @@ class Stage(Prefill):
         self.lines, self.rules, self.clients, self._forges = group
         self.member = GroupMember(incarnation, rank, world_size, now=now, timing=timing)
         self.leader: GroupLeader | None = None
-        self.callers: dict[Client, None] = {}  # who waits for an answer of the leader
+        self.callers: dict[Client, None] = {}  # clients that wait for the leader's answer
         self.by_ticket: dict[Ticket, Client] = {}
         self.by_key: dict[TicketKey, Leg] = {}  # until released
         self._alarms = [Alarm(self, self.member)]
@@ -128,7 +129,8 @@ class Stage(Prefill):
     # --- what endpoints ask for
 
     def run(self) -> None:
-        """Room, member and leader by turns, until none of them asks for anything."""
+        """Run the commands of room, member and leader by turns, until all three have no more."""
+        # Commands open and close rooms, which calls `run` again. The outer call runs the rest.
         if self._runs:
             return
         self._runs, leader = True, self.leader
@@ -207,7 +209,7 @@ class Stage(Prefill):
     # --- what happens to this rank's half of a room
 
     def ready(self, leg: Leg) -> None:
-        """The others may not be."""
+        """Vote READY; the engine starts when the group does."""
         if leg.pages:
             self.rules.ready(self, _key(leg))
             self.member.matched(_key(leg))

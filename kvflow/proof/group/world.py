@@ -1,4 +1,4 @@
-"""The nodes of one run of which the prefills are one group, and what can happen to them."""
+"""The nodes of one run whose prefills form groups, and what can happen to them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from kvflow.proof.group.rules import Rules
 from kvflow.proof.group.stage import Group, Stage
 from kvflow.protocols.errors import Cause
 
-FORGES = 0.1  # the share of runs in which ranks speak in each other's name
-NOTICED = 0.5  # the share of deaths that break a connection; others are noticed by silence
+# Share of runs in which ranks send votes in each other's name.
+FORGES = 0.1
+# Share of deaths that break a connection. Others are noticed by silence.
+NOTICED = 0.5
 _NOTICE_S = (0.0, 0.005)
 WHERE = ("decodes", "group", "everything")
 
@@ -26,7 +28,7 @@ class GroupWorld(World):
         self.lines = Lines(self.clock, self.rng, self.faults, traced=self.tell is not None)
         self.rules = Rules(self.oracle, self.lines)
         self.clients: list[Client] = []
-        self.lost: set[int] = set()  # groups of which a rank has died for good
+        self.lost: set[int] = set()  # groups that lost a rank for good
         self.group = Group(self.lines, self.rules, self.clients, self.rng.random() < FORGES)
 
     def start_prefill(self, group: int, rank: int, world_size: int) -> Prefill:
@@ -77,7 +79,9 @@ class GroupWorld(World):
 
 
 class GroupHalves(WatchedHalves):
-    """A room may end at a rank because another rank, or the leader, was lost."""
+    """Halves of rooms at a group. A room may end at a rank because another rank, or the leader, was
+    lost.
+    """
 
     causes: set[Cause]
 
