@@ -1,6 +1,6 @@
-"""Whole nodes with prefix caches, under faults, in virtual time: `kvflow sim --cache`.
+"""Simulator of whole nodes with prefix caches, under faults, in virtual time: `kvflow sim --cache`.
 
-All that ships takes part: nodes and rooms as in `testing.sim`; in front of each pool a
-`PrefixCache`, behind most of them host memory and a `file` store in a real folder, which the next
-process of the same place opens again.
+Nodes and rooms are as in `proof.sim`. In front of each pool is a shipped `PrefixCache`, and behind
+most of them are host memory and a `file` store in a real folder, which the next process of the same
+place opens again.
 """

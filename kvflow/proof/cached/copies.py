@@ -1,6 +1,4 @@
-"""Copies between a pool and host memory in virtual time: in two halves, with what goes wrong in
-between.
-"""
+"""Copies between a pool and host memory in virtual time: in two halves, with faults in between."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ class _Copy(NamedTuple):
 
 
 class CopyThread:
-    """In the place of the executor of one direction, with one thread: what is submitted waits for
-    what runs.
+    """Replacement for the executor of one direction. It has one thread, so copies run one by
+    one.
     """
 
     def __init__(self, source: Books, target: Books, oracle: Oracle, faults: Faults) -> None:
@@ -53,7 +51,7 @@ class CopyThread:
         return done
 
     def shutdown(self, wait: bool = True) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no thread to end."""
 
     def _next(self) -> None:
         while self._waiting and not self._running:
@@ -62,6 +60,8 @@ class CopyThread:
                 continue
             self._running = True
             for books, page in copy.used:
+                # While a copy runs, the books count it as a reader of both sides, so that a page
+                # freed too early shows.
                 books.readers[page] += 1
             text = f"copies {len(copy.used) // 2} pages, {copy.fault or 'no fault'}"
             self._oracle.trace(lambda text=text: text)  # type: ignore[misc]

@@ -1,9 +1,8 @@
-"""A disk that fails, hangs, tears and loses what it was given, below a shipped `file` store in
-virtual time.
+"""Disk that fails, hangs, tears and loses files, below a shipped `file` store in virtual time.
 
-A store's work runs in a real thread, and only while the loop waits for it: it pauses where the disk
-takes time, and goes on by a timer of the process it belongs to. When that is killed, it stays where
-it is, in the middle of a file.
+A store works in a real thread, and only while the loop waits for it. The thread pauses where the
+disk takes time, and a timer of its process wakes it. If the process is killed, the thread stays
+where it is, in the middle of a file.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _running = threading.local()
 
 
 class KilledError(BaseException):
-    """The process has ended, and with it this thread."""
+    """The process ended, and this thread with it."""
 
 
 class Worker:
-    """One call of a store under way."""
+    """One call of a store, under way in a thread."""
 
     def __init__(
         self, loop: VirtualLoop, done: asyncio.Future[Any], work: Callable[[], Any]
@@ -52,7 +51,7 @@ class Worker:
         self._thread = threading.Thread(target=context.run, args=(self._body,), daemon=True)
 
     def step(self) -> None:
-        """On the loop: until it pauses, or ends."""
+        """Run the thread until it pauses or ends. The loop calls this, and waits."""
         self._pause_s = None
         if self._thread.ident is None:
             self._thread.start()
@@ -68,11 +67,14 @@ class Worker:
                 self._done.set_result(self._result)
 
     def _paused(self) -> float | None:
-        """As its thread has left it."""
+        """Return the pause as the thread left it.
+
+        A method, because a type checker sees only the None that `step` assigns.
+        """
         return self._pause_s
 
     def pause(self, for_s: float) -> None:
-        """In the thread."""
+        """Pause the thread, from within. Raises: KilledError."""
         self._pause_s = for_s
         self._waits.release()
         self._goes.acquire()
@@ -80,7 +82,7 @@ class Worker:
             raise KilledError
 
     def kill(self) -> None:
-        """After the run."""
+        """End the thread, after the run."""
         self._killed = True
         if self._thread.is_alive():
             self._goes.release()
@@ -92,13 +94,14 @@ class Worker:
             self._result = self._work()
         except KilledError:
             pass
-        except Exception as error:  # noqa: BLE001  # whoever awaits it gets it, as from a thread
+        # The caller awaits the result and receives the error, as from any thread.
+        except Exception as error:  # noqa: BLE001
             self._error = error
         self._waits.release()
 
 
 class StoreThreads(VirtualThread):
-    """In the place of a store's own."""
+    """Replacement for a store's threads."""
 
     def __init__(self, loop: VirtualLoop, workers: list[Worker]) -> None:
         self._loop, self._workers = loop, workers
@@ -109,21 +112,21 @@ class StoreThreads(VirtualThread):
         self._loop.call_later(self._loop.rng.uniform(*THREAD_S), worker.step)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is no pool of threads to end."""
 
 
 class DiskFaults:
-    """Drawn for one run; at most half of the kinds."""
+    """Faults of the disks of one run; each kind takes part in half of the runs."""
 
     def __init__(self, rng: random.Random, struck: Counter[str]) -> None:
-        """`struck`: which are counted there."""
+        """Draw the kinds. `struck` counts the faults."""
         self.rng, self.struck, self.on = rng, struck, True
         self.kinds = frozenset(kind for kind in ON_DISKS if rng.random() < 0.5)
         self._every = rng.randint(3, 20)
-        self.uses = 0  # of files
+        self.uses = 0  # uses of files, as a clock for their times
 
     def strikes(self, kind: str, *, most: bool = False) -> bool:
-        """Once in a while, or with `most` every other time."""
+        """Return True if the fault strikes: once in a while, or with `most` every other time."""
         if not self.on or kind not in self.kinds or self.rng.randrange(2 if most else self._every):
             return False
         self.struck[kind] += 1
@@ -131,12 +134,12 @@ class DiskFaults:
 
 
 class FaultyDisk(Disk):
-    """The real one, of one life of a process."""
+    """The real disk with faults, for one life of a process."""
 
     def __init__(self, faults: DiskFaults) -> None:
         self._faults = faults
         self.dead = False
-        # Keys of pages that were stored: the medium may have lost them since.
+        # Keys of pages whose files were finished. The medium may have lost some since.
         self.whole: set[bytes] = set()
 
     def _takes_time(self) -> None:
@@ -150,6 +153,7 @@ class FaultyDisk(Disk):
     def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
         whole = b"".join(bytes(part) for part in parts)
         cut = self._faults.rng.randint(0, len(whole))
+        # Write in two steps, so that a killed process leaves a part of the file.
         super().write(descriptor, [whole[:cut]])
         self._takes_time()
         if self._faults.strikes("disk full"):
@@ -176,7 +180,9 @@ class FaultyDisk(Disk):
         super().remove(path)
 
     def _used(self, path: str) -> None:
-        """In an order that is the same in every run."""
+        """Set the times of the file from a counter, so that their order is the same in every
+        run.
+        """
         self._faults.uses += 1
         at_ns = self._faults.uses * 1_000_000
         os.utime(path, ns=(at_ns, at_ns))
@@ -192,8 +198,9 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def empty_folder() -> Path:
-    """One for each process, without a file in it: thousands of folders take longer to make than a
-    run.
+    """Return the folder of this process, without a file in it.
+
+    The folder is kept from run to run: making thousands of folders takes longer than a run.
     """
     root = Path(_folder().name)
     for path in (*root.glob("*/*/??/*"), *root.glob("*/*/writing/*")):
@@ -202,16 +209,14 @@ def empty_folder() -> Path:
 
 
 def spoil(folder: Path, faults: DiskFaults, *, most: bool = False) -> None:
-    """What a medium, or with `most` a crash of the machine, makes of files: some are gone, some
-    hold other bytes.
-    """
+    """Lose and damage files, as a medium does, or with `most` a crash of the machine."""
     for path in files_in(folder):
         if faults.strikes("page lost"):
             path.unlink()
         elif faults.strikes("page torn", most=most):
             data = bytearray(path.read_bytes())
             cut = faults.rng.randrange(HEADER_BYTES, len(data))
-            # As long as before: length tells nothing.
+            # The length stays the same, so that only the checksum can find the damage.
             data[cut:] = bytes(byte ^ 0x5A for byte in data[cut:])
             stat = path.stat()
             path.write_bytes(data)

@@ -1,5 +1,5 @@
-"""The prefix cache of one life of one node: the shipped one, over watched memory, and one who
-listens to its events.
+"""Prefix cache of one life of one node: the shipped one, over watched memory, with a subscriber to
+its events.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from kvflow.serve.cache.tiers import OWNER
 from kvflow.testing.subscriber import Subscriber
 
 LIMITS = Limits(stall_s=0.5, pause_s=0.2, max_pause_s=0.8)
-_STORE_BYTES = 16 << 20  # more than a run fills
+# More than a run fills.
+_STORE_BYTES = 16 << 20
 
 
 class CachePlan(NamedTuple):
-    """Of one place, for all its lives."""
+    """Settings of the cache of one place, for all its lives."""
 
     policy: str
     write_policy: Any
@@ -52,7 +53,7 @@ def draw_plan(rng: random.Random) -> CachePlan:
 
 
 class NodeCache:
-    """`cache` is what a scheduler uses."""
+    """Shipped cache with its tiers. `cache` is the part that a scheduler uses."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class NodeCache:
             storage=storage,
         )
         self.subscriber = Subscriber()
-        # It only says that there is something to publish.
+        # The publisher is only notified that there are events, so this object can be one.
         self.cache.publisher = self  # type: ignore[assignment]
 
     def _store(self, host: HostTier, workers: list[Worker]) -> GuardedStorage:
@@ -119,26 +120,27 @@ class NodeCache:
         return store
 
     def die(self) -> None:
-        """With its process: what its threads are in the middle of is never finished."""
+        """End the cache with its process: its threads never finish what they are doing."""
         self.lost = self._disk.dead = True
         if self._host_books is not None:
             self._host_books.lost = True
         if self._backend is not None:
-            self._backend.close()  # the lock of a process ends with it
+            # The lock on the folder ends with the process that has it.
+            self._backend.close()
 
     async def close(self) -> None:
         if not self.lost:
             await self.cache.close()
 
     def unmap(self) -> None:
-        """After the run."""
+        """Unmap the host memory, after the run."""
         if self.host is not None:
             self.host.memory.close()
 
     # --- the subscriber
 
     def notify(self) -> None:
-        """Publishers send in a turn of the loop of their own."""
+        """Schedule the subscriber for a later turn of the loop, as a publisher would."""
         if not self._heard:
             self._heard = True
             self._oracle.loop.call_soon(self._hear)
@@ -161,8 +163,10 @@ class NodeCache:
         return None
 
     def _truth(self) -> list[set[int]]:
-        """By the bytes of the pages that the cache owns, and the files that were finished: what
-        could be told.
+        """Return the names of the pages in each tier that events may advertise.
+
+        For pages, the bytes that the cache owns decide; for the store, the files that were
+        finished.
         """
         found: list[set[int]] = []
         for books in (self._books, self._host_books):
@@ -188,7 +192,7 @@ class NodeCache:
     # --- what is found
 
     def check(self, prefix: Prefix, prompt: list[int], when: str) -> None:
-        """What a request was given holds what its tokens say."""
+        """Verify that the pages of a prefix hold the content of its tokens (I14)."""
         digests, size = self._texts.add(prompt), self._books.bytes.page_bytes
         for index, page in enumerate(prefix.pages.tolist()):
             if self._books.bytes.read(page) != page_bytes(digests[index], size):
@@ -210,7 +214,7 @@ class NodeCache:
         return {name.replace("_", " "): getattr(stats, name) for name in what}
 
     def left(self) -> list[str]:
-        """What is not at rest, in words."""
+        """Return a line for everything that is not at rest."""
         if self.lost:
             return []
         stats, found = self.cache.stats(), []
@@ -232,13 +236,15 @@ class NodeCache:
         return [f"{self._who}: {what}" for what in found]
 
     def check_told(self) -> None:
-        """At rest a subscriber knows what can be read in each tier, but for what hangs on nothing
-        there.
+        """Verify that, at rest, the subscriber knows the pages that can be read in each tier (I10).
+
+        A page can be read in a tier if all pages before it are in the same tier.
         """
         if self.lost:
             return
         self._hear()
         there: list[set[int]] = [set(), set(), set()]
+        # Bit n stands for tier n. A root has no pages, so it counts as present in all three.
         waiting: list[tuple[Node, int]] = [
             (root, 7) for root in self.cache._index._residents.roots.values()
         ]
@@ -266,10 +272,14 @@ class NodeCache:
                 )
 
     def empty(self) -> list[str]:
-        """With nothing under way, all of it can be given back."""
+        """Evict everything, and report pages that cannot be evicted although the node is at
+        rest.
+        """
         if self.lost:
             return []
         for _ in range(len(self._books.owners)):
+            # A node can be evicted only after its children, so repeat until a pass changes no
+            # count.
             before = self.cache.stats()
             for tier in PAGED:
                 self.cache._free(self.cache._index.evict(tier, len(self._books.owners)))

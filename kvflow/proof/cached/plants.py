@@ -1,5 +1,5 @@
-"""Bugs of caches that somebody has had, or could have: put in from outside;
-seeds must find each.
+"""Planted bugs of caches, each of which once existed or could exist. They are installed from
+outside; seeds must find each.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ Installed = AbstractContextManager[object]
 
 
 def _torn_file_accepted() -> Installed:
-    """Whatever is as long as a page is one."""
+    """Take every file of the right length for a page."""
     return swapped(files, "flaw_in", lambda *_: "")
 
 
 def _doubtful_page_cached() -> Installed:
-    """A room that failed had its pages, most of them written: the cache keeps them, whoever owns
-    them by now.
-    """
+    """Keep the pages of a failed room in the cache, most of them written, whoever owns them now."""
 
     def room_failed(self: Any, node: DecodeNode, job: Any, room: DecodeRoom, prefix: Any) -> None:
         owners = {books_of(node.pages).owners[page] for page in room.pages.tolist()}
@@ -51,7 +49,7 @@ def _doubtful_page_cached() -> Installed:
 
 
 def _failed_prompt_cached() -> Installed:
-    """Prefill keeps the pages of a prompt, whether they are computed or not."""
+    """Keep all pages of a prompt at prefill, computed or not."""
     original = CachingScheduler.engine_failed
 
     def engine_failed(
@@ -71,7 +69,7 @@ def _failed_prompt_cached() -> Installed:
 
 
 def _loaded_not_held() -> Installed:
-    """What was loaded for a prompt may be evicted until the prompt's turn comes."""
+    """Let pages that were loaded for a prompt be evicted before the prompt's turn."""
     original = PrefixCache.load
 
     async def load(self: PrefixCache, *arguments: Any, **named: Any) -> Prefix:
@@ -93,7 +91,7 @@ _BREAKS = {
     "failed write keeps its pages": "I5",
     "eviction not told": "I10",
 }
-"""Of the walk's plants, those that seeds must find, too, and what they break here."""
+"""Plants of the walk that seeds must find, too, and the invariants that they break here."""
 
 PLANTS = (
     *(Plant(p.name, p.text, p.install, _BREAKS[p.name]) for p in OF_THE_INDEX if p.name in _BREAKS),
@@ -126,13 +124,13 @@ def all_plants() -> tuple[Plant, ...]:
 
 
 def planted(name: str) -> Installed:
-    """The plant of that name, installed; nothing for an empty one. Raises: MisuseError."""
+    """Return a context that installs the named plant, if any. Raises: MisuseError."""
     return installed(name, PLANTS, "a cache")
 
 
 def hunt(
     name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """The first seed that finds a plant, and what it broke; no seed when none does."""
+    """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
     with planted(name):
         return hunted(name, seeds, simulate, say)

@@ -39,13 +39,15 @@ from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.cache.storage import call
 
 SHAPES = (((1,), 1), ((1,), 1), ((1,), 2), ((1, 1), 1), ((1, 1), 2))
-"""No ranks: they would have to agree on what is cached."""
+"""Groups of one rank: several ranks would have to agree on what is cached."""
 _STREAMS = (("0.k", "uint8", (8,)), ("0.v", "uint8", (8,)))
 _LAYOUT = build_layout(_STREAMS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, fingerprint="simulated")
 
 
 class CachedOracle(Oracle):
-    """Pages are known by their prompt's tokens, and a room brings what decode has not."""
+    """Oracle that knows pages by their prompt's tokens. A room brings only the pages that decode
+    lacks.
+    """
 
     texts: Texts
 
@@ -55,7 +57,7 @@ class CachedOracle(Oracle):
 
 
 class CachingCluster(Cluster):
-    """Nodes with caches. A place keeps its plan, and its folder, from life to life."""
+    """Nodes with caches. A place keeps its plan and its folder from life to life."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class CachingCluster(Cluster):
         plan = self._plans.setdefault(name, draw_plan(self.rng))
         folder = Path(self._folder, name.replace(" ", "-"))
         if any(cache.folder == folder and not cache.lost for cache in self.caches.values()):
-            # Another process of that name lives, or has it still.
+            # Another process of that name still has the folder.
             folder = Path(f"{folder}-{len(self.caches)}")
         spoil(folder, self.disk_faults, most=True)
         member.cache = self.caches[id(member.node)] = NodeCache(
@@ -115,7 +117,7 @@ class CachingCluster(Cluster):
 
 
 class CachedRun(plain.Run):
-    """Beside what happens to nodes: caches are flushed, evicted from, and their files spoiled."""
+    """Run in which caches are also flushed and evicted from, and their files spoiled."""
 
     cluster: CachingCluster
 
@@ -134,7 +136,8 @@ class CachedRun(plain.Run):
         for _ in range(rng.randint(3, 12)):
             act = rng.choice((self._evict, self._evict, self._evict, self._flush, self._spoil))
             loop.later(rng.uniform(0.1, FAULTS_END_S), act)
-        for _ in range(rng.randint(0, 2)):  # processes come back to what they have stored
+        # Some processes restart, and come back to their stores.
+        for _ in range(rng.randint(0, 2)):
             node = rng.randrange(sum(scenario.groups) + scenario.decodes)
             restart = Accident(rng.uniform(0.5, 1.8), "restart", node, rng.uniform(0.05, 0.3))
             loop.later(restart.at_s, self._happen, restart)
@@ -185,10 +188,12 @@ class CachedRun(plain.Run):
 
 
 def with_caches(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario with prompts that begin alike, of requests that do not leave the device."""
+    """Return the scenario with prompts that begin alike, and without requests that leave the
+    device.
+    """
     library = Library(rng, PROMPT_PAGES_MAX)
     requests = [_with_prompt(rng, request, library.draw()) for request in scenario.requests]
-    # The next turn, or the same again.
+    # Some requests return: with the same prompt, or with the next turn of a dialogue.
     for request in rng.sample(requests, min(len(requests), rng.randint(6, 12))):
         at_s = rng.uniform(0.3, 2.0)
         legs = [
@@ -220,9 +225,10 @@ def simulate(
     visits: Counter[Cell] | None = None,
     tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
-    """Play one seed. `tell(virtual time, who, what)` hears the story."""
+    """Play one seed, and report its story to `tell(virtual time, who, what)`."""
     rng = random.Random(seed)
     loop, faults = VirtualLoop(rng), Faults(rng, copies=True)
+    # A generator apart leaves the draws of the plain simulator as they are.
     mine = random.Random(f"cache {seed}")
     scenario = with_caches(mine, draw(rng, faults, SHAPES))
 
@@ -238,7 +244,7 @@ def simulate(
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """What fails on purpose is logged. Nothing else may."""
+    """Keep the logs of faults on purpose off the console; any other error in a log is raised."""
     with ExitStack() as swaps:
         for name in ("kvflow.serve.cache", "kvflow.storage"):
             logger = logging.getLogger(name)
@@ -255,7 +261,7 @@ class _OnPurpose(logging.Handler):
 
 
 class _Clock:
-    """In the place of the module `time`, for a store. As a real one, it never stands still."""
+    """Replacement for the module `time` in a store. Like a real clock, it never stands still."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

@@ -1,5 +1,5 @@
-"""What an engine with prefix caches does with rooms: it finds, locks, loads, computes what is
-missing, and keeps it.
+"""Engine with prefix caches: for each room it finds, locks and loads cached pages, computes the
+rest, and keeps all.
 """
 
 from __future__ import annotations
@@ -24,25 +24,27 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.serve.cache.prefix import Prefix
 
-PRESSED = 0.15  # the share of requests after which everything is evicted that can be
+# Share of requests after which all pages that can be evicted are.
+PRESSED = 0.15
 MAKE_ROOM_S, MAKE_ROOM_TURNS = 0.5, 50
-LOAD_S = 0.15  # a request waits so long for what is loaded
-# And at most so long after that for its turn, while others evict what nobody holds.
+# A request waits at most so long for pages that are loaded.
+LOAD_S = 0.15
+# After that it waits at most so long for its turn, while others evict pages that are not held.
 MOST_TURN_S = 0.05
 
 
 class CachingScheduler:
-    """Every job at once, with the cache of its node.
+    """Scheduler that runs every job at once, with the cache of its node.
 
-    Only what a room that has succeeded has is kept.
+    It keeps only the pages of rooms that succeeded.
     """
 
     def __init__(
         self, texts: Texts, caches: dict[int, NodeCache], counts: Counter[str], rng: random.Random
     ) -> None:
-        """`caches` by the identity of their node."""
+        """`caches` are by the id() of their node."""
         self._texts, self._caches, self._counts, self._rng = texts, caches, counts, rng
-        # Pages of rooms that have not got theirs yet, by node.
+        # Pages that rooms still have to take, by node.
         self._promised: Counter[int] = Counter()
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
@@ -67,6 +69,7 @@ class CachingScheduler:
                     sent, at = -(-had // PAGE_SIZE), 0
                     for number, count in enumerate(self._chunks(job, total)):
                         if number == job.fails_at:
+                            # A method, so that a planted bug can keep the pages.
                             kept = self.engine_failed(node, job, room, pages, owner, prefix)
                             return None
                         at += count
@@ -127,7 +130,7 @@ class CachingScheduler:
     # --- what must not be kept: bugs are planted here
 
     def room_failed(self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix) -> None:
-        """Its pages are the room's: who writes to them still may."""
+        """Count the room. The cache must not keep its pages: a writer may still reach them."""
         self._counts["rooms that failed"] += 1
 
     def engine_failed(
@@ -139,38 +142,41 @@ class CachingScheduler:
         owner: object,
         prefix: Prefix,
     ) -> int:
-        """Some of its pages may not be computed. Returns how many of them are the cache's now."""
+        """Close the room, and return how many of its pages the cache owns now. Some may not be
+        computed.
+        """
         room.close(Cause(Code.ENGINE_ERROR, "the engine broke down"))
         return int(prefix.pages.size)
 
     # --- parts of both
 
     def _press(self, node: PrefillNode | DecodeNode) -> None:
-        """Sometimes pages are wanted at once: what was kept is being copied then."""
+        """Reclaim all pages now and then, while copies of new ones may still run."""
         if self._rng.random() < PRESSED:
             node.pool.pages.reclaim(node.pool.pages.available_pages)
 
     async def _fetch(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> None:
-        """From storage, while a prompt waits for its room."""
+        """Fetch pages from storage while a prompt waits for its room."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LOAD_S):
                 await mine.cache.fetch(np.array(prompt), most_tokens)
 
     async def _load(self, mine: NodeCache, prompt: list[int], most_tokens: int) -> Prefix:
-        """What can be on the device in time, locked."""
+        """Return the pages that can be on the device in time, locked."""
         tokens = np.array(prompt)
         try:
             async with asyncio.timeout(LOAD_S):
                 return await mine.cache.load(tokens, most_tokens)
         except TimeoutError:
             self._counts["loads that took too long"] += 1
+        # Use the pages that are on the device already.
         return mine.cache.match(tokens, most_tokens)
 
     @asynccontextmanager
     async def _found(
         self, mine: NodeCache, prompt: list[int], most_tokens: int
     ) -> AsyncIterator[Prefix]:
-        """What was loaded, or is on the device, held from then on."""
+        """Hold the pages that were loaded or are on the device, while the context lasts."""
         self._texts.add(prompt)
         prefix = await self._load(mine, prompt, most_tokens)
         try:
@@ -185,7 +191,9 @@ class CachingScheduler:
 
     @contextmanager
     def _promise(self, node: DecodeNode, job: Job, prefix: Prefix) -> Iterator[None]:
-        """As an admission does: pages that were promised to others are not there."""
+        """Count the pages that a job will take, as an admission does, so that others leave them
+        free.
+        """
         wanted = -(-len(job.prompt) // PAGE_SIZE) - int(prefix.pages.size)
         self._promised[id(node)] += wanted
         try:
@@ -194,7 +202,9 @@ class CachingScheduler:
             self._promised[id(node)] -= wanted
 
     async def _make_room(self, node: DecodeNode) -> None:
-        """With write_back pages become free when they have been copied."""
+        """Reclaim pages until the promised ones are free. With write_back, pages become free only
+        after they were copied.
+        """
         pages, cache = node.pool.pages, self._caches[id(node)].cache
         for _ in range(MAKE_ROOM_TURNS):
             wanted = min(self._promised[id(node)], pages.available_pages)
@@ -214,9 +224,10 @@ class CachingScheduler:
     def _model_step(
         self, node: PrefillNode, job: Job, pages: PageIndices, first: int, end: int
     ) -> Callable[[], None]:
-        """Computes the prompt's pages from number `first` to `end`; call it in a thread.
+        """Return a function that computes the pages from number `first` to `end`; call it in a
+        thread.
 
-        It reads those before.
+        The step also reads the pages before them.
         """
         books, digests = books_of(node.pages), self._texts.add(job.prompt)
         for page in pages[:end].tolist():

@@ -1,6 +1,6 @@
 """Prompts that begin alike.
 
-What a page holds depends on all tokens up to its end, and on nothing else.
+The content of a page depends on all tokens up to its end, and on no others.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class Texts:
 
     def __init__(self) -> None:
         self._pages: dict[bytes, list[bytes]] = {}
-        self.names: dict[bytes, int] = {}  # of a whole page's digest: what events call it
+        # Names of pages in events, by the digest of a whole page.
+        self.names: dict[bytes, int] = {}
 
     def add(self, prompt: list[int]) -> list[bytes]:
-        """A digest for every page, the last one too if it is not whole. They are remembered."""
+        """Return and remember a digest for every page, also for a last one that is not whole."""
         key = prompt_digest(prompt)
         if (found := self._pages.get(key)) is None:
             found = digests_of_prompt(prompt, PAGE_SIZE)
@@ -39,18 +40,18 @@ class Texts:
         return found
 
     def of(self, prompt: bytes) -> list[bytes]:
-        """The digests of a prompt's pages, by the digest of the prompt."""
+        """Return the digests of a prompt's pages, by the digest of the prompt."""
         return self._pages[prompt]
 
 
 @lru_cache(4096)
 def page_bytes(digest: bytes, size_bytes: int) -> bytes:
-    """What a page with that digest holds."""
+    """Return the content of the page with that digest."""
     return content(digest, 0, size_bytes)
 
 
 class Library:
-    """Prompts of a run: some texts that all of them begin with, for a while."""
+    """Prompts of a run, all of which begin with one of a few texts."""
 
     def __init__(self, rng: random.Random, most_pages: int) -> None:
         self._rng, self._most = rng, most_pages * PAGE_SIZE
@@ -63,7 +64,7 @@ class Library:
         )
 
     def after(self, begins: list[int]) -> list[int]:
-        """A prompt that goes on from there."""
+        """Return a prompt that continues one that begins so."""
         rng = self._rng
         more = rng.choice((0, rng.randint(1, PAGE_SIZE), rng.randint(1, self._most)))
         prompt = (begins + self._fresh(more))[: self._most] or self._fresh(1)
