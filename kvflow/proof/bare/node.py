@@ -19,7 +19,7 @@ from kvflow.protocols.wire.messages import Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.telemetry.counters import Counts
 
-# As in the shells, one tick handles all that falls due within this time.
+# One tick handles all that falls due within this time, as in the shells.
 TICK_GRAIN_S = 0.005
 PROCESS = ProcessIdentity("boot", "pid:[1]", 1, 1)
 CLOSE_LOOK_S, CLOSE_PATIENCE_S = (0.02, 0.1), (0.1, 1.5)
