@@ -1,4 +1,4 @@
 """The tiers of the prefix cache: pages that outlive the request that computed them.
 
-What is where, and what goes first, is decided by `protocols.cache`; here are the memory, the
-copies, the stores, and who is told of what is cached."""
+`protocols.cache` decides which pages are in which tier, and which are evicted first. This package
+has the memory, the copies between tiers, the stores, and the events for subscribers."""

@@ -1,6 +1,6 @@
-"""The host tier: cached pages in host memory, and the copies between it and an engine's pool, in a
-thread.
-"""
+"""The host tier: cached pages in host memory, and the copies between it and an engine's pool.
+
+The copies run in threads, one for each direction."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kvflow.protocols.pages.plan import Pairing
 
 
 class HostTier:
-    """Host memory with what a pool keeps in pages, page-first. Used on one event loop."""
+    """Host memory for the pages of one pool, laid out page-first. Used on one event loop."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int) -> None:
-        """Allocates the memory, pre-faulted: make it in a thread.
+        """Allocate the memory, pre-faulted, which takes long: call this in a thread.
 
         Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
-        device; MisuseError for a limit that holds no page, or a pool whose pages hold nothing.
+        device; MisuseError for a limit that holds no page, or a pool whose pages are empty.
         """
         layout = _without_rows(pool.layout)
         if not layout.page_bytes:
@@ -44,6 +44,8 @@ class HostTier:
             Tier.DEVICE: Pairing(self.memory.layout, layout, ("host memory", "pool")),
         }
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
+        # One thread for each direction, so that copies to the host do not delay a prompt that
+        # waits for a copy to the device.
         self._threads = {
             to: ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-cache-to-{to.name}")
             for to in PAGED
@@ -52,8 +54,8 @@ class HostTier:
     async def copy(self, source: PageIndices, target: PageIndices, to: Tier) -> bool:
         """Copy pages `source` to pages `target` (int32 [n]) of the tier `to`, device or host.
 
-        Returns whether all were copied. Nothing of the copy runs on when this has returned or
-        raised, cancelled or not.
+        Return True when all were copied. The copy has stopped when this returns or raises, also
+        after a cancellation.
 
         Raises: TransferError.
         """
@@ -72,12 +74,14 @@ class HostTier:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             stop.set()
-            if not queued.cancel():  # it has begun
+            # `cancel` fails once the thread runs the copy. It then still touches both pools until
+            # it sees `stop`.
+            if not queued.cancel():
                 await run_to_end(running)
             raise
 
     def close(self) -> None:
-        """Free the memory; no copy may run any more."""
+        """Free the memory, once no copy runs."""
         for thread in self._threads.values():
             thread.shutdown(wait=True)
         self._copier.close()
@@ -85,6 +89,6 @@ class HostTier:
 
 
 def _without_rows(layout: PoolLayout) -> PoolLayout:
-    """Its pages, where they are."""
+    """Return `layout` with the components of its pages only, at their offsets."""
     pages = tuple(c for c in layout.components if not c.in_rows)
     return msgspec.structs.replace(layout, components=pages, num_rows=0)

@@ -1,15 +1,16 @@
-"""Prompts that begin alike share pages: the cache of one engine's pool, and of host memory behind
-it.
+"""The prefix cache of one engine: prompts that begin alike share pages of its pool, and of host
+memory behind it.
 
-Its pages are owned by the cache (I1), and whoever reads them holds a `Prefix`, a lock that eviction
-respects. They are evicted only when a request finds too few free pages, so at rest the pool may be
-full of them. With a host tier, what is kept is copied there too (write-through), and what a prompt
-finds there alone is copied back before it begins. With a storage tier behind it, what has come to
-the host is stored, and what neither has is read from there.
+The cache owns these pages (I1). A request that reads them holds a `Prefix`, a lock that eviction
+respects. Pages are evicted only when a request finds too few free ones, so at rest the pool may be
+full of cached pages. With a host tier, kept pages are copied there too (write-through), and pages
+that a prompt finds only there are copied back before it begins. With a storage tier behind it,
+pages that arrive on the host are stored, and pages that neither pool nor host has are read from
+storage.
 
-Where requests keep a state beside their pages, a prefill's cache keeps copies of it (`states`), and
-a prompt begins with what ends in one. A decode's keeps none: a row comes whole from prefill,
-whatever pages are here already.
+Where requests keep a state beside their pages, the cache of a prefill keeps copies of it
+(`states`), and a prompt can begin only with a prefix that ends in one. The cache of a decode keeps
+no states: prefill sends a whole row, whatever pages decode has already.
 """
 
 from __future__ import annotations
@@ -39,18 +40,19 @@ from kvflow.serve.cache.storage.port import StorageState
 from kvflow.serve.cache.stored import StorageTier
 from kvflow.serve.cache.tiers import OWNER, TierCounts, Tiers
 
-_ROUNDS = 8  # of waiting for pages that leave, see `_load`
+# Times that `_load` waits for copies that free pages before it loads fewer.
+_ROUNDS = 8
 _log = logging.getLogger("kvflow.serve.cache")
 Tokens = NDArray[np.integer[Any]]
 
 
 class CacheStats(TierCounts, kw_only=True):
-    """What is cached now, and what has happened since the start."""
+    """Pages cached now, and counters since the start."""
 
     pages: int
-    evictable_pages: int  # of them, those that nobody reads
-    asked_tokens: int  # of prompts that were looked up
-    hit_tokens: int  # of them, those that were cached
+    evictable_pages: int  # part of `pages`: no request reads them
+    asked_tokens: int  # tokens of prompts that began
+    hit_tokens: int  # part of `asked_tokens`: tokens that were cached
     evicted_pages: int
     host_pages: int = 0
     host_limit_pages: int = 0
@@ -61,7 +63,7 @@ class CacheStats(TierCounts, kw_only=True):
 
 
 class Prefix:
-    """The cached pages that a prompt begins with; they stay where they are until `release`."""
+    """The cached pages that a prompt begins with, locked until `release`."""
 
     __slots__ = ("_cache", "_epoch", "branch_pages", "end", "namespace", "pages", "state")
 
@@ -69,9 +71,11 @@ class Prefix:
         self._cache, self.end, self._epoch = cache, found.device_end, cache.epoch
         self.pages = found.device_pages  # int32 [n], the first n of the prompt
         self.namespace = namespace
-        self.branch_pages = found.branch_pages  # where a state would be of use, see `Match`
+        self.branch_pages = found.branch_pages  # a state would be useful there, see `Match`
         self.state = found.state if cache.states is not None else None
-        """The slot of the store with the state at its end, until `release_state`."""
+        """Slot of the `StateStore` with the state at the end of the prefix, until
+        `release_state`.
+        """
 
     @property
     def tokens(self) -> int:
@@ -79,36 +83,36 @@ class Prefix:
 
     @property
     def is_current(self) -> bool:
-        """The cache has not been flushed since; the pages are good either way."""
+        """True while the cache was not flushed after the match; the pages are good either way."""
         return self._epoch == self._cache.epoch
 
     @property
     def held(self) -> bool:
-        """It has pages, and is not released."""
+        """True while this locks at least one page."""
         return self.end is not None
 
     def again(self, tokens: Tokens) -> Prefix:
-        """What the cache has of `tokens` now, locked."""
+        """Match `tokens` again in the same namespace, and return the new lock."""
         return self._cache.match(tokens, namespace=self.namespace)
 
     def release(self) -> None:
-        """They are not read any more. Idempotent."""
+        """Unlock the pages and the state. Idempotent."""
         self.release_state()
         end, self.end = self.end, None
         if end is not None:
             self._cache.unlock(end)
 
     def release_state(self) -> None:
-        """It has been copied to the request's own row. Idempotent."""
+        """Unlock the state, once it is copied to the request's row. Idempotent."""
         state, self.state = self.state, None
         if state is not None and self.end is not None:
             self._cache.unlock_state(self.end)
 
 
 class PrefixCache:
-    """Cached pages of one pool.
+    """The cache of one pool.
 
-    Used on the event loop only; a lookup or a hand-over costs some 10 to 50 us.
+    Used on the event loop only; a lookup, or a call of `keep`, costs some 10 to 50 us.
     """
 
     def __init__(
@@ -124,25 +128,25 @@ class PrefixCache:
         storage: StorageTier | None = None,
         states: StateStore | None = None,
     ) -> None:
-        """`pages` are told to ask here for more when they run short.
+        """Register the cache with `pages`, which calls `evict` when it runs short.
 
-        `host`: closed with the cache; `write_policy` says what is copied there: all that is kept,
-        what a prompt has found since (write_through_selective), or what is about to be evicted
-        (write_back). `events`: it is the `EventSource` of a publisher. `storage`: behind the host
-        tier, and closed with the cache. `states`: prompts begin only with what ends in one of
-        these; closed with it.
+        `host`, `storage` behind it, and `states` are closed with the cache. `write_policy` selects
+        the pages that are copied to the host: all that are kept (write_through), those that a later
+        prompt finds (write_through_selective), or those about to be evicted (write_back). `events`:
+        record changes, so that a publisher can use the cache as its `EventSource`. With `states`, a
+        prompt begins only with a prefix that ends in one of them.
 
         Raises: MisuseError."""
         self.page_size = page_size
         self._pages, self._now = pages, now
         self._index = PrefixIndex(page_size, policy, needs_state=states is not None, events=events)
         self.states = states
-        self.publisher: EventPublisher | None = None  # of its events, told of every change
+        self.publisher: EventPublisher | None = None  # notified of every change
         self._asked = self._hits = 0
         self._write_policy = write_policy
         self.on_copied: Callable[[], None] = lambda: None
-        """Called when pages that are evicted by write_back have been copied: who waits for them
-        asks again.
+        """Called when write_back copied pages that it is to evict: requests that wait for pages
+        ask again.
         """
         self._tiers: Tiers | None = None
         if host is not None:
@@ -153,20 +157,21 @@ class PrefixCache:
                 device_pages=pages.capacity,
                 now=now,
                 free=self._free,
-                on_copied=lambda: self.on_copied(),  # noqa: PLW0108  # it is set later
+                # The lambda looks the attribute up at each call: its owner sets it later.
+                on_copied=lambda: self.on_copied(),  # noqa: PLW0108
             )
         pages.reclaimables.append(self)
 
     def match(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> Prefix:
-        """The longest cached prefix of `tokens` in whole pages, of at most `most_tokens`; locked,
-        even if empty.
+        """Lock and return the longest cached prefix of the first `most_tokens` tokens, in whole
+        pages. It may be empty.
         """
         return self._lock(self._look(self._key(tokens, most_tokens), namespace), namespace)
 
     def _lock(self, found: Match, namespace: Namespace) -> Prefix:
-        """What of it is on the device."""
+        """Lock the part of `found` that is on the device."""
         prefix = Prefix(self, found, namespace)
         if found.device_end is not None:
             self._index.lock(found.device_end)
@@ -175,7 +180,7 @@ class PrefixCache:
         return prefix
 
     def count(self, prompt_tokens: int, prefix: Prefix) -> None:
-        """A request begins with what was found: it may have looked more than once."""
+        """Count a request that begins with `prefix`, once, however often it looked."""
         self._asked += prompt_tokens
         self._hits += prefix.tokens
         if prefix.end is not None:
@@ -189,21 +194,21 @@ class PrefixCache:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy between tiers is under way."""
+        """True while a copy between tiers runs."""
         return self._tiers is not None and self._tiers.busy
 
     @property
     def leaving_pages(self) -> int:
-        """Pages that are being copied to the host so that they can be evicted."""
+        """Device pages that write_back is copying to the host, and evicts afterwards."""
         return 0 if self._tiers is None else self._tiers.leaving_pages
 
     async def fetch(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> None:
-        """Read what storage alone has of the first `most_tokens` tokens into host memory.
+        """Read the pages of the first `most_tokens` tokens that only storage has into host memory.
 
-        A cancellation stops it, and raises at once; what has come by then is good. What goes wrong
-        is logged."""
+        A cancellation stops this and raises at once; pages read by then are kept. Errors are
+        logged."""
         if self._tiers is None:
             return
         try:
@@ -225,15 +230,16 @@ class PrefixCache:
         from_storage: bool = True,
         locked: Callable[[Prefix], None] = lambda prefix: None,
     ) -> Prefix:
-        """`match`, once what the host alone has of the first `most_tokens` tokens has been copied
-        to the device, and what storage alone has unless `from_storage` is false, into at most
-        `most_pages` pages that are free or can be evicted. It is locked from the moment at which it
-        can be read: nothing comes between.
+        """Copy pages that only the host has to the device, then `match`.
 
-        `taking` is called with how many pages are neither free nor cached from here on, and with
-        that number below 0 when they are; `locked` in the same turn of the loop, with what is
-        locked then. A cancellation stops the copy, and what it has copied is forgotten. What goes
-        wrong is logged: a cache that cannot load has not got it."""
+        With `from_storage`, pages that only storage has are read first. The copy takes at most
+        `most_pages` pages, free or evictable. The result is locked in the turn of the loop in
+        which the copy ends, so that no eviction comes between.
+
+        `taking` is called with the number of pages that the copy takes, which are then neither free
+        nor cached, and with its negative when the copy ends; `locked` is called in that same turn
+        with the result. A cancellation stops the copy, and its pages are dropped. Errors are
+        logged, and the result is what the device has."""
         key = self._key(tokens, most_tokens)
         if self._tiers is not None:
             try:
@@ -255,7 +261,7 @@ class PrefixCache:
     def lacks(
         self, tokens: Tokens, most_tokens: int | None = None, namespace: Namespace = ANY
     ) -> bool:
-        """True where `load` would copy some of it from the host to the device, or waits for a
+        """True when `load` would copy pages from the host to the device, or wait for another
         prompt that does.
         """
         if self._tiers is None:
@@ -264,8 +270,10 @@ class PrefixCache:
         return found.num_pages > found.device_pages.size
 
     async def _fetch(self, tiers: Tiers, key: bytes, namespace: Namespace, most_pages: int) -> None:
-        """From storage to the host."""
-        # No state is stored with pages, which are of no use then.
+        """Read at most `most_pages` pages that follow the cached prefix from storage to the
+        host.
+        """
+        # Storage has no states, and pages without a state at their end cannot begin a prompt.
         if tiers.storage is None or self.states is not None:
             return
         found = self._look(key, namespace)
@@ -281,25 +289,32 @@ class PrefixCache:
         taking: Callable[[int], None],
         locked: Callable[[Prefix], None],
     ) -> Prefix | None:
-        """What is there then, where a copy was needed and has ended."""
+        """Copy the missing pages to the device and return the locked result; None if no copy was
+        needed, or none was possible.
+        """
         found = self._look(key, namespace)
-        while found.end is not None and self._index.arrives(found.end):  # another prompt loads it
+        # Another prompt loads these pages already: a second copy would waste pages and bandwidth.
+        while found.end is not None and self._index.arrives(found.end):
             await tiers.wait_for_load()
             found = self._look(key, namespace)
         if found.end is None or found.num_pages == found.device_pages.size:
             return None
-        held = self._lock(found, namespace)  # making room must not evict what it is made for
+        # Without the lock, making room could evict the very prefix that the pages are to extend.
+        held = self._lock(found, namespace)
         try:
             wanted = min(most_pages, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             wanted = min(wanted, self._pages.available_pages)
             free = self._pages.reclaim(wanted)
-            # Pages leave once they have been copied; others may be quicker to take them.
+            # With write_back, pages become free only after their copy, and another request may take
+            # them first. The rounds bound the wait.
             for _ in range(_ROUNDS):
                 if free >= wanted or not tiers.leaving_pages:
                     break
                 await tiers.wait_for_copy()
                 free = self._pages.reclaim(wanted)
-            if found.end.removed:  # to make room host pages had to go, and these were among them
+            # Making room evicts host pages too where the device pages above them have to go, and
+            # the pages to load may have been among them.
+            if found.end.removed:
                 return None
             wanted = min(wanted, free, self._index.missing(found.end, Tier.HOST, Tier.DEVICE))
             if wanted <= 0:
@@ -311,7 +326,7 @@ class PrefixCache:
             loaded: list[Prefix] = []
 
             def ended() -> None:
-                """Others may evict pages in the turns of the loop before this coroutine goes on."""
+                """Lock the pages at once: others may evict them before this coroutine continues."""
                 taking(-wanted)
                 loaded.append(self._lock(self._look(key, namespace), namespace))
                 locked(loaded[0])
@@ -327,7 +342,9 @@ class PrefixCache:
             held.release()
 
     def _key(self, tokens: Tokens, most_tokens: int | None = None) -> bytes:
-        """The whole pages of the first `most_tokens` tokens, or of all, as the index has them."""
+        """Return the whole pages of the first `most_tokens` tokens (default: all) as the index
+        takes them.
+        """
         count = len(tokens) if most_tokens is None else max(0, min(len(tokens), most_tokens))
         return _bytes_of(tokens, count // self.page_size * self.page_size)
 
@@ -337,18 +354,21 @@ class PrefixCache:
     def keep(
         self, tokens: Tokens, pages: PageIndices, owner: Hashable, prefix: Prefix, priority: int = 0
     ) -> int:
-        """Take the whole pages of `tokens`, which are all computed, over from `owner`; `pages`
-        begins with those of `prefix`. Those that others have brought meanwhile become free. Returns
-        how many of `pages` are the owner's no more, those of the prefix included; nothing may write
-        to them from here on.
+        """Take over the pages of the whole pages of `tokens`, all computed, from `owner`.
 
-        Raises: OwnershipError when they are not `owner`'s (nothing is taken).
+        `pages` begins with the pages of `prefix`. Pages that the cache meanwhile received from
+        another request become free. Return how many of `pages`, from the first, no longer belong to
+        `owner`, those of the prefix included; they must not be written any more.
+
+        Raises: OwnershipError when they are not `owner`'s (no page is taken).
         """
         whole, shared = len(tokens) // self.page_size, int(prefix.pages.size)
         if not prefix.is_current:
             return shared
         if whole <= shared:
-            self._save(prefix.end)  # what a copy, or the store, lacks of it
+            # The host or the store may lack pages of the prefix: an earlier copy failed, or the
+            # pages were evicted there.
+            self._save(prefix.end)
             return shared
         own = pages[shared:whole].copy()
         self._pages.move(own, owner, OWNER)
@@ -361,14 +381,14 @@ class PrefixCache:
         return whole
 
     def _save(self, end: Node | None) -> None:
-        """With write_through, what has been kept."""
+        """With write_through, copy the pages up to `end` to the host."""
         if self._tiers is not None and self._write_policy == "write_through" and end is not None:
             self._tiers.save(end)
 
     def take_state(self, owner: Hashable) -> int | None:
-        """A slot for a state that `owner` computes; one that is cached makes way.
+        """Take a slot for a state that `owner` computes, and evict a cached state if necessary.
 
-        None where all are in use.
+        Return None when all slots are in use.
         """
         assert self.states is not None
         slots = self.states.slots
@@ -379,9 +399,10 @@ class PrefixCache:
     def keep_states(
         self, tokens: Tokens, states: Mapping[int, int], owner: Hashable, prefix: Prefix
     ) -> None:
-        """Take over the slots of `states` from `owner`, by the number of tokens before each: whole
-        pages, which `keep` has taken. Those for which others have brought one meanwhile become
-        free."""
+        """Take over slots from `owner`: `states` has them by the number of tokens before each.
+
+        These tokens are whole pages that `keep` took before. A slot becomes free when the cache
+        already has a state at its place."""
         assert self.states is not None
         for count, state in states.items():
             slot = np.array([state], np.int32)
@@ -401,7 +422,7 @@ class PrefixCache:
             self.publisher.notify()
 
     async def close(self) -> None:
-        """End every copy, and give everything back, when no request reads it any more.
+        """End every copy, and free all pages and memory, once no request reads them.
 
         Idempotent.
         """
@@ -418,12 +439,12 @@ class PrefixCache:
                 self.states.close()
 
     def flush(self) -> None:
-        """Forget everything; what is locked becomes free when it is released."""
+        """Drop every cached page; locked pages become free when they are released."""
         self._free(self._index.flush())
 
     @property
     def epoch(self) -> int:
-        """How often it has been flushed."""
+        """Number of flushes."""
         return self._index.epoch
 
     @property
@@ -431,10 +452,10 @@ class PrefixCache:
         return self._index.evictable_pages
 
     def evict(self, count: int) -> None:
-        """Give `count` pages back, or all that nobody reads; the allocator calls this.
+        """Free `count` pages, or as many as no request reads. The allocator calls this.
 
-        With write_back what the host lacks follows when it is asked for again, and has been copied
-        meanwhile: `leaving_pages`."""
+        With write_back, pages that the host lacks are copied first (`leaving_pages`): they become
+        free when the allocator asks again after the copy."""
         if (
             self._tiers is not None
             and self._write_policy == "write_back"
@@ -444,7 +465,8 @@ class PrefixCache:
         least = self.evictable_pages - count
         self._free(self._index.evict(Tier.DEVICE, count))
         while self._tiers is not None and (left := self.evictable_pages - max(least, 0)) > 0:
-            # What is on the device alone, as its copy has failed, stays while host pages follow it.
+            # A page whose copy to the host failed is on the device alone. The index keeps it while
+            # host pages follow it in a prompt, so those have to go first.
             freed = self._index.evict(Tier.HOST, left)
             if not freed.host.size:
                 break
@@ -452,11 +474,11 @@ class PrefixCache:
             self._free(self._index.evict(Tier.DEVICE, left))
 
     def unlock(self, end: Node) -> None:
-        """Of a `Prefix`."""
+        """Unlock the pages of a `Prefix`, which calls this."""
         self._free(self._index.unlock(end))
 
     def unlock_state(self, end: Node) -> None:
-        """Of a `Prefix`."""
+        """Unlock the state of a `Prefix`, which calls this."""
         self._index.unlock_state(end)
 
     def stats(self) -> CacheStats:
@@ -491,9 +513,8 @@ class PrefixCache:
 
 
 def _bytes_of(tokens: Tokens, count: int) -> bytes:
-    """The first `count` tokens, as `hashes.token_bytes`; they are known to be those of a
-    vocabulary.
-    """
+    """Return the first `count` tokens as bytes of the index, like `hashes.token_bytes`."""
+    # `token_bytes` checks every token, which would be wasted on ids of a vocabulary.
     found = tokens[:count].astype("<u4").tobytes()
     assert len(found) == count * TOKEN_BYTES
     return found

@@ -1,18 +1,18 @@
-"""Cache events over ZMQ: a PUB socket, and a ROUTER that sends again what a subscriber has missed.
+"""Cache events over ZMQ: a PUB socket, and a ROUTER that repeats batches which a subscriber missed.
 
-PUB sends [topic, seq, payload]. A replay is asked for from a DEALER with [b"", seq], and answered
-with [b"", topic, seq, payload] for each batch from that number on, and [b"", b"", -1, b""] at the
-end. [b"", seq, b"snapshot"] asks for all that is cached, in one batch, rather than for what has
-happened. Numbers are 64 bits, big-endian. What is sent where batches are not kept any more:
-`protocols.cache.stream`.
+PUB sends [topic, seq, payload]. A subscriber requests a replay from a DEALER with [b"", seq]. The
+answer is [b"", topic, seq, payload] for each batch from that number on, and [b"", b"", -1, b""] at
+the end. [b"", seq, b"snapshot"] requests one batch with all that is cached instead of the batches
+since. Numbers are 64 bits, big-endian. `protocols.cache.stream` describes the answer when the
+requested batches are no longer kept.
 
-**Events are prompts**: the token ids of whatever is cached, and salts. Whoever connects reads them,
-so the address is the loopback's where no other one is asked for, and a key (CURVE, `kvflow keygen`)
-shuts out who has none.
+**Events are prompts**: they contain the token ids of all cached pages, and salts, and every client
+that connects can read them. So the default address is on the loopback, and a key (CURVE, `kvflow
+keygen`) excludes clients without it.
 
-Nothing here waits for a subscriber: PUB drops what a slow one does not take, and its next batch
-shows that by its number; when nothing happens, an empty one comes every `heartbeat_s`. Events that
-are recorded in one turn of the loop share a batch.
+The publisher never waits for a subscriber: PUB drops batches that a slow one does not take, and the
+number of the next batch shows the gap; without events, an empty batch follows every `heartbeat_s`.
+Events recorded in one turn of the loop share a batch.
 """
 
 from __future__ import annotations
@@ -33,24 +33,29 @@ from kvflow.protocols.limits import LEAST_WAIT_S, check_time
 from kvflow.protocols.wire.kv_events import END, SNAPSHOT, VLLM_MEDIA, BatchEncoder, Media
 from kvflow.transports.control.curve import ControlKey
 
-# Per subscriber that does not read: some 60 KB each with prompts of 10,000 tokens.
+# Batches that ZMQ queues for a subscriber that does not read: some 60 KB each with prompts of
+# 10,000 tokens.
 QUEUE_BATCHES = 1_000
 MAX_REPLAYS = 8  # at a time; others wait
-STALL_S = 5.0  # of a replay that is not read: it is given up, without an end
-RETRY_S = 0.01  # ZMQ tells no one when a certain peer of a ROUTER can take more
+# A replay whose client takes no batch for this long is given up, without an end mark.
+STALL_S = 5.0
+# ZMQ does not report when one peer of a ROUTER can take more, so `_offer` tries again.
+RETRY_S = 0.01
 LINGER_MS = 200
 
 
 class PublisherStats(NamedTuple):
+    """Counters of one publisher."""
+
     batches: int  # sent, heartbeats included
     resets: int  # times that events were recorded faster than they could be sent
     replays: int  # answered to the end
-    snapshots: int  # of them, those that began with one
+    snapshots: int  # requests whose answer began with a snapshot
     bad_requests: int
 
 
 class EventPublisher:
-    """Publishes one index. Made and used on one event loop; `close` ends it."""
+    """The publisher of one event source. Made and used on one event loop, until `close`."""
 
     def __init__(
         self,
@@ -69,9 +74,9 @@ class EventPublisher:
         first_seq: int = 0,
     ) -> None:
         """Bind "tcp://host:port" on port + `rank`, the replay socket likewise; port * or 0 is any
-        free one. `rank`: of the data-parallel group. `positional`: events as arrays, the older
-        form. `media`: the names of the tiers. `key`: subscribers without it get nothing, and what
-        they are sent is encrypted.
+        free one. `rank`: rank in the data-parallel group. `positional`: events as arrays, the older
+        form. `media`: names of the tiers. `key`: only subscribers with it can connect, and the
+        traffic is encrypted.
 
         Raises: MisuseError.
         """
@@ -86,13 +91,16 @@ class EventPublisher:
             first_seq=first_seq,
         )
         self._first_seq, self._loop = first_seq, asyncio.get_running_loop()
+        # The authenticator of a key applies to every socket of its context, so sockets with a key
+        # have one apart from the rest of the process.
         context = zmq.Context() if key else zmq.Context.instance()
         self._pub: zmq.Socket[bytes] = context.socket(zmq.PUB)
         self._router: zmq.asyncio.Socket | None = None
         if replay_address is not None:
             self._router = zmq.asyncio.Socket(context, zmq.ROUTER)
-            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # it says what it cannot send
-            self._router.setsockopt(zmq.MAXMSGSIZE, 1024)  # of a request
+            # Without it, a ROUTER silently drops messages that a client cannot take.
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._router.setsockopt(zmq.MAXMSGSIZE, 1024)  # bytes of a request
         self._authentication = key.arm_server(*self._sockets()) if key else None
         self.replay_address: str | None = None
         try:
@@ -114,9 +122,9 @@ class EventPublisher:
         self.notify()
 
     def notify(self) -> None:
-        """The index has changed, or may have: what it has recorded is sent as this turn of the loop
-        ends.
-        """
+        """Publish the events of the source when this turn of the loop ends.
+
+        Call this whenever the source may have changed."""
         if self._turn is None and not self._closing:
             self._turn = self._loop.call_soon(self._end_turn)
 
@@ -127,13 +135,13 @@ class EventPublisher:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Where it publishes, by the names of --kv-events-config, and what it has sent."""
+        """Return the addresses, named as in --kv-events-config, and the counters."""
         needs_key = self._authentication is not None
         addresses = {"endpoint": self.address, "replay_endpoint": self.replay_address}
         return {**addresses, "needs_key": needs_key, **self.stats()._asdict()}
 
     async def close(self) -> None:
-        """Send what has been recorded, end replays, close the sockets. More than once is once."""
+        """Send the recorded events, end replays and close the sockets. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -172,7 +180,8 @@ class EventPublisher:
 
     def _send(self, batch: Batch) -> None:
         self._sent_s = self._loop.time()
-        self._pub.send_multipart(self._frames(batch), zmq.NOBLOCK)  # PUB drops rather than refuse
+        # NOBLOCK never raises here: PUB drops a message that a subscriber cannot take.
+        self._pub.send_multipart(self._frames(batch), zmq.NOBLOCK)
 
     def _frames(self, batch: Batch) -> tuple[bytes, bytes, bytes]:
         return self._topic, batch.seq.to_bytes(8, "big"), batch.payload
@@ -184,7 +193,7 @@ class EventPublisher:
         self._timer = self._loop.call_at(self._sent_s + self._heartbeat_s, self._beat)
 
     async def _settle(self) -> None:
-        """Until all that has been recorded is sent; when it returns, nothing waits."""
+        """Send every recorded event; no event waits when this returns."""
         self._publish()
         while self._stream.has_waiting:
             await asyncio.sleep(0)
@@ -192,6 +201,8 @@ class EventPublisher:
 
     async def _serve(self, router: zmq.asyncio.Socket) -> None:
         while True:
+            # A slot is taken before the request is read, so that requests beyond MAX_REPLAYS wait
+            # in ZMQ's queue, which is bounded.
             await self._slots.acquire()
             request = await router.recv_multipart()
             if not _is_request(request):
@@ -218,9 +229,10 @@ class EventPublisher:
             self._replays += 1
 
     async def _snapshot(self, start: int) -> list[Batch]:
-        """All that is cached as batch `start`, then the newest number, from which a subscriber goes
-        on.
+        """Return all that is cached as batch `start`, then an empty batch with the newest number,
+        after which the subscriber continues.
         """
+        # A snapshot is of the newest batch only while no recorded event waits to be sent.
         await self._settle()
         events, newest = self._stream.snapshot(), self._stream.next_seq - 1
         encoder, parts = self._stream.encoder, list[bytes]()
@@ -228,7 +240,7 @@ class EventPublisher:
             parts.extend(encoder.parts([event]))
         seq = min(start, newest)
         now = time.time()
-        # 16 MB for 3 million tokens.
+        # A snapshot of 3 million tokens has 16 MB: joining it would hold up the loop.
         batches = [Batch(seq, await in_thread(lambda: encoder.join(parts, now)))]
         if seq < newest:
             batches.append(Batch(newest, encoder.join([], now)))
@@ -242,7 +254,7 @@ class EventPublisher:
 
 
 async def _offer(router: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
-    """Send to a client of a ROUTER; False if it has gone, or takes nothing for STALL_S."""
+    """Send to a client of a ROUTER; False if it disconnected, or takes no message for STALL_S."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + STALL_S
     while True:
@@ -261,14 +273,14 @@ async def _offer(router: zmq.asyncio.Socket, frames: list[bytes]) -> bool:
 
 
 def _is_request(frames: list[bytes]) -> bool:
-    """[client, b"", seq] or [client, b"", seq, b"snapshot"]."""
+    """Return True for [client, b"", seq] and [client, b"", seq, b"snapshot"]."""
     if len(frames) not in (3, 4) or frames[1] or len(frames[2]) != 8:
         return False
     return len(frames) == 3 or frames[3] == SNAPSHOT
 
 
 def _bind(socket: zmq.Socket[Any], name: str, address: str, rank: int) -> str:
-    """The address that `socket` is bound to. Raises: MisuseError."""
+    """Bind `socket`, and return the address with its real port. Raises: MisuseError."""
     own = numbered_address(name, address, rank)
     socket.setsockopt(zmq.IPV6, int("[" in own))
     socket.setsockopt(zmq.SNDHWM, QUEUE_BATCHES)

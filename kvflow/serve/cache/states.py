@@ -1,8 +1,8 @@
-"""States of prompts at page boundaries: copies of rows in host memory, which later prompts begin
-with.
+"""States of prompts at page boundaries: copies of rows in host memory, with which later prompts
+begin.
 
-They are copied in the model's thread, as a part of a step: so no other step changes a row
-meanwhile, and a step that is awaited has ended with its copies (I13).
+The model's thread copies them as a part of a step. So no other step changes a row during its copy,
+and the end of a step is also the end of its copies (I13).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvflow.protocols.pages.plan import Pairing
 
 
 class StateStore:
-    """Host memory for states of one pool's rows, in slots: `slots` says whose each is.
+    """Host memory for states of one pool's rows, in slots; `slots` has the owner of each.
 
-    The caller holds those that a copy uses."""
+    The caller holds the slots that a copy uses."""
 
     def __init__(self, pool: PagedPool, limit_bytes: int, most: int = MAX_ROWS) -> None:
-        """Allocates the memory, pre-faulted: make it in a thread.
+        """Allocate the memory, pre-faulted, which takes long: call this in a thread.
 
-        `most`: more states than that are of no use.
+        `most`: largest number of states that can be used.
 
         Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
         device; MisuseError for a limit that holds no state, or a pool without rows."""
@@ -53,7 +53,7 @@ class StateStore:
         self._slice_bytes = SLICE_BYTES if pool.on_host else DEVICE_SLICE_BYTES
 
     def save(self, row: PageIndices, slot: int) -> None:
-        """Copy the one `row` of the pool to a slot; nothing may write to it meanwhile.
+        """Copy the one `row` of the pool, which must not change meanwhile, to a slot.
 
         Raises: TransferError.
         """
@@ -64,12 +64,12 @@ class StateStore:
         self._copy(self._in, _one(slot), row)
 
     def free(self, states: tuple[int, ...], owner: Hashable) -> None:
-        """Give slots back; those of a step that runs become free when it has ended."""
+        """Give slots back; slots that a running step uses become free when it ends."""
         if states:
             self.slots.give_back(np.array(states, np.int32), owner)
 
     def close(self) -> None:
-        """Free the memory; no copy may run any more."""
+        """Free the memory, once no copy runs."""
         self._copier.close()
         self.memory.close()
 

@@ -1,4 +1,4 @@
-"""The storage tier: pages of host memory on their way to a store of pages, and back."""
+"""The storage tier: transfers of pages between host memory and a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflow.serve.cache.storage.port import Storage, StorageCall, StorageState
 
 
 class StorageTier:
-    """A store, and the host memory that its pages pass through. Used on one event loop."""
+    """A store, and the host memory from which its pages come. Used on one event loop."""
 
     def __init__(self, store: Storage, host: HostTier) -> None:
         """`store`: closed with the cache.
@@ -24,17 +24,20 @@ class StorageTier:
         self.store, self._views = store, PageViews(host.memory)
 
     async def put(self, keys: Sequence[bytes], pages: PageIndices) -> bool:
-        """Store host pages (int32 [n]) under their digests; returns whether all of them are in the
-        store, when nothing reads them any more, which may be long after a store has begun to hang.
-        Not to be cancelled before the store is closed."""
+        """Store host pages (int32 [n]) under their digests; return True if all are in the store.
+
+        This returns once the store no longer reads the pages, which takes long when it hangs. Do
+        not cancel it before the store is closed."""
+        # The caller frees the pages when this returns, so the answer alone is not enough: a call
+        # that was given up may still read them.
         call = self.store.put(keys, self._buffers(pages))
         stored = await asyncio.shield(call.done)
         await asyncio.shield(call.released)
         return all(stored)
 
     def get(self, keys: Sequence[bytes], pages: PageIndices) -> StorageCall:
-        """Begin to read pages into host pages (int32 [n]), which may be written to until it is
-        `released`.
+        """Begin to read pages into host pages (int32 [n]); the store may write to them until
+        the call is `released`.
         """
         return self.store.get(keys, self._buffers(pages))
 

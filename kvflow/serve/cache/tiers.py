@@ -1,22 +1,22 @@
-"""Cached pages on their way between device, host and storage: what begins when, and what becomes of
-it.
+"""Copies of cached pages between device, host and storage: when each begins, and what its end
+changes.
 
-A copy names a run of pages (`protocols.cache.writes`): splits, evictions and flushes meanwhile
-change nothing. Its pages come home when nothing reads or writes them any more, which may be long
-after a store has begun to hang.
+A copy names a run of pages (`protocols.cache.writes`), and splits, evictions and flushes meanwhile
+do not change it. Its pages return once no copy reads or writes them, which takes long when a store
+hangs.
 
-What waits to be copied cannot be evicted, so no more than three quarters of a tier wait; what is
-more stays where it is, counted, until it is used again.
+Pages that wait to be copied cannot be evicted, so no more than three quarters of a tier wait; the
+others stay where they are, counted, until they are used again.
 
-**write_back.** Pages leave the device when they are needed, and only after a copy has landed.
-`make_way` frees at once what the host has too, in the order of the policy, and begins to copy the
-rest: with all that comes before it in its prompts, so that a parent comes before its child. Who
-needs pages asks again. What cannot be copied (the host is full of what is read, or a copy has
-failed) is given up then.
+**write_back.** Pages leave the device when a request needs room, and only after their copy landed.
+`make_way` at once frees pages that the host has too, in the order of the policy. It begins to copy
+the rest with all pages before them in their prompts, so that a parent is copied before its child.
+The request that needs pages asks again. Pages that cannot be copied (the host is full of pages in
+use, or their copy failed) are evicted without a copy.
 
-**A store loses pages**, to its own evictions, to the death of who held them. So before what follows
-is stored, the store is asked for what it is said to have; from the first page that it lacks on
-everything is stored again.
+**A store loses pages**: it evicts them, or the process that held them dies. So before further pages
+of a prompt are stored, the store is asked for the pages that the index lists as stored; from the
+first one that it lacks on, all are stored again.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ _log = logging.getLogger("kvflow.serve.cache")
 
 
 class TierCounts(msgspec.Struct, kw_only=True):
-    """What has been moved since the start."""
+    """Pages moved between the tiers since the start."""
 
     saved_pages: int = 0  # copied to the host
-    loaded_pages: int = 0  # copied back
+    loaded_pages: int = 0  # copied back to the device
     stored_pages: int = 0  # put into storage
-    fetched_pages: int = 0  # read from there
-    # On the device alone, or lost with it: the host was full, or too much waited for a copy.
+    fetched_pages: int = 0  # read from storage
+    # Not copied to the host, which was full, or too many pages waited for a copy: they are on the
+    # device alone, or evicted from it.
     unsaved_pages: int = 0
-    unstored_pages: int = 0  # not put into storage: too much waited for that
-    lost_pages: int = 0  # that storage turned out to lack, and those that follow them
-    failed_copies: int = 0  # that failed, or were cut off
+    unstored_pages: int = 0  # not put into storage: too many pages waited for it
+    lost_pages: int = 0  # missing in storage when it was asked, and those that follow them
+    failed_copies: int = 0  # copies that failed, or were cut off
 
 
 class Tiers:
@@ -73,28 +74,29 @@ class Tiers:
         free: Callable[[Freed], None],
         on_copied: Callable[[], None],
     ) -> None:
-        """`device_pages`: how many the device has; `free` is called with what the index gives back,
-        even if it is nothing, after each change of it; `on_copied` when a copy has ended that
-        `leaving_pages` waited for."""
+        """Make the tiers of `index`, with no copy under way.
+
+        `device_pages`: size of the device's pool. `free` is called after each change of the index
+        with the pages that it returns, even if there are none, since the call also publishes
+        events. `on_copied` is called when a copy that `leaving_pages` counted ends."""
         self.host, self.storage, self.counts = host, storage, TierCounts()
         self._index, self._now, self._free, self._on_copied = index, now, free, on_copied
         self._copies: set[asyncio.Task[None]] = set()
-        self._loads: set[asyncio.Task[None]] = set()  # of them, those to the device
-        self._waiting = [0, 0, 0]  # pages of copies that have not ended, by the tier they go to
+        self._loads: set[asyncio.Task[None]] = set()  # part of `_copies`: those to the device
+        self._waiting = [0, 0, 0]  # pages of copies under way, by the tier they go to
+        # Copies to the device have no limit: `load` already has the pages that they fill.
         self._most_waiting = (
             1 << 62,
             *(max(1, pages * 3 // 4) for pages in (device_pages, host.pages.capacity)),
         )
-        # By number of write: pages of the device that can go when it has landed.
+        # By number of write: pages of the device that can be evicted when it lands.
         self._leaving: dict[int, int] = {}
-        self._given_up = 0  # pages of such writes that have failed since somebody asked for pages
-        self._asking = False  # storage, for what it has
+        self._given_up = 0  # pages of such writes that failed since the last `make_way`
+        self._asking = False  # `_ask` runs
 
     @property
     def leaving_pages(self) -> int:
-        """Pages of the device that can be evicted when the copies have landed which
-        are under way.
-        """
+        """Pages of the device that can be evicted when the copies under way land."""
         return sum(self._leaving.values())
 
     @property
@@ -102,8 +104,8 @@ class Tiers:
         return bool(self._copies)
 
     def save(self, end: Node) -> None:
-        """Begin to copy to the host what it lacks up to `end`, as far as it has room; then to
-        storage.
+        """Begin to copy the pages up to `end` that the host lacks, as far as it has room, and then
+        to storage.
         """
         wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
         if not wanted:
@@ -113,12 +115,15 @@ class Tiers:
         self.counts.unsaved_pages += wanted - (0 if write is None else len(write.source_pages))
 
     def make_way(self, count: int) -> bool:
-        """For write_back: free `count` pages of the device, now what the host has too, and the
-        others when they are asked for again once they have been copied. False when nothing could be
-        done."""
+        """Free `count` pages of the device for write_back.
+
+        Pages that the host has too become free now; copies of others begin, and a later call frees
+        those. Return False when no page became free and no copy is under way."""
         freed, uncopied = self._index.evict_copied(count)
         self._free(freed)
         left = count - freed.device.size
+        # Pages whose copy failed since the last call are evicted without one: a host that keeps
+        # failing must not keep the device full.
         lost, self._given_up = min(left, self._given_up), 0
         for end in uncopied:
             wanted = self._index.missing(end, Tier.DEVICE, Tier.HOST)
@@ -128,7 +133,8 @@ class Tiers:
             write = self._save(end, wanted)
             if write is not None and end.readers[Tier.DEVICE]:
                 self._leaving[write.number] = end.num_pages
-            elif end.evictable(Tier.DEVICE):  # there is no room for it
+            # The host has no room for it, and evicting it without a copy is the last resort.
+            elif end.evictable(Tier.DEVICE):
                 lost += end.num_pages
         if lost:
             gone = self._index.evict(Tier.DEVICE, min(lost, left))
@@ -148,7 +154,7 @@ class Tiers:
         return write
 
     def _may_wait(self, target: Tier) -> int:
-        """How many pages more."""
+        """Return how many more pages may wait for a copy to `target`."""
         return max(0, self._most_waiting[target] - self._waiting[target])
 
     def begin(
@@ -157,9 +163,9 @@ class Tiers:
         keys: list[bytes] | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> asyncio.Task[None]:
-        """`keys`: the digests of what is stored.
+        """Start the task that copies `write`; `keys` are the digests of the pages for storage.
 
-        `ended` is called in the turn of the loop in which the index learns of the end."""
+        `ended` is called in the turn of the loop in which the index records the end."""
         self._waiting[write.target] += len(write.source_pages)
         copying = self._spawn(self._copy(write, keys, ended), f"kvflow-cache-copy-{write.number}")
         if write.target is Tier.DEVICE:
@@ -174,27 +180,23 @@ class Tiers:
         return task
 
     async def wait_for_load(self) -> None:
-        """Return when one of the copies to the device that are under way has ended; at once where
-        there is none.
-        """
+        """Wait until a copy to the device ends; return at once if there is no such copy."""
         if self._loads:
             await asyncio.wait(self._loads, return_when=asyncio.FIRST_COMPLETED)
 
     async def wait_for_copy(self) -> None:
-        """Return when one of the copies that are under way has ended;
-        at once where there is none.
-        """
+        """Wait until a copy ends; return at once if there is no copy."""
         if self._copies:
             await asyncio.wait(self._copies, return_when=asyncio.FIRST_COMPLETED)
 
     async def fetch(
         self, tokens: bytes, found: Match, namespace: Namespace, most_pages: int
     ) -> None:
-        """Read from storage what follows on `found`, at most `most_pages` pages, as far as the host
-        has room.
+        """Read at most `most_pages` pages that follow `found` from storage, as far as the host has
+        room.
 
-        A cancellation ends the call to the store, and raises at once; what has come by then is
-        good."""
+        A cancellation ends the call to the store and raises at once; pages read by then are
+        kept."""
         assert self.storage is not None
         store, host, epoch = self.storage.store, self.host.pages, self._index.epoch
         if not store.readable:
@@ -215,11 +217,14 @@ class Tiers:
         try:
             await asyncio.shield(call.done)
         finally:
-            call.cancel()  # where this was: then what has come by now is known
-            # Flushed: it was for earlier prompts.
+            # After a cancellation of this task, `cancel` completes `done` with the pages read so
+            # far. After a normal end it has no effect.
+            call.cancel()
+            # After a flush, pages of earlier prompts must not come back into the index.
             read = call.done.result() if epoch == self._index.epoch else [False]
             good = read.index(False) if False in read else len(read)
             left, taken = pages[good:], pages[:good].copy()
+            # A call that hangs may still write to the pages that were not read.
             call.released.add_done_callback(lambda _: host.give_back(left, OWNER))
             whole = tokens[: (start + good) * size]
             self._free(
@@ -232,12 +237,14 @@ class Tiers:
             self.counts.fetched_pages += good
 
     async def end(self) -> None:
-        """End every copy, and close the store; when this returns, or raises a cancellation, they
-        have ended (I12). What hangs in the store is left alone: it keeps its memory."""
+        """End every copy, and close the store; all copies are over when this returns, or raises a
+        cancellation (I12). Calls that hang in the store are left, and keep their memory."""
         await run_to_end(asyncio.ensure_future(self._end()))
 
     async def _end(self) -> None:
-        await asyncio.sleep(0)  # a copy that has not begun would not end its write
+        # A task that is cancelled before its first step never runs its `finally`, and so would not
+        # end its write in the index.
+        await asyncio.sleep(0)
         if self.storage is not None:
             await self.storage.store.close()
         for copying in self._copies:
@@ -245,14 +252,14 @@ class Tiers:
         await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))
 
     def _room(self, wanted: int) -> int:
-        """How many of `wanted` pages the host has free, after some have made way."""
+        """Return how many of `wanted` pages the host has free, after evicting pages if it must."""
         pages = self.host.pages
         if pages.free_pages < wanted:
             self._free(self._index.evict(Tier.HOST, wanted - pages.free_pages))
         return min(wanted, pages.free_pages)
 
     def _store(self, end: Node) -> None:
-        """Begin to store what storage lacks up to `end`, of what the host has."""
+        """Begin to store the pages up to `end` that the host has and storage lacks."""
         if self.storage is None or not self.storage.store.writable or end.removed or end.detached:
             return
         if (
@@ -261,15 +268,17 @@ class Tiers:
             and (stored := self._index.stored_pages(end))
         ):
             self._asking = True
-            digests = self._index.page_hashes(end)  # it may have gone by the first step of the task
+            # The node may be removed before the task takes its first step, so its digests are
+            # computed here.
+            digests = self._index.page_hashes(end)
             asking = self._ask(self.storage.store, end, stored, [digests[page] for page in stored])
             self._spawn(asking, "kvflow-cache-ask")
         else:
             self._put(end)
 
     async def _ask(self, store: Storage, end: Node, stored: list[int], keys: list[bytes]) -> None:
-        """Whether the store has the pages `stored`, as it is said to have, up to `end`; then store
-        what it lacks.
+        """Check that the store has the pages `stored`, as the index lists them, and store the
+        pages up to `end` that it lacks.
         """
         try:
             if not store.readable:
@@ -280,7 +289,8 @@ class Tiers:
             self._asking = False
         if end.removed or end.detached:
             return
-        if count < len(stored) and _troubles(store) == before:  # else it could not say
+        # A store in trouble answers 0 as well, and then its pages may still be there.
+        if count < len(stored) and _troubles(store) == before:
             self.counts.lost_pages += self._index.lost(end, stored[count])
             self._free(NOTHING)
         if store.writable:
@@ -306,7 +316,8 @@ class Tiers:
                 whole = await self.host.copy(write.source_pages, write.target_pages, write.target)
         except TransferError:
             _log.exception("a copy of %d cached pages failed", len(write.source_pages))
-        finally:  # nothing of it runs on, cancelled or not
+        # Here the copy has stopped, cancelled or not: `put` and `host.copy` return only then.
+        finally:
             self._waiting[write.target] -= len(write.source_pages)
             left = self._leaving.pop(write.number, 0)
             self._given_up += 0 if whole else left
@@ -333,6 +344,6 @@ class Tiers:
 
 
 def _troubles(store: Storage) -> tuple[int, ...]:
-    """It changes with every call that the store could not answer."""
+    """Return counters that change with every call that the store could not answer."""
     counts = store.counts
     return counts.errors, counts.stalls, counts.refused, counts.trips

@@ -1,4 +1,4 @@
-"""When a store is left alone after errors, and for how long. Pure: the time is not its business."""
+"""A circuit breaker: when a store is left alone after errors, and for how long. It has no clock."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 
 
 class Breaker:
-    """Opens after some failures in a row, or at once; a probe closes it.
+    """A breaker that opens after some failures in a row, or by `open`; a probe closes it.
 
-    Until something real has succeeded after that, a single failure opens it again, for twice as
-    long."""
+    After that a single failure opens it again, for twice as long, until a call succeeds."""
 
     def __init__(
         self, failures: int = FAILURES, pause_s: float = PAUSE_S, max_pause_s: float = MAX_PAUSE_S
@@ -25,22 +24,24 @@ class Breaker:
         self._failures, self._next_pause_s = 0, pause_s
         self.is_open = False
         self.pause_s = 0.0
-        """While it is open: how long until the next probe."""
+        """Time until the next probe, while the breaker is open."""
 
     def succeed(self) -> None:
-        """What was asked of the store has worked. Late news of an open one change nothing."""
+        """Record a call that succeeded."""
+        # A call that began before the breaker opened may end well after it; only a probe may close
+        # it.
         if not self.is_open:
             self._failures, self._next_pause_s = 0, self._first_pause_s
 
     def fail(self) -> bool:
-        """It has not. True when this has opened it."""
+        """Record a call that failed. Return True when this opens the breaker."""
         if self.is_open:
             return False
         self._failures += 1
         return self._failures >= self._limit and self.open()
 
     def open(self) -> bool:
-        """Open it at once. False when it was open."""
+        """Open the breaker at once. Return False when it was open."""
         if self.is_open:
             return False
         self.is_open = True
@@ -48,8 +49,10 @@ class Breaker:
         return True
 
     def probed(self, works: bool) -> None:
-        """The answer of a probe."""
+        """Record the result of a probe, which closes the breaker if it `works`."""
         if works:
+            # One failure below the limit: a store that answers probes but fails real calls is left
+            # alone again after the first of them. `_next_pause_s` stays for the same reason.
             self.is_open, self.pause_s, self._failures = False, 0.0, self._limit - 1
         else:
             self._grow()

@@ -1,5 +1,7 @@
-"""One batch under way in a thread, slice by slice (I12): what is cancelled or given up is begun no
-further, and its buffers are held until the thread has returned."""
+"""One batch call under way in a thread, slice by slice (I12).
+
+A call that is cancelled or given up begins no further slice, and holds its buffers until the thread
+returns."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ Work = Callable[[Sequence[bytes], Sequence[memoryview]], list[Result]]
 
 
 class Slice(NamedTuple):
-    """What has become of the keys from `start` on."""
+    """Results of the keys from `start` on."""
 
     start: int
     results: list[Result]
@@ -27,7 +29,7 @@ class Slice(NamedTuple):
 
 
 class Call:
-    """Implements `port.StorageCall`. Made, and told of what its thread does, on the event loop."""
+    """A `port.StorageCall`. Made on the event loop, which also receives the thread's results."""
 
     def __init__(
         self,
@@ -43,19 +45,21 @@ class Call:
         self.done: asyncio.Future[list[bool]] = self._loop.create_future()
         self.released: asyncio.Future[None] = self._loop.create_future()
         self.results = [Result.FAILED] * len(keys)
-        """What is known by now."""
+        """Results known so far."""
         self.is_stalled = False
-        """It was given up: its thread may never return."""
+        """True after the call was given up: its thread may never return."""
         self._work, self._keys, self._buffers, self._per_slice = work, keys, buffers, per_slice
         self._on_slice, self._on_stall, self._stall_s = on_slice, on_stall, stall_s
-        self._begun = threading.Lock()  # taken once, by who is first: the thread, or the end
+        # Acquired once, by the thread that begins the call or by `cancel`, whichever is first. So a
+        # cancelled call that waits for a thread never begins, and its buffers are free at once.
+        self._begun = threading.Lock()
         self._stop = False
         self._slice_began_s: float | None = None  # written in the thread
         self._watch: asyncio.TimerHandle | None = None
         self.done.add_done_callback(self._answered)
 
     def run(self) -> None:
-        """In a thread."""
+        """Run the slices; called in a thread."""
         if not self._begun.acquire(blocking=False):
             return
         self._slice_began_s = time.monotonic()
@@ -67,12 +71,13 @@ class Call:
             began_s = self._slice_began_s = time.monotonic()
             results = self._attempt(self._keys[part], self._buffers[part])
             self._tell(self._on_slice, self, Slice(start, results, time.monotonic() - began_s))
+            # A store that just failed would probably fail the next slice too, after another wait.
             if Result.FAILED in results:
-                break  # a store that has just failed is not asked on
+                break
         self._slice_began_s = None
 
     def returned(self) -> None:
-        """On the loop: the thread has ended with it, or never began."""
+        """Release the buffers: the thread returned, or never began. Called on the loop."""
         if self._watch is not None:
             self._watch.cancel()
         self.end()
@@ -88,12 +93,13 @@ class Call:
             self.end()
 
     def end(self) -> None:
-        """`done`, with what is known by now."""
+        """Complete `done` with the results known so far."""
         if not self.done.done():
             self.done.set_result([result is Result.DONE for result in self.results])
 
     def _answered(self, done: asyncio.Future[list[bool]]) -> None:
-        if done.cancelled():  # by who awaited it without a shield
+        # A caller that awaits `done` without a shield cancels the future, and so the call.
+        if done.cancelled():
             self.cancel()
 
     def _attempt(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]:
@@ -104,9 +110,9 @@ class Call:
             return [Result.FAILED] * len(keys)
 
     def _look(self) -> None:
-        """Whether the slice that is under way ends in time; after a cancel, too, since its thread
-        is taken.
-        """
+        """Give the call up if its current slice takes too long, else look again later.
+
+        This goes on after a cancellation, since the slice still occupies its thread."""
         began_s = self._slice_began_s
         if began_s is None or self.released.done():
             return
@@ -118,5 +124,6 @@ class Call:
             self._on_stall(self)
 
     def _tell(self, told: Callable[..., None], *about: object) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and with it all that waited
+        # The loop may be closed by now; then no task waits for the call any more.
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(told, *about)

@@ -1,6 +1,4 @@
-"""The few calls on files that the `file` store makes; tests put a disk that fails, or hangs, below
-the real one.
-"""
+"""File operations of the `file` store; tests replace them with a disk that fails or hangs."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from contextlib import suppress
 
 
 class Disk:
-    """Each raises OSError. Several threads at once."""
+    """Operations on files, for several threads at once. Raises: OSError, from each."""
 
     def write_new(self, path: str, parts: Sequence[bytes | memoryview], *, sync: bool) -> None:
-        """A file that must not be there yet.
+        """Write a file that must not exist yet.
 
-        An error may leave a part of it. `sync`: it is on the medium.
+        An error may leave a part of it. `sync`: return when it is on the medium.
         """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -26,7 +24,9 @@ class Disk:
             os.close(descriptor)
 
     def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
-        """All of it: a disk that is nearly full takes a part of what it is given."""
+        """Write all of `parts`."""
+        # A single `writev` may write less than it was given, for example on a disk that is nearly
+        # full.
         left = [memoryview(part) for part in parts]
         while left:
             written = os.writev(descriptor, left)
@@ -37,6 +37,7 @@ class Disk:
 
     def rename(self, path: str, to: str, *, sync: bool) -> None:
         os.rename(path, to)
+        # A rename is a change of the folder, so the folder is what must reach the medium.
         if sync:
             folder = os.open(os.path.dirname(to), os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -45,12 +46,12 @@ class Disk:
                 os.close(folder)
 
     def read(self, path: str, header: bytearray, value: memoryview) -> int:
-        """The first bytes of a file.
+        """Fill `header` and `value` from the start of a file, and mark the file as used now.
 
-        Returns how many of all those asked for there are, and one more for a file that is longer.
-        Marks it as used."""
+        Return the number of bytes read; one more than asked for means a longer file."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            # `over` receives one byte beyond the expected end of the file.
             parts, over, done = [memoryview(header), value], bytearray(1), 0
             while parts:
                 if not (count := os.preadv(descriptor, [*parts, over], done)):
@@ -60,13 +61,15 @@ class Disk:
                     count -= parts.pop(0).nbytes
                 if parts:
                     parts[0] = parts[0][count:]
-            with suppress(OSError):  # a disk that is read-only now
+            # The order of use is only a hint for eviction: a disk that became read-only can still
+            # be read.
+            with suppress(OSError):
                 os.utime(descriptor)
             return done
         finally:
             os.close(descriptor)
 
     def remove(self, path: str) -> None:
-        """Nothing, where there is no such file."""
+        """Remove a file; a missing file is no error."""
         with suppress(FileNotFoundError):
             os.unlink(path)

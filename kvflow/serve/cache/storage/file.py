@@ -1,29 +1,28 @@
 """Pages as files of a local directory.
 
     DIRECTORY/<identity>/lock                       held by the process that uses it
-    DIRECTORY/<identity>/writing/<number>           not whole yet
+    DIRECTORY/<identity>/writing/<number>           incomplete
     DIRECTORY/<identity>/3f/<key>.<number>          a page: the header of `record`, then its bytes
 
 **A torn write is never read back.** A file is written under `writing/` and renamed when it is
-whole, so that a process killed at any moment leaves a whole page or none. What is left under
-`writing/` is removed at the next start. What a crash of the machine, or the medium, makes of a file
-is found when it is read: header, key, identity, length and checksum must be right, or the file is
-removed and the page is not there.
+complete, so that a process killed at any moment leaves a whole page or no page. The next start
+removes files under `writing/`. Damage by a crash of the machine, or by the medium, is found when a
+file is read: header, key, identity, length and checksum must be right, or the file is removed and
+the page counts as absent.
 
-**fsync.** Not by default: the bytes survive the process anyway, a page that a crash of the machine
-tears is found by its checksum, and a cache may lose pages. The price: an error of the medium that
-the kernel meets when it writes its buffers out is seen by who reads, not by who wrote. With `sync`
-each file is synced before its rename, and its folder after it: what was reported as stored survives
-a crash of the machine. That costs 1 to 7 ms a page on a virtual disk, and 0.1 ms without.
+**fsync.** Off by default: the bytes survive the process anyway, the checksum finds a page that a
+crash of the machine tore, and a cache may lose pages. The price: an error of the medium during the
+kernel's write-back shows at the next read, not at the write. With `sync` each file is synced before
+its rename, and its folder after it, so that a page reported as stored survives a crash of the
+machine. That costs 1 to 7 ms a page on a virtual disk, instead of 0.1 ms.
 
-**One process.** Which files there are, their order of use and their total are in the memory of one
-process. A second one would evict what the first believes to have, and neither would keep to the
-capacity; so it is refused, by a lock that ends with the process. Ranks and roles of one machine
-that hold different parts of a model have different identities, and may share DIRECTORY; each keeps
-to a capacity of its own.
+**One process.** The list of files, their order of use and their total size are in the memory of one
+process. A second one would evict files that the first one lists, and neither would keep to the
+capacity; so a lock, which ends with the process, excludes it. Ranks and roles of one machine
+that hold different parts of a model have different identities, and may share DIRECTORY; each has a
+separate capacity.
 
-Files of pages that were never read in this process have the order of their last change: reading one
-sets it.
+The order of use survives a restart in the files' modification times, which a read sets.
 """
 
 from __future__ import annotations
@@ -40,15 +39,17 @@ from kvflow.serve.cache.storage.file_index import Entry, FileIndex
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 
-BLOCK_BYTES = 4096  # of a file system: files are counted in whole ones
-PAGES_AT_ONCE, SYNCED_AT_ONCE = 64, 4  # some 10 ms, or 30 ms
+# A file takes whole blocks of its file system, so the capacity counts in these.
+BLOCK_BYTES = 4096
+# Pages in one call of the store: some 10 ms, and 30 ms with `sync`. A call cannot be stopped.
+PAGES_AT_ONCE, SYNCED_AT_ONCE = 64, 4
 _FILE = re.compile(r"([0-9a-f]{64})\.([1-9][0-9]{0,17})")
 _WRITING = re.compile(r"[1-9][0-9]{0,17}")
 log = logging.getLogger("kvflow.storage")
 
 
 class FileBackend:
-    """Implements `port.Backend`."""
+    """A `port.Backend` over a local directory."""
 
     name = "file"
 
@@ -62,9 +63,10 @@ class FileBackend:
         sync: bool = False,
         disk: Disk | None = None,
     ) -> None:
-        """`identity` as `identity.identity_of` gives it, of pages of `value_bytes`; files take no
-        more than `capacity_bytes`, those that were not used for longest go first. Raises:
-        MisuseError."""
+        """Make a store of pages of `value_bytes`, without touching the disk (see `open`).
+
+        `identity`: from `identity.identity_of`. Files take no more than `capacity_bytes`; the least
+        recently used are removed first. Raises: MisuseError."""
         self.value_bytes, self.identity = value_bytes, identity
         self.pages_at_once = SYNCED_AT_ONCE if sync else PAGES_AT_ONCE
         file_bytes = -(-(HEADER_BYTES + value_bytes) // BLOCK_BYTES) * BLOCK_BYTES
@@ -84,12 +86,11 @@ class FileBackend:
 
     @property
     def used_bytes(self) -> int:
-        """Of files, those being written included."""
+        """Size of all files, those being written included."""
         return self._index.used_bytes
 
     def open(self) -> None:
-        """Takes the lock, removes what was not finished, and finds what is there: some 10 us a
-        file.
+        """Take the lock, remove incomplete files, and list the pages: some 10 us a file.
 
         Raises: MisuseError for a directory that cannot be used, or that another process uses.
         """
@@ -123,18 +124,18 @@ class FileBackend:
         return self._until_failed(self._get_one, keys, buffers)
 
     def exists(self, keys: Sequence[bytes]) -> list[Result]:
-        """As it is known here: a file that is gone, or damaged, is found when it is read."""
+        """Look the keys up in memory; a missing or damaged file is noticed when it is read."""
         return [Result.DONE if there else Result.ABSENT for there in self._index.has(keys)]
 
     def probe_reads(self) -> None:
-        """Reads a page, whatever it holds."""
+        """Read the page used last. A damaged page counts as an answer."""
         if (entry := self._index.last_used()) is None:
             os.stat(self._folder)
         elif self._get_one(entry.key, memoryview(bytearray(self.value_bytes))) is Result.FAILED:
             raise OSError(f"page {entry.key.hex()} cannot be read")
 
     def probe_writes(self) -> None:
-        """Writes a page, and removes it."""
+        """Write a page, and remove it."""
         entry = self._index.probe()
         try:
             parts: list[bytes | memoryview] = [bytes(HEADER_BYTES), bytes(self.value_bytes)]
@@ -149,6 +150,8 @@ class FileBackend:
         if self._index.find(key) is not None:
             return Result.DONE
         entry, leaving = self._index.reserve(key)
+        # Evicted files go before the new one is written, so that the directory never exceeds its
+        # capacity.
         if not self._remove(leaving):
             if entry is not None:
                 self._index.abandon()
@@ -173,7 +176,8 @@ class FileBackend:
         header = bytearray(HEADER_BYTES)
         try:
             size = self._disk.read(self._place(entry), header, value)
-        except FileNotFoundError:  # evicted meanwhile, or removed by hand
+        # Another thread evicted the file after the look-up, or an operator removed it.
+        except FileNotFoundError:
             self._index.drop(entry)
             return Result.ABSENT
         expected = HEADER_BYTES + self.value_bytes
@@ -184,6 +188,7 @@ class FileBackend:
         )
         if not flaw:
             return Result.DONE
+        # Only the thread that drops the entry removes the file: several may find the damage.
         if self._index.drop(entry):
             log.warning("storage: %s is damaged, and removed: %s", self._place(entry), flaw)
             self._remove([entry])
@@ -206,7 +211,9 @@ class FileBackend:
         return results
 
     def _remove(self, entries: Sequence[Entry]) -> bool:
-        """Files that are found no more. False when one cannot be removed: it goes on to count."""
+        """Remove the files of entries that are no longer listed.
+
+        Return False when one cannot be removed; it and those after it still count."""
         for n, entry in enumerate(entries):
             try:
                 self._disk.remove(self._unfinished(entry))
@@ -227,7 +234,9 @@ class FileBackend:
         return os.path.join(self._writing, str(entry.number))
 
     def _locked(self) -> int:
-        """Raises: MisuseError when another process, or another store of this one, has the lock."""
+        """Take the lock of the folder, and return its descriptor.
+
+        Raises: MisuseError when another process, or another store of this one, has the lock."""
         lock = os.open(os.path.join(self._folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -238,6 +247,7 @@ class FileBackend:
                 f"storage directory {self._folder} is in use by process {owner or 'unknown'}: give "
                 "each process a directory of its own"
             ) from None
+        # The process id is for the error text of another process only; the lock does not use it.
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         return lock
@@ -250,9 +260,9 @@ class FileBackend:
         self._remove(self._index.rebuild(entry for _, entry in found))
 
     def _found(self) -> Iterator[tuple[int, Entry]]:
-        """Every page, with when it was used last.
+        """Yield every page with the time of its last use, in nanoseconds.
 
-        Files of another size are removed, what is no page is left alone.
+        Page files of another size are removed; files with other names are left alone.
         """
         for first in range(256):
             for file in os.scandir(self._shard(first)):

@@ -1,4 +1,4 @@
-"""Which pages a directory holds, in the order of their use, and how many bytes they take.
+"""The pages of a directory in the order of their use, and the bytes that they take.
 
 In memory, under one lock that is never held across a call on a file."""
 
@@ -15,7 +15,7 @@ from kvflow.serve.cache.storage.port import KEY_BYTES
 class Entry(NamedTuple):
     """One file.
 
-    Numbers are never used twice, so what removes a file cannot meet another one of the same key.
+    A number is never used twice, so that the removal of a file cannot hit a newer one of its key.
     """
 
     key: bytes
@@ -23,8 +23,8 @@ class Entry(NamedTuple):
 
 
 class FileIndex:
-    """Counts whole files: `file_bytes` each, those that are being written or could not be removed
-    included.
+    """An index of files of `file_bytes` each. Files that are being written, or could not be
+    removed, count as well.
     """
 
     def __init__(self, capacity_bytes: int, file_bytes: int) -> None:
@@ -33,9 +33,9 @@ class FileIndex:
             file_bytes,
             threading.Lock(),
         )
-        # The one that was used last at the end.
+        # In the order of use, so that eviction takes the first.
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
-        self._stuck: list[Entry] = []
+        self._stuck: list[Entry] = []  # could not be removed
         self._writing = 0
         self._number = 0
 
@@ -49,10 +49,10 @@ class FileIndex:
             return len(self._entries)
 
     def rebuild(self, found: Iterable[Entry]) -> list[Entry]:
-        """From what lies in the directory, the one that was used last at the end.
+        """Fill the index with the files `found`, in the order of their use.
 
-        Returns what is to be removed: all but the last of a key, and the first of what exceeds the
-        capacity."""
+        Return the files to remove: all but the last one of a key, and the least recently used ones
+        beyond the capacity."""
         with self._lock:
             surplus = []
             for entry in found:
@@ -65,7 +65,7 @@ class FileIndex:
             return surplus
 
     def find(self, key: bytes) -> Entry | None:
-        """It counts as used now."""
+        """Return the file of `key`, if any, and mark it as used now."""
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
@@ -80,10 +80,12 @@ class FileIndex:
             return next(reversed(self._entries.values()), None)
 
     def reserve(self, key: bytes) -> tuple[Entry | None, list[Entry]]:
-        """A new file, None where all there is room for is being written; and those whose place it
-        takes, to be removed before it is written. They are found no more."""
+        """Return a new file for `key`, and the files to remove before it is written.
+
+        Those are no longer listed. The file is None when files being written take all the room."""
         with self._lock:
             leaving = []
+            # Stuck files go first: no page can be read from them.
             while self._taken() >= self._most and (self._stuck or self._entries):
                 leaving.append(
                     self._stuck.pop() if self._stuck else self._entries.popitem(last=False)[1]
@@ -93,24 +95,25 @@ class FileIndex:
             return self._new(key), leaving
 
     def probe(self) -> Entry:
-        """A file that is removed again, beyond the capacity. It is given up by `abandon`."""
+        """Return a file for a probe, beyond the capacity; the caller ends it with `abandon`."""
         with self._lock:
             return self._new(bytes(KEY_BYTES))
 
     def abandon(self) -> None:
-        """A file that was reserved is not there, and will not be."""
+        """End a reservation without a file."""
         with self._lock:
             self._writing -= 1
 
     def not_removed(self, entries: Iterable[Entry]) -> None:
-        """Their files may still be there: they count, and go first, next time."""
+        """Count `entries`, whose files may still exist, and return them first from `reserve`."""
         with self._lock:
             self._stuck.extend(entries)
 
     def commit(self, entry: Entry) -> bool:
-        """Its file is whole and in its place.
+        """List the file, which is complete and in its place.
 
-        False when another one of this key was faster: then it has to be removed and abandoned."""
+        Return False when another file of this key was faster: the caller then removes and abandons
+        this one."""
         with self._lock:
             if entry.key in self._entries:
                 return False
@@ -119,8 +122,9 @@ class FileIndex:
             return True
 
     def drop(self, entry: Entry) -> bool:
-        """It is not to be found any more. Whether it was."""
+        """Remove a file from the index. Return True if it was listed."""
         with self._lock:
+            # A newer file of the same key may have replaced this one.
             if self._entries.get(entry.key) != entry:
                 return False
             del self._entries[entry.key]

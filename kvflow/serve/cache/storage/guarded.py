@@ -1,13 +1,12 @@
-"""What the tiers use of a store: bounded calls in threads of its own, and a store that hangs or
-fails left alone.
+"""A guard around a store: bounded calls in separate threads, and a pause after a hang or failures.
 
-Three kinds of calls (put, get, lookup) have threads of their own, so that writes that hang keep no
-read waiting. There are two breakers, one for writing and one for reading (lookups included): a disk
-that is full can still be read. An open one ends every call of its side at once, with what it has
-done by then, and refuses new ones. Only the store's own probe goes on, in a thread of its own, and
-closes it: no request waits for a store to see whether it is back.
+Each of three kinds of calls (put, get, lookup) has its threads, so that writes that hang do not
+delay reads. There are two breakers, one for writing and one for reading (lookups included): a disk
+that is full can still be read. An open breaker ends every call of its side at once, with the
+results so far, and refuses new ones. Only a probe continues, in a separate thread, and closes the
+breaker: no request has to wait to find out that a store is back.
 
-So a call waits for a store that does not answer for `stall_s`, once, and the next ones not at all.
+So one call waits for a hanging store, for `stall_s`, and later ones do not wait at all.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from kvflow.serve.cache.storage.breaker import Breaker
 from kvflow.serve.cache.storage.call import Call, Slice, Work
 from kvflow.serve.cache.storage.port import KEY_BYTES, Backend, Result, StorageCounts
 
-# Put or read between two looks at whether the call was cancelled; at least one page.
+# Size of a slice of a put or get, at least one page: a call can be cancelled only between slices.
 SLICE_BYTES = 8 << 20
-SLICE_KEYS = 4096  # of a lookup
+SLICE_KEYS = 4096  # keys in a slice of a lookup
 log = logging.getLogger("kvflow.storage")
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is asked of a store at once, and how long it is waited for."""
+    """Bounds of the calls to a store, and of the time that a caller waits for it."""
 
     threads: int = 2  # per kind of call, but one for lookups
     waiting: int = 64  # calls of one kind that wait for a thread; more are refused
@@ -43,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 3  # in a row, until a breaker opens
     pause_s: float = 1.0  # until the first probe; doubled with each that fails
     max_pause_s: float = 30.0
-    close_s: float = 10.0  # what has not ended by then is left alone
+    close_s: float = 10.0  # calls that run longer after `close` are left behind
 
     def __post_init__(self) -> None:
         for name in ("threads", "waiting", "failures"):
@@ -55,10 +54,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GuardedStorage:
-    """Implements `port.Storage` over a backend. Made by `open`, on the event loop it is used on."""
+    """A `port.Storage` over a backend. Made by `open`, on the event loop that uses it."""
 
     def __init__(self, backend: Backend, limits: Limits) -> None:
-        """For `open`, which every user calls."""
+        """Make the store without opening its backend; users call `open` instead."""
         self._backend, self._limits = backend, limits
         self.name, self.value_bytes, self.counts = (
             backend.name,
@@ -81,7 +80,9 @@ class GuardedStorage:
 
     @classmethod
     async def open(cls, backend: Backend, limits: Limits | None = None) -> GuardedStorage:
-        """Raises: what `backend.open` raises; MisuseError for limits out of bounds."""
+        """Open `backend` in a thread, and return the store over it.
+
+        Raises: the errors of `backend.open`; MisuseError for limits out of bounds."""
         store = cls(backend, limits or Limits())
         try:
             await run_to_end(
@@ -113,9 +114,7 @@ class GuardedStorage:
 
     @property
     def hung(self) -> int:
-        """Calls that are no longer waited for, and have not returned: each has a thread, and holds
-        its buffers.
-        """
+        """Calls that were given up and did not return yet: each holds a thread and its buffers."""
         return sum(lane.hung for lane in (self._puts, self._gets, self._lookups))
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
@@ -134,12 +133,15 @@ class GuardedStorage:
         try:
             found = await asyncio.shield(call.done)
         except asyncio.CancelledError:
-            call.cancel()  # it has no buffers: there is nothing to wait for
+            # A lookup has no buffers, so its end need not be awaited.
+            call.cancel()
             raise
         return found.index(False) if False in found else len(found)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Cancel every call and close the backend, waiting at most `close_s` for each.
+
+        Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -207,7 +209,7 @@ class GuardedStorage:
 
 
 class _Side:
-    """Reading, or writing: a breaker, and the probe that closes it."""
+    """One side of a store, reading or writing: its breaker, and the probe that closes it."""
 
     def __init__(
         self, name: str, what: str, probe: Callable[[], None], counts: StorageCounts, limits: Limits
@@ -222,9 +224,7 @@ class _Side:
         self._closed = False
 
     def opened(self) -> None:
-        """The breaker has opened: end what waits and what runs, and ask the store again after a
-        while.
-        """
+        """End all calls of this side after its breaker opened, and schedule a probe."""
         self.counts.trips += 1
         log.warning(
             "storage %s: %s is left alone for %g s", self._name, self.what, self.breaker.pause_s
@@ -234,7 +234,7 @@ class _Side:
         self._later()
 
     def close(self) -> asyncio.Future[None] | None:
-        """No more probes; what is under way is returned."""
+        """Schedule no more probes, and return the one under way, if any."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -253,10 +253,13 @@ class _Side:
 
     def _answered(self, probing: asyncio.Future[None]) -> None:
         error = None if probing.cancelled() else probing.exception()
+        # The side was closed meanwhile.
         if self._probing is not probing:
-            return  # closed meanwhile
+            return
         self._probing = None
         took_s = asyncio.get_running_loop().time() - self._asked_s
+        # A probe that succeeds slowly would be given up as a call, so it does not close the
+        # breaker.
         self.breaker.probed(error is None and took_s <= self.limits.stall_s)
         if self.breaker.is_open:
             why = error or f"a probe took {took_s:.1f} s"
@@ -273,7 +276,7 @@ class _Side:
 
 
 class _Lane:
-    """The calls of one kind, and their threads."""
+    """All calls of one kind, and their threads."""
 
     def __init__(
         self,
@@ -301,7 +304,7 @@ class _Lane:
 
     @property
     def admits(self) -> bool:
-        """What hangs has taken its thread along: with all of them gone nothing would be begun."""
+        """True while a new call can begin: the breaker is closed, and not every thread hangs."""
         return not self._side.breaker.is_open and self.hung < self._limit
 
     def start(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Call:
@@ -330,15 +333,16 @@ class _Lane:
         return call
 
     def cancel(self) -> list[Call]:
-        """All calls; returns them."""
+        """Cancel all calls, and return them."""
         calls = list(self._calls)
         for call in calls:
             call.cancel()
         return calls
 
     def _sliced(self, call: Call, part: Slice) -> None:
+        # The call was given up or cancelled, so its answer is final. A late slice must not count
+        # against the store either: the stall did already.
         if call.done.done():
-            # Given up, or cancelled: what it was told is final, and this is late news of the store.
             return
         call.results[part.start : part.start + len(part.results)] = part.results
         counts, breaker, limits = self._side.counts, self._side.breaker, self._side.limits

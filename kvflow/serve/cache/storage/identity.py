@@ -1,4 +1,4 @@
-"""Whose bytes a store holds, and the bytes of pages where they lie in host memory."""
+"""The identity of a store's pages, and views of the pages' bytes in host memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ _VERSION = 1
 
 
 def identity_of(layout: PoolLayout, unit: str = PAGE) -> bytes:
-    """32 bytes that two page-first layouts have in common exactly when a page (`unit`: or a row) of
-    the one can be read as one of the other: the same model, page size, components, parts and order
-    of bytes. How many pages there are makes no difference.
+    """Return 32 bytes that identify the content of a page (or row, by `unit`) of a page-first pool.
+
+    Two layouts have the same identity exactly when a page of one can be read as a page of the
+    other: the same model, page size, components, parts and order of bytes. The number of pages
+    does not matter.
 
     Raises: LayoutError for a layout that is not page-first; MisuseError without a fingerprint of
     the model.
@@ -30,18 +32,19 @@ def identity_of(layout: PoolLayout, unit: str = PAGE) -> bytes:
     components = sorted(
         (c for c in layout.components if c.in_rows == (unit == ROW)), key=lambda c: c.offset
     )
+    # The number of a buffer depends on where the pool placed the component, not on its content.
     described = [msgspec.structs.replace(c, buffer=0) for c in components]
     content = (_VERSION, unit, layout.fingerprint, layout.tag, layout.page_size, described)
     return sha256(b"kvflow storage" + msgspec.msgpack.encode(content)).digest()
 
 
 class PageViews:
-    """The bytes of single pages (or rows) of a page-first pool in host memory, as a store takes
-    them.
-    """
+    """Views of single pages (or rows) of a page-first pool in host memory, for a store."""
 
     def __init__(self, pool: PagedPool, unit: str = PAGE) -> None:
-        """Raises: LayoutError for a pool that is on a device, or not page-first."""
+        """Make views of the pages, or rows by `unit`, of `pool`.
+
+        Raises: LayoutError for a pool that is on a device, or not page-first."""
         if not pool.on_host:
             raise LayoutError(
                 f"a store reads and writes host memory, and the pool is on {pool.device}"
@@ -51,20 +54,22 @@ class PageViews:
         self.value_bytes = self._buffer.page_bytes
 
     def __getitem__(self, index: int) -> memoryview:
-        """Writable, `value_bytes` long; it keeps the memory mapped.
+        """Return a writable view of `value_bytes` bytes, which keeps the memory mapped.
 
-        Raises: LayoutError for an index outside.
+        Raises: LayoutError for an index out of bounds.
         """
         if not 0 <= index < self._count:
             raise LayoutError(f"{self._buffer.unit} {index} is outside 0..{self._count - 1}")
         size = self._buffer.page_bytes
+        # `from_address` only borrows the memory. The attribute keeps it mapped while the view
+        # lives, also in a call that hangs.
         memory = (ctypes.c_uint8 * size).from_address(self._buffer.address + index * size)
         memory.mapped_by = self._mapped_by  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")
 
 
 def _buffer(layout: PoolLayout, unit: str) -> Buffer:
-    """The one buffer that holds all of a page. Raises: LayoutError."""
+    """Return the one buffer that holds whole pages, or rows. Raises: LayoutError."""
     found = [b for b in layout.buffers if b.unit == unit]
     size = layout.page_bytes if unit == PAGE else layout.row_bytes
     if len(found) != 1 or found[0].page_bytes != size:

@@ -1,27 +1,27 @@
 """Pages in a Mooncake Store: memory that processes of a cluster lend to each other, under a master
-that knows what lies where.
+that lists the place of each page.
 
-Every call blocks, and a store that is in trouble answers in its own time, so all of this runs in
-the threads of `guarded`. Measured with 0.3.13 (TCP, loopback):
+Every call blocks, for long when the store is in trouble, so all of this runs in the threads of
+`guarded`. Measured with 0.3.13 (TCP, loopback):
 
-- The master is killed: the first call fails at once or after 4.3 s, each later one after 4.3 s. It
-  is frozen: a call waits for as long as that lasts. Both without the GIL. When a master is back the
-  client goes on by itself, within half a second; what was stored is gone, and there is no room
-  until clients have lent theirs again (about 1 s).
-- `setup` with no master waits for 90 s and **holds the GIL**, which stops the process. So a master
-  is asked by a child process first, and the client is set up only where that has worked, which
-  takes 50 to 100 ms, once. `close` holds it for 2 s.
-- A second put of a key changes nothing and reports success. So what is damaged is removed when it
-  is found.
-- A put reports success also for a page that somebody else has begun to put. So what was put is
-  looked up before it counts as stored.
+- With the master killed, the first call fails at once or after 4.3 s, each later one after 4.3 s.
+  With the master frozen, a call waits until that ends. Both release the GIL. When a master is back
+  the client reconnects within half a second; the stored pages are gone, and there is no room until
+  clients lend their memory again (about 1 s).
+- `setup` without a master waits for 90 s and **holds the GIL**, which stops the process. So a child
+  process tries it first, and this process sets its client up only if that worked, which takes 50 to
+  100 ms, once. `close` holds the GIL for 2 s.
+- A second put of a key has no effect and reports success. So damaged pages are removed when they
+  are found.
+- A put reports success also for a page that another client is still putting. So a page is looked up
+  after its put before it counts as stored.
 
-**The engine reaches none of the caller's buffers.** A transfer that has ended in an error may still
-go on when the call has returned, and nothing says until when. So records pass through memory of
-this backend that is never freed. A page is first copied from it to the caller's buffer, and then
-checked (`record`): what arrives late reaches no page, and what it has changed before does not pass.
-The checksum is needed for the rest, too: a lease that has run out, memory that was given to another
-page meanwhile, a process that died while it put.
+**Mooncake's engine never accesses the caller's buffers.** A transfer that ended in an error may
+continue after the call returned, and the engine does not report its end. So records pass through
+memory of this backend that is never freed. A page is first copied from it to the caller's buffer,
+and then checked (`record`): late bytes cannot reach a page, and a page with bytes that changed
+before the copy fails the check. The checksum also covers an expired lease, memory that the store
+meanwhile gave to another page, and a process that died during its put.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.cache.storage.port import Result
 from kvflow.serve.cache.storage.record import HEADER_BYTES, flaw_in, header_of
 
-BATCH_BYTES = 8 << 20  # of pages that pass through one piece of memory; at least one
+BATCH_BYTES = 8 << 20  # pages that pass through one piece of memory at once; at least one page
 LOCAL_BYTES = 16 << 20
-PEER_TO_PEER = "P2PHANDSHAKE"  # clients ask each other: no metadata server
+PEER_TO_PEER = "P2PHANDSHAKE"  # clients ask each other, without a metadata server
 CONNECT_S, ASK_S = 0.5, 10.0
 MORE_LOOKS, LOOK_S = 5, 0.01
 NO_ROOM, NOT_READY, NOT_FOUND = -200, -703, -704
-OTHER_SIZE, UNREADABLE = -600, -800  # what its key stands for cannot be read by us, now or ever
+# The record of a key that gives one of these can never be read by us, so it counts as damaged.
+OTHER_SIZE, UNREADABLE = -600, -800
 _ENVIRONMENT = {
     "MC_FORCE_TCP": "1",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""Read by the engine when it is loaded."""
+"""Variables that the engine reads when it is loaded."""
 _KEPT: list[NDArray[np.uint8]] = []
-"""What a late transfer may still reach."""
+"""Memory that a late transfer may still access; the list keeps it for the life of the process."""
 _NOT_INSTALLED = "mooncake is not installed: pip install 'kvflow[mooncake]'"
 _ASK = """
 import os, sys
@@ -76,7 +77,7 @@ log = logging.getLogger("kvflow.storage")
 
 
 class MooncakeBackend:
-    """Implements `port.Backend` over TCP."""
+    """A `port.Backend` over a Mooncake Store, by TCP."""
 
     name = "mooncake"
     pages_at_once = 256
@@ -92,11 +93,13 @@ class MooncakeBackend:
         metadata_server: str = PEER_TO_PEER,
         local_bytes: int = LOCAL_BYTES,
     ) -> None:
-        """`master` is its host:port, `host` the address at which other clients reach this process,
-        `identity` as `identity.identity_of` gives it, of pages of `value_bytes`. This process lends
-        `lent_bytes` to the store: pages of any process lie there, and are gone with it.
-        `metadata_server`: of the transfer engine, one for all clients; `local_bytes`: that the
-        client takes for itself.
+        """Make a store of pages of `value_bytes`, without connecting (see `open`).
+
+        `master`: host:port of the master. `host`: address at which other clients reach this
+        process. `identity`: from `identity.identity_of`. `lent_bytes`: memory that this process
+        lends to the store, for pages of any process, which are lost when it ends.
+        `metadata_server`: the transfer engine's, the same for all clients. `local_bytes`: memory
+        that the client allocates for its work.
 
         Raises: MisuseError.
         """
@@ -122,7 +125,7 @@ class MooncakeBackend:
         )
 
     def open(self) -> None:
-        """A master that is not there is looked for later.
+        """Load the package and connect; probes connect later if the master does not answer.
 
         Raises: MisuseError when the package cannot be loaded.
         """
@@ -142,7 +145,7 @@ class MooncakeBackend:
             log.warning("storage mooncake: %s", error)
 
     def close(self) -> None:
-        """Holds the GIL for some 2 s."""
+        """Close the client, which holds the GIL for some 2 s."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -168,12 +171,12 @@ class MooncakeBackend:
         return [{1: Result.DONE, 0: Result.ABSENT}.get(code, Result.FAILED) for code in codes]
 
     def probe_reads(self) -> None:
-        """Asks the master; connects to one that was not there at first."""
+        """Send a query to the master, after connecting if necessary."""
         if (code := self._connected().batch_is_exist([f"{self._prefix}probe"])[0]) not in (0, 1):
             raise OSError(f"the master does not answer (status {code})")
 
     def probe_writes(self) -> None:
-        """Puts a page, and removes it."""
+        """Put a page, and remove it."""
         client, name = self._connected(), f"{self._prefix}probe-{os.getpid()}-{next(self._numbers)}"
         with self._memory(client) as memory:
             code = client.batch_put_from([name], [memory.ctypes.data], [self._record_bytes])[0]
@@ -192,6 +195,8 @@ class MooncakeBackend:
                 )
                 record[HEADER_BYTES:] = np.frombuffer(buffer, dtype=np.uint8)
             codes = client.batch_put_from(names, *self._places(memory, len(keys)))
+        # NOT_READY: another client is putting the same page. Like success, it does not prove that
+        # the page is in the store, so both are looked up.
         put = [code in (0, NOT_READY) for code in codes]
         there = iter(_found(client, list(compress(names, put))))
         found = {1: Result.DONE, 0: Result.ABSENT}
@@ -215,6 +220,7 @@ class MooncakeBackend:
                     results[n] = Result.ABSENT
                 elif codes[n] == self._record_bytes:
                     header = record[:HEADER_BYTES].tobytes()
+                    # The copy comes before the check: a late transfer may change `memory` after it.
                     np.frombuffer(buffers[n], dtype=np.uint8)[:] = record[HEADER_BYTES:]
                     flaw = flaw_in(header, self.identity, keys[n], buffers[n])
                     results[n] = Result.DAMAGED if flaw else Result.DONE
@@ -235,7 +241,7 @@ class MooncakeBackend:
         return (slice(start, start + self._batch) for start in range(0, len(keys), self._batch))
 
     def _places(self, memory: NDArray[np.uint8], count: int) -> tuple[list[int], list[int]]:
-        """Addresses and sizes."""
+        """Return the addresses and sizes of the first `count` records."""
         size = self._record_bytes
         return [memory.ctypes.data + n * size for n in range(count)], [size] * count
 
@@ -244,7 +250,7 @@ class MooncakeBackend:
 
     @contextmanager
     def _memory(self, client: Any) -> Iterator[NDArray[np.uint8]]:
-        """For a batch; there are as many as were ever needed at once."""
+        """Yield registered memory for one batch; it is reused, and never freed."""
         try:
             memory = self._free.get_nowait()
         except Empty:
@@ -260,13 +266,14 @@ class MooncakeBackend:
             self._free.put(memory)
 
     def _ready(self) -> Any:
-        """Raises: OSError. Only probes connect: that can take longer than a request waits."""
+        """Return the client if it is connected. Raises: OSError."""
+        # Only probes connect, since that can take longer than a request may wait.
         if self._client is None:
             raise OSError(f"not connected to the master {self._master}")
         return self._client
 
     def _connected(self) -> Any:
-        """Raises: OSError."""
+        """Return the client, after connecting if necessary. Raises: OSError."""
         with self._connecting:
             if self._client is None:
                 self._client = self._connect()
@@ -274,6 +281,7 @@ class MooncakeBackend:
 
     def _connect(self) -> Any:
         try:
+            # A plain TCP connection finds an absent master in `CONNECT_S`, without a child.
             socket.create_connection(self._address, CONNECT_S).close()
             where = (self._master, self._host, self._metadata_server, str(self._local_bytes))
             arguments = [sys.executable, "-P", "-c", _ASK, *where]
@@ -310,16 +318,16 @@ class MooncakeBackend:
 
 
 def check_usable(master: str) -> None:
-    """What can be known before anything is allocated.
+    """Check the arguments of a store before any memory is allocated.
 
-    Raises: MisuseError for an address that is none, or a package that is not installed."""
+    Raises: MisuseError for a malformed address, or a package that is not installed."""
     _parsed(master)
     if importlib.util.find_spec("mooncake") is None:
         raise MisuseError(_NOT_INSTALLED)
 
 
 def _parsed(master: str) -> tuple[str, int]:
-    """Host and port. Raises: MisuseError."""
+    """Split `master` into host and port. Raises: MisuseError."""
     host, _, port = master.rpartition(":")
     if (
         not host
@@ -333,10 +341,9 @@ def _parsed(master: str) -> tuple[str, int]:
 
 
 def _found(client: Any, names: list[str]) -> list[int]:
-    """Whether they are there, as the client says it.
-
-    A page that another client puts at the same time, as prefill and decode do of one prompt, is
-    there when that one has written it: so a few looks."""
+    """Return the client's status of each name: 1 if it is in the store, 0 if it is not."""
+    # Prefill and decode may put pages of the same prompt at the same time. A page that the other
+    # one is still writing appears soon, so a few more looks avoid a second put.
     found: list[int] = client.batch_is_exist(names)
     for _ in range(MORE_LOOKS):
         if 0 not in found:

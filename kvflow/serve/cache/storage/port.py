@@ -1,4 +1,4 @@
-"""What the tiers ask of a store of pages, and what a store has to bring along."""
+"""Interfaces of a store of pages: `Storage` for the tiers, and `Backend` for a kind of store."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Protocol
 import msgspec
 
 KEY_BYTES = 32
-"""Of a page's digest, `protocols.cache.hashes.page_hashes`."""
+"""Size of a page's digest, see `protocols.cache.hashes.page_hashes`."""
 
 
 class Result(IntEnum):
-    """What has become of one page of a batch."""
+    """The result of a call for one page of a batch."""
 
     FAILED = 0
-    """The store had an error, or was not asked any more after one."""
+    """The store had an error, or was not asked after an earlier error."""
     DONE = 1
-    """Put: it is in the store, now or since before.
+    """Put: the page is in the store, possibly since before.
 
-    Get: every byte is in the buffer, and right. Lookup: it is there."""
+    Get: every byte is in the buffer, and right. Lookup: the page is in the store."""
     ABSENT = 2
-    """Get, lookup: it is not there. Put: there is no room for it."""
+    """Get, lookup: the page is not in the store. Put: there is no room for it."""
     DAMAGED = 3
-    """Get: what was there is not what was stored. It has been removed, where that is possible."""
+    """Get: the bytes are not those that were stored. The store removed the page if it could."""
 
 
 class StorageCounts(msgspec.Struct):
-    """Pages, unless the name says otherwise; all only grow."""
+    """Counters of a store, in pages unless noted; they only grow."""
 
     stored: int = 0
     not_stored: int = 0
-    """For whatever reason."""
+    """For any reason."""
     read: int = 0
     not_read: int = 0
-    """For whatever reason; those that were `absent` and `damaged` included."""
+    """For any reason, `absent` and `damaged` included."""
     absent: int = 0
     damaged: int = 0
     stored_bytes: int = 0
@@ -44,17 +44,17 @@ class StorageCounts(msgspec.Struct):
     errors: int = 0
     """Slices of calls in which the store had an error."""
     slow: int = 0
-    """Slices that took too long, whatever came of them."""
+    """Slices that took too long, with any result."""
     stalls: int = 0
-    """Calls that were given up, because a slice of them did not end."""
+    """Calls that were given up, because a slice did not end."""
     refused: int = 0
-    """Calls that were not begun: the store is left alone, or too many calls wait."""
+    """Calls that never began: the store is left alone, or too many calls wait."""
     trips: int = 0
-    """How often a breaker has opened."""
+    """Times that a breaker opened."""
 
 
 class StorageState(StorageCounts, kw_only=True):
-    """What a store has done, and whether it is asked now."""
+    """Counters of a store, and whether it takes calls now."""
 
     name: str
     readable: bool
@@ -62,80 +62,81 @@ class StorageState(StorageCounts, kw_only=True):
 
 
 class StorageCall(Protocol):
-    """One batch that is under way. All of it is used on the event loop it was begun on."""
+    """One batch that is under way. Used only on the event loop on which it began."""
 
     done: asyncio.Future[list[bool]]
-    """Per key, in their order: whether it was stored, or read whole and right.
+    """Per key, in order: True if the page was stored, or read whole and right.
 
-    Never an error. Who cancels it cancels the call."""
+    It never has an error. Cancelling it cancels the call."""
     released: asyncio.Future[None]
-    """When nothing touches the buffers any more: with `done`, or later, when a call to a store that
-    hangs returns.
+    """Done once the store no longer accesses the buffers: with `done`, or later when a call to a
+    hanging store returns.
     """
 
     def cancel(self) -> None:
-        """Nothing is begun any more: `done` has what had been done until now.
+        """Begin no further slice, and complete `done` with the results so far.
 
-        The slice that is under way runs on until `released`. Idempotent."""
+        The slice that is under way continues until `released`. Idempotent."""
 
 
 class Storage(Protocol):
     """A store of pages of one identity, for one event loop.
 
-    None of its calls raises for what the store does.
+    Its calls raise no error of the store.
     """
 
     name: str
-    """Of its kind."""
+    """Name of the kind of store."""
     value_bytes: int
-    """Of one page."""
+    """Size of one page."""
     counts: StorageCounts
 
     @property
     def readable(self) -> bool:
-        """Whether it is asked at all: false while it is left alone after errors."""
+        """True while it takes reads and lookups: not while it is left alone after errors."""
 
     @property
     def writable(self) -> bool: ...
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> StorageCall:
-        """Store `buffers[i]` under `keys[i]`; each has `value_bytes` bytes and must not change
-        until `released`.
+        """Begin to store `buffers[i]` under `keys[i]`; each has `value_bytes` bytes and must not
+        change until `released`.
 
         Raises: MisuseError for keys that are no digests, and buffers of another size.
         """
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> StorageCall:
-        """Read the page of `keys[i]` into `buffers[i]`, whose bytes are undefined where the answer
-        is False, and until `released`. Raises: MisuseError, as `put`, and for a buffer that is
-        read-only."""
+        """Begin to read the page of `keys[i]` into `buffers[i]`.
+
+        The bytes are undefined until `released`, and afterwards where `done` has False. Raises:
+        MisuseError, as `put`, and for a buffer that is read-only."""
 
     async def exists_prefix(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading keys are there; 0 when the store cannot say.
+        """Return how many of the leading keys are in the store; 0 when it cannot answer.
 
         Raises: MisuseError, as `put`.
         """
 
     async def close(self) -> None:
-        """Cancel and drain every call. What hangs is left alone after a while."""
+        """Cancel every call and wait for its end; calls that hang are left after a while."""
 
 
 class Backend(Protocol):
-    """Blocking code over one store; its calls come from several threads at once.
+    """Blocking code over one store, called from several threads at once.
 
-    Whatever it raises counts as FAILED for the whole batch, so what it has done of a batch is best
-    returned.
+    An error that it raises counts as FAILED for the whole batch, so it should rather return the
+    results of the pages that it finished.
     """
 
     name: str
     value_bytes: int
     pages_at_once: int
-    """No more are put or read in one call: what takes long is not stopped,
-    or given up, in between.
-    """
+    """Most pages put or read in one call, which is neither stopped nor given up in between."""
 
     def open(self) -> None:
-        """Once, before anything else. Raises: MisuseError for what will not change by itself."""
+        """Open the store, once and first. Raises: MisuseError for an error that waiting cannot
+        mend.
+        """
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Result]: ...
 
@@ -144,9 +145,9 @@ class Backend(Protocol):
     def exists(self, keys: Sequence[bytes]) -> list[Result]: ...
 
     def probe_reads(self) -> None:
-        """Returns when it makes sense to read again. Raises anything when it does not."""
+        """Try a read. Return if it works; raise any error if reads should stay paused."""
 
     def probe_writes(self) -> None: ...
 
     def close(self) -> None:
-        """Once, when no call runs."""
+        """Close the store, once, when no call runs."""

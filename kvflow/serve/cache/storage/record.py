@@ -1,8 +1,7 @@
-"""What stands before the bytes of a page in a store, so that nothing else is taken for them.
+"""The header before the bytes of a page in a store, which proves that they are that page.
 
-Everything in a header but the checksum of the bytes is known to who asks for a page. So it is not
-parsed: the header that ought to be there is made from the bytes that were read, and compared with
-the one that is.
+The reader of a page knows every field of its header but the checksum of the bytes. So the header is
+not parsed: the reader makes the expected header from the bytes that it read, and compares the two.
 """
 
 from __future__ import annotations
@@ -11,24 +10,25 @@ import struct
 
 from xxhash import xxh3_64
 
+# Magic, version, size of the header, identity, key, length, checksum of the bytes, checksum of the
+# fields before it.
 _HEADER = struct.Struct("<8sII32s32sQ8s8s")
-# Magic, version, size of the header, identity, key, length, checksum of the bytes, checksum of all
-# before it.
 _MAGIC = b"kvflowL3"
 _VERSION = 1
 HEADER_BYTES = _HEADER.size
 
 
 def header_of(identity: bytes, key: bytes, value: memoryview) -> bytes:
-    """Of a page's bytes; sums them, without the GIL where they are many."""
+    """Return the header of a page with the bytes `value`, and its checksum over them."""
+    # xxhash releases the GIL for a long input, so that other threads run meanwhile.
     fields = (_MAGIC, _VERSION, HEADER_BYTES, identity, key, value.nbytes, xxh3_64(value).digest())
     head = _HEADER.pack(*fields, b"")[:-8]
     return head + xxh3_64(head).digest()
 
 
 def flaw_in(header: bytes, identity: bytes, key: bytes, value: memoryview) -> str:
-    """What is wrong with a record that was read; empty when it is the page of this key and
-    identity, byte for byte.
+    """Describe the flaw of a record that was read; empty if it is exactly the page of this key
+    and identity.
     """
     if header == (expected := header_of(identity, key, value)):
         return ""
