@@ -1,5 +1,5 @@
-"""What a decode holds towards each prefill rank: a socket, the task that reads it, and the watch
-over its process.
+"""Decode's links to prefill ranks: for each a socket, the task that reads it, and the watch over
+the writer's process.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvflow.protocols.ports import ControlSocket, DataPlane
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str, int], ControlSocket]
-"""(control endpoint, our incarnation) -> DEALER.
+"""Opens the link to a prefill: (control endpoint, our incarnation) -> DEALER socket.
 
 Raises: MisuseError for an address it cannot connect to.
 """
-POLL_S = 0.1  # how often a socket is asked why it is not let in
+POLL_S = 0.1  # between two looks at the lockout reason of every socket
 
 
 class _Connection(NamedTuple):
@@ -33,7 +33,7 @@ class _Connection(NamedTuple):
 
 
 class Connections:
-    """Runs the endpoint's commands about links."""
+    """The commands of the endpoint about links, carried out on sockets and tasks."""
 
     def __init__(
         self, shell: Shell, endpoint: DecodeEndpoint, plane: DataPlane, connect: Connect
@@ -46,6 +46,7 @@ class Connections:
     def send(self, command: c.SendToPrefill) -> None:
         connection = self._open.get(command.peer)
         if connection is None or not connection.socket.send(command.frame, at_once=command.at_once):
+            # A lost frame is no error: rooms that stand still ask again (`Resync`).
             self._shell.counts.undelivered += 1
 
     def dial(self, command: c.Dial) -> None:
@@ -68,8 +69,9 @@ class Connections:
             connection.socket.close()
 
     async def _read(self, key: PeerKey, socket: ControlSocket) -> None:
-        """Consume one link's messages until cancelled; what goes wrong with one is counted, the
-        loop goes on (I7).
+        """Consume one link's messages until cancelled.
+
+        A message that fails is counted, and the loop continues (I7).
         """
         endpoint, shell = self._endpoint, self._shell
         async for burst in shell.bursts(socket):
@@ -80,12 +82,15 @@ class Connections:
                     shell.counts.handler_errors += 1
                     log.exception("a message of prefill %016x failed", key.incarnation)
             shell.run()
+            # This link was hung up, or dialled again, by a command that ran just now.
             if (connection := self._open.get(key)) is None or connection.socket is not socket:
                 break
 
     def poll(self, now: float) -> None:
-        """Ask every socket, now and then, why it is not let in: in every phase, or what it has to
-        tell piles up.
+        """Report to the endpoint every socket that prefill does not let in.
+
+        Links in every phase are polled, because reading the reason also empties the socket's queue
+        of connection events, which would grow otherwise.
         """
         if now - self._polled_at_s >= POLL_S:
             self._polled_at_s = now
@@ -120,5 +125,7 @@ class Connections:
 
     def stop_watch(self, command: c.StopWatch) -> None:
         task = self._watches.pop(command.peer, None)
+        # The watch may run this command itself, after it reported the death: it is about to return,
+        # and needs no cancelling.
         if task is not None and task is not asyncio.current_task():
             task.cancel()

@@ -52,7 +52,7 @@ _INT32 = np.dtype(np.int32)
 
 
 class Quarantined:
-    """The owner of pages whose room has ended while a loan on them has not."""
+    """The owner of pages whose room ended before the last loan on them."""
 
     __slots__ = ("grant",)
 
@@ -64,8 +64,8 @@ class Quarantined:
 
 
 class DecodeShell(Shell):
-    """One decode endpoint on the event loop: sockets, pages, fences,
-    and the rooms its users hold.
+    """One decode endpoint on the event loop: sockets, pages, fences, and the rooms that its users
+    hold.
     """
 
     def __init__(
@@ -81,21 +81,20 @@ class DecodeShell(Shell):
         checksums: Checksums | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """With `arrivals`, prefill writes into pages of staging, and `pages` are out of any peer's
-        reach.
+        """With `arrivals`, prefill writes into pages of staging, and no peer can reach `pages`.
 
-        `stores`: `pages` and the quarantine of their pool, and the same of the staging, where there
-        is one.
+        `stores` holds `pages` with the quarantine of their pool, and the same for the staging,
+        where there is one.
         """
         super().__init__(endpoint, endpoint.core.timing, counts, now)
         self.endpoint, self.pages, self.plane = endpoint, pages, plane
         self.checksums, self.arrivals = checksums, arrivals
-        self.lent = pages if arrivals is None else arrivals.lent  # who owns what peers write into
+        self.lent = pages if arrivals is None else arrivals.lent  # owns what peers write into
         self.quarantine, self._lent_quarantine = stores[0][0], stores[-1][0]
         self.waiting: Waiting[GrantId] = Waiting()  # for pages of staging
         self._lends_later = False
-        self._opening: set[DecodeRoom] = set()  # the ranks of their prefill are being asked for
-        # Open ones, and ended ones whose pages are not free.
+        self._opening: set[DecodeRoom] = set()  # rooms whose prefill is being resolved
+        # Open rooms, and ended rooms whose pages are not free.
         self.rooms: dict[GrantId, DecodeRoom] = {}
         self.connections = Connections(self, endpoint, plane, connect)
         self.runners = {
@@ -115,14 +114,15 @@ class DecodeShell(Shell):
             c.FreePages: self._free,
         }
         self.earlier = EarlierShell(self, endpoint.earlier, plane, stores)
-        # Places that rooms have of their callers' own: peers may write into each for one room only.
+        # Places of callers' own pages that rooms hold. The store only counts holds, so it would not
+        # notice two rooms over one page.
         self._own: NDArray[np.bool_] | None = None
 
     # --- rooms
 
     @property
     def layout(self) -> PoolLayout:
-        """Of the pool whose pages rooms have."""
+        """Layout of the pool whose pages rooms have."""
         return self.endpoint.core.identity.layout if self.arrivals is None else self.arrivals.layout
 
     def open(
@@ -136,8 +136,7 @@ class DecodeShell(Shell):
     ) -> None:
         """Open a room at `ranks`.
 
-        Raises: MisuseError. Every other refusal is the room's: it is raised where the room is
-        awaited.
+        Raises: MisuseError. Every other refusal is the room's: awaiting the room raises it.
         """
         endpoint, now = self.endpoint, self.now()
         try:
@@ -192,13 +191,14 @@ class DecodeShell(Shell):
                 "for"
             )
             raise room_error(Cause(Code.DEADLINE, text)) from None
-        if room.refused is not None:  # closed meanwhile: the prefill legs are told
+        # The room was closed while its ranks were asked for: prefill must receive the cause.
+        if room.refused is not None:
             self.refuse(room.room, ranks, room.refused)
         else:
             self.open(room, ranks, prompt, deadline_at_s, announce=True)
 
     def _opening_ended(self, room: DecodeRoom, error: BaseException | None) -> None:
-        """The room is open, or it ends here: with the task, whatever has ended that."""
+        """Refuse the room if the attempt ended without opening it, whatever ended the attempt."""
         room.opening = None
         self._opening.discard(room)
         if room.record is None and room.refused is None:
@@ -209,7 +209,7 @@ class DecodeShell(Shell):
             )
 
     def _refused(self, room: DecodeRoom, error: KvflowError) -> None:
-        """It ended before the endpoint knew of it, and has no pages."""
+        """End a room that the endpoint never knew, and that has no pages."""
         if room.refused is None:
             room.refused = error.cause()
             self.counts.room_refused(room.refused)
@@ -220,8 +220,9 @@ class DecodeShell(Shell):
             self.call_back_later(room.callbacks)
 
     def refuse(self, room: int, ranks: Sequence[RankInfo], cause: Cause) -> None:
-        """Tell the prefill legs of a request that is refused here; where none can be reached there
-        is nothing to do.
+        """Notify the prefill ranks of a request that is refused here.
+
+        Where they cannot be reached, the refusal is only logged.
         """
         try:
             self.endpoint.refuse_room(room, ranks, cause, self.now())
@@ -243,7 +244,7 @@ class DecodeShell(Shell):
     # --- links
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """See `DecodeEndpoint.declare_dead`.
+        """Declare a prefill dead; see `DecodeEndpoint.declare_dead`.
 
         Raises: also MisuseError for a process that is seen to run.
         """
@@ -259,13 +260,14 @@ class DecodeShell(Shell):
     def tick(self, now: float) -> None:
         self.connections.poll(now)
         super().tick(now)
-        if self.waiting:  # another node over this staging may have given pages back
+        # Another node over this staging may have returned pages.
+        if self.waiting:
             self._lend_waiting()
 
     # --- the end
 
     def leave(self) -> None:
-        """No new room from here on, and every room is aborted; `close` waits for what follows."""
+        """Open no room from here on, and abort every room; `close` waits for what follows."""
         self.leaving = True
         self.endpoint.leave(self.now())
         for room in list(self._opening):
@@ -276,12 +278,10 @@ class DecodeShell(Shell):
         self.run()
 
     async def close(self) -> list[UnprovenLoan]:
-        """Wait for the answers of prefills about their loans, say goodbye, then hang up.
+        """Wait until prefills proved what they can about their loans, send goodbye, then hang up.
 
-        Call `leave` first.
-
-        Returns what could not be proven: its pages must not be used until every writer named is
-        known to have ended.
+        Call `leave` first. Returns the loans that could not be proven: their pages must not be used
+        until every writer named is known to have ended.
         """
         core = self.endpoint.core
         await self.wait_while(
@@ -297,6 +297,7 @@ class DecodeShell(Shell):
         await self.stop()
         self.earlier.leave()
         left = [loan for room in self.rooms.values() for loan in self._unproven(room)]
+        # Stores withhold these pages before their rooms give them back, so that none becomes free.
         self._lent_quarantine.add(left, self.lent)
         for room in self.rooms.values():
             self._abandon(room)
@@ -319,10 +320,9 @@ class DecodeShell(Shell):
             )
 
     def _abandon(self, room: DecodeRoom) -> None:
-        """The node has closed: what was lent is the quarantine's now,
-        and what was not goes back.
-        """
-        if self.arrivals is not None:  # what may still be written is not what the room's user has
+        """Give back a room's pages after the node closed; those that were lent stay withheld."""
+        # Peers may still write into the staging, but not into the pages that the room's user has.
+        if self.arrivals is not None:
             self.lent.give_back(room.lent, room.owner)
             self._give_back(room)
             room.pages_freed()
@@ -332,7 +332,7 @@ class DecodeShell(Shell):
             self._give_back(room)
 
     def hold_own(self, room: RoomId, pages: PageIndices) -> None:
-        """Hold pages of the caller's own for a room, until `unhold_own`.
+        """Hold the caller's own pages for a room, until `unhold_own`.
 
         Raises: OwnershipError for pages that the store cannot hold, or that another room has.
         """
@@ -354,7 +354,9 @@ class DecodeShell(Shell):
         self._own[pages] = True
 
     def unhold_own(self, pages: PageIndices) -> None:
-        """No peer can reach these pages for their room any more, and no checksum reads them."""
+        """Let a room's own pages go: no peer can reach them for that room, and no checksum reads
+        them.
+        """
         assert self._own is not None
         self._own[pages] = False
         self.pages.unhold(pages)
@@ -368,14 +370,14 @@ class DecodeShell(Shell):
             self._lend(room)
 
     def offer(self, room: DecodeRoom) -> None:
-        """Take the room's pages and lend them, once every rank is registered."""
+        """Take the room's pages and lend them, as soon as every rank is registered."""
         if room.linked:
             self._lend(room)
             self.run()
 
     def _lend(self, room: DecodeRoom) -> None:
-        """At once; or, where too little of the staging is free, when others' pages come back: see
-        `Waiting`.
+        """Lend the room's pages at once, or, where too little of the staging is free, when pages of
+        other rooms return (see `Waiting`).
         """
         if room.record is None or room.ended:
             return
@@ -389,13 +391,14 @@ class DecodeShell(Shell):
             if room.own_pages is None:
                 take = self.pages.take_room if has_rows else self.pages.take
                 taken: Any = take(wanted, room.owner)
-                # Of a store of the user's own.
+                # A store of the user's own may return any sequence of indices.
                 if type(taken) is not np.ndarray or taken.dtype is not _INT32:
                     taken = page_indices(
                         taken, self.layout.num_places, f"room {room.room}: what {self.pages!r} gave"
                     )
                 room.pages = taken
-            if self.quarantine.leases:  # a store of somebody's own may know nothing of it
+            # A store of the user's own need not withhold pages that are in quarantine.
+            if self.quarantine.leases:
                 self.quarantine.check(room.pages)
             if self.arrivals is None:
                 room.lent = room.pages
@@ -408,9 +411,10 @@ class DecodeShell(Shell):
             room.when_opened.give(None)
 
     def _stage(self, room: DecodeRoom, wanted: int) -> bool:
-        """Take pages of staging for it; False when it waits for them.
+        """Take pages of staging for the room; False when it must wait for them.
 
-        Raises: CapacityError when there will never be as many."""
+        Raises: CapacityError when the staging can never have as many.
+        """
         layout = self.endpoint.core.identity.layout
         has_row = bool(layout.num_rows)
         if wanted > layout.num_pages + has_row:
@@ -418,7 +422,7 @@ class DecodeShell(Shell):
             never = CapacityError(
                 what, (wanted - has_row) * layout.page_size, layout.num_pages * layout.page_size
             )
-            # As a prompt that is larger than the pool: no other try helps.
+            # Like a prompt that is larger than the pool: a second try cannot help.
             never.code = Code.BAD_REQUEST
             raise never
         if self.waiting:
@@ -435,8 +439,11 @@ class DecodeShell(Shell):
 
     @property
     def staging_can_come_back(self) -> int:
-        """The places that a room can have of the staging once all has come back that no quarantine
-        keeps: every such page, and where there are rows one of them."""
+        """Places of the staging that one room could have, once all returned that no quarantine
+        keeps.
+
+        These are all such pages and, where there are rows, one row.
+        """
         layout, ledger, earlier = (
             self.endpoint.core.identity.layout,
             self.endpoint.core.ledger,
@@ -453,15 +460,16 @@ class DecodeShell(Shell):
         return self.waiting.next(free, self.staging_can_come_back, self.now())
 
     def _lend_waiting(self) -> None:
-        """Pages of staging have come back, or a room waits no more.
+        """Lend to waiting rooms, after pages of staging returned or a room stopped waiting.
 
-        What has much to lend goes on in the next turn.
+        After `LEND_WORK` rooms, the others follow in the next turn of the loop.
         """
         for _ in range(LEND_WORK):
             if not self.waiting or (grant := self._next_waiting()) is None:
                 break
             self._lend(self.rooms[grant])
-            if grant in self.waiting:  # there is no row for it: nor for another one
+            # There is no row for this room, so there is none for another one either.
+            if grant in self.waiting:
                 break
         else:
             if not self._lends_later:
@@ -482,9 +490,7 @@ class DecodeShell(Shell):
         room.verifier.begin(room.lent[chunk], room.pages[chunk], command.served, ended)
 
     def _verified(self, room: DecodeRoom) -> None:
-        """One of its chunks is under way no more; where it has ended, places of staging may have
-        become free.
-        """
+        """Continue after the work on a chunk ended, which may have freed places of staging."""
         room.idle()
         self._lend_waiting()
 
@@ -513,7 +519,8 @@ class DecodeShell(Shell):
         room.over = True
         if self.arrivals is not None and self.waiting.discard(room.grant):
             self._lend_waiting()
-        if room.phase is DecodePhase.SUCCESS:  # its pages are its user's
+        # The pages of a room that succeeded are its user's.
+        if room.phase is DecodePhase.SUCCESS:
             if self.arrivals is not None:
                 self._return_lent(room)
             room.pages_freed()
@@ -525,13 +532,14 @@ class DecodeShell(Shell):
     def _quarantine(self, command: c.QuarantinePages) -> None:
         room, owner = self.rooms[command.grant], Quarantined(command.grant)
         if room.own_pages is None:
-            # First: a store that refuses leaves all as it was.
+            # The pool's store comes first: if it refuses, everything is as before.
             self.pages.move(room.pages, room.owner, owner)
         if self.arrivals is not None:
             self.lent.move(room.lent, room.owner, owner)
         if room.own_pages is None or self.arrivals is not None:
             room.owner = owner
-        if self.waiting:  # what was kept for a room that now may never fit is another's
+        # The staging kept pages for a room that may now never fit: other rooms can have them.
+        if self.waiting:
             self._lend_waiting()
 
     def _free(self, command: c.FreePages) -> None:
@@ -548,7 +556,9 @@ class DecodeShell(Shell):
             del self.rooms[room.grant]
 
     def _give_back(self, room: DecodeRoom) -> None:
-        """The pages it has taken; a store that refuses them keeps no room from its end."""
+        """Give back the pages that the room took; a store that refuses does not keep the room from
+        its end.
+        """
         if room.own_pages is None and len(room.pages):
             self.guard(
                 lambda: self.pages.give_back(room.pages, room.owner),
@@ -556,8 +566,8 @@ class DecodeShell(Shell):
             )
 
     def _return_lent(self, room: DecodeRoom) -> None:
-        """Nothing of a peer's can reach its pages of staging any more;
-        a copy may still read them.
+        """Give back the room's pages of staging, which no peer can reach; a copy may still read
+        them.
         """
         if room.lent.size:
             self.lent.give_back(room.lent, room.owner)

@@ -1,5 +1,5 @@
-"""A shell's part for loans of earlier nodes over the same pool: watches of their writers, and pages
-that come back.
+"""Loans of earlier nodes over the same pool, as a shell handles them: it watches their writers and
+returns their pages.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ from kvflow.protocols.ports import (
 from kvflow.protocols.wire.messages import GrantId
 
 log = logging.getLogger(__name__)
-INHERIT_WORK = 64  # leases that a node which runs takes over in one turn of the event loop
+# Leases that a running node takes over in one turn of the event loop, so that its rooms go on.
+INHERIT_WORK = 64
 
 
 class EarlierShell:
-    """The part of a shell that belongs to `endpoint.earlier`. Implements `protocols.ports.Heir`."""
+    """The part of a shell that carries out the commands of `endpoint.earlier`.
+
+    Implements `protocols.ports.Heir`.
+    """
 
     def __init__(
         self,
@@ -39,15 +43,15 @@ class EarlierShell:
         plane: DataPlane,
         stores: Sequence[tuple[Quarantine, PageStore]],
     ) -> None:
-        """`stores`: what the node hands out, and the quarantine of the pool that it belongs to; two
-        with staging.
+        """`stores` holds each store that the node hands out pages of, with the quarantine of its
+        pool; there are two with staging.
         """
         self._shell, self._loans, self._plane = shell, loans, plane
         self._quarantines = [quarantine for quarantine, _ in stores]
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        # With the number of its pages.
+        # The value ends with the number of pages of the lease.
         self._leases: dict[GrantId, tuple[Quarantine, LeaseId, int]] = {}
-        # In the pool beside the staging, where they keep nothing of what is lent here.
+        # Counts for the pool beside the staging: loans there keep no page of what is lent here.
         self.leases_beside = self.pages_beside = 0
         self._watches: dict[int, asyncio.Task[None]] = {}  # by number of the writer
         self._left = False
@@ -59,13 +63,13 @@ class EarlierShell:
             self._take_over(quarantine, quarantine.join(self, store))
 
     def leave(self) -> None:
-        """The node closes: what is still without proof stays in the quarantines. Idempotent."""
+        """Leave the quarantines, which keep what is still without proof. Idempotent."""
         self._left = True
         for quarantine in self._quarantines:
             quarantine.leave(self)
 
     def free(self, command: c.FreePages) -> None:
-        """The pages of a room that an earlier node lent come back."""
+        """Return the pages of a room that an earlier node lent."""
         quarantine, lease, pages = self._leases.pop(command.grant)
         if quarantine is not self._quarantines[-1]:
             self.pages_beside -= pages
@@ -73,8 +77,9 @@ class EarlierShell:
         quarantine.free(lease)
 
     def check_unseen(self, incarnation: int) -> None:
-        """Raises: MisuseError for a writer that is to be declared dead, and is seen to run on this
-        host.
+        """Refuse to declare a writer dead that is seen to run on this host.
+
+        Raises: MisuseError.
         """
         for writer in self._loans.of(incarnation):
             if writer.address is not None:
@@ -95,21 +100,24 @@ class EarlierShell:
         if threading.get_ident() == self._thread:
             call()
             return
-        with suppress(RuntimeError):  # the loop is closed, and the node with it
+        # A RuntimeError means that the loop is closed, and the node with it.
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 
     # --- on the loop
 
     def _inherit(self, quarantine: Quarantine, leases: Sequence[Sequence[UnprovenLoan]]) -> None:
-        """Some leases; the others in the next turn, for the rooms of this node must go on.
+        """Take over some leases, and leave the others to the next turn of the loop, because the
+        rooms of this node must go on.
 
-        Its stores withhold the pages of all of them already."""
+        The node's stores withhold the pages of all of them already.
+        """
         self._take_over(quarantine, [loan for lease in leases[:INHERIT_WORK] for loan in lease])
         if (later := leases[INHERIT_WORK:]) and not self._left:
             self._loop.call_soon(self._inherit, quarantine, later)
 
     def _take_over(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
-        # Another node may have had the proof before this loop could hear of them.
+        # Another node may have received the proof before this call reached the loop.
         loans = quarantine.standing(loans)
         if loans and not self._left:
             pages = {loan.lease: len(loan.pages) for loan in loans}
@@ -134,7 +142,8 @@ class EarlierShell:
     async def _watch(self, command: c.WatchEarlierWriter) -> None:
         shell = self._shell
         if command.address.backend != self._plane.name:
-            return  # another kind of plane knows nothing of how its writes may linger
+            # A plane of another kind does not know how long the writes of this one may linger.
+            return
         if await fenced(self._plane, command.address, shell.timing, shell.counts):
             self._loans.writer_died(command.writer)
             shell.run()
@@ -148,8 +157,9 @@ class EarlierShell:
 
 
 def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> None:
-    """Raises: MisuseError for a writer that is to be declared dead, and is seen to run on this
-    host.
+    """Refuse to declare a writer dead that is seen to run on this host.
+
+    Raises: MisuseError.
     """
     if plane.sees_alive(address):
         pid = address.process.pid
@@ -160,7 +170,10 @@ def check_unseen(plane: DataPlane, incarnation: int, address: PlaneAddress) -> N
 
 
 def log_declared(incarnation: int, why: str, ended: tuple[int, int]) -> None:
-    """`ended`: how many loans, and how many pages they kept in quarantine."""
+    """Log that a prefill is declared dead.
+
+    `ended` is the number of loans that end, and of pages that they kept in quarantine.
+    """
     log.warning(
         "prefill %016x is declared dead (%s): %d loans end without proof, %d pages leave "
         "quarantine",

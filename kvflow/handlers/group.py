@@ -1,8 +1,8 @@
 """The shells of a group of prefill ranks: one for its leader, and one at each rank, the leader's
 own included.
 
-Each awaits frames from its socket, feeds its endpoint, and runs what comes out. What becomes of a
-rank's room is told to the group as it happens; what the group decides is carried out on the room.
+Each awaits frames from its socket, feeds its endpoint, and runs what comes out. A rank reports to
+the group what happens to its room; what the group decides is carried out on the room.
 """
 
 from __future__ import annotations
@@ -28,44 +28,53 @@ from kvflow.telemetry.counters import Counts
 log = logging.getLogger(__name__)
 
 WaitDead = Callable[[ProcessIdentity], Awaitable[None]]
-"""Returns once that process has ended.
+"""Returns once the process ended.
 
-Raises: TransferError where that can never be seen from here, OSError where it cannot be just
-now."""
+Raises: TransferError where its end can never be observed from here, OSError where it cannot be
+observed just now.
+"""
 OpenRoom = Callable[[TicketKey, RoomId, bytes], PrefillRoom]
-"""Opens this rank's half of a room, from what the leader was given as the request, in the order in
-which the leader has opened them. Raises: KvflowError; the shell then refuses decode's half."""
+"""Opens this rank's half of a room from the request that the leader received, in the order in which
+the leader opened the rooms.
+
+Raises: KvflowError; the shell then refuses decode's half.
+"""
 RefuseRoom = Callable[[RoomId, Cause], None]
-"""This rank's `PrefillNode.refuse`: its half of a room will never come, and decode is told why."""
+"""This rank's `PrefillNode.refuse`: its half of a room will never arrive, and decode receives the
+cause.
+"""
 
 IsReady = Callable[[PrefillRoom, bytes], Awaitable[None]]
-"""Returns once this rank can begin: decode's half is there, and whatever else the request waits for
-here. It is given what the leader was. Raises: KvflowError by what ended the room."""
+"""Returns once this rank can begin: decode's half arrived, and whatever else the request waits for
+here. The second argument is the request that the leader received.
+
+Raises: KvflowError by what ended the room.
+"""
 
 _LEAVING = Cause(Code.SHUTDOWN, "the leader of the group is shutting down")
 
 
 class GroupRequest:
-    """One request at the leader: what becomes of it on all ranks."""
+    """One request at the leader: its outcome over all ranks."""
 
     def __init__(self, shell: LeaderShell, ticket: Ticket, room: RoomId) -> None:
         self._shell, self.ticket, self.room = shell, ticket, room
         self.when_decided: Answer[None] = Answer()
 
     async def decided(self) -> None:
-        """Wait until it has succeeded on every rank.
+        """Wait until the request succeeded on every rank.
 
         Raises: KvflowError by what failed it, once for the group.
         """
         await self.when_decided.get()
 
     def close(self, cause: Cause | None = None) -> None:
-        """End it on every rank; no effect once it is decided."""
+        """End the request on every rank; no effect once it is decided."""
         self._shell.close_request(self, check_cause(cause))
 
 
 class LeaderShell(Shell):
-    """One leader on the event loop."""
+    """One group leader on the event loop."""
 
     def __init__(
         self,
@@ -100,11 +109,9 @@ class LeaderShell(Shell):
     def open(self, room: int, request: bytes) -> GroupRequest:
         """Open a room on every rank; synchronous, so that a refusal is known before any work.
 
-        `request` is what `open_room` of every rank is given.
-
-        Raises: as `GroupLeader.open` (room in use, capacity, a rank is missing), AbortedError while
-        shutting down. Then decode's half has been refused on every rank with that cause: do not
-        call `refuse` as well.
+        `request` is what `open_room` of every rank receives. Raises: as `GroupLeader.open` (room in
+        use, capacity, a rank is missing), AbortedError while shutting down. Decode's half is then
+        refused on every rank with that cause: do not call `refuse` as well.
         """
         try:
             if self.leaving:
@@ -119,10 +126,10 @@ class LeaderShell(Shell):
         return found
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """No request for this room will come to `open`: decode is told why on every rank, now or
-        when its half comes.
+        """Refuse a room that will never come to `open`: decode receives the cause on every rank,
+        now or when its half arrives.
 
-        It is to a group what `PrefillNode.refuse` is to one rank. Raises: MisuseError for what is
+        It is to a group what `PrefillNode.refuse` is to one rank. Raises: MisuseError if `room` is
         no room id.
         """
         self.leader.refuse(room, check_cause(cause))
@@ -133,7 +140,7 @@ class LeaderShell(Shell):
         self.run()
 
     def leave(self) -> None:
-        """End every request."""
+        """Refuse new requests, and end every open one."""
         self.leaving = True
         for request in list(self.requests.values()):
             self.leader.close(request.ticket, _LEAVING)
@@ -142,18 +149,21 @@ class LeaderShell(Shell):
     async def close(self) -> None:
         self.leave()
         try:
-            await asyncio.sleep(0)  # what has been decided is sent as this turn of the loop ends
+            # The socket sends what the group decided when this turn of the loop ends.
+            await asyncio.sleep(0)
         finally:
             await self.stop()
 
     async def stop(self) -> None:
         await super().stop()
-        for request in self.requests.values():  # nothing more will be heard of them
+        # A stopped shell reads no more messages, so no decision can arrive for these requests.
+        for request in self.requests.values():
             request.when_decided.give(None, room_error(_LEAVING))
 
     async def _read(self) -> None:
-        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
-        (I7).
+        """Consume messages until cancelled.
+
+        A message that fails is counted, and the loop continues (I7).
         """
         async for burst in self.bursts(self.socket):
             for peer_id, frame in burst:
@@ -196,6 +206,8 @@ class LeaderShell(Shell):
 
     def _unwatch(self, command: group_leader.UnwatchMember) -> None:
         task = self._watches.pop(command.member, None)
+        # The watch may run this command itself, after it reported the death: it is about to return,
+        # and needs no cancelling.
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
@@ -208,12 +220,12 @@ class RankRequest:
         self.when_settled: Answer[None] = Answer()
 
     async def settled(self) -> None:
-        """Wait until it has succeeded on every rank. Raises: KvflowError by what failed it."""
+        """Wait until the request succeeded on every rank. Raises: KvflowError by what failed it."""
         await self.when_settled.get()
 
 
 class MemberShell(Shell):
-    """One rank's membership on the event loop."""
+    """One rank's membership of the group on the event loop."""
 
     def __init__(
         self,
@@ -227,7 +239,7 @@ class MemberShell(Shell):
         now: Callable[[], float],
         ready: IsReady | None = None,
     ) -> None:
-        """`ready`: without it, a rank is ready once the room is matched."""
+        """Without `ready`, a rank is ready once the room is matched."""
         super().__init__(member, member.timing, counts, now)
         self.member, self.socket, self._wait_dead = member, socket, wait_dead
         self._open_room, self._refuse_room, self._ready = open_room, refuse_room, ready
@@ -250,14 +262,16 @@ class MemberShell(Shell):
         self.run()
 
     async def started(self) -> RankRequest:
-        """Wait for the next request that every rank is ready for: in one order on all ranks.
+        """Wait for the next request that every rank is ready for; the order is the same on all
+        ranks.
 
-        It may have failed since, which its room tells."""
+        The request may already be over when it is returned: its room reports that.
+        """
         return await self._started.get()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait until nothing is left of any request, or patience has ended; the rooms must have
-        been closed.
+        """Wait until every request is gone, or `patience_s` passed. The rooms must be closed
+        before.
         """
         self.leaving = True
         await self.wait_while(lambda: bool(self.member.tickets), patience_s)
@@ -265,11 +279,12 @@ class MemberShell(Shell):
     async def stop(self) -> None:
         await super().stop()
         gone = Cause(Code.SHUTDOWN, f"rank {self.member.rank} of the group is shutting down")
-        for request in self.requests.values():  # nothing more will be heard of them
+        # A stopped shell reads no more messages, so no decision can arrive for these requests.
+        for request in self.requests.values():
             request.when_settled.give(None, room_error(gone))
 
     async def _read(self) -> None:
-        """As the leader's."""
+        """Consume messages until cancelled, as the leader does."""
         async for burst in self.bursts(self.socket):
             for _, frame in burst:
                 try:
@@ -281,7 +296,7 @@ class MemberShell(Shell):
             self.run()
 
     def _log_refusal(self) -> None:
-        """Once each time that it is another one: a rank that is refused asks on."""
+        """Log each new refusal once: a rank that is refused keeps asking."""
         if (refusal := self.member.refusal) == self._refusal:
             return
         self._refusal = refusal
@@ -291,7 +306,7 @@ class MemberShell(Shell):
             log.info("rank %d is in its group", self.member.rank)
 
     async def _follow(self, request: RankRequest) -> None:
-        """Tell the group that this rank is ready, and wait for the end of its room."""
+        """Report to the group that this rank is ready, and wait for the end of its room."""
         room = request.room
         if self._ready is not None:
             await self._ready(room, request.request)
@@ -301,12 +316,15 @@ class MemberShell(Shell):
         await room.done()
 
     def _followed(self, request: RankRequest, error: BaseException | None) -> None:
-        """Tell the group what has become of this rank's room.
+        """Report to the group how this rank's room ended.
 
-        What the engine's `ready` raises ends the room as well: its writes, if any, are drained
-        before the group hears that it is released."""
+        An error that the engine's `ready` raises ends the room as well: its writes, if any, are
+        drained before the group receives the release.
+        """
         if self.stopped:
-            return  # the leader sees the end of this membership, and `stop` tells who waits here
+            # The leader observes the end of this membership, and `stop` answers the users who wait
+            # here.
+            return
         member, key, room = self.member, request.key, request.room
         if error is not None:
             cause = self.explained(error, f"room {room.room} at rank {member.rank}").cause()
@@ -341,8 +359,8 @@ class MemberShell(Shell):
                 raise MisuseError(f"open_room() returned {room!r}, which is no PrefillRoom")
         except BaseException as problem:  # noqa: BLE001 - `explained` raises what must pass
             cause = self.explained(problem, f"opening room {command.room}").cause()
-            # A room in use: decode's half is that of another room, or the node has refused it
-            # already.
+            # If the room id is in use, decode's half belongs to the other room, or the node refused
+            # it already.
             if not isinstance(problem, RoomInUseError):
                 self.guard(
                     lambda: self._refuse_room(command.room, cause), f"refusing room {command.room}"
@@ -378,5 +396,7 @@ class MemberShell(Shell):
 
     def _unwatch(self, command: group_member.UnwatchLeader) -> None:
         task, self._watch_task = self._watch_task, None
+        # The watch may run this command itself, after it reported the death: it is about to return,
+        # and needs no cancelling.
         if task is not None and task is not asyncio.current_task():
             task.cancel()

@@ -47,8 +47,10 @@ class _OpenWrite(NamedTuple):
 
 
 class _EndedWrite:
-    """Implements `protocols.ports.Write`: one that moves no byte, because its chunk has no pages or
-    the plane refused it."""
+    """A write that moves no byte, because its chunk has no pages or the plane refused it.
+
+    Implements `protocols.ports.Write`.
+    """
 
     landed_bytes = total_bytes = 0
 
@@ -58,11 +60,13 @@ class _EndedWrite:
         self.done.set_result(outcome)
 
     def cancel(self) -> None:
-        """It has ended already."""
+        """Return at once: the write is over from the start."""
 
 
 def _is_short(error: BaseException | None) -> bool:
-    """Another decode's route holds what there is too little of."""
+    """Return True for a shortage (descriptors, memory, staging) that another decode's route may
+    cause.
+    """
     while error is not None:
         if isinstance(error, CapacityError) or (
             isinstance(error, OSError) and error.errno in _SHORT
@@ -73,8 +77,8 @@ def _is_short(error: BaseException | None) -> bool:
 
 
 class PrefillShell(Shell):
-    """One prefill endpoint on the event loop: its socket, routes, writes, and the rooms its engine
-    holds.
+    """One prefill endpoint on the event loop: its socket, routes, writes, and the rooms that its
+    engine holds.
     """
 
     def __init__(
@@ -89,10 +93,10 @@ class PrefillShell(Shell):
         stores: Sequence[tuple[Quarantine, PageStore]],
         checksums: Checksums | None = None,
     ) -> None:
-        """With `checksums` every chunk tells decode the checksum of its source pages.
+        """With `checksums`, every chunk carries the checksum of its source pages to decode.
 
-        `stores`: `pages` and the quarantine of their pool, and the same of the staging, where there
-        is one.
+        `stores` holds `pages` with the quarantine of their pool, and the same for the staging,
+        where there is one.
         """
         core = endpoint.core
         super().__init__(endpoint, core.timing, counts, now)
@@ -135,7 +139,7 @@ class PrefillShell(Shell):
         rendezvous_s: float | None,
         deadline_at_s: float,
     ) -> PrefillRoom:
-        """The engine's half of a room.
+        """Open the engine's half of a room.
 
         Raises: MisuseError when the id is in use, AbortedError while shutting down.
         """
@@ -158,8 +162,8 @@ class PrefillShell(Shell):
         self.run()
 
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
-        """Held before the endpoint is told: pages that
-        are not the engine's must not be waited for.
+        """Queue a chunk. The pages are held first: no write may wait for pages that are not the
+        engine's.
         """
         self.endpoint.check_chunk(room.record, pages, last, len(handoff))
         self.quarantine.check(pages)
@@ -184,7 +188,9 @@ class PrefillShell(Shell):
     # --- peers
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """See `PrefillEndpoint.declare_dead`.
+        """Declare a prefill dead to which an earlier node over this pool lent pages.
+
+        See `PrefillEndpoint.declare_dead`.
 
         Raises: also MisuseError for a process that is seen to run.
         """
@@ -193,8 +199,9 @@ class PrefillShell(Shell):
         self.run()
 
     async def _read(self) -> None:
-        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
-        (I7).
+        """Consume messages until cancelled.
+
+        A message that fails is counted, and the loop continues (I7).
         """
         endpoint = self.endpoint
         async for burst in self.bursts(self.socket):
@@ -228,8 +235,9 @@ class PrefillShell(Shell):
         self.routes[command.peer] = route
 
     def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
-        """The decode is told something, whatever has ended the attempt."""
+        """Report the end of the attempt to the endpoint, which answers the decode in every case."""
         if error is None:
+            # The decode may be gone by now; its route then belongs to no peer.
             if not self.endpoint.route_opened(peer, self.now()):
                 self.routes.pop(peer).close()
         elif not self.stopped:
@@ -249,7 +257,7 @@ class PrefillShell(Shell):
     # --- the end
 
     def leave(self) -> None:
-        """No new room from here on, and every room is ended; `drain` waits for its writes."""
+        """Open no room from here on, and end every room; `drain` waits for their writes."""
         if not self.leaving:
             self._last_grants = [
                 (peer, grant) for peer in self.endpoint.peers for grant in peer.grants.rooms
@@ -259,9 +267,11 @@ class PrefillShell(Shell):
         self.run()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait until the writes of every room have ended, or patience has; then until decodes have
-        confirmed what they were told of those rooms, which comes with a heartbeat, or two are
-        overdue."""
+        """Wait until the writes of every room ended, or `patience_s` passed; then until decodes
+        confirmed the ends of those rooms.
+
+        A confirmation comes with a heartbeat; the wait ends when two heartbeats are overdue.
+        """
         self.leave()
         core = self.endpoint.core
         await self.wait_while(lambda: bool(core.rooms or core.tasks), patience_s)
@@ -271,8 +281,8 @@ class PrefillShell(Shell):
             log.warning("the ends of %d rooms are not confirmed by decode %s", len(left), names)
 
     def _unconfirmed(self) -> list[DecodePeer]:
-        """Once per room that was open at `leave`, and whose decode is there and has not confirmed
-        its end.
+        """Return, for each room that was open at `leave`, its decode, if that is up and did not
+        confirm the room's end.
         """
         return [
             peer
@@ -281,11 +291,12 @@ class PrefillShell(Shell):
         ]
 
     async def part(self) -> None:
-        """Say goodbye to decodes, and wait until they have acknowledged it, or two heartbeats are
+        """Send goodbye to decodes, and wait until they acknowledged it, or two heartbeats are
         overdue.
 
-        Call it once: after `drain`, or where that has left writes, when the data plane is closed
-        and has ended them."""
+        Call it once: after `drain`, or, if writes were left then, after the data plane is closed,
+        which ends them.
+        """
         await self.wait_while(lambda: bool(self.endpoint.rooms), 2 * self.timing.heartbeat_s)
         self.endpoint.part(self.now())
         self.run()
@@ -301,7 +312,7 @@ class PrefillShell(Shell):
             )
 
     async def close(self) -> None:
-        """Stop the tasks; the data plane must be closed, so that no write runs.
+        """Stop the tasks. The data plane must be closed, so that no write runs.
 
         The socket stays the caller's.
         """
@@ -335,13 +346,13 @@ class PrefillShell(Shell):
         )
 
     def _start_write(self, command: c.StartWrite) -> None:
-        """The pages are held already."""
+        """Start a write whose pages are held already."""
         room = self.rooms[command.serial]
         write = self._begin_write(command, room)
         self._writes[command.write] = _OpenWrite(write, command.source_pages, room)
         room.writes[command.write] = write
-        # A future calls back in a later turn, also when it is done already. So a room never ends
-        # inside of the engine's own `send`, while the engine still acts on what it has sent.
+        # A future calls back in a later turn of the loop, even if it is done already. So a room
+        # never ends inside the engine's own `send`, while the engine still acts on what it sent.
         write.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
     def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:
@@ -355,7 +366,8 @@ class PrefillShell(Shell):
             return _EndedWrite(
                 WriteOutcome.CANCELLED, str(self.explained(problem, f"room {room.room}: its write"))
             )
-        # Whatever it is, something may be on its way.
+        # The plane accepted the write, so something may be on its way: only an unproven outcome is
+        # safe.
         if not asyncio.isfuture(getattr(write, "done", None)):
             route = self.routes[command.peer]
             return _EndedWrite(
@@ -373,18 +385,19 @@ class PrefillShell(Shell):
         checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
         self.endpoint.write_ended(number, outcome, self.now(), error=error, checksum=checksum)
         self.counts.bytes_moved += landed_bytes
-        # A thread hangs that reads them.
+        # A checksum took too long, and its thread still reads the pages: they stay held until it
+        # returns.
         if isinstance(write, ChecksummedWrite) and not write.released.done():
             room.readers += 1
             write.released.add_done_callback(lambda _: self._read_no_more(room, source_pages))
             self.run()
             return
-        # Some 100 us for 256 pages: after the answer that decode's pages wait for, and before any
-        # user is told.
+        # Letting the pages go takes some 100 us for 256 pages. It runs after the commands, because
+        # decode's pages wait for the answer among them, and before any user is notified.
         self.run(then=functools.partial(self.pages.unhold, source_pages))
 
     def _unhold(self, source_pages: PageIndices) -> None:
-        """A store that refuses keeps no room from its end."""
+        """Let source pages go; a store that refuses does not keep the room from its end."""
         self.guard(lambda: self.pages.unhold(source_pages), "letting source pages go")
 
     def _read_no_more(self, room: PrefillRoom, source_pages: PageIndices) -> None:
@@ -415,7 +428,8 @@ class PrefillShell(Shell):
 
     def _released(self, command: c.RoomReleased) -> None:
         room = self.rooms.pop(command.serial, None)
-        if room is not None:  # the engine's half may never have come
+        # The engine's half may never have arrived.
+        if room is not None:
             room.over = True
             if not room.readers:
                 room.when_released.give(None)

@@ -1,5 +1,6 @@
-"""A room's story as debug lines, while it happens: for reading a log, where /rooms tells it
-afterwards.
+"""Debug lines that report each step of a room as it happens.
+
+They are for reading a log; GET /rooms returns the same story afterwards.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ log = logging.getLogger("kvflow.rooms")
 
 
 def about(room: DecodeRoom | PrefillRoom) -> dict[str, Any]:
-    """`extra` of a log line about `room`, whichever task writes it."""
+    """Return the `extra` of a log line about `room`, for whichever task writes the line."""
     return {"request_id": room.request_id, "rooms": (room.room,)}
 
 
 def follow(room: DecodeRoom | PrefillRoom) -> None:
-    """Log what has happened in the room, and all that will; call it where `log` is enabled for
-    debugging.
+    """Log the story of the room so far, and each later step as it happens.
+
+    Call it where `log` is enabled for debugging.
     """
     assert room.record is not None
     story, opened_at_s, extra = room.record.story, room.opened_at_s, about(room)

@@ -1,6 +1,6 @@
-"""The rooms as their users hold them: futures, pages and the two context managers.
+"""Rooms as their users hold them: futures, pages and the two context managers.
 
-What happens, endpoints decide.
+The endpoints decide what happens in a room.
 """
 
 from __future__ import annotations
@@ -34,12 +34,10 @@ _CLIENT_GONE = Cause(Code.CLIENT_GONE)
 
 
 class Answer(Generic[T]):
-    """What a room's users wait for: a result or an error, given once.
+    """The result or the error that the users of a room wait for, given once.
 
-    A user that is cancelled cancels no other's wait.
-
-    Not a future of its own: most answers are there before they are asked for, or are never asked
-    for.
+    Cancelling one user does not cancel the wait of another. It is not an `asyncio.Future`, because
+    most answers are given before a user asks for them, or are never asked for.
     """
 
     __slots__ = ("_error", "_result", "_waiting", "given")
@@ -51,7 +49,7 @@ class Answer(Generic[T]):
         self._waiting: tuple[asyncio.Future[None], ...] = ()
 
     async def get(self) -> T:
-        """Wait for it. Raises: the error."""
+        """Wait for the answer, and return the result. Raises: the error."""
         if not self.given:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting += (waiter,)
@@ -61,12 +59,13 @@ class Answer(Generic[T]):
                 self._waiting = tuple(other for other in self._waiting if other is not waiter)
                 raise
         if self._error is not None:
+            # Several users may raise this one object: its traceback would grow with each of them.
             raise self._error.with_traceback(None)
         result: T = self._result
         return result
 
     def give(self, result: T | None, error: BaseException | None = None) -> None:
-        """No effect when it has been given already."""
+        """Set the result or the error; no effect if one was given before."""
         if self.given:
             return
         self.given, self._result, self._error = True, result, error
@@ -77,16 +76,16 @@ class Answer(Generic[T]):
 
 
 class DecodeSide(Protocol):
-    """What a room asks of the shell it was opened by."""
+    """The shell as a decode room uses it."""
 
     pages: PageStore
-    quarantine: Quarantine  # of the pool of `pages`
+    quarantine: Quarantine  # for the pool of `pages`
 
     @property
     def layout(self) -> PoolLayout: ...
 
     def hold_own(self, room: RoomId, pages: PageIndices) -> None:
-        """Hold pages of the caller's own for a room, until `unhold_own`. Raises: OwnershipError."""
+        """Hold the caller's own pages for a room, until `unhold_own`. Raises: OwnershipError."""
 
     def unhold_own(self, pages: PageIndices) -> None: ...
 
@@ -98,32 +97,34 @@ class DecodeSide(Protocol):
 class DecodeRoom:
     """One room at decode.
 
-    Await it, or use it as an async context manager: then it is open, and at the end nothing of it
-    is left behind."""
+    Await it, or enter it as an async context manager: it is then open. Leaving the context closes
+    it.
+    """
 
     def __init__(self, shell: DecodeSide, room: RoomId, tokens: int, num_pages: int) -> None:
-        """`num_pages`: what it will need for a prompt of `tokens`.
+        """`num_pages` is what the room needs for a prompt of `tokens` tokens.
 
-        They are taken from the node's store unless `give` brings them."""
+        The pages are taken from the node's store, unless `give` brings them.
+        """
         self._shell = shell
         self.room, self.tokens, self.num_pages = room, tokens, num_pages
         self.own_pages: PageIndices | None = None
-        self.prefix_tokens: int | None = None  # as `offer` was told
+        self.prefix_tokens: int | None = None  # the argument of `offer`
         self.grant = GrantId(0)
         self.record: DecodeRoomRecord | None = None
         self.pages: PageIndices = NO_PAGES
-        # What prefill writes: its pages, or as many of the staging's.
+        # Pages that prefill writes: `pages`, or as many pages of the staging.
         self.lent: PageIndices = NO_PAGES
         self.owner: Hashable = ("room", room)
         self.verifier: ChunkVerifier | None = None
         self.opening: asyncio.Task[None] | None = None
-        self.refused: Cause | None = None  # it ended before the endpoint knew of it
+        self.refused: Cause | None = None  # why it ended, where the endpoint never knew it
         self.when_begun: Answer[bool] = Answer()
         self.when_opened: Answer[None] = Answer()
         self.when_landed: Answer[bytes] = Answer()
         self.when_released: Answer[None] = Answer()
-        self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
-        # For log lines that other tasks write about this room.
+        self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ended
+        # Tasks that serve all requests log about this room, and take the request's id from here.
         self.request_id = CURRENT.get().request_id
         self._kept = False
         self.held_back = True  # until its pages may be taken
@@ -140,12 +141,12 @@ class DecodeRoom:
 
     @property
     def state(self) -> DecodeRoomState | None:
-        """None while the ranks of its prefill are being asked for."""
+        """State of the room's machine; None before the endpoint opened the room."""
         return None if self.record is None else self.record.state
 
     @property
     def cause(self) -> Cause | None:
-        """Why it ended; None while it has not, or when it succeeded."""
+        """Cause of the room's end; None while it is open, and after a success."""
         return self.refused if self.record is None else self.record.state.cause
 
     @property
@@ -160,26 +161,29 @@ class DecodeRoom:
         return () if self.record is None else self.record.story.lines()
 
     async def begun(self) -> bool:
-        """Of a room that was announced: wait until prefill has a place for the whole prompt, so
-        that pages offered from here on wait for no other room. False when they are offered sooner.
-        Raises: as `opened`."""
+        """Wait until prefill has a place for the whole prompt of a room that was announced.
+
+        Pages offered from then on wait for no other room. Returns False when the pages are offered
+        sooner. Raises: as `opened`.
+        """
         return await self.when_begun.get() if self.held_back or self.when_begun.given else False
 
     async def opened(self) -> Self:
         """Wait until every rank is registered and the pages are offered.
 
-        Raises: LostError, RefusedError, CapacityError, AbortedError: by what kept it from opening.
+        Raises: LostError, RefusedError, CapacityError or AbortedError, by what kept the room from
+        opening.
         """
         await self.when_opened.get()
         return self
 
     def give(self, pages: Sequence[int] | PageIndices) -> None:
-        """Pages of the caller's own, held in the node's store from here on until nothing can touch
-        them.
+        """Use pages of the caller's own for the room.
 
-        Raises: MisuseError (another number of pages, or a second time), OwnershipError (pages the
-        store cannot hold, that another room has, or that a writer of an earlier node over the pool
-        may still write into).
+        The node's store holds them from here on, until nothing can touch them. Raises: MisuseError
+        (another number of pages, or a second call), OwnershipError (pages that the store cannot
+        hold, that another room has, or that a writer of an earlier node over the pool may still
+        write into).
         """
         if self.own_pages is not None or not self.held_back:
             raise MisuseError(f"room {self.room}: its pages have been given already")
@@ -191,10 +195,12 @@ class DecodeRoom:
     def offer(
         self, pages: Sequence[int] | PageIndices | None = None, *, prefix_tokens: int | None = None
     ) -> Self:
-        """Of a room that was only announced: its pages are there now, `pages` of the caller's own
-        or those of the node's store. `prefix_tokens`: what decode has of the prompt, if that is
-        more than when it was announced. No effect on a room that has ended. Await the room next.
-        Raises: as `DecodeNode.room`."""
+        """Bring the pages of a room that was announced: `pages` of the caller's own, or pages of
+        the node's store.
+
+        `prefix_tokens` is what decode has of the prompt, if that is more than at the announcement.
+        Await the room next. No effect on a room that ended. Raises: as `DecodeNode.room`.
+        """
         if not self.ended:
             if not self.held_back:
                 raise MisuseError(f"room {self.room}: its pages have been offered already")
@@ -209,37 +215,38 @@ class DecodeRoom:
         return self
 
     async def landed(self) -> bytes:
-        """Wait for every page from every rank. Returns prefill's hand-over.
+        """Wait until every page from every rank landed, and return prefill's hand-over.
 
         Raises: KvflowError by what ended the room (see errors.py); its `code` is the first cause.
         """
         return await self.when_landed.get()
 
     async def released(self) -> None:
-        """Wait until nothing touches the room's pages any more: every loan has ended, and no
-        checksum runs.
+        """Wait until nothing touches the room's pages: every loan ended, and no checksum or copy
+        runs.
         """
         await self.when_released.get()
 
     def keep(self, owner: Hashable) -> PageIndices:
-        """Take the landed pages over: they are `owner`'s now, and closing the room leaves them
-        alone.
+        """Make `owner` the owner of the landed pages; closing the room then leaves them alone.
 
-        Of a pool with rows the last is the room's row: `pool.layout.split` tells pages and rows
-        apart. Raises: MisuseError before they have landed, or a second time.
+        In a pool with rows the last page is the room's row: `pool.layout.split` separates pages and
+        rows. Raises: MisuseError before the pages landed, or on a second call.
         """
         if self.phase is not DecodePhase.SUCCESS or self._kept:
             raise MisuseError(f"room {self.room}: pages can be kept once, after landed()")
+        # Pages of the caller's own are only held in the store: their owner there stays the caller.
         if self.own_pages is None:
             self._shell.pages.move(self.pages, self.owner, owner)
         self._kept = True
         return self.pages
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room, in any state, any number of times.
+        """End the room; valid in every state, any number of times.
 
-        Before it landed this is an abort: the caller is told at once, and pages that are still lent
-        come home when their loans end. Raises: MisuseError for what is no Cause."""
+        Before its pages landed this is an abort: the caller receives the error at once, and pages
+        that are still lent return when their loans end. Raises: MisuseError if `cause` is no Cause.
+        """
         self._shell.close_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
         if not self._kept and self.phase is DecodePhase.SUCCESS:
             self._kept = True
@@ -247,15 +254,16 @@ class DecodeRoom:
                 self._shell.pages.give_back(self.pages, self.owner)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call back once, when the room has ended; at once if it has."""
+        """Call `callback` once, when the room ended; at once if it ended before."""
         if self.ended:
             callback()
         else:
             self.callbacks.append(callback)
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """As entering it: a caller that is cancelled here has no handle to close, so the room is
-        closed.
+        """Open the room, as entering it does.
+
+        A caller that is cancelled here has no handle to close, so the room is closed for it.
         """
         return self.__aenter__().__await__()
 
@@ -282,7 +290,7 @@ class DecodeRoom:
         self.when_landed.give(None, error)
 
     def pages_freed(self) -> None:
-        """Nothing can write into them; a checksum may still read them."""
+        """Record that no peer can write into the pages; a checksum may still read them."""
         self.free = True
         self.idle()
 
@@ -296,11 +304,12 @@ class DecodeRoom:
                 if self.own_pages is not None:
                     self._shell.unhold_own(self.own_pages)
             finally:
+                # A store that refuses must not keep users waiting for the release.
                 self.when_released.give(None)
 
 
 class PrefillSide(Protocol):
-    """What a room asks of the shell it was opened by."""
+    """The shell as a prefill room uses it."""
 
     def begin_room(self, room: PrefillRoom) -> None: ...
 
@@ -317,23 +326,24 @@ class PrefillSide(Protocol):
 
 
 class PrefillRoom:
-    """One room at prefill: its writes and their fate.
+    """One room at prefill: its writes and their outcome.
 
     Close it, or use it as an async context manager.
     """
 
     def __init__(self, shell: PrefillSide, record: PrefillRoomRecord) -> None:
         self._shell, self.record = shell, record
-        # For log lines that other tasks write about this room.
+        # Tasks that serve all requests log about this room, and take the request's id from here.
         self.request_id = CURRENT.get().request_id
         self.writes: dict[int, Write] = {}
-        self.landed_before = 0  # bytes of writes that have ended
-        # Checksums that were given up, and whose threads may read its pages yet.
+        self.landed_before = 0  # bytes that ended writes moved
+        # `readers` counts checksums that took too long, whose threads may still read the room's
+        # pages.
         self.over, self.readers = False, 0
         self.when_matched: Answer[int] = Answer()
         self.when_done: Answer[None] = Answer()
         self.when_released: Answer[None] = Answer()
-        self.callbacks: list[Callable[[], None]] = []  # run by the shell when it has ended
+        self.callbacks: list[Callable[[], None]] = []  # the shell runs them when the room ended
 
     def __repr__(self) -> str:
         return (
@@ -355,7 +365,7 @@ class PrefillRoom:
 
     @property
     def cause(self) -> Cause | None:
-        """Why it ended; None while it has not, or when it succeeded."""
+        """Cause of the room's end; None while it is open, and after a success."""
         return self.record.state.cause
 
     @property
@@ -369,7 +379,7 @@ class PrefillRoom:
 
     @property
     def prefix_tokens(self) -> int:
-        """Prompt tokens that decode has already; known once matched."""
+        """Prompt tokens that decode already has; known once the room is matched."""
         return self.record.prefix_tokens
 
     @property
@@ -385,12 +395,15 @@ class PrefillRoom:
         return self.record.story.lines()
 
     def begin(self) -> None:
-        """The engine has a place for the whole prompt, or is sure to get it whatever other rooms
-        do: a decode that waits for that is told. Any number of times."""
+        """Report that the engine has a place for the whole prompt, or is sure to get one whatever
+        other rooms do.
+
+        A decode that waits for it is notified. May be called any number of times.
+        """
         self._shell.begin_room(self)
 
     async def matched(self) -> int:
-        """Wait for decode's half. Returns the number of prompt tokens decode already has.
+        """Wait for decode's half, and return the number of prompt tokens that decode already has.
 
         Raises: KvflowError by what ended the room; its `code` is the first cause.
         """
@@ -399,16 +412,17 @@ class PrefillRoom:
     def send(
         self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b""
     ) -> None:
-        """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages, and are
-        held until the write has ended. The room never ends inside of this call, also where n is 0
-        or the data plane refuses the write.
+        """Queue one chunk: our `pages` (list or int32 [n]) go onto the next n target pages.
 
-        The last chunk carries the hand-over, which reaches decode's `landed`. Only full pages
-        before the last chunk. Of a pool with rows its last entry is the request's row: row r is
-        `num_pages + r` (`pool.layout.numbered`). Raises: MisuseError (before matched, after the
-        last chunk, more pages than decode lent, a page outside the pool, that has no owner or is in
-        quarantine, a hand-over before the last chunk): nothing was queued; the room's own error
-        once it has ended.
+        The pages are held until the write ends. The room never ends inside this call, even where n
+        is 0 or the data plane refuses the write. The last chunk carries the hand-over, which
+        decode's `landed` returns. Chunks before the last have full pages only. In a pool with rows
+        the last entry of the last chunk is the request's row: row r has the index `num_pages + r`
+        (`pool.layout.numbered`).
+
+        Raises: MisuseError (before matched, after the last chunk, more pages than decode lent, a
+        page that is outside the pool, has no owner or is in quarantine, a hand-over before the last
+        chunk): nothing was queued; the room's own error once it ended.
         """
         shell = self._shell
         indices = page_indices(pages, shell.num_pages, f"room {self.record.room}")
@@ -417,21 +431,25 @@ class PrefillRoom:
         shell.send_chunk(self, indices, bool(last), handoff)
 
     async def done(self) -> None:
-        """Wait until every write has landed. Raises: KvflowError by what ended the room."""
+        """Wait until every write landed. Raises: KvflowError by what ended the room."""
         await self.when_done.get()
 
     async def released(self) -> None:
-        """Wait until the room is over and nothing reads its pages any more: no write of it runs, in
-        success or not, and no checksum."""
+        """Wait until the room is over and nothing reads its pages: no write of it runs, whether it
+        succeeded or not, and no checksum.
+        """
         await self.when_released.get()
 
     def close(self, cause: Cause | None = None) -> None:
-        """End the room, in any state, any number of times: decode is told at once, running writes
-        are drained. Raises: MisuseError for what is no Cause."""
+        """End the room; valid in every state, any number of times.
+
+        Decode is notified at once, and running writes are drained. Raises: MisuseError if `cause`
+        is no Cause.
+        """
         self._shell.close_prefill_room(self, _CLIENT_GONE if cause is None else check_cause(cause))
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call back once, when nothing more may be sent; at once if that is so already."""
+        """Call `callback` once, when nothing more may be sent; at once if that is so already."""
         if self.ended:
             callback()
         else:

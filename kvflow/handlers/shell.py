@@ -1,7 +1,7 @@
-"""What both shells are made of: run an endpoint's commands, tick it in time, and keep track of
+"""The base of both shells: it runs an endpoint's commands, ticks it in time, and keeps track of
 tasks.
 
-A shell decides nothing about the protocol. It awaits what arrives, feeds the endpoint, and runs
+A shell makes no decision about the protocol. It awaits what arrives, feeds the endpoint, and runs
 what comes out.
 """
 
@@ -21,15 +21,15 @@ from kvflow.protocols.ports import ControlSocket, DataPlane, PlaneAddress
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
-TICK_GRAIN_S = 0.005  # what is due within this time is dealt with in one tick
+TICK_GRAIN_S = 0.005  # one tick handles everything that is due within this time
 
 
 class Endpoint(Protocol):
-    """Either endpoint, as far as a shell of any kind is concerned."""
+    """The part of an endpoint that every shell uses."""
 
     @property
     def outbox(self) -> list[Any]:
-        """What it asks for; the list `commands()` empties."""
+        """Commands to be run; the list that `commands()` empties."""
 
     def next_tick(self) -> float: ...
 
@@ -49,10 +49,11 @@ class Shell:
         now: Callable[[], float],
     ) -> None:
         self._endpoint = endpoint
-        self.runners: dict[type, Callable[[Any], None]] = {}  # by type of command, what runs it
+        self.runners: dict[type, Callable[[Any], None]] = {}  # what runs a command, by its type
         self.timing, self.counts, self.now = timing, counts, now
         self._loop = asyncio.get_running_loop()
-        # Of this node, not of the request that happens to start a task or a timer for all of them.
+        # Tasks and timers serve all requests: their log lines must not name the request that
+        # happens to start them.
         self._context = contextvars.copy_context()
         self._timer: asyncio.Handle | None = None
         self._fires_at_s = 0.0
@@ -60,16 +61,15 @@ class Shell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._running = self.stopped = False
-        # set when something was fed to a leaving endpoint.
+        # Set when a leaving endpoint was fed.
         self.changed, self.leaving = asyncio.Event(), False
 
     def run(self, then: Callable[[], object] | None = None) -> None:
-        """Run what the endpoint asks for until it asks for nothing more, `then`, and what users
-        want to be called with.
+        """Run the endpoint's commands until it has no more, then `then`, then the users' callbacks.
 
-        A command that feeds the endpoint may come here again: the loop below runs what follows.
-        What a command calls may be the user's, and may raise anything; only what ends the process
-        passes, and the next call goes on.
+        A command that feeds the endpoint may call this method again: the outer call runs what
+        follows. A command may call user code, which may raise anything. Only what ends the process
+        is raised here, and the next call continues with the commands that are left.
         """
         if self._running:
             assert then is None
@@ -78,13 +78,15 @@ class Shell:
         outbox, runners = self._endpoint.outbox, self.runners
         ran = 0
         try:
-            for command in outbox:  # it grows meanwhile
+            # Commands append to the outbox while this loop runs.
+            for command in outbox:
                 ran += 1
                 try:
                     runners[type(command)](command)
                 except ENDS_PROCESS:
                     raise
-                except BaseException:  # the commands that follow are other rooms'
+                # The commands that follow belong to other rooms.
+                except BaseException:
                     self.counts.handler_errors += 1
                     log.exception("%r failed", command)
         finally:
@@ -102,7 +104,7 @@ class Shell:
             self._arm(at_s)
 
     def guard(self, call: Callable[[], object], what: str) -> None:
-        """Call; an exception is logged and counted, because other rooms must go on."""
+        """Call `call`; log and count an exception, because other rooms must go on."""
         try:
             call()
         except ENDS_PROCESS:
@@ -112,10 +114,11 @@ class Shell:
             log.exception("%s failed", what)
 
     def explained(self, error: BaseException, doing: str) -> KvflowError:
-        """Turn whatever has ended a piece of work into the error of its room.
+        """Turn whatever ended a piece of work into the error of its room.
 
-        What kvflow does not raise on purpose is a fault of user code or of ours: it is logged and
-        counted. Raises: what ends the process."""
+        An error that kvflow does not raise on purpose is a fault of user code or of ours: it is
+        logged and counted. Raises: what ends the process.
+        """
         if isinstance(error, KvflowError):
             return error
         if isinstance(error, ENDS_PROCESS):
@@ -131,7 +134,7 @@ class Shell:
         )
 
     def call_back_later(self, callbacks: list[Callable[[], None]]) -> None:
-        """Call each once, after the commands that are being run."""
+        """Call each callback once, after the commands that run now."""
         self._callbacks += callbacks
         callbacks.clear()
 
@@ -141,15 +144,16 @@ class Shell:
         if self._timer is not None:
             self._timer.cancel()
         wait_s = 0.0 if at_s == float("-inf") else max(at_s - self.now(), TICK_GRAIN_S)
-        # How late a tick comes shows a stall only where it comes often.
+        # Wake once per heartbeat at least: only a frequent timer shows by its lateness that the
+        # loop stood still.
         wait_s = min(wait_s, self.timing.heartbeat_s)
         self._due_at_s = at_s
         self._fires_at_s = self._loop.time() + wait_s
         self._timer = self._loop.call_later(wait_s, self._tick, context=self._context)
 
     def _tick(self) -> None:
-        """Called when something is due, by the loop's clock: how late it is tells whether the loop
-        stood still.
+        """Tick the endpoint when something is due by the loop's clock, and credit the time for
+        which the loop stood still.
         """
         self._timer, self._due_at_s = None, float("inf")
         now = self.now()
@@ -159,7 +163,7 @@ class Shell:
         self.run()
 
     def wake(self) -> None:
-        """The clock has been moved: look at what is due now."""
+        """Handle at once what is due after the clock was moved."""
         self.changed.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -167,13 +171,15 @@ class Shell:
             self._tick()
 
     async def wait_while(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Wait until `condition` is false, which is looked at whenever something was fed to the
-        endpoint, or until patience has ended, by the node's clock."""
+        """Wait until `condition` is false, or until `patience_s` passed by the node's clock.
+
+        The condition is evaluated each time the endpoint was fed.
+        """
         until_s = self.now() + patience_s
         while condition() and (left_s := until_s - self.now()) > 0:
             self.changed.clear()
-            # Each time anew: a loop's timer may fire a moment before its time, and where nothing is
-            # fed any more there is no other.
+            # A new timeout in each round: the loop's timer may fire a moment early, and where the
+            # endpoint is no longer fed there is no other wake-up.
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self.changed.wait()
@@ -191,12 +197,13 @@ class Shell:
         of_caller: bool = False,
         ended: Callable[[BaseException | None], None] | None = None,
     ) -> asyncio.Task[None]:
-        """Start `work`, which does nothing once this shell has stopped.
+        """Start `work` as a task; after the shell stopped, the task is cancelled before its first
+        step.
 
-        Its end is reported to `ended` with what it raised, whatever that is, a cancellation before
-        its first step included; without `ended`, what it raises is logged and counted.
+        `ended` receives what the task raised, whatever that is, or None; a cancellation before the
+        first step is reported too. Without `ended`, an error is logged and counted.
 
-        `of_caller`: its log lines are about the request of the caller.
+        With `of_caller`, log lines of the task name the caller's request.
         """
         context = contextvars.copy_context() if of_caller else self._context.copy()
         task = self._loop.create_task(work, name=name, context=context)
@@ -213,14 +220,16 @@ class Shell:
                 log.error("%s ended", name, exc_info=error)
 
         task.add_done_callback(report, context=context)
-        if self.stopped:  # else nothing would ever end it
+        # `stop` may already be past its last look at the tasks, so that no one else would end this
+        # one.
+        if self.stopped:
             task.cancel()
         return task
 
     async def bursts(self, socket: ControlSocket) -> AsyncIterator[list[tuple[bytes, bytes]]]:
-        """What a socket receives, until this is cancelled.
+        """Yield the bursts that a socket receives, until cancelled.
 
-        A failure is counted, and it is tried again (I7).
+        A failure is counted, and receiving is tried again (I7).
         """
         while True:
             try:
@@ -245,15 +254,15 @@ class Shell:
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
-            # A task leaves the set in a callback of its end. `asyncio.gather` returns at once where
-            # all have ended (from Python 3.12 on), before any callback runs: this would be a loop
-            # without end.
+            # A task leaves the set in a callback of its end. `asyncio.gather` would return at once
+            # if all tasks ended already (Python 3.12 and later), before any callback runs, and this
+            # loop would not end.
             await asyncio.wait(tasks)
 
 
 async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts: Counts) -> bool:
-    """True once no write of `writer` can reach our pool any more, False when that can never be
-    proven from here.
+    """Return True once no write of `writer` can reach our pool, False when that can never be proven
+    from here.
     """
     return await seen_ended(lambda: plane.fence(writer), writer.locator, timing, counts)
 
@@ -261,10 +270,11 @@ async def fenced(plane: DataPlane, writer: PlaneAddress, timing: Timing, counts:
 async def seen_ended(
     wait: Callable[[], Awaitable[None]], whose: str, timing: Timing, counts: Counts
 ) -> bool:
-    """True once `wait` has returned, False when it raises TransferError: from here that can never
-    be seen.
+    """Return True once `wait` returned, False when it raises TransferError: from here the end can
+    never be observed.
 
-    Anything but an answer (no descriptor left to watch with, say) is counted, and asked again.
+    Any other error (no file descriptor left to watch with, for example) is counted, and `wait` is
+    called again.
     """
     while True:
         try:

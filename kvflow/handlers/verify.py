@@ -1,8 +1,8 @@
-"""Verified transfers: prefill sums the pages it sends, decode those that landed; what they mean,
-the endpoint decides.
+"""Verified transfers: prefill sums the pages it sends, decode those that landed; the endpoint
+compares the sums.
 
-Sums run in threads, beside the write and beside each other; pages are held while they are read
-(I13), also by a sum whose time is up.
+Sums run in threads, beside the write and beside each other. Pages are held while they are read
+(I13), also by a sum that took too long.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
-    """How a write whose `done` has resolved ended, its error, and the bytes that are proven to have
+    """Return the outcome of a write whose `done` resolved, its error, and the bytes proven to have
     landed.
 
-    Nothing is known of one that broke the contract of `ports.Write`: it is unproven.
+    A write that breaks the contract of `ports.Write` proves nothing: it is unproven.
     """
     outcome: Any
     error: Any
@@ -57,7 +57,7 @@ def write_report(write: Write) -> tuple[WriteOutcome, str, int]:
 
 
 class NoSum:
-    """Implements `protocols.ports.ChecksumTask`: one that could not even be begun."""
+    """A checksum that could not be started. Implements `protocols.ports.ChecksumTask`."""
 
     def __init__(self, error: str) -> None:
         loop = asyncio.get_running_loop()
@@ -68,13 +68,13 @@ class NoSum:
         self.released.set_result(None)
 
     def cancel(self) -> None:
-        """It has ended already."""
+        """Return at once: the task is over from the start."""
 
 
 def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
-    """What `begin` has begun.
+    """Return the task that `begin` starts, or a failed task where `begin` raises.
 
-    Where it raises, a task that says so: the room that waits for it must hear of it.
+    The room that waits for the checksum must receive an answer in either case.
     """
     try:
         return begin(*of)
@@ -86,28 +86,27 @@ def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
 
 
 class ChecksummedWrite:
-    """Implements `protocols.ports.Write`: a write and the sum of its source pages, over when both
-    are.
+    """A write together with the sum of its source pages; it ends when both do.
 
-    Where there is no sum the write counts as stopped: its bytes have landed, and nothing vouches
-    for them.
+    Implements `protocols.ports.Write`. Without a sum the write counts as cancelled: its bytes
+    landed, but no checksum vouches for them.
     """
 
     def __init__(self, write: Write, task: ChecksumTask) -> None:
         self._write, self._task = write, task
-        self._broken = ""  # what its report says, once it is done
+        self._broken = ""  # the error of the write's report, once it is done
         self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
         write.done.add_done_callback(self._part_ended)
         task.done.add_done_callback(self._part_ended)
 
     @property
     def checksum(self) -> bytes:
-        """Once it is done."""
+        """The sum of the source pages, once the write is done."""
         return self._task.done.result()
 
     @property
     def released(self) -> Pending[None]:
-        """Resolves when the sum reads the source pages no more."""
+        """Resolves when the sum no longer reads the source pages."""
         return self._task.released
 
     @property
@@ -135,8 +134,8 @@ class ChecksummedWrite:
 
 
 class ChunkVerifier:
-    """The chunks of one room at decode that are being summed, or brought from where they have
-    landed.
+    """The chunks of one room at decode that are being summed, or copied from the staging to their
+    pages.
     """
 
     def __init__(
@@ -146,10 +145,11 @@ class ChunkVerifier:
         arrivals: Arrivals | None,
         released: Callable[[], None],
     ) -> None:
-        """One of `checksums` and `arrivals` does it.
+        """Exactly one of `checksums` and `arrivals` does the work.
 
-        `released` is called whenever a chunk has ended, and what it has read or written is held no
-        more."""
+        `released` is called each time a chunk ended and the pages that it read or wrote are no
+        longer held.
+        """
         self._store, self._checksums, self._arrivals, self._released = (
             store,
             checksums,
@@ -169,9 +169,12 @@ class ChunkVerifier:
         served: tuple[Served, ...],
         ended: Callable[[bytes, str], None],
     ) -> None:
-        """Sum what was `served` of `pages`, or bring it there from what was `lent`; `ended` gets
-        the answer, or, where there is none, an empty one and why."""
+        """Sum what a rank `served` of `pages`, or copy it there from `lent`.
+
+        `ended` receives the checksum and an empty text, or an empty checksum and the reason.
+        """
         arrivals = self._arrivals
+        # The pages stay held until the thread lets them go, even if the room ends before (I13).
         self._store.hold(pages)
         if arrivals is not None:
             arrivals.lent.hold(lent)
@@ -192,6 +195,9 @@ class ChunkVerifier:
         task.done.add_done_callback(lambda found: ended(found.result(), task.error))
 
     def cancel(self) -> None:
-        """The room is over; its pages are free when nothing reads or writes them."""
+        """Stop the sums and copies of a room that is over.
+
+        Its pages become free when no thread reads or writes them.
+        """
         for task in self._running:
             task.cancel()
