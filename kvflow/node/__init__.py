@@ -1,5 +1,5 @@
-"""The library: a prefill or a decode node over your own paged pool: endpoint, shell, pages, data
-plane, control link.
+"""A prefill or a decode node over your own paged pool: endpoint, shell, pages, data plane and
+control link together.
 
 async with DecodeNode(pool, plane="local") as decode:
     # ranks: each prefill node's `info`

@@ -1,5 +1,5 @@
-"""What both nodes share: identity, pool, page owners, data plane,
-and the way they start and end.
+"""The base of both nodes: identity, pool, page owners, data plane, and how a node starts and
+ends.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ S = TypeVar("S", PrefillShell, DecodeShell)
 
 
 class Node(Generic[S]):
-    """What both roles share: identity, pool, page owners, data plane, and the way they start and
-    end.
+    """A node of either role: identity, pool, page owners, data plane, and how it starts and
+    ends.
     """
 
     role = ""
@@ -66,7 +66,7 @@ class Node(Generic[S]):
             raise MisuseError(f"{staging!r} is not for {pool!r}")
         self.pool, self.staging, self._now = pool, staging, now
         self.reached = pool if staging is None else staging.host
-        """What the data plane reads and writes."""
+        """Memory that the data plane reads and writes."""
         self.plane: DataPlane = plane_for(
             self.reached, plane, receives=self.role == "decode", host=host
         )
@@ -74,6 +74,7 @@ class Node(Generic[S]):
         self.pages: PageStore = pages or pool.places
         pool.quarantine.keep_out_of(self.pages)
         self.timing, self.bounds = timing or Timing(), bounds or Bounds()
+        # Odd, and so never 0, which as the owner of an address means that its owner is not checked.
         self.incarnation = Incarnation(
             secrets.randbits(63) | 1 if incarnation is None else incarnation
         )
@@ -89,16 +90,18 @@ class Node(Generic[S]):
 
     @staticmethod
     def _moved(layout: PoolLayout) -> PoolLayout:
-        """What of a pool peers write, or are sent."""
+        """Return the part of a pool that peers write, or receive."""
         return layout
 
     def _sums(self) -> Checksums | None:
-        """Of the pool's pages, where transfers are verified."""
+        """Return the checksums over the pool's pages, for transfers that are verified."""
         return PageChecksums(self.pool, self._moved(self.pool.layout))
 
     @property
     def _stores(self) -> list[tuple[Quarantine, PageStore]]:
-        """What this node hands out, and lends or sends from, with the quarantine of each pool."""
+        """Stores that this node hands out pages of, and lends or sends from, each with the
+        quarantine of its pool.
+        """
         found: list[tuple[Quarantine, PageStore]] = [(self.pool.quarantine, self.pages)]
         if self.staging is not None:
             found.append((self.reached.quarantine, self.reached.places))
@@ -132,9 +135,10 @@ class Node(Generic[S]):
 
     @property
     def _open_shell(self) -> S:
-        """The shell, for something to begin with.
+        """The shell, for work that begins now.
 
-        Raises: MisuseError once the node is closed; while it closes, the endpoint refuses."""
+        Raises: MisuseError once the node is closed; while it closes, the endpoint refuses.
+        """
         if self._closing is not None and self._closing.done():
             raise MisuseError(f"the {self.role} node is closed")
         return self.shell
@@ -144,39 +148,42 @@ class Node(Generic[S]):
             raise MisuseError(f"the {self.role} node was started before: make a new one")
 
     def rooms_by_phase(self) -> dict[str, int]:
-        """Open rooms, by the name of their phase."""
+        """Count the open rooms by the name of their phase."""
         return dict(
             Counter(record.phase.name.lower() for record in self.shell.endpoint.rooms.values())
         )
 
     @property
     def control(self) -> str:
-        """Where decodes reach this node, "tcp://host:port"; empty for a node that binds nothing."""
+        """Address at which decodes reach this node, "tcp://host:port"; empty for a node that binds
+        no port.
+        """
         return ""
 
     @property
     def quarantined_pages(self) -> int:
-        """Pages lent by rooms that have ended, or by earlier nodes over this pool, without proof
-        yet that nothing writes into them."""
+        """Pages that ended rooms, or earlier nodes over this pool, lent, and that a peer may still
+        write into.
+        """
         return self.shell.endpoint.core.ledger.quarantined_pages
 
     @property
     def overdue_pages(self) -> int:
-        """Those of the quarantine whose writer is in doubt, or has left an Abort unanswered until
-        it was repeated.
+        """Pages in quarantine whose writer is in doubt, or left an Abort unanswered until it was
+        repeated.
         """
         return self.shell.endpoint.core.ledger.overdue_pages
 
     @property
     def quarantine_limit(self) -> int:
-        """With more pages overdue a decode opens no room,
-        and either role calls itself unavailable.
+        """Bound of `overdue_pages`: above it a decode opens no room, and either role reports itself
+        unavailable.
         """
         return self.shell.endpoint.core.ledger.quarantine_limit
 
     @property
     def staging_at_rest(self) -> bool:
-        """Nothing of it is lent, or read by a copy."""
+        """True while no page of the staging is lent, or read by a copy."""
         return True
 
     @property
@@ -186,23 +193,26 @@ class Node(Generic[S]):
 
     @property
     def pinned_pages(self) -> int:
-        """Pages that writes of rooms that have ended still read."""
+        """Pages that writes of ended rooms still read."""
         return 0
 
     @property
     def pinned_limit(self) -> int:
-        """With more of them for one decode no room of that decode begins."""
+        """Bound of `pinned_pages` for one decode: above it no room of that decode begins."""
         return 0
 
     @property
     def unavailable_reason(self) -> str:
-        """Why this node cannot serve; empty when it can."""
+        """Reason why this node cannot serve; empty when it can."""
         return ""
 
     def peers(self) -> list[dict[str, Any]]:
-        """The nodes this one knows, a line each: incarnation, phase, when last heard, what is open
-        with it. Prefills that owe loans of nodes that were closed over this pool are in the phase
-        "earlier": no link leads to them."""
+        """Return one line for each node that this one knows: incarnation, phase, when its last
+        message arrived, what is open with it.
+
+        Prefills that owe loans of nodes that closed over this pool are in the phase "earlier": no
+        link leads to them.
+        """
         raise NotImplementedError
 
     def _earlier_writers(self) -> list[dict[str, Any]]:
@@ -223,8 +233,8 @@ class Node(Generic[S]):
         return lines
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """An operator's word that a prefill incarnation writes no more: the only end of a loan
-        without proof.
+        """Declare, on an operator's word, that a prefill incarnation writes no more: the only end
+        of a loan without proof.
 
         Its rooms end, its pages leave quarantine, and it is never linked again. If the word is
         wrong, what that process still writes corrupts the pages' next owner. Raises: MisuseError
@@ -236,12 +246,14 @@ class Node(Generic[S]):
         return dict(Counter(str(line["phase"]) for line in self.peers()))
 
     async def start(self) -> None:
-        """Once. Raises: MisuseError."""
+        """Start the node; once only. Raises: MisuseError."""
         raise NotImplementedError
 
     def leave(self) -> None:
         """Open no room from here on, and end all with `Code.SHUTDOWN`; `close` waits for what
-        follows. Idempotent.
+        follows.
+
+        Idempotent.
         """
         if self._shell is not None:
             self._shell.leave()
@@ -252,8 +264,9 @@ class Node(Generic[S]):
         Returns the loans whose end could not be proven, this node's own and those of earlier nodes
         over its pool. Their pages must not be used: every node over this pool withholds them, and
         watches their writers until there is proof (`PagedPool.unproven`).
+
         Cancelling it, once or several times, does not stop it: the cancellation is passed on when
-        all has ended (I12).
+        the work ended (I12).
         """
         if self._closing is None:
             self.leave()
@@ -265,7 +278,8 @@ class Node(Generic[S]):
         raise NotImplementedError
 
     async def _close_memory(self) -> None:
-        """Nothing of ours touches the pool any more.
+        """Close the data plane, the checksums and the copies: after it, this node no longer touches
+        the pool.
 
         Raises: what the data plane raises, when all else is closed.
         """

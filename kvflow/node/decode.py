@@ -43,14 +43,14 @@ from kvflow.transports.control.zmq import connect_dealer
 
 log = logging.getLogger(__name__)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
-"""From the word a user names a prefill by to its ranks, of all its groups, in rank order.
+"""Resolves the word by which a user names a prefill to the ranks of all its groups, in rank order.
 
 Raises: LostError.
 """
 
 
 class DecodeNode(Node[DecodeShell]):
-    """A decode: lends its pages to prefill ranks, room by room."""
+    """A decode node: it lends pages of its pool to prefill ranks, room by room."""
 
     role = "decode"
 
@@ -72,16 +72,16 @@ class DecodeNode(Node[DecodeShell]):
     ) -> None:
         """`plane` is a data plane, or the name of one that prefills reach at `host`.
 
-        `resolve` turns the word a room names its prefill by into ranks (a registry's client, say);
-        `pages` knows who owns which page of the pool (by default the pool's own allocator).
+        `resolve` turns the word by which a room names its prefill into ranks; a registry's client
+        is one. `pages` knows who owns which page of the pool (by default the pool's own allocator).
 
-        `verify_transfers`: a chunk has landed when its checksum is that of prefill, which must send
-        one. A room whose pages differ fails; prefill is told too, unless it was the last chunk:
+        `verify_transfers`: a chunk landed when its checksum equals prefill's, which must send one.
+        A room whose pages differ fails. Prefill is notified too, unless it was the last chunk:
         there the room has succeeded by then.
 
-        `staging`: host memory beside the pool, which peers write in its place; a chunk has landed
-        when it has been brought to the pool. It stays the caller's. Rooms wait for pages of it, as
-        long as their deadline lets them.
+        `staging`: host memory beside the pool, which peers write in its place; a chunk landed when
+        it is copied to the pool. The staging stays the caller's. Rooms wait for its pages as long
+        as their deadline permits.
         """
         super().__init__(
             pool,
@@ -104,7 +104,7 @@ class DecodeNode(Node[DecodeShell]):
         self._asking: dict[str, asyncio.Future[Sequence[RankInfo]]] = {}
 
     def _sums(self) -> Checksums | None:
-        # Its `StagedArrivals` sum what has landed.
+        # The sums of a node with staging are made by its `StagedArrivals`, where pages land.
         return super()._sums() if self.staging is None else None
 
     @property
@@ -119,7 +119,9 @@ class DecodeNode(Node[DecodeShell]):
 
     @property
     def unavailable_reason(self) -> str:
-        """Above the limit of its quarantine a decode opens no room."""
+        """Reason why this decode opens no room: its quarantine is above the limit. Empty when it
+        can.
+        """
         return self.shell.endpoint.core.ledger.excess
 
     def peers(self) -> list[dict[str, Any]]:
@@ -140,6 +142,7 @@ class DecodeNode(Node[DecodeShell]):
         self._check_start()
         address, layout = self.exported
         if self.reached.segment is not None:
+            # Peers of this machine check the claim when they map the segment.
             self.reached.segment.claim(self.incarnation)
         self._shell = DecodeShell(
             DecodeEndpoint(
@@ -171,17 +174,17 @@ class DecodeNode(Node[DecodeShell]):
         pages: Sequence[int] | PageIndices | None = None,
         dp_rank: int | None = None,
     ) -> DecodeRoom:
-        """A room at `prefill` (what `resolve` understands, or the ranks themselves) for a prompt of
-        token ids.
+        """Open a room at `prefill` for a prompt of token ids.
 
-        Await it, or enter it, and it is open. The deadline covers everything, linking included.
-        Decode has the first `prefix_tokens` of the prompt already: a whole number of pages, or all
-        of them. `pages`: those of your own allocator for the rest of the prompt; they are yours
-        again after `released()`. `dp_rank`: which group of a data-parallel prefill serves it;
-        number `room % dp_size`, where none is named.
+        `prefill` is a word that `resolve` understands, or the ranks themselves. The room is open
+        once it is awaited or entered. The deadline covers everything, linking included.
+        `prefix_tokens`: decode has that many first tokens of the prompt already, a whole number of
+        pages or all of them. `pages`: pages of your own allocator for the rest of the prompt; they
+        are yours again after `released()`. `dp_rank`: the group of a data-parallel prefill that
+        serves the room; `room % dp_size` by default.
 
-        Raises: MisuseError. Awaiting it raises LostError (no answer), RefusedError (the pools do
-        not fit), CapacityError, AbortedError while shutting down.
+        Raises: MisuseError. Awaiting the room raises LostError (no answer), RefusedError (the pools
+        do not fit), CapacityError, AbortedError while shutting down.
         """
         return self._open(
             room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=False
@@ -198,8 +201,11 @@ class DecodeNode(Node[DecodeShell]):
         pages: Sequence[int] | PageIndices | None = None,
         dp_rank: int | None = None,
     ) -> DecodeRoom:
-        """As `room`, for a request whose pages are not there yet: prefill's half waits, and no page
-        is taken until `offer()`. Closing it instead tells prefill why. Raises: as `room`."""
+        """Announce a room whose pages are not there yet.
+
+        Prefill's half waits, and no page is taken until `offer()`. Closing the room instead sends
+        prefill the cause. Arguments and errors: as `room`.
+        """
         return self._open(
             room, prefill, prompt, deadline_s, prefix_tokens, pages, dp_rank, held_back=True
         )
@@ -212,8 +218,11 @@ class DecodeNode(Node[DecodeShell]):
         *,
         dp_rank: int | None = None,
     ) -> None:
-        """A request that is refused here: its prefill legs are told why, at once; those of every
-        group, where there is none of number `dp_rank`. Raises: MisuseError."""
+        """Refuse a request: its prefill ranks receive the cause at once.
+
+        If no group has the number `dp_rank`, the ranks of every group receive it. Raises:
+        MisuseError.
+        """
         shell, number = self._open_shell, room_id(room)
         check_dp_rank(dp_rank)
         check_cause(cause)
@@ -223,7 +232,8 @@ class DecodeNode(Node[DecodeShell]):
             else check_infos(prefill, "prefill")
         )
         groups: list[Sequence[RankInfo]] | None = None
-        with suppress(LostError):  # no rank of its group was known when its registry was last asked
+        # When the registry was last asked, it knew no rank of the group.
+        with suppress(LostError):
             groups = None if every is None else groups_to_tell(every, number, dp_rank)
         if isinstance(prefill, str) and not (groups and self._all_linked(groups)):
             told = self._refuse_at(number, prefill, dp_rank, cause)
@@ -292,13 +302,14 @@ class DecodeNode(Node[DecodeShell]):
             else:
                 shell.open(handle, ranks or (), agreed, at_s, announce=held_back)
         except BaseException:
+            # If the caller brought pages, the room holds them by now.
             handle.pages_freed()
             raise
         return handle
 
     def _known(self, prefill: str, room: int, dp_rank: int | None) -> Sequence[RankInfo] | None:
-        """The ranks of a room's group of a prefill that is linked, None when its registry must be
-        asked.
+        """Return the ranks of a room's group if all of them are linked; None if the registry must
+        be asked.
         """
         if (every := self._ranks.get(prefill)) is None:
             return None
@@ -321,29 +332,33 @@ class DecodeNode(Node[DecodeShell]):
         if task is None:
             task = self._asking[prefill] = asyncio.ensure_future(self._answer(prefill))
             task.add_done_callback(functools.partial(self._answered, prefill))
+        # Other rooms wait for the same answer: cancelling one of them must not cancel it.
         ranks = self._ranks[prefill] = await asyncio.shield(task)
         return ranks
 
     def _answered(self, prefill: str, task: asyncio.Future[Sequence[RankInfo]]) -> None:
         self._asking.pop(prefill, None)
         if not task.cancelled():
-            task.exception()  # retrieved, or asyncio logs it where every room that waited has ended
+            # Retrieving the error keeps asyncio from logging it where every room that waited
+            # already ended.
+            task.exception()
 
     async def _answer(self, prefill: str) -> Sequence[RankInfo]:
-        """What the user's `resolve` says, which may raise anything, and return anything."""
+        """Check the answer of the user's `resolve`, which may raise and return anything."""
         assert self._resolve is not None
         return check_infos(await self._resolve(prefill), f"what resolve({prefill!r}) returns")
 
     async def _close(self) -> None:
-        """Lent pages come back where a living prefill can prove them; the rest stays with the pool,
-        unproven.
+        """Close the node; lent pages return where a living prefill can prove them.
+
+        The others stay with the pool, unproven.
         """
         if self._shell is not None:
             await self._shell.close()
             self._unproven = self._unproven_loans()
         for asking in (questions := list(self._asking.values())):
             asking.cancel()
-        # A resolver that is deaf to its cancellation must not keep the node from closing.
+        # A resolver that ignores its cancellation must not keep the node from closing.
         if questions:
             await asyncio.wait(questions, timeout=self.timing.lost_after_s)
         await self._close_memory()

@@ -1,8 +1,8 @@
-"""What prefill hands over to decode besides the pages (I9): bytes to the room, a struct to the two
-engines.
+"""The hand-over from prefill to decode besides the pages (I9): bytes to the room, a struct to the
+two engines.
 
-Every field is a value of its own, not a view of what it was read from: the struct lives as long as
-the request that keeps it, whatever is handed over afterwards.
+Every field is a copy, not a view of the message that it was read from: the struct lives as long as
+the request that keeps it, whatever is handed over later.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     """The first token, sampled by prefill from the prompt's last logits, the prompt's token counts,
     and its log-probabilities where they were asked for.
 
-    `sampling` is the `SamplingParams.first_token_digest` of the request that the token was chosen
-    for, where the engine says it: a room pairs two halves by its id and their prompt, and this says
-    that they ask for one thing.
+    `sampling` is the `SamplingParams.first_token_digest` of the request for which the token was
+    chosen, if the engine sends it. A room pairs two halves by id and prompt only; the digest shows
+    that both halves ask for the same sampling.
 
-    The rest is for engines that decode speculatively, and optional. `hidden_states` [tokens,
-    hidden] are floating-point numbers, the model's last ones at the last `tokens` of the prompt.
-    `draft_probabilities` float32 and `draft_token_ids` int32 or int64 have one shape, [k] or
-    [steps, k]: the candidates that follow the first token.
+    The other fields are for engines that decode speculatively, and optional. `hidden_states`
+    [tokens, hidden] are floating-point numbers, the model's last hidden states at the last `tokens`
+    of the prompt. `draft_probabilities` float32 and `draft_token_ids` int32 or int64 have one
+    shape, [k] or [steps, k]: the candidates that follow the first token.
     """
 
     first_token: int
@@ -45,15 +45,20 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     sampling: bytes = b""
 
     def encode(self) -> bytes:
-        """Raises: MisuseError naming the field whose dtype, shape or size is wrong."""
+        """Return the bytes that the room carries.
+
+        Raises: MisuseError naming the field whose dtype, shape or size is wrong.
+        """
         if fault := self._fault():
             raise MisuseError(f"the hand-over's {fault}")
         return _ENCODER.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> HandOff:
-        """Raises: WireError for bytes that are not a hand-over, or naming its field that is wrong;
-        the size limit of messages bounds them."""
+        """Read a hand-over; the size limit of messages bounds its fields.
+
+        Raises: WireError for bytes that are not a hand-over, or naming the field that is wrong.
+        """
         try:
             found = _DECODER.decode(data)
         except UNDECODABLE as error:
@@ -65,8 +70,11 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
     def check_fits(
         self, prompt_tokens: int, vocabulary: int, hidden_size: int | None = None
     ) -> None:
-        """Raises: WireError unless it is for a prompt of `prompt_tokens` and a model of this
-        vocabulary and, where given, this hidden size."""
+        """Check that the hand-over is for a prompt of `prompt_tokens`, and for a model of this
+        vocabulary and, where given, this hidden size.
+
+        Raises: WireError.
+        """
         if self.prompt_tokens != prompt_tokens:
             text = (
                 f"the hand-over is for a prompt of {self.prompt_tokens} tokens, not {prompt_tokens}"
@@ -93,7 +101,7 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
             raise WireError(f"{text}, those of the model of {hidden_size}")
 
     def _fault(self) -> str:
-        """What is wrong with its arrays, by name; empty when nothing is."""
+        """Return what is wrong with the arrays, by name; empty when they are well-formed."""
         for name in ("hidden_states", "draft_probabilities", "draft_token_ids"):
             packed: PackedArray | None = getattr(self, name)
             if packed is not None and packed.fault:
@@ -143,7 +151,8 @@ class HandOff(msgspec.Struct, frozen=True, tag="handoff.v1", kw_only=True):
         given = probabilities.array()
         if given.size > MAX_DRAFT_ENTRIES:
             return f"draft_probabilities: {given.size} entries, limit {MAX_DRAFT_ENTRIES}"
-        if not bool(((given >= 0) & (given <= 1)).all()):  # false for NaN too
+        # The comparison is false for NaN too.
+        if not bool(((given >= 0) & (given <= 1)).all()):
             return "draft_probabilities: a number is outside 0..1"
         return "draft_token_ids: a token id is below 0" if int(ids.array().min()) < 0 else ""
 

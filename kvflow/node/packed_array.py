@@ -1,6 +1,6 @@
-"""Arrays of a hand-over, as bytes of its own.
+"""Arrays of a hand-over, packed as bytes.
 
-Does not import torch, unless a tensor is asked for.
+The module imports torch only when a tensor is asked for.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class PackedArray(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(array: NDArray[Any] | torch.Tensor) -> PackedArray:
-        """A copy of a numpy array or a torch tensor, on whatever device and in whatever order it
-        lies.
+        """Copy a numpy array or a torch tensor, on any device and in any memory order.
 
         Raises: MisuseError for a dtype that is not one of the five.
         """
@@ -56,7 +55,7 @@ class PackedArray(msgspec.Struct, frozen=True):
 
     @property
     def fault(self) -> str:
-        """What is wrong with it, empty when nothing is."""
+        """Description of what is wrong with the array; empty when it is well-formed."""
         if self.dtype not in _ITEM_BYTES:
             return f"its dtype {self.dtype[:40]!r} is not one of {', '.join(_ITEM_BYTES)}"
         if not 1 <= len(self.shape) <= MAX_DIMENSIONS or min(self.shape) < 1:
@@ -69,12 +68,13 @@ class PackedArray(msgspec.Struct, frozen=True):
         return ""
 
     def array(self) -> NDArray[Any]:
-        """It as numpy reads it, not to be written to; bfloat16 as its bits, uint16."""
+        """Return a read-only numpy view; bfloat16 appears as its bits, uint16."""
         return np.frombuffer(self.data, _IN_NUMPY[self.dtype]).reshape(self.shape)
 
     def floats(self) -> NDArray[np.float32]:
-        """It as float32, bfloat16 too."""
+        """Return the elements as float32, bfloat16 included."""
         found = self.array()
+        # The upper half of a float32 is a bfloat16, so a shift converts it exactly.
         return (
             (found.astype("<u4") << 16).view("<f4")
             if self.dtype == "bfloat16"
@@ -82,7 +82,7 @@ class PackedArray(msgspec.Struct, frozen=True):
         )
 
     def tensor(self) -> torch.Tensor:
-        """A copy of it as a torch tensor on the CPU."""
+        """Return a copy as a torch tensor on the CPU."""
         import torch
 
         found = torch.from_numpy(self.array().copy())

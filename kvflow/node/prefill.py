@@ -26,14 +26,14 @@ from kvflow.transports.data.staged import StagedPlane
 from kvflow.transports.host.address import bracketed
 
 Bind = Callable[[str, int], tuple[ControlSocket, int]]
-"""(host, port or 0) -> prefill's end of the control link and its port.
+"""Binds prefill's end of the control link: (host, port or 0) -> the socket and its port.
 
 Raises: MisuseError (port taken).
 """
 
 
 class PrefillNode(Node[PrefillShell]):
-    """One prefill rank: binds the control ROUTER and writes rooms into decodes' pools."""
+    """One prefill rank: it binds the control ROUTER and writes rooms into decodes' pools."""
 
     role = "prefill"
 
@@ -60,16 +60,16 @@ class PrefillNode(Node[PrefillShell]):
         now: Callable[[], float] = monotonic,
     ) -> None:
         """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at
-        `advertise`, else `host`.
+        `advertise`, by default `host`.
 
-        `plane` is a data plane, or the name of one; `pages` knows who owns which page of the pool
-        (by default the pool's own allocator). `verify_transfers`: a checksum with every chunk, for
-        decodes that verify. `staging`: host memory beside the pool, through which every write
+        `plane` is a data plane, or the name of one. `pages` knows who owns which page of the pool
+        (by default the pool's own allocator). `verify_transfers`: send a checksum with every chunk,
+        for decodes that verify. `staging`: host memory beside the pool, through which every write
         passes; it stays the caller's.
 
-        `rank` is one of `world_size` that serve each room together; each sends what it alone has of
-        decode's pool, and its share of what several have (`PoolLayout.served`). `dp_rank`: of which
-        of `dp_size` such groups.
+        `rank` is one of `world_size` that serve each room together; each sends what only it has of
+        decode's pool, and its share of what several have (`PoolLayout.served`). `dp_rank` is the
+        number of this group of ranks, out of `dp_size` groups.
         """
         super().__init__(
             pool,
@@ -102,6 +102,7 @@ class PrefillNode(Node[PrefillShell]):
         return layout.served
 
     def _sums(self) -> Checksums | None:
+        # The CPU cannot read a pool on a device, so its sums are made over copies in host memory.
         return super()._sums() if self.pool.on_host else StagedChecksums(self.pool)
 
     @property
@@ -110,7 +111,7 @@ class PrefillNode(Node[PrefillShell]):
 
     @property
     def info(self) -> RankInfo:
-        """What the bootstrap registry is told about this rank."""
+        """Description of this rank for the bootstrap registry."""
         me, where = (
             (self._rank, self._world_size, self.incarnation),
             (self.control, self.plane.name),
@@ -118,7 +119,9 @@ class PrefillNode(Node[PrefillShell]):
         return RankInfo(*me, *where, self._model, self.shape, *self._group)
 
     async def start(self) -> None:
-        """Raises: MisuseError when the control port is taken, or a second time."""
+        """Start the node. Raises: MisuseError when the control port is taken, or on a second
+        call.
+        """
         self._check_start()
         self._socket, self._port = self._bind(self._host, self._port)
         identity = PrefillIdentity(
@@ -143,11 +146,12 @@ class PrefillNode(Node[PrefillShell]):
         deadline_s: float | None = None,
         rendezvous_s: float | None = None,
     ) -> PrefillRoom:
-        """The engine's half of a room; synchronous, so that a refusal is known before any work.
+        """Open the engine's half of a room; synchronous, so that a refusal is known before any
+        work.
 
-        It waits `rendezvous_s` (the node's timing by default) for a decode that has not announced
-        itself; one that has is waited for as long as it lives. Raises: MisuseError (room in use,
-        empty prompt, not a room id ...).
+        It waits `rendezvous_s` (the node's timing by default) for a decode that did not announce
+        the room, and for one that did as long as that decode lives. Raises: MisuseError (room in
+        use, empty prompt, not a room id ...).
         """
         shell, (tokens, digest) = self._open_shell, check_prompt(prompt)
         at_s = (
@@ -160,8 +164,8 @@ class PrefillNode(Node[PrefillShell]):
         return shell.open(room, tokens, digest, rendezvous_s=rendezvous_s, deadline_at_s=at_s)
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """The engine's half of a room will never come: decode is told why, now or when its half
-        comes.
+        """Refuse a room whose engine's half will never arrive: decode receives the cause, now or
+        when its half arrives.
 
         Raises: MisuseError for what is not a room id.
         """
@@ -177,8 +181,8 @@ class PrefillNode(Node[PrefillShell]):
 
     @property
     def unavailable_reason(self) -> str:
-        """Also while more of its pool is in quarantine than its limit: prompts compute in what is
-        left.
+        """Reason why this node cannot serve, also while more of its pool is in quarantine than its
+        limit: prompts are computed in what is left.
         """
         endpoint = self.shell.endpoint
         endpoint.note_stall(self.plane.stalled_s)
@@ -205,8 +209,11 @@ class PrefillNode(Node[PrefillShell]):
             await shell.drain(self.timing.lost_after_s)
             drained = not shell.endpoint.rooms
             if drained:
+                # Goodbye names the grants that are unproven, so it waits for the end of the writes:
+                # before the plane closes if they drained, and otherwise after it.
                 await shell.part()
-            await self._close_memory()  # what a frozen peer still holds up ends here, unproven
+            # The writes that a frozen peer holds up end here, unproven.
+            await self._close_memory()
             if not drained:
                 await shell.part()
         finally:

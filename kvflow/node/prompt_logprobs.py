@@ -17,8 +17,8 @@ _FLOATS, _IDS = np.dtype("<f4"), np.dtype("<i4")
 
 
 class ScoredToken(NamedTuple):
-    """One token of a prompt; `logprob` is None for the first one of those asked for, as in SGLang's
-    answers.
+    """One token of a prompt; `logprob` is None for the first of the tokens asked for, as in
+    SGLang's answers.
     """
 
     token_id: int
@@ -28,9 +28,12 @@ class ScoredToken(NamedTuple):
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True):
-    """Of the tokens behind position `start`, each given all before it: `logprobs` float32 [tokens];
-    of the most likely ones `top_ids` int32 [tokens, top] and `top_logprobs` float32 [tokens, top],
-    in descending order; of the tokens that were asked for by name `asked` float32 [tokens, ids]."""
+    """Log-probabilities of the tokens after position `start`, each given all before it.
+
+    `logprobs` is float32 [tokens]. `top_ids` int32 [tokens, top] and `top_logprobs` float32
+    [tokens, top] are the most likely tokens in descending order. `asked` float32 [tokens, ids]
+    belongs to the tokens that were asked for by id.
+    """
 
     start: int
     logprobs: bytes
@@ -55,7 +58,10 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
         )
 
     def check(self, start: int, tokens: int, top: int, asked: int, vocabulary: int) -> None:
-        """Raises: WireError when these are not the ones asked for."""
+        """Check that the start, the sizes and the ids are those asked for.
+
+        Raises: WireError.
+        """
         sizes = (len(self.logprobs), len(self.top_ids), len(self.top_logprobs), len(self.asked))
         if self.start != start or sizes != tuple(
             4 * tokens * each for each in (1, top, top, asked)
@@ -73,8 +79,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     def tokens(
         self, prompt: Sequence[int] | NDArray[np.integer], asked_ids: Sequence[int] = ()
     ) -> Iterator[ScoredToken]:
-        """The tokens of `prompt` from `start` on."""
+        """Yield the tokens of `prompt` from `start` on."""
         ids: list[int] = np.asarray(prompt[self.start :]).tolist()
+        # The token at `start` is not scored: the scores begin with the one after it.
         yield ScoredToken(ids[0], None, [], [])
         logprobs = np.frombuffer(self.logprobs, _FLOATS)
         shape = (len(logprobs), -1) if len(logprobs) else (0, 0)
@@ -88,5 +95,5 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
 
 
 def size_bytes(tokens: int, top: int, asked: int) -> int:
-    """Of the packed log-probabilities."""
+    """Return the size of the packed log-probabilities in bytes."""
     return tokens * (4 + 8 * top + 4 * asked)

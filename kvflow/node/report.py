@@ -1,4 +1,4 @@
-"""What a node reports of itself, cheap enough to be taken every second."""
+"""The report of a node about its state, cheap enough to be taken every second."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     control_endpoint: str
     data_plane: str
-    fingerprint: str = ""  # of the model whose KV the pool holds
+    fingerprint: str = ""  # that of the model whose KV the pool holds
     pool: PoolShape
-    pool_bytes: int  # its rows included
+    pool_bytes: int  # rows included
     pool_dtype: str
     pool_device: str
     pages_free: int
     pages_total: int
     pages_by_kind: dict[str, int] = {}
-    pages_at_rest: bool  # and its rows, and what is lent of a staging
+    pages_at_rest: bool  # rows and lent staging included
     rows_free: int = 0
     rows_total: int = 0  # 0: the model keeps no state once per request
     rows_by_kind: dict[str, int] = {}
@@ -40,10 +40,11 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     peers_declared_dead: int = 0
     rooms_by_state: dict[str, int] = {}
     rooms_ended: dict[str, int] = {}
-    # By where ("bootstrap", "transfer", "engine") and the cause's code.
+    # The key is the stage ("bootstrap", "transfer", "engine") and the cause's code.
     rooms_failed: dict[tuple[str, str], int] = {}
-    requests_refused: dict[str, int] = {}  # before they had a room, by the cause's code
-    transfers: TransferMeasures | None = None  # it goes on being filled
+    requests_refused: dict[str, int] = {}  # refused before they had a room, by the cause's code
+    # The live object, which is filled further after the report.
+    transfers: TransferMeasures | None = None
     bytes_moved: int = 0
     chunks_mismatched: int = 0
     messages_dropped: dict[str, int] = {}
@@ -57,7 +58,10 @@ def node_report(
     pages_by_kind: Mapping[str, int],
     at_rest: bool,
 ) -> NodeReport:
-    """On the node's own loop. Who has which page, its engine knows."""
+    """Report on `node`; call it on the node's own loop.
+
+    The engine passes what only it knows: which pages are free, and whose the others are.
+    """
     return NodeReport(
         incarnation=node.incarnation,
         control_endpoint=node.control,

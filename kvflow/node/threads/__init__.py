@@ -1,3 +1,3 @@
-"""A front for engines without an event loop: a node on a loop in a thread of its own, used from any
-thread.
+"""Nodes for engines without an event loop: the node runs on a loop in its own thread, and any
+thread may use it.
 """

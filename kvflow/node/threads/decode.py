@@ -32,7 +32,7 @@ from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos
 
 
 class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
-    """A decode node in a thread of its own, for an engine that owns its pages."""
+    """A decode node in a thread, for an engine that owns its pages."""
 
     role = "decode"
 
@@ -48,8 +48,8 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     ) -> None:
         """`options` are those of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
 
-        `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed. `make_thread` makes the
-        thread of the loop: the simulator puts one of virtual time in its place.
+        `loop_factory` is for example `uvloop.new_event_loop`, where uvloop is installed.
+        `make_thread` makes the loop's thread; the simulator passes one of virtual time.
         """
         super().__init__(pool, pages, loop_factory, make_thread)
         self._resolves = options.get("resolve") is not None
@@ -69,9 +69,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     ) -> DecodeThreadRoom:
         """Lend `pages`, those of the prompt after its first `prefix_tokens`, to `prefill`.
 
-        See `DecodeNode.room`.
-
-        Raises: MisuseError. Every other refusal is a failed event.
+        See `DecodeNode.room`. Raises: MisuseError. Every other refusal is a failed event.
         """
         handle, opened = self._prepare(
             room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
@@ -93,8 +91,11 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None = None,
         context: Any = None,
     ) -> DecodeThreadRoom:
-        """As `open`, for a request whose pages are not there yet: prefill's half waits until
-        `offer` brings them, or `close` says why they will not come. Raises: MisuseError."""
+        """Announce a room whose pages are not there yet.
+
+        Prefill's half waits until `offer` brings them, or `close` sends the reason why they will
+        not come. Arguments as for `open`. Raises: MisuseError.
+        """
         handle, opened = self._prepare(
             room, prefill, prompt, prefix_tokens, deadline_s, dp_rank, context
         )
@@ -104,7 +105,10 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def offer_pages(
         self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices, prefix_tokens: int | None
     ) -> None:
-        """Called by rooms. The pages are busy when it returns, unless the room has ended."""
+        """Lend the pages of an announced room; rooms call it.
+
+        The pages are busy when it returns, unless the room ended.
+        """
         layout = self.pool.layout
         wanted = (
             room.num_pages
@@ -132,9 +136,10 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         cause: Cause,
         dp_rank: int | None = None,
     ) -> None:
-        """A request that is refused before any page is there: its prefill is told why.
+        """Refuse a request before any page is there: its prefill receives the cause.
 
-        See `DecodeNode.refuse`. Raises: MisuseError."""
+        See `DecodeNode.refuse`. Raises: MisuseError.
+        """
         number, ranks = room_id(room), self._prefill(prefill, dp_rank)
         self._running().post(partial(self._refuse, number, ranks, check_cause(cause), dp_rank))
 
@@ -148,11 +153,13 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         dp_rank: int | None,
         context: Any,
     ) -> tuple[DecodeThreadRoom, Callable[..., DecodeRoom]]:
-        """Check the arguments here; the rest is for the loop: it calls a method of the node with
-        them.
+        """Check the arguments of a room on the caller's thread.
+
+        Returns the room, and a function that calls a method of the node with the arguments on the
+        loop.
         """
         self._running()
-        # A copy: the caller may change its own meanwhile.
+        # The loop reads the prompt later, and the caller may change its array meanwhile.
         number, ids = room_id(room), np.array(prompt)
         tokens, _ = check_prompt(ids)
         wanted = pages_wanted(self.pool.layout, tokens, prefix_tokens)
@@ -177,7 +184,9 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
     def _prefill(
         self, prefill: str | Sequence[RankInfo], dp_rank: int | None
     ) -> str | Sequence[RankInfo]:
-        """What `DecodeNode` would refuse is refused here, where the caller hears of it."""
+        """Refuse here what `DecodeNode` would refuse on the loop, so that the caller receives the
+        error.
+        """
         check_dp_rank(dp_rank)
         if not isinstance(prefill, str):
             return list(check_infos(prefill, "prefill"))
@@ -194,17 +203,19 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None
     ) -> None:
         if self._closed:
-            return  # its connections are gone
+            # Its connections are closed.
+            return
         assert self._node is not None
         self._node.refuse(room, prefill, cause, dp_rank=dp_rank)
 
     def _offer(self, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None) -> None:
         handle = self._rooms.get(room)
         try:
-            if handle is not None:  # the node holds them by itself from here on
+            # The node holds the pages itself from here on.
+            if handle is not None:
                 handle.offer(pages, prefix_tokens=prefix_tokens)
         except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            # Pages may have gone to quarantine since the engine offered them.
+            # Pages may have entered quarantine since the engine offered them.
             assert handle is not None
             handle.close(self._explained(error, room).cause())
         finally:
@@ -215,6 +226,6 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             self._tell(RoomEvent("begun", room))
         await handle.opened()
         self._tell(RoomEvent("opened", room))
-        # The pages are the engine's own: there is nothing to keep.
+        # The pages belong to the engine: there is nothing to keep.
         room.handoff = await handle.landed()
         self._tell(RoomEvent("landed", room, handoff=room.handoff))

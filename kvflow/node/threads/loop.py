@@ -1,6 +1,6 @@
-"""An event loop in a thread of its own.
+"""An event loop that runs in a thread.
 
-Calls are posted to it in bursts: one wake-up for all that wait.
+Calls are posted to it in bursts: one wake-up serves all that wait.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ log = logging.getLogger(__name__)
 
 
 class LoopThread:
-    """Runs until `stop`.
+    """A thread with an event loop; it runs until `stop`.
 
-    It is a daemon thread: a process that ends without stopping it ends all the same.
+    It is a daemon thread: a process that exits without stopping it is not kept alive by it.
     """
 
     def __init__(
         self, name: str, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     ) -> None:
-        """Starts at once. `loop_factory`: `uvloop.new_event_loop`, say."""
+        """Start the thread at once. `loop_factory` makes the loop; `uvloop.new_event_loop` is an
+        example.
+        """
         self.name = name
         self._lock = threading.Lock()
         self._posted: list[Callable[[], None]] = []
         self._woken = self._stopped = False
-        self.errors = 0  # posted calls that ended in an exception
+        self.errors = 0  # posted calls that raised
         self._asked: set[concurrent.futures.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
@@ -55,7 +57,8 @@ class LoopThread:
             except BaseException as error:
                 if started:
                     raise
-                started.append(error)  # raised where it is waited for, below
+                # `_begin` waits for the start, and raises it there.
+                started.append(error)
                 ready.set()
             finally:
                 self._end()
@@ -67,13 +70,14 @@ class LoopThread:
             raise started[0]
 
     def post(self, call: Callable[[], None]) -> bool:
-        """Run `call` on the loop, after those posted before; False when the loop has stopped and it
-        never will.
+        """Run `call` on the loop, after all calls posted before; False when the loop stopped, and
+        it never will.
         """
         with self._lock:
             if self._stopped:
                 return False
             self._posted.append(call)
+            # The loop is woken once for a burst of calls: later ones join those that wait.
             if not self._woken:
                 self._woken = True
                 self._loop.call_soon_threadsafe(self._run_posted)
@@ -82,8 +86,9 @@ class LoopThread:
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run `work` on the loop, after what was posted, and wait for its result.
 
-        Raises: what it raises; MisuseError when the loop has stopped, or from the loop's own
-        thread."""
+        Raises: what `work` raises; MisuseError when the loop stopped, or from the loop's own
+        thread.
+        """
         self.check_not_within()
         with self._lock:
             if self._stopped:
@@ -97,7 +102,7 @@ class LoopThread:
         return future.result()
 
     def check_not_within(self) -> None:
-        """Raises: MisuseError from the loop's own thread."""
+        """Refuse a call from the loop's own thread. Raises: MisuseError."""
         if threading.current_thread() is self._thread:
             raise MisuseError(f"this would block {self.name}, the thread that has to do the work")
 
@@ -110,7 +115,7 @@ class LoopThread:
         self._thread.join()
 
     def _end(self) -> None:
-        """The loop runs no more, whatever has ended it: nobody waits for it from here on."""
+        """Fail the calls that still wait, after the loop ended for any reason."""
         with self._lock:
             self._stopped = True
         for future in list(self._asked):
@@ -124,6 +129,7 @@ class LoopThread:
         for call in calls:
             try:
                 call()
-            except Exception:  # the calls behind it are other rooms'
+            # The calls behind it belong to other rooms.
+            except Exception:
                 self.errors += 1
                 log.exception("a call that was posted to %s failed", self.name)

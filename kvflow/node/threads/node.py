@@ -1,4 +1,4 @@
-"""What the two nodes for engines without an event loop share: thread, pages, rooms that are not
+"""The base of the two nodes for engines without an event loop: thread, pages, rooms that are not
 released, events.
 
 with kvflow.DecodeThread(pool, "local") as node:
@@ -7,8 +7,8 @@ with kvflow.DecodeThread(pool, "local") as node:
         for event in node.poll(timeout_s=0.001):                   # landed, failed, released ...
             ...
 
-Each method returns at once unless its name or its timeout says otherwise. Misuse is raised where it
-happens; whatever happens later is an event. The node runs on an event loop in a thread of its own.
+Each method returns at once, unless its name or its timeout shows otherwise. Misuse is raised where
+it happens; whatever happens later is an event. The node runs on an event loop in another thread.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MakeThread = Callable[[str, LoopFactory | None], LoopThread]
 
 
 class NodeThread(Generic[N, A, R]):
-    """What both roles share: the thread, the pages, the rooms that are not released, and the
-    events.
+    """A node of either role in a thread: the thread, the pages, the rooms that are not released,
+    and the events.
     """
 
     role = ""
@@ -59,17 +59,19 @@ class NodeThread(Generic[N, A, R]):
         self._loop_factory, self._make_thread = loop_factory, make_thread
         self._thread: LoopThread | None = None
         self._node: N | None = None
-        self._life = threading.Lock()  # around start and close, for threads that come together
-        # Around what rooms know, where a check and a change belong together.
+        # Held around start and close, which several threads may call at once.
+        self._life = threading.Lock()
+        # Guards fields of rooms where a check and a change belong together.
         self._lock = threading.Lock()
-        # None until the loop has opened it; written on the loop but for new ones.
+        # A value is None until the loop opened the room. The caller's thread adds rooms; all else
+        # is written on the loop.
         self._rooms: dict[R, A | None] = {}
-        self._tasks: dict[asyncio.Task[None], A] = {}  # what is awaited of which room
+        self._tasks: dict[asyncio.Task[None], A] = {}  # awaiting tasks, each with its room
         self._events: deque[RoomEvent[R]] = deque()
         self._news = threading.Condition()
         self._unproven: Sequence[UnprovenLoan] = ()
         self._closing = self._closed = False
-        self._over = False  # closed, and nothing more can happen
+        self._over = False  # closed, and no event can follow
 
     def __repr__(self) -> str:
         state = "closed" if self._closing else "new" if self._thread is None else "running"
@@ -80,7 +82,8 @@ class NodeThread(Generic[N, A, R]):
     def start(self) -> Self:
         """Start the thread and the node.
 
-        Raises: what the node raises when it is made or started; a second time, MisuseError."""
+        Raises: what the node raises when it is made or started; on a second call, MisuseError.
+        """
         with self._life:
             if self._thread is not None or self._closing:
                 raise MisuseError(f"the {self.role} thread was started before: make a new one")
@@ -94,12 +97,11 @@ class NodeThread(Generic[N, A, R]):
         return self
 
     def close(self) -> Sequence[UnprovenLoan]:
-        """End and drain every room, then the node, then the thread; waits for all of it;
-        idempotent, from any threads.
+        """End and drain every room, then the node, then the thread, and wait for all of it.
 
-        Returns the loans whose end could not be proven; their pages stay busy. What happened
-        meanwhile is there to be polled. Raises: MisuseError from the node's own thread, which has
-        to do the work.
+        Idempotent; any number of threads may call it. Returns the loans whose end could not be
+        proven; their pages stay busy. Events of the time until then can still be polled. Raises:
+        MisuseError from the node's own thread, which has to do the work.
         """
         if self._thread is not None:
             self._thread.check_not_within()
@@ -123,10 +125,10 @@ class NodeThread(Generic[N, A, R]):
     # --- what the engine asks
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent[R]]:
-        """What has happened since the last call, in order; waits up to `timeout_s` for the first,
-        unless it is closed.
+        """Return the events since the last call, in order.
 
-        Raises: MisuseError (what is not a time).
+        Waits up to `timeout_s` for the first one, unless the node is closed. Raises: MisuseError
+        (what is not a time).
         """
         check_time("timeout_s", timeout_s)
         with self._news:
@@ -139,13 +141,15 @@ class NodeThread(Generic[N, A, R]):
     def wait_released(
         self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None
     ) -> bool:
-        """Block until nothing touches `pages` (of any room): no peer may write into them, no write
-        and no checksum reads them. False when that took longer than `timeout_s`: ask again, or
-        leave them out of use."""
+        """Block until nothing touches `pages` (of any room): no peer may write into them, and no
+        write and no checksum reads them.
+
+        Returns False when that took longer than `timeout_s`: ask again, or do not use the pages.
+        """
         return self.pages.wait_idle(pages, timeout_s)
 
     def ask(self, question: Callable[[N], T]) -> T:
-        """Block for the answer to `question(node)`, on the node's own thread:
+        """Block for the answer to `question(node)`, which runs on the node's own thread:
         `ask(lambda node: node.peers())`.
         """
 
@@ -154,7 +158,8 @@ class NodeThread(Generic[N, A, R]):
             try:
                 return question(self._node), None
             except BaseException as problem:  # noqa: BLE001
-                # Raised below: on the loop it might end the thread.
+                # The error is raised on the caller's thread below: on the loop it might end the
+                # node's thread.
                 return None, problem
 
         found, error = self._running().call(answer)
@@ -163,17 +168,20 @@ class NodeThread(Generic[N, A, R]):
         return cast("T", found)
 
     def close_room(self, room: R, cause: Cause) -> None:
-        """Called by rooms."""
+        """Close a room; rooms call it."""
         if self._thread is not None:
-            # A stopped thread has ended every room.
+            # A stopped thread ended every room before.
             self._thread.post(partial(self._close_room, room, cause))
 
     # --- on the caller's thread
 
     def check_places(self, pages: PageIndices, *, last: bool = True) -> None:
-        """Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room;
+        """Check that `pages` may be lent or sent.
+
+        Raises: LayoutError unless a pool's row, where it has rows, is the last place of a room;
         OwnershipError for pages that a writer of an earlier node over the pool may still write
-        into."""
+        into.
+        """
         if (layout := self.pool.layout).num_rows:
             layout.check_places(pages, last=last)
         self.pool.quarantine.check(pages)
@@ -185,15 +193,16 @@ class NodeThread(Generic[N, A, R]):
             )
         if self._closing:
             raise MisuseError(f"the {self.role} thread is closed")
-        if self._node is None:  # another thread is in start()
+        # Another thread is in start().
+        if self._node is None:
             raise MisuseError(
                 f"the {self.role} thread is still starting: wait until start() has returned"
             )
         return self._thread
 
     def _post_open(self, room: R, opened: Callable[[N], A], pages: PageIndices) -> None:
-        """`pages` are busy from here on: the node holds them
-        by itself once it has opened the room.
+        """Post the opening of a room. `pages` are busy from here on: the node holds them itself
+        once it opened the room.
         """
         thread = self._running()
         self.pages.hold(pages)
@@ -222,8 +231,10 @@ class NodeThread(Generic[N, A, R]):
         unproven = await self._node.close()
         self._closed = True
         while due := [task for task, handle in self._tasks.items() if handle.when_released.given]:
-            await asyncio.wait(due)  # until that is the last event of each
-        for task in self._tasks:  # those of rooms whose loans are unproven: they are never released
+            # The next `due` may only be computed when each of these tasks appended its last event.
+            await asyncio.wait(due)
+        # The rooms of these tasks have unproven loans: they are never released.
+        for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         return unproven
@@ -240,17 +251,19 @@ class NodeThread(Generic[N, A, R]):
         else:
             self._spawn(handle, self._follow(room, handle), partial(self._followed, room, handle))
         finally:
+            # The node holds the pages of a room that it opened; this hold was for the time until
+            # then.
             self.pages.unhold(pages)
 
     def _follow(self, room: R, handle: A) -> Coroutine[Any, Any, None]:
-        """Turn what happens to a room into events, until it has succeeded.
+        """Turn what happens to a room into events, until it succeeds.
 
-        Raises: what else has ended it.
+        Raises: whatever else ends the room.
         """
         raise NotImplementedError
 
     def _followed(self, room: R, handle: A, error: BaseException | None) -> None:
-        """The last events of a room, whatever has ended it: that it failed, if it did, and that it
+        """Add the last events of a room, whatever ended it: that it failed, if it did, and that it
         is released.
         """
         if error is not None:
@@ -259,7 +272,9 @@ class NodeThread(Generic[N, A, R]):
             self._fail(room, failed)
 
         def released(problem: BaseException | None) -> None:
-            if problem is None:  # else this thread closes, and the room's loans are unproven
+            # Any problem here means that this thread closes, and that the room's loans are
+            # unproven.
+            if problem is None:
                 self._release(room)
 
         self._spawn(handle, handle.released(), released)
@@ -280,7 +295,7 @@ class NodeThread(Generic[N, A, R]):
         task.add_done_callback(report)
 
     def _explained(self, error: BaseException, room: R) -> KvflowError:
-        """What has ended a room, as its event tells it."""
+        """Turn what ended a room into the error of its event."""
         assert self._node is not None
         return self._node.shell.explained(error, f"room {room.room} of the {self.role} thread")
 

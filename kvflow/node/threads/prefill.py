@@ -29,7 +29,7 @@ from kvflow.transports.host.address import bracketed
 
 
 class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
-    """A prefill node in a thread of its own, for an engine that owns its pages."""
+    """A prefill node in a thread, for an engine that owns its pages."""
 
     role = "prefill"
 
@@ -47,10 +47,10 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         """`options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers
         ...
 
-        `registry_port` (0: a free one): answer there for this rank, so that decodes find it as
-        `registry`, "host:port". `loop_factory`: `uvloop.new_event_loop`, where uvloop is installed.
-        `make_thread` makes the thread of the loop: the simulator puts one of virtual time in its
-        place.
+        `registry_port` (0: a free one) serves a registry of this rank alone, so that decodes find
+        it at `registry`, "host:port". `loop_factory` is for example `uvloop.new_event_loop`, where
+        uvloop is installed. `make_thread` makes the loop's thread; the simulator passes one of
+        virtual time.
         """
         super().__init__(pool, pages, loop_factory, make_thread)
         self._make_node = partial(PrefillNode, pool, plane, pages=self.pages, **options)
@@ -61,7 +61,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
 
     @property
     def info(self) -> RankInfo:
-        """What decodes need to find this rank, once it is started."""
+        """Description by which decodes find this rank; available once the node is started."""
         return self.ask(lambda node: node.info)
 
     def open(
@@ -73,12 +73,12 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         rendezvous_s: float | None = None,
         context: Any = None,
     ) -> PrefillThreadRoom:
-        """The engine's half of a room; see `PrefillNode.room`.
+        """Open the engine's half of a room; see `PrefillNode.room`.
 
         Raises: MisuseError (room in use, empty prompt ...).
         """
         thread = self._running()
-        # A copy: the caller may change its own meanwhile.
+        # The loop reads the prompt later, and the caller may change its array meanwhile.
         number, ids = room_id(room), np.array(prompt)
         check_prompt(ids)
         for name, value_s in (("deadline_s", deadline_s), ("rendezvous_s", rendezvous_s)):
@@ -89,8 +89,8 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             in_use = number in self._numbers
             self._numbers.add(number)
         if in_use:
-            # Decode's half of this room may come when the other one has drained: it is told, as by
-            # the node itself.
+            # Decode's half of the second room may arrive when the first one is drained: it receives
+            # the refusal, as from the node itself.
             error = RoomInUseError(f"room {number} is in use")
             thread.post(partial(self._refuse, number, error.cause()))
             raise error
@@ -106,18 +106,22 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         return handle
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """The engine's half of a room will never come: decode is told why. Raises: MisuseError."""
+        """Refuse a room whose engine's half will never arrive: decode receives the cause. Raises:
+        MisuseError.
+        """
         number = room_id(room)
         self._running().post(partial(self._refuse, number, check_cause(cause)))
 
     def begin_room(self, room: PrefillThreadRoom) -> None:
-        """Called by rooms."""
+        """Report that a room's engine has a place for it; rooms call it."""
         self._running().post(partial(self._begin, room))
 
     def send_chunk(
         self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
     ) -> None:
-        """Called by rooms. The pages are busy when it returns."""
+        """Queue a chunk; rooms call it. The pages are busy when it returns."""
+        # The check and the change are one step, because several threads may send chunks of one
+        # room.
         with self._lock:
             room.check_chunk(self.pool.layout, pages, last, len(handoff))
             self.check_places(pages, last=last)
@@ -155,7 +159,8 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
 
     def _refuse(self, room: RoomId, cause: Cause) -> None:
         if self._closed:
-            return  # its connections are gone
+            # Its connections are closed.
+            return
         assert self._node is not None
         self._node.refuse(room, cause)
 
@@ -171,7 +176,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             if handle is not None and not handle.ended:
                 handle.send(pages, last=last, handoff=handoff)
         except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            # The room's own error comes as an event; any other one ends the room.
+            # The room's own error arrives as an event; any other error ends the room.
             assert handle is not None
             handle.close(self._explained(error, room).cause())
         finally:

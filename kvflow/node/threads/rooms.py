@@ -1,7 +1,7 @@
-"""Rooms as an engine's threads hold them, and the events they are told by.
+"""Rooms as an engine's threads hold them, and the events that report on them.
 
-What a room knows is written on the loop's thread and read on any: each field changes once, from
-"not yet" to its value.
+The loop's thread writes the fields of a room, and any thread reads them: each field changes once,
+from "not yet" to its value.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
 
 class ThreadRoom:
-    """What both kinds of room share. `context` is the engine's own: its request, say."""
+    """The part that both kinds of room share. `context` belongs to the engine: its request, for
+    example.
+    """
 
     def __init__(self, room: int, context: Any) -> None:
         self.room, self.context = room, context
-        self.error: KvflowError | None = None  # what ended it, other than success
+        self.error: KvflowError | None = None  # what ended the room, other than success
         self.released = False  # nothing touches its pages any more
 
 
@@ -35,16 +37,16 @@ R = TypeVar("R", bound=ThreadRoom)
 
 
 class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
-    """Something has happened to a room.
+    """One thing that happened to a room.
 
-    begun     decode, of a room that was only announced: prefill has a place for the whole prompt
+    begun     decode, for a room that was announced: prefill has a place for the whole prompt
     opened    decode: every rank is registered and the pages are lent
     landed    decode: every page is there; `handoff` is prefill's, and the pages may be read
     matched   prefill: decode's half is here, send() may be called; decode has the first
               `prefix_tokens` of the prompt
-    done      prefill: every write has landed
-    failed    either: it ended, and `error` says why; its pages may still be in use
-    released  either: nothing touches its pages any more; the last event of a room
+    done      prefill: every write landed
+    failed    either: the room ended, and `error` is the reason; its pages may still be in use
+    released  either: nothing touches the room's pages any more; the last event of a room
     """
 
     kind: Literal["begun", "opened", "landed", "matched", "done", "failed", "released"]
@@ -55,7 +57,7 @@ class RoomEvent(msgspec.Struct, Generic[R], frozen=True):
 
 
 class DecodeSide(Protocol):
-    """What a room asks of the node thread it was opened by."""
+    """The node thread as a decode room uses it."""
 
     def offer_pages(
         self, room: DecodeThreadRoom, pages: Sequence[int] | PageIndices, prefix_tokens: int | None
@@ -65,17 +67,17 @@ class DecodeSide(Protocol):
 
 
 class DecodeThreadRoom(ThreadRoom):
-    """One room at decode, over pages of the engine's own."""
+    """One room at decode, over pages that belong to the engine."""
 
     def __init__(
         self, side: DecodeSide, room: int, tokens: int, num_pages: int, context: Any
     ) -> None:
         super().__init__(room, context)
-        # Of its prompt, and what it needs.
+        # `tokens` is the length of the prompt, `num_pages` what the room needs for it.
         self._side, self.tokens, self.num_pages = side, tokens, num_pages
         self.pages: PageIndices = NO_PAGES
         self.offered = False  # its pages are lent, or will be
-        self.handoff: bytes | None = None  # prefill's, once it has landed
+        self.handoff: bytes | None = None  # prefill's, once it landed
 
     def __repr__(self) -> str:
         state = (
@@ -91,27 +93,30 @@ class DecodeThreadRoom(ThreadRoom):
 
     @property
     def landed(self) -> bool:
-        """Every page is there."""
+        """True when every page is there."""
         return self.handoff is not None
 
     def offer(
         self, pages: Sequence[int] | PageIndices, *, prefix_tokens: int | None = None
     ) -> None:
-        """Of a room that was only announced: `num_pages` pages of the engine's own, busy from here
-        on; fewer, where the first `prefix_tokens` of the prompt have been found meanwhile. No
-        effect on a room that has ended. Raises: MisuseError."""
+        """Bring the pages of a room that was announced.
+
+        `pages` are `num_pages` pages of the engine's own, busy from here on; fewer, if the engine
+        found the first `prefix_tokens` of the prompt meanwhile. No effect on a room that ended.
+        Raises: MisuseError.
+        """
         self._side.offer_pages(self, pages, prefix_tokens)
 
     def close(self, cause: Cause | None = None) -> None:
-        """Abort it, unless it has ended; any number of times.
+        """Abort the room, unless it ended; may be called any number of times.
 
-        Its pages are the engine's again when it is released.
+        Its pages belong to the engine again when the room is released.
         """
         self._side.close_room(self, check_cause(cause))
 
 
 class PrefillSide(Protocol):
-    """What a room asks of the node thread it was opened by."""
+    """The node thread as a prefill room uses it."""
 
     num_pages: int
 
@@ -127,7 +132,7 @@ class PrefillSide(Protocol):
 class PrefillThreadRoom(ThreadRoom):
     """One room at prefill.
 
-    Its engine sends pages of its own, which are busy until the write has ended.
+    Its engine sends its own pages, which are busy until the write ends.
     """
 
     def __init__(self, side: PrefillSide, room: int, context: Any) -> None:
@@ -146,21 +151,21 @@ class PrefillThreadRoom(ThreadRoom):
 
     @property
     def matched(self) -> bool:
-        """Decode's half is here: send() may be called."""
+        """True when decode's half is here: send() may be called."""
         return self.prefix_tokens is not None
 
     def begin(self) -> None:
-        """See `PrefillRoom.begin`."""
+        """Report that the engine has a place for the whole prompt; see `PrefillRoom.begin`."""
         self._side.begin_room(self)
 
     def send(
         self, pages: Sequence[int] | PageIndices, *, last: bool = False, handoff: bytes = b""
     ) -> None:
-        """Queue one chunk; returns at once. See `PrefillRoom.send`.
+        """Queue one chunk, and return at once. See `PrefillRoom.send`.
 
         Raises: MisuseError (before matched, after the last chunk, other than the pages that are
         left, a page outside the pool, a hand-over before the last chunk): nothing was queued; the
-        room's own error once it has ended.
+        room's own error once it ended.
         """
         self._side.send_chunk(
             self,
@@ -172,8 +177,10 @@ class PrefillThreadRoom(ThreadRoom):
     def check_chunk(
         self, layout: PoolLayout, pages: PageIndices, last: bool, handoff_bytes: int
     ) -> None:
-        """As `PrefillEndpoint.check_chunk`, which knows nothing yet of chunks that are on their way
-        to its thread.
+        """Check a chunk as `PrefillEndpoint.check_chunk` does.
+
+        The endpoint cannot check it in time: chunks that are on their way to its thread are unknown
+        to it.
         """
         if self.error is not None:
             raise self.error
@@ -184,8 +191,8 @@ class PrefillThreadRoom(ThreadRoom):
         check_chunk(self.room, layout, pages, self.left, last, handoff_bytes)
 
     def close(self, cause: Cause | None = None) -> None:
-        """End it, unless it has ended; any number of times.
+        """End the room, unless it ended; may be called any number of times.
 
-        Its pages are the engine's again when it is released.
+        Its pages belong to the engine again when the room is released.
         """
         self._side.close_room(self, check_cause(cause))
