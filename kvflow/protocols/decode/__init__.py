@@ -1,1 +1,1 @@
-"""Decode's side of the protocol: an endpoint that decides, and does nothing by itself."""
+"""Decode's side of the protocol: an endpoint that decides and returns commands for a shell."""

@@ -1,7 +1,7 @@
-"""The machines of one decode, fed one after the other: rooms, links, loans.
+"""The machines of one decode (rooms, links, loans), and the events that pass between them.
 
-Nothing calls back, so nothing re-enters: a table returns what follows from an event, and the next
-machine is fed.
+A table never calls back: it returns commands, and running them feeds the next machine. No machine
+is therefore entered twice at once.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from kvflow.protocols.ports import Observer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import GrantId
 
-MAX_REPEAT_AFTER_S = 8.0
+MAX_REPEAT_AFTER_S = 8.0  # upper bound of the interval between repetitions
 
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
-    """What a deadline is for.
+    """The purpose of a deadline.
 
-    `key`: a grant for "deadline" and "stalled", a PeerKey for "link" and "repeat".
+    `key` is a grant for "deadline" and "stalled", and a PeerKey for "link" and "repeat".
     """
 
     kind: str
@@ -51,9 +51,7 @@ class Timer(msgspec.Struct, frozen=True, gc=False):
 
 
 class Task:
-    """Work on many rooms or loans at once is cut up, so that no tick takes long: one grant of it at
-    a time.
-    """
+    """Work on many rooms or loans, done one grant at a time so that no tick takes long."""
 
     __slots__ = ("cause", "grants", "peer", "run")
 
@@ -65,7 +63,7 @@ class Task:
 
 
 class DecodeCore:
-    """What one decode knows. Each `feed_*` is the one place that changes its kind of state."""
+    """The state of one decode. Each kind of state is changed by one `feed_*` method only."""
 
     def __init__(
         self,
@@ -90,9 +88,13 @@ class DecodeCore:
         self.tasks: deque[Task] = deque()
 
     def feed_room(self, record: DecodeRoomRecord, event: DecodeEvent, now: float) -> None:
-        """The one place that changes a room's state."""
+        """Feed one event to a room and run the commands that follow. No other code changes a room's
+        state after it is lent.
+        """
         record.state, commands = step(record.state, event)
         story = record.story
+        # Chunks are the commonest event. Without a follower they are left out of the story, which
+        # keeps this path fast.
         if commands or event.kind is not DecodeKind.CHUNK_LANDED or story.follower is not None:
             story.tell(now, event.kind, record.state.phase, event.cause)
         for command in commands:
@@ -101,23 +103,24 @@ class DecodeCore:
     def feed_loan(
         self, lease: Lease[PrefillPeer], peer: PrefillPeer, kind: LoanKind, now: float
     ) -> None:
-        """One event for one loan, and what follows for its room."""
+        """Feed one event to one loan, and act on the result."""
         self.loan_changed(self.ledger.feed(lease, peer, kind), now)
 
     def feed_answer(
         self, lease: Lease[PrefillPeer], peer: PrefillPeer, drained: bool, now: float
     ) -> None:
-        """Prefill answers for one loan.
-
-        Nothing has to be proven about a loan that could not be written anyway.
-        """
+        """Feed prefill's answer about one loan: drained, or unproven."""
+        # Prefill could not write to a loan that is not writable, so no proof about it is needed.
         drained = drained or lease.loans[peer] not in WRITABLE
         self.feed_loan(lease, peer, LoanKind.DRAINED if drained else LoanKind.UNPROVEN, now)
 
     def loan_changed(self, change: Change[PrefillPeer], now: float) -> None:
+        """Run the commands that follow from a change of one loan, and end a room that waited for
+        it.
+        """
         lease, peer = change.lease, change.source
-        # A silent source is asked when it answers again; until then an Abort would only wait in a
-        # queue.
+        # A silent source receives its Aborts when it answers again ("ask"): before that they would
+        # only fill its send queue.
         if LoanCommand.SEND_ABORT in change.commands and (peer.usable or peer.asked_again):
             assert lease.cause is not None
             abort = wire.Abort(
@@ -130,7 +133,8 @@ class DecodeCore:
             LoanCommand.RETURN in change.commands
             and peer.repeat_after_s > self.timing.repeat_after_s
         ):
-            # It answers: what else it was asked for and has not answered was lost on the way.
+            # The source answers now, so its other unanswered Aborts were probably lost: repeat them
+            # soon instead of at the long interval that its silence led to.
             self.repeat_from(peer, now + self.timing.repeat_after_s)
         if change.freed:
             self.outbox.append(FreePages(lease.grant))
@@ -146,15 +150,14 @@ class DecodeCore:
     def feed_link(
         self, peer: PrefillPeer, kind: LinkKind, now: float, cause: Cause | None = None
     ) -> None:
-        """The one place that changes a link's phase,
-        and what rooms and loans have to do about it.
-        """
-        # What was offered so far ends here, and is not to begin again elsewhere.
+        """Feed one event to a link, and queue what follows for its rooms and loans."""
+        # Every room offered so far ends with this silence. Raising `fresh_from` keeps a Bootstrap
+        # of theirs that is still travelling from starting writes later.
         if kind is LinkKind.SILENCE_DUE:
             peer.asked_again, peer.fresh_from = False, self.next_grant
         for command in self.links.feed(peer, kind, now, self.ledger, cause):
             if command is LinkCommand.START_ROOMS:
-                # What was withdrawn before came to a prefill that did not know us.
+                # Prefill dropped Aborts that it received before it knew this decode: repeat them.
                 self.repeat_from(peer, now)
                 self.for_each_loan(peer, "start")
             elif command is LinkCommand.LOSE_ROOMS:
@@ -173,18 +176,22 @@ class DecodeCore:
     def land(
         self, record: DecodeRoomRecord, rank: int, message: wire.ChunkDone, now: float
     ) -> None:
-        """The hand-over is the lowest rank's that brings one."""
+        """Feed a landed chunk to its room. The first hand-over that a rank sends is kept."""
         record.handoff = record.handoff or message.handoff
         event = DecodeEvent(DecodeKind.CHUNK_LANDED, rank, message.seq, message.pages, message.last)
         self.feed_room(record, event, now)
 
     def announce(self, record: DecodeRoomRecord) -> None:
+        """Send Announce to every rank of a room."""
         for peer in record.peers:
             self.links.send(
                 peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer))
             )
 
     def link_if_ready(self, record: DecodeRoomRecord, now: float) -> None:
+        """Issue `Linked` once every rank is up, or end the room if the ranks do not cover our
+        pool.
+        """
         peers = record.peers
         for peer in peers:
             if peer.phase is not LinkPhase.UP:
@@ -200,35 +207,41 @@ class DecodeCore:
         self.outbox.append(Linked(record.grant))
 
     def recall(self, lease: Lease[PrefillPeer], cause: Cause, now: float) -> None:
-        """Abort is sent, and repeated until every rank has acknowledged it.
-
-        A rank that has left others unanswered for long is asked for all of them as often as at
-        first: that silence says nothing of this one."""
+        """Recall the loans of a lease: send Abort, repeated until every rank acknowledges it."""
+        # A rank that left earlier Aborts unanswered is asked at long intervals only. The first
+        # repetition of this new Abort must not wait that long.
         for change in self.ledger.recall(lease, cause, now):
             if change.source.repeat_after_s > self.timing.repeat_after_s:
                 self.repeat_from(change.source, now + self.timing.repeat_after_s)
             self.loan_changed(change, now)
 
     def ask_as_at_first(self, record: DecodeRoomRecord, now: float) -> None:
-        """It has stood still for long, has moved just now, and may lose a message again."""
+        """Reset a room's Resync interval to its first value.
+
+        Called for a room that moved again after standing still, because it may lose another
+        message.
+        """
         record.resync_after_s = self.timing.repeat_after_s
         self.deadlines.set(Timer("stalled", record.grant), now + record.resync_after_s)
 
     @property
     def proof_may_come(self) -> bool:
-        """Some rank can be expected to answer for its loans: nothing was lent to one that has never
-        answered, one that is silent or gone proves nothing now, and what one has called unproven
-        stays so until its fence."""
+        """True while some rank can be expected to prove the end of a loan.
+
+        Only ranks that are up count: a rank that never answered has no pages, and a silent or
+        closed one proves nothing now. A loan that a rank reported unproven does not count: it stays
+        in doubt until the fence.
+        """
         up = [
             peer
             for peer in self.links.peers.values()
             if peer.phase is LinkPhase.UP and self.ledger.owes(peer)
         ]
-        # A task may ask for loans in doubt again.
+        # A queued task may recall loans in doubt again, so it counts like a loan that is awaited.
         return any(self.tasks or self.ledger.awaits(peer) for peer in up)
 
     def drop_if_idle(self, peer: PrefillPeer, now: float) -> None:
-        """A link that cannot be used and owes nothing: the next room opens a new one."""
+        """Forget a link that can no longer be used and owes no loan; the next room dials again."""
         if peer.phase <= LinkPhase.PARTING or self.ledger.owes(peer):
             return
         self.links.feed(peer, LinkKind.CLOSED, now, self.ledger)
@@ -238,14 +251,16 @@ class DecodeCore:
         self.deadlines.cancel(Timer("repeat", peer.key))
 
     def for_each_loan(self, peer: PrefillPeer, run: str, cause: Cause | None = None) -> None:
-        """Queue a task for every loan of a peer."""
+        """Queue the task `run` over every loan of a peer."""
         self.add_task(Task(run, self.ledger.grants_of(peer), peer, cause))
 
     def add_task(self, task: Task) -> None:
+        """Queue a task, unless it has no grants."""
         if task.grants:
             self.tasks.append(task)
 
     def work(self, limit: float, now: float) -> None:
+        """Run queued tasks for up to `limit` grants in all."""
         while self.tasks and limit > 0:
             limit -= 1
             task = self.tasks[0]
@@ -257,11 +272,11 @@ class DecodeCore:
 
     @property
     def work_left(self) -> bool:
-        """`work` has more to do."""
+        """True while `work` has more to do."""
         return bool(self.tasks or self.earlier.tasks)
 
     def take_grant(self) -> GrantId:
-        """The next grant, for pages of an earlier node: it is no room's."""
+        """Take the next grant, for pages that an earlier node lent. No room has it."""
         grant = self.next_grant
         self.next_grant = GrantId(grant + 1)
         return grant
@@ -269,29 +284,30 @@ class DecodeCore:
     # --- time
 
     def link_due(self, peer: PrefillPeer, now: float) -> None:
+        """Feed a link everything that is due at `now`, and set its next deadline."""
         while (due := self.links.expired(peer, now)) is not None:
             self.feed_link(peer, due[0], now, due[1])
         self.deadlines.set(Timer("link", peer.key), self.links.due_at_s(peer))
 
     def repeat_aborts(self, timer: Timer, now: float) -> None:
-        """Send Abort again for every loan of a peer that was recalled and is not acknowledged; less
-        and less often while none is."""
+        """Repeat the Aborts that a peer did not acknowledge, at intervals that double up to a
+        limit.
+        """
         peer = self.links.peers[timer.key]
         self.for_each_loan(peer, "repeat")
         peer.repeat_after_s = self.back_off(peer.repeat_after_s)
 
     def repeat_from(self, peer: PrefillPeer, at_s: float) -> None:
-        """Ask for what is not acknowledged then, or when it is due before, and as often as at
-        first.
-        """
+        """Repeat unacknowledged Aborts at `at_s` or sooner, and at the first interval again."""
         peer.repeat_after_s = self.timing.repeat_after_s
         self.deadlines.advance(Timer("repeat", peer.key), at_s)
 
     def back_off(self, after_s: float) -> float:
-        """How long to wait after the next repetition."""
+        """Return the interval that follows `after_s`."""
         return min(2 * after_s, max(MAX_REPEAT_AFTER_S, self.timing.repeat_after_s))
 
     def between(self, peer: PrefillPeer) -> dict[str, Any]:
+        """Return the two incarnations that every message of this link names (I6)."""
         return {"source": peer.key.incarnation, "target": self.identity.incarnation}
 
 
@@ -300,13 +316,15 @@ class DecodeCore:
 
 def _send_bootstrap(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     for peer in record.peers:
-        core.ledger.feed(record.lease, peer, LoanKind.LEND)  # nothing follows from it
+        # LEND yields no command, so `feed_loan` is not needed to act on the change.
+        core.ledger.feed(record.lease, peer, LoanKind.LEND)
         core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
 
 
 def _recall_loans(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     owed = bool(record.lease.loans)
     core.recall(record.lease, record.first_cause, now)
+    # Without loans `recall` feeds no loan, so `loan_changed` does not end the draining room.
     if not owed and record.phase is DecodePhase.DRAINING:
         core.feed_room(record, DecodeEvent(DecodeKind.LOANS_ENDED), now)
 
@@ -322,7 +340,7 @@ def _tell_failed(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None
 
 
 def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
-    """Out of the one table the room is in; its loans stay in the ledger."""
+    """Drop an ended room from the table of rooms; its loans stay in the ledger."""
     grant, lease = record.grant, record.lease
     del core.rooms[grant]
     if record.deadline_at_s < float("inf"):
@@ -334,7 +352,8 @@ def _end(core: DecodeCore, record: DecodeRoomRecord, now: float) -> None:
     if succeeded:
         core.observer.pages_moved(record.num_pages)
     elif not record.lent:
-        core.outbox.append(FreePages(grant))  # none was ever offered
+        # No page was offered, so no rank can write: the pages need no proof.
+        core.outbox.append(FreePages(grant))
     elif core.ledger.room_ended(lease):
         core.outbox.append(FreePages(grant))
     else:
@@ -355,7 +374,7 @@ _RUN: dict[RoomCommand, Callable[[DecodeCore, DecodeRoomRecord, float], None]] =
 
 
 def _lose(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """The source is lost: the room ends, and its loan waits for proof."""
+    """End the room of a lost source; its loan waits for proof."""
     record = core.rooms.get(grant)
     if record is not None:
         core.feed_room(record, DecodeEvent(DecodeKind.SOURCE_LOST, cause=task.cause), now)
@@ -366,7 +385,7 @@ def _lose(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
 
 
 def _part(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """Prefill's goodbye is for every grant what RoomFailed, and then AbortAck, would be."""
+    """Apply prefill's Goodbye to one grant, as if RoomFailed and then AbortAck arrived for it."""
     peer = task.peer
     assert peer is not None
     record = core.rooms.get(grant)
@@ -378,7 +397,7 @@ def _part(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
 
 
 def _start(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """One rank of the room has come up: the room is linked once all have, and once."""
+    """Link the room if the rank that came up is the last one it waited for."""
     record = core.rooms.get(grant)
     if record is not None and not record.linked and record.state.phase is DecodePhase.BOOTSTRAPPING:
         core.link_if_ready(record, now)
@@ -387,7 +406,7 @@ def _start(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
 def _loan_task(
     kind: LoanKind, phases: tuple[LoanPhase, ...]
 ) -> Callable[[DecodeCore, Task, GrantId, float], None]:
-    """Feed `kind` to a loan that is still in one of `phases`."""
+    """Return a task that feeds `kind` to a loan if it is still in one of `phases`."""
 
     def feed(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
         assert task.peer is not None
@@ -399,14 +418,13 @@ def _loan_task(
 
 
 def _repeat(core: DecodeCore, task: Task, grant: GrantId, now: float) -> None:
-    """Send an Abort again that is not acknowledged.
-
-    The timer is the peer's: a lease that was recalled just before it expires is not overdue yet.
-    """
+    """Repeat an Abort that is not acknowledged."""
     assert task.peer is not None
     lease = core.ledger.find(task.peer, grant)
     if lease is None or lease.loans[task.peer] not in (LoanPhase.RECALLED, LoanPhase.WITHDRAWN):
         return
+    # One timer serves all loans of a peer. A lease recalled just before it expires had no time to
+    # be answered, so it does not count as overdue.
     if now - lease.recalled_at_s >= core.timing.repeat_after_s:
         core.ledger.note_overdue(lease)
     core.feed_loan(lease, task.peer, LoanKind.REPEAT_DUE, now)

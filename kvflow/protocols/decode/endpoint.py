@@ -1,9 +1,8 @@
-"""Everything one decode incarnation decides: rooms by grant, links by prefill rank, loans,
-deadlines.
+"""The endpoint of one decode: rooms by grant, links by prefill rank, loans, deadlines.
 
-Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done
-comes out of `commands()`. Read on in decode_inbox.py (messages), decode_core.py (the machines) and
-machines/ (their tables).
+It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
+time as an argument, and `commands()` returns the work for the shell. Read on in inbox.py
+(messages), core.py (the machines) and ../machines/ (their tables).
 """
 
 from __future__ import annotations
@@ -37,14 +36,15 @@ from kvflow.protocols.wire.codec import parse_at_decode
 from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.protocols.wire.ranks import RankInfo
 
-# Rooms and loans one tick deals with: a millisecond or two; the rest follows in the next.
+# Rooms and loans handled in one tick. The bound keeps a tick to a millisecond or two, so that the
+# loss of a peer with thousands of rooms does not block the event loop (I11).
 TICK_WORK = 32
 
 
 class DecodeEndpoint:
-    """One decode incarnation.
+    """The protocol endpoint of one decode incarnation.
 
-    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
+    After each call, run what `commands()` returns; call `tick` at `next_tick()`.
     """
 
     def __init__(
@@ -57,13 +57,16 @@ class DecodeEndpoint:
         verify: bool = False,
         staged: bool = False,
     ) -> None:
-        """With `verify` a chunk lands when the checksum of what is there agrees with prefill's;
-        where pages are `staged`, when they have been brought from where prefill writes them to
-        where they are used."""
+        """Create an endpoint with no links and no rooms.
+
+        With `verify`, a chunk lands when the checksum of its pages agrees with prefill's. With
+        `staged`, it lands when its pages are copied from the memory that prefill writes to the
+        memory that the engine uses.
+        """
         self.bounds = bounds or Bounds()
-        # To be read.
+        # Public so that shells and reports can read it; only the endpoint's methods change it.
         self.core = DecodeCore(identity, observer, timing or Timing(), self.bounds, verify, staged)
-        self.outbox = self.core.outbox  # what `commands` returns next
+        self.outbox = self.core.outbox  # the commands that `commands` returns next
         self._leaving: Cause | None = None
         self._closed = False
 
@@ -76,7 +79,7 @@ class DecodeEndpoint:
         return f"<DecodeEndpoint {core.identity.incarnation:016x}: {known}>"
 
     def commands(self) -> list[DecodeCommand]:
-        """Everything to be done since the last call, in order."""
+        """Return the commands issued since the last call, in the order to run them."""
         found = self.outbox[:]
         self.outbox.clear()
         return found
@@ -85,11 +88,12 @@ class DecodeEndpoint:
 
     @property
     def rooms(self) -> Mapping[GrantId, DecodeRoomRecord]:
-        """Open rooms, those that drain included."""
+        """Open rooms by grant, including those that are draining."""
         return self.core.rooms
 
     @property
     def peers(self) -> Iterable[PrefillPeer]:
+        """Links to prefill ranks, including those that are closed and still owe loans."""
         return self.core.links.peers.values()
 
     @property
@@ -109,13 +113,15 @@ class DecodeEndpoint:
         deadline_at_s: float = float("inf"),
         announce: bool = True,
     ) -> GrantId:
-        """Announce a room to the ranks it will use, dialling those that are not linked; `Linked`
-        follows when all are.
+        """Announce a room to the ranks it will use, and dial those that are not linked; the command
+        `Linked` follows when all are.
 
-        `announce=False`: its pages follow at once where every rank is linked, so that the offer
-        announces it. Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError,
-        RefusedError (the ranks do not have our pool together), AbortedError while shutting down:
-        then the legs of every prefill that can be reached are told.
+        Pass `announce=False` when `lend` follows at once: if every rank is linked, the Bootstrap
+        announces the room. Returns the room's grant.
+
+        Raises: MisuseError; LostError, PeerError, CapacityError, QuarantineError, RefusedError (the
+        ranks together do not cover our pool), AbortedError while shutting down. Ranks that can be
+        reached receive an Abort with the cause.
         """
         core = self.core
         peers = self._peers(ranks, now)
@@ -126,7 +132,9 @@ class DecodeEndpoint:
             for peer in peers:
                 if peer.phase is not LinkPhase.UP:
                     break
-            else:  # all are linked; of others it is found out when they are
+            # A rank reports its share of the pool when it links. If one is not linked yet,
+            # `link_if_ready` makes this check later.
+            else:
                 why = core.links.coverage.get(peers)
                 if why or (why is None and (why := core.links.check_coverage(peers))):
                     raise room_error(Cause(Code.REFUSED, why))
@@ -148,9 +156,10 @@ class DecodeEndpoint:
         return lease.grant
 
     def shorten(self, grant: GrantId, prefix_tokens: int) -> int:
-        """The first `prefix_tokens` of the prompt of a room that is not lent yet need not travel:
-        decode has them, as `open_room` may have been told otherwise. Returns how many pages it
-        needs now.
+        """Replace the prefix of the prompt that need not travel, before the room's pages are lent.
+
+        Decode's cache may have more or less of the prompt by now than it had at `open_room`.
+        Returns the number of pages that the room needs now.
 
         Raises: MisuseError (after `lend`, no whole pages).
         """
@@ -164,11 +173,11 @@ class DecodeEndpoint:
         return num_pages
 
     def lend(self, grant: GrantId, pages: PageIndices, now: float) -> bool:
-        """The pages of a room that is `Linked`: offer them to every rank.
+        """Offer `pages` to every rank of a room for which `Linked` was issued.
 
-        False when the room has ended meanwhile, and the pages are the caller's again.
+        Returns False if the room ended meanwhile; the pages then stay the caller's.
 
-        Raises: MisuseError for other pages than the room needs, or a second time.
+        Raises: MisuseError if the room needs another number of pages, or on a second call.
         """
         record = self.core.rooms.get(grant)
         if record is None:
@@ -191,16 +200,17 @@ class DecodeEndpoint:
         return True
 
     def close_room(self, grant: GrantId, cause: Cause, now: float) -> None:
-        """End a room.
+        """End a room, with `cause` as the reason that both sides receive.
 
-        Before it landed this is an abort: its user is told at once, and its pages are free when its
-        loans have ended. No effect on a room that has ended."""
+        This aborts a room that has not landed: its user is notified at once, and its pages are
+        freed when its loans end. Closing a room that already ended has no effect.
+        """
         record = self.core.rooms.get(grant)
         if record is not None:
             self.core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
 
     def refuse_room(self, room: int, ranks: Sequence[RankInfo], cause: Cause, now: float) -> None:
-        """A request that is refused here before any page is taken: its prefill legs are told why.
+        """Send `cause` to the prefill legs of a request that decode refuses before it takes a page.
 
         Raises: as `open_room`, where the ranks cannot be reached.
         """
@@ -209,14 +219,19 @@ class DecodeEndpoint:
     def chunk_summed(
         self, grant: GrantId, rank: int, seq: int, checksum: bytes, now: float, *, error: str = ""
     ) -> None:
-        """What `VerifyChunk` has found: the checksum of a landed chunk, or any word where none is
-        compared; empty when it could not be done, and `error` says why."""
+        """Record the result of a `VerifyChunk`.
+
+        `checksum` is that of the landed chunk, or any bytes if this decode does not verify. It is
+        empty if the work failed; `error` then gives the reason.
+        """
         record = self.core.rooms.get(grant)
         if record is None:
             return
         for check in record.checks:
             if check.rank == rank and check.message.seq == seq:
                 check.found, check.error = checksum, error
+        # The room's machine accepts the chunks of a rank only in order, while checks may finish in
+        # any order: a finished check waits for those before it.
         while record.checks and record.checks[0].found is not None and record.receiving:
             check = record.checks[0]
             if (difference := check.difference()) is not None:
@@ -230,7 +245,9 @@ class DecodeEndpoint:
     # --- links
 
     def receive(self, key: PeerKey, frame: bytes, now: float) -> None:
-        """A frame from one prefill; bad and foreign ones are counted and change nothing (I7)."""
+        """Handle a frame from one prefill; a malformed or foreign frame is counted and dropped
+        (I7).
+        """
         core = self.core
         try:
             message = parse_at_decode(frame)
@@ -240,6 +257,8 @@ class DecodeEndpoint:
         peer = core.links.peers.get(key)
         if peer is None or message.target != core.identity.incarnation:
             core.observer.message_dropped("foreign")
+        # Registered comes before the check of its source: an answer from another incarnation is how
+        # decode learns that prefill restarted.
         elif type(message) is wire.Registered:
             on_registered(core, peer, message, now)
         elif (
@@ -253,14 +272,14 @@ class DecodeEndpoint:
             core.work(TICK_WORK, now)
 
     def locked_out(self, key: PeerKey, reason: str, now: float) -> None:
-        """The transport says why prefill does not let this decode in."""
+        """Mark the link as refused: prefill's transport does not admit this decode."""
         peer = self.core.links.peers.get(key)
         if peer is not None and peer.phase is LinkPhase.REGISTERING:
             text = f"prefill at {peer.info.control} does not let this decode in: {reason}"
             self.core.feed_link(peer, LinkKind.REFUSED, now, Cause(Code.REFUSED, text))
 
     def writer_died(self, key: PeerKey, now: float) -> None:
-        """The data plane's fence: no write of this prefill can reach our pool any more."""
+        """Report the data plane's fence: no write of this prefill can reach our pool any more."""
         peer = self.core.links.peers.get(key)
         if peer is not None:
             text = f"prefill at {peer.info.control} died"
@@ -268,12 +287,14 @@ class DecodeEndpoint:
             self.core.work(TICK_WORK, now)
 
     def declare_dead(self, incarnation: Incarnation, why: str, now: float) -> tuple[int, int]:
-        """An operator's word that a prefill writes no more: the only end of a loan without proof.
+        """End the rooms and loans of a prefill that an operator declares dead.
 
-        Its rooms and loans end, those of earlier nodes among them, and it is never linked again. If
-        the word is wrong, what that process still writes lands in pages that belong to others by
-        then. Returns how many loans end, and how many pages leave quarantine. Raises: MisuseError
-        when it is not known here.
+        This is the only way to end a loan without proof. Loans to earlier nodes over the same pool
+        end too, and this decode never links to that incarnation again. If the process is in fact
+        alive, its late writes land in pages that other rooms own by then. Returns the number of
+        loans that end, and of pages that leave quarantine.
+
+        Raises: MisuseError if the incarnation is not known here.
         """
         core = self.core
         found = [peer for peer in self.peers if peer.key.incarnation == incarnation]
@@ -289,7 +310,8 @@ class DecodeEndpoint:
             cause = Cause(
                 Code.PEER_LOST, f"prefill at {peer.info.control} was declared dead: {why}"
             )
-            for grant in core.ledger.grants_of(peer):  # should it live, it is told to stop
+            # The operator may be wrong: if the process is alive, these Aborts stop its writes.
+            for grant in core.ledger.grants_of(peer):
                 lease = core.ledger.find(peer, grant)
                 assert lease is not None
                 abort = wire.Abort(
@@ -303,22 +325,24 @@ class DecodeEndpoint:
         return loans, pages
 
     def leave(self, now: float) -> None:
-        """Open no room from here on, and abort all; loans end when prefills prove it."""
+        """Abort all rooms and open no more; loans end when prefills prove it."""
         self._leaving = Cause(Code.SHUTDOWN, "decode is shutting down")
         self.core.add_task(Task("close", self.rooms, None, self._leaving))
         self.core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
-        """Say goodbye to every prefill, until it acknowledges that: call it after `leave`, when no
-        proof is awaited any more. Prefill then forgets this decode; it is asked nothing
-        afterwards."""
+        """Send Goodbye to every prefill, repeated until it is acknowledged.
+
+        Call this after `leave`, when no proof is awaited any more: prefill then forgets this decode
+        and answers no further question about its grants.
+        """
         for peer in list(self.peers):
             if peer.phase not in (LinkPhase.PARTING, LinkPhase.GONE):
                 self.core.feed_link(peer, LinkKind.LEAVE, now, self._leaving)
         self.core.work(TICK_WORK, now)
 
     def unparted(self, now: float) -> list[PrefillPeer]:
-        """Prefills that have been heard of lately, and have not acknowledged the goodbye yet."""
+        """Return the prefills that sent something recently but did not acknowledge the goodbye."""
         return [
             peer
             for peer in self.peers
@@ -327,9 +351,9 @@ class DecodeEndpoint:
         ]
 
     def close(self, now: float) -> None:
-        """Hang up everywhere.
+        """Close every link.
 
-        Rooms that still wait for proof end; their loans stay in the ledger, unproven.
+        Rooms that still wait for proof end; their loans stay in the ledger, in doubt.
         """
         self.leave(now)
         self._closed = True
@@ -338,24 +362,29 @@ class DecodeEndpoint:
         self.core.work(float("inf"), now)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what peers sent meanwhile is unread, so their
-        silence does not count. To know how long it was, tick once a heartbeat, due or not."""
+        """Extend every peer's silence limit by the time that the shell stood still.
+
+        Messages that arrived meanwhile are unread, so the silence is not the peers'. To measure
+        `late_s`, a shell must tick once per heartbeat interval, whether or not a tick is due.
+        """
         for peer in self.peers:
-            # What was read since counts as it is.
+            # A peer whose message was read after the stall needs no credit: its time is capped at
+            # the present.
             peer.received_at_s = min(peer.received_at_s + late_s, now)
 
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` may next be worth calling; infinity while nothing is due."""
-        # What `work_left` says, without a call: this is asked whenever a shell has run commands.
+        """Return the earliest time at which `tick` may have work; infinity without a deadline."""
+        # Shells call this after every batch of commands, so the expression of `work_left` is
+        # repeated here to save a call.
         core = self.core
         return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
-        """Deadlines, repetition, silence.
+        """Act on deadlines, repetitions and silence that are due at `now`.
 
-        A tick does a bounded amount of work; `next_tick` says when more is due.
+        A tick does a bounded amount of work; `next_tick` returns when more is due.
         """
         core = self.core
         core.work(TICK_WORK, now)
@@ -366,8 +395,9 @@ class DecodeEndpoint:
                 break
             self._expire(timer, now, beliefs)
         else:
-            # It may be long until the links' turn comes, and a prefill that is not asked has no
-            # chance to answer.
+            # The tick's work is used up, and under load the links' timers could wait for many
+            # ticks. A prefill that receives no heartbeat meanwhile would not answer and be taken
+            # for lost, so links that are due are served regardless of the bound.
             for peer in [peer for peer in self.peers if core.links.due_at_s(peer) <= now]:
                 core.link_due(peer, now)
         for peer, rooms in beliefs.items():
@@ -392,10 +422,11 @@ class DecodeEndpoint:
         beliefs: dict[PrefillPeer, list[wire.Belief]],
     ) -> None:
         if record.state.phase is DecodePhase.DRAINING:
-            return  # its loans are recalled and asked for by themselves
+            # The user has its error, and the ledger's own timer repeats the Aborts.
+            return
         if timer.kind == "deadline":
-            # Counted from a moment before the room was opened: a deadline of 0 s would be slightly
-            # below it.
+            # The deadline counts from the arrival of the request, slightly before `opened_at_s`:
+            # the difference is negative for a deadline of 0 s.
             given_s = max(0.0, round(record.deadline_at_s - record.opened_at_s, 2))
             text = f"room {record.room}: deadline of {given_s:g} s has passed"
             self.close_room(record.grant, Cause(Code.DEADLINE, text), now)
@@ -407,9 +438,9 @@ class DecodeEndpoint:
     def _ask_about(
         self, record: DecodeRoomRecord, now: float, beliefs: dict[PrefillPeer, list[wire.Belief]]
     ) -> None:
-        """Nothing has come for a while: a message may have been lost.
+        """Ask prefill about a room that stands still, because a message may be lost.
 
-        Ask less often the longer it lasts.
+        The interval doubles each time, up to a limit.
         """
         core = self.core
         record.resync_after_s = core.back_off(record.resync_after_s)
@@ -425,9 +456,10 @@ class DecodeEndpoint:
     # --- opening a room, step by step
 
     def _peers(self, ranks: Sequence[RankInfo], now: float) -> tuple[PrefillPeer, ...]:
-        """A link to every rank, dialled where there is none.
+        """Return the link to every rank, and dial those that do not have one.
 
-        Raises: LostError, PeerError, CapacityError; AbortedError once it is closed."""
+        Raises: LostError, PeerError, CapacityError; AbortedError once the endpoint is closed.
+        """
         core = self.core
         if self._closed:
             assert self._leaving is not None
@@ -444,10 +476,13 @@ class DecodeEndpoint:
         return tuple(peers)
 
     def _make_place(self, now: float) -> None:
-        """Where there are too many, hang up the link that has been idle for longest; where none is
-        idle, one that is lost: its loans wait for the fence then, and for an operator. Links that
-        are hung up do not count. Raises: CapacityError."""
+        """Close the least recently used link if the limit of open links is reached.
+
+        Idle links go first, then silent ones, whose loans then wait for the fence or an operator.
+        Raises: CapacityError if every link is in use.
+        """
         core = self.core
+        # A closed link stays in the table while it owes loans, but it holds no connection.
         open_ = [peer for peer in self.peers if peer.phase is not LinkPhase.GONE]
         if len(open_) < self.bounds.links:
             return
@@ -458,9 +493,9 @@ class DecodeEndpoint:
         core.feed_link(min(idle, key=lambda peer: peer.used_at_s), LinkKind.CLOSED, now)
 
     def _lease(self, room: int, peers: tuple[PrefillPeer, ...], now: float) -> Lease[PrefillPeer]:
-        """The next grant; no rank knows of it yet.
+        """Create the lease of a new room under the next grant, with an announced loan per rank.
 
-        Raises: MisuseError for what is not a room id.
+        Raises: MisuseError if `room` is not a room id.
         """
         core = self.core
         lease: Lease[PrefillPeer] = Lease(core.next_grant, wire.room_id(room))

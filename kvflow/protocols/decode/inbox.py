@@ -1,4 +1,4 @@
-"""What decode does about each message of a prefill."""
+"""Handlers at decode, one for each message that a prefill sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from kvflow.protocols.wire import messages as wire
 def on_registered(
     core: DecodeCore, peer: PrefillPeer, message: wire.Registered, now: float
 ) -> None:
-    """The answer to what was asked of another life of that address is for that life's link."""
+    """Accept, refuse or replace the link whose Register this message answers."""
+    # Two incarnations may share an address, one of them gone. `asked` names the incarnation that
+    # decode addressed, so the answer belongs to that link and not to the sender's.
     key = PeerKey(message.asked or peer.key.incarnation, peer.key.control)
     asked = core.links.peers.get(key)
     if asked is None:
@@ -43,8 +45,9 @@ def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, 
 
 
 def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: float) -> None:
-    """The room's user is told once, when the last rank has begun; a user that has lent waits for it
-    no longer.
+    """Issue `RoomBegun` once, when the last rank of the room begins.
+
+    Once pages are lent the message has no effect: the room's user no longer waits for it.
     """
     record = _room_of(core, peer, message)
     if record is None or record.phase is not DecodePhase.BOOTSTRAPPING:
@@ -59,19 +62,18 @@ def _on_begun(core: DecodeCore, peer: PrefillPeer, message: wire.Begun, now: flo
 def _on_chunk_done(
     core: DecodeCore, peer: PrefillPeer, message: wire.ChunkDone, now: float
 ) -> None:
-    """An in-order chunk has landed; where transfers are verified or staged, as soon as that is
-    done.
-    """
+    """Land an in-order chunk; if transfers are verified or staged, request that work first."""
     record = _room_of(core, peer, message)
     if record is None:
         return
     rank, lease = record.peers.index(peer), record.lease
     phase, is_next = lease.loans.get(peer), message.seq == record.next_seq(rank)
     if not is_next or phase is not LoanPhase.LENT:
-        # Repeated, or one before it is missing (Resync brings that), or the rank has said that it
-        # cannot vouch for it.
+        # The chunk is a repetition, or follows a lost one that Resync will bring, or its loan is
+        # no longer lent. The last chunk of a recalled loan cannot help the room, but it proves that
+        # every write landed.
         if is_next and phase is LoanPhase.RECALLED and message.last:
-            core.feed_loan(lease, peer, LoanKind.LANDED, now)  # proof all the same
+            core.feed_loan(lease, peer, LoanKind.LANDED, now)
         else:
             core.observer.message_dropped("stale")
         return
@@ -84,7 +86,8 @@ def _on_chunk_done(
         core.outbox.append(
             VerifyChunk(record.grant, rank, message.seq, first, message.pages, peer.served or ())
         )
-    if message.last:  # proof, whatever its checksum says
+    # The loan ends before the checksum is known: the writes are over even if the bytes differ.
+    if message.last:
         core.feed_loan(lease, peer, LoanKind.LANDED, now)
     if not (core.verify or core.staged):
         core.land(record, rank, message, now)
@@ -106,23 +109,31 @@ def _on_abort_ack(core: DecodeCore, peer: PrefillPeer, message: wire.AbortAck, n
 
 
 def _on_resync(core: DecodeCore, peer: PrefillPeer, message: wire.Resync, now: float) -> None:
-    """Grants prefill does not know: their Bootstrap was lost, or they were closed too long ago."""
-    # Each is answered once.
+    """Send Bootstrap again for grants that prefill does not know, or end their rooms.
+
+    Such a Bootstrap was lost, or prefill ended the grant so long ago that it forgot it.
+    """
+    # A message may name a grant many times; one answer to each bounds the work.
     for belief in {belief.grant: belief for belief in message.rooms}.values():
         record = core.rooms.get(belief.grant)
         if record is None or peer not in record.lease.loans or not record.receiving:
-            continue  # a rank that has landed everything may forget it
-        # It had written for that grant when it was asked, and has forgotten it since.
+            # A rank whose loan ended may forget the grant.
+            continue
+        # `next_seq` is the value that decode asked with. If it is not 0, chunks of this grant
+        # landed, and prefill forgot it since: sending Bootstrap again would repeat their writes.
         if belief.next_seq:
             cause = Cause(Code.STALE_GRANT, f"room {record.room}: prefill remembers nothing of it")
             core.feed_room(record, DecodeEvent(DecodeKind.ENDED_LOCALLY, cause=cause), now)
-        elif record.next_seq(record.peers.index(peer)) == 0:  # other ranks may be further
+        # This rank landed no chunk; other ranks of the room may have.
+        elif record.next_seq(record.peers.index(peer)) == 0:
             core.links.send(peer, record.bootstrap(peer, core.identity.incarnation))
 
 
 def _on_goodbye(core: DecodeCore, peer: PrefillPeer, message: wire.Goodbye, now: float) -> None:
-    """This prefill has closed: nothing that was lent to it will be written any more, but for what
-    it names (I2, I6).
+    """End the link to a prefill that closed.
+
+    Its Goodbye proves that every write for this decode landed, except under the grants it names
+    (I2, I6).
     """
     peer.unproven, peer.asked_again = frozenset(message.unproven), False
     cause = Cause(Code.SHUTDOWN, f"prefill at {peer.info.control} has shut down")
@@ -138,6 +149,7 @@ def _on_goodbye_ack(
 def _room_of(
     core: DecodeCore, peer: PrefillPeer, message: wire.Begun | wire.ChunkDone | wire.RoomFailed
 ) -> DecodeRoomRecord | None:
+    """Return the open room that a message is about; count the message as stale if there is none."""
     record = core.rooms.get(message.grant)
     if record is None or record.room != message.room or peer not in record.peers:
         core.observer.message_dropped("stale")

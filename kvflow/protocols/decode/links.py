@@ -1,6 +1,4 @@
-"""Decode's links: one peer per prefill rank it knows, the link machine of each, and when each is
-next due.
-"""
+"""Decode's links: a peer per known prefill rank, the link machine of each, and its timing."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ from kvflow.protocols.wire.ranks import RankInfo, check_ranks
 
 
 class DecodeIdentity(msgspec.Struct, frozen=True):
-    """What a decode says of itself when it registers: its life, its pool as peers must use it, and
-    where that is.
+    """The description that a decode sends when it registers: its incarnation, the layout of its
+    pool, and the address where the data plane reaches it.
     """
 
     incarnation: Incarnation
@@ -53,8 +51,8 @@ class DecodeIdentity(msgspec.Struct, frozen=True):
 
 
 class PrefillPeer:
-    """One incarnation of one prefill rank, and when it was last heard from, written to, dialled and
-    used.
+    """One incarnation of one prefill rank, with the times of the last message received and sent,
+    the last dial, and the last use by a room.
     """
 
     __slots__ = (
@@ -78,11 +76,11 @@ class PrefillPeer:
         self.info, self.key = info, PeerKey(Incarnation(info.incarnation), info.control)
         self.phase = LinkPhase.REGISTERING
         self.cause: Cause | None = None  # why it was last lost, or refused
-        self.asked_again = False  # loans in doubt have been asked for in this silence
-        self.fresh_from = fresh_from
-        self.address: PlaneAddress | None = None  # of the writer, once it has accepted
-        self.unproven: frozenset[GrantId] = frozenset()  # what its goodbye proves nothing about
-        # What of our pool it sends, as it said when it accepted.
+        self.asked_again = False  # loans in doubt were recalled again during this silence
+        self.fresh_from = fresh_from  # the lowest grant that may still begin there
+        self.address: PlaneAddress | None = None  # the writer's, once it accepts
+        self.unproven: frozenset[GrantId] = frozenset()  # grants that its Goodbye excludes
+        # The parts of our pool that this rank writes, as its Registered states.
         self.served: tuple[Served, ...] | None = None
         self.repeat_after_s = repeat_after_s
         self.received_at_s = self.sent_at_s = self.tried_at_s = self.used_at_s = now
@@ -95,14 +93,14 @@ class PrefillPeer:
 
     @property
     def usable(self) -> bool:
-        """Rooms can be opened on it: it is up, or may come up."""
+        """True while rooms can be opened on this link: it is up or may come up."""
         return self.phase in (LinkPhase.REGISTERING, LinkPhase.UP)
 
 
 class DecodeLinks:
     """The peers of one decode.
 
-    Sends are appended to `outbox`, what concerns rooms and loans is returned.
+    Methods append messages to `outbox`, and return the commands that concern rooms and loans.
     """
 
     def __init__(
@@ -111,12 +109,13 @@ class DecodeLinks:
         self._identity, self._timing, self._bounds, self._outbox = identity, timing, bounds, outbox
         self.peers: dict[PeerKey, PrefillPeer] = {}
         self.declared_dead: set[Incarnation] = set()
-        self.coverage: dict[tuple[PrefillPeer, ...], str] = {}  # what `check_coverage` has found
+        self.coverage: dict[tuple[PrefillPeer, ...], str] = {}  # results of `check_coverage`
 
     def check(self, ranks: Sequence[RankInfo]) -> None:
-        """Refuse what a registry must not answer, or a user must not pass.
+        """Check the ranks that a registry returned or a user passed.
 
-        Raises: LostError, PeerError.
+        Raises: LostError (no ranks, or one was declared dead), PeerError (ranks that do not fit
+        together).
         """
         if not ranks:
             raise LostError("no rank of that prefill is known")
@@ -125,7 +124,7 @@ class DecodeLinks:
             raise PeerError(
                 f"prefill {ranks[0].control} has {len(ranks)} ranks; one room takes {limit} at most"
             )
-        # Nearly always there is but one.
+        # Almost every room has one rank; testing for it here saves a call per room.
         if len(ranks) != 1 or ranks[0].world_size != 1 or ranks[0].rank:
             check_ranks(ranks)
         if len(ranks) > 1 and len({info.incarnation for info in ranks}) < len(ranks):
@@ -139,13 +138,13 @@ class DecodeLinks:
                 )
 
     def find(self, info: RankInfo) -> PrefillPeer | None:
-        """The link to exactly this rank, if there is one that rooms can be opened on."""
+        """Return the usable link to exactly this rank, or None."""
         peer = self.peers.get(PeerKey(Incarnation(info.incarnation), info.control))
         return peer if peer is not None and peer.info.rank == info.rank and peer.usable else None
 
     def check_coverage(self, peers: tuple[PrefillPeer, ...]) -> str:
-        """Why what these ranks send, all linked, is not every byte of our pool exactly once; empty
-        when it is (I8).
+        """Return why these linked ranks together do not send every byte of our pool exactly once;
+        empty if they do (I8).
         """
         found = uncovered(self._identity.layout, [peer.served or () for peer in peers])
         if found:
@@ -157,7 +156,11 @@ class DecodeLinks:
         return found
 
     def dial(self, info: RankInfo, next_grant: GrantId, now: float) -> PrefillPeer:
-        """Connect and register. Raises: LostError when a link to that address waits for its end."""
+        """Connect and register.
+
+        Raises: LostError if the last link to this incarnation still waits for its end, PeerError if
+        the incarnation is linked as another rank.
+        """
         key = PeerKey(Incarnation(info.incarnation), info.control)
         known = self.peers.get(key)
         if known is not None and known.usable:
@@ -176,6 +179,7 @@ class DecodeLinks:
         return peer
 
     def send(self, peer: PrefillPeer, message: Message) -> None:
+        """Queue a message. Pages wait for the answer to an Abort, so it leaves at once."""
         self._outbox.append(SendToPrefill(peer.key, encode(message), type(message) is Abort))
 
     def feed(
@@ -186,9 +190,9 @@ class DecodeLinks:
         ledger: Ledger[PrefillPeer],
         cause: Cause | None = None,
     ) -> list[LinkCommand]:
-        """The one place that changes a link's phase.
+        """Feed one event to a link and run its own commands. No other code changes a link's phase.
 
-        Returns what rooms and loans have to do about it.
+        Returns the commands that concern the link's rooms and loans.
         """
         move = TABLE.moves[peer.phase, kind]
         if move is None:
@@ -207,8 +211,8 @@ class DecodeLinks:
                 peer.tried_at_s = now
                 self._outbox += (HangUp(peer.key), Dial(peer.key))
             elif command is LinkCommand.WATCH_WRITER:
-                # One watch per link, from its first day: a writer's death ends rooms at once and
-                # proves loans ended.
+                # The watch starts when the link comes up, not when the peer falls silent: a death
+                # that it observes ends rooms at once, and ends their loans with proof.
                 if peer.address is not None:
                     self._outbox.append(WatchWriter(peer.key, peer.address))
             elif command is LinkCommand.SEND_GOODBYE:
@@ -217,8 +221,8 @@ class DecodeLinks:
             elif command is LinkCommand.ACKNOWLEDGE:
                 self.send(peer, GoodbyeAck(**self._lives(peer)))
             elif command is LinkCommand.HANG_UP:
-                # Prefill must not keep what is settled for a decode that will not ask. A goodbye
-                # says as much.
+                # A last heartbeat lets prefill forget grants that are settled, since this decode
+                # will not ask about them again. A Goodbye has the same effect.
                 if left is LinkPhase.SILENT and kind not in (LinkKind.LEAVE, LinkKind.GOODBYE):
                     self.send(peer, self._heartbeat(peer, ledger))
                 self._outbox.append(HangUp(peer.key))
@@ -234,10 +238,11 @@ class DecodeLinks:
         )
 
     def _lives(self, peer: PrefillPeer) -> dict[str, Any]:
+        """Return the two incarnations that every message names."""
         return {"source": peer.key.incarnation, "target": self._identity.incarnation}
 
     def drop(self, peer: PrefillPeer) -> None:
-        """A link that is gone and owes nothing."""
+        """Remove a link that is gone and owes no loan."""
         del self.peers[peer.key]
         self.coverage = {
             peers: found for peers, found in self.coverage.items() if peer not in peers
@@ -249,8 +254,9 @@ class DecodeLinks:
     def registered(
         self, peer: PrefillPeer, message: Registered
     ) -> tuple[LinkKind | None, Cause | None]:
-        """What an answer to Register means for the link it answers; nothing when it answers an
-        older one.
+        """Return the link event that an answer to Register stands for, and its cause.
+
+        The event is None if the answer is to an older Register.
         """
         at = f"prefill at {peer.info.control}"
         if message.source != peer.key.incarnation:
@@ -262,13 +268,14 @@ class DecodeLinks:
         if message.rank != peer.info.rank:
             text = f"{at} says it is rank {message.rank}, the registry says {peer.info.rank}"
             return LinkKind.REPLACED, Cause(Code.PROTOCOL_ERROR, text)
-        # prefill has not heard yet which grants must not begin any more.
+        # This answers a Register from before the silence. Prefill has not received the newer bound
+        # yet, and might begin a grant below it.
         if message.fresh_from < peer.fresh_from:
             return None, None
         return LinkKind.ACCEPTED, None
 
     def due_at_s(self, peer: PrefillPeer) -> float:
-        """When `expired` has something to say about this peer."""
+        """Return the earliest time at which `expired` may return an event for this peer."""
         timing = self._timing
         if peer.phase is LinkPhase.REGISTERING:
             return min(
@@ -285,7 +292,7 @@ class DecodeLinks:
         return float("inf")
 
     def expired(self, peer: PrefillPeer, now: float) -> tuple[LinkKind, Cause | None] | None:
-        """What is due at `now`; ask again until it is None."""
+        """Return an event that is due at `now`, and its cause; call again until it returns None."""
         timing, at = self._timing, f"prefill at {peer.info.control}"
         if peer.phase is LinkPhase.REGISTERING:
             if now >= peer.received_at_s + timing.register_s:

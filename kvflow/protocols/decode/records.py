@@ -1,6 +1,4 @@
-"""One open room at decode: what is known about it, and the chunks whose checksums are being
-computed.
-"""
+"""The record of one open room at decode, and its chunks that wait for a checksum."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from kvflow.protocols.wire.messages import Bootstrap, ChunkDone, Incarnation
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
-    """What both legs must agree on, and how much of it decode has already."""
+    """The prompt as both legs must agree on it, and the length of the prefix that decode has."""
 
     tokens: int
     digest: bytes  # see `wire.codec.prompt_digest`
@@ -24,20 +22,21 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class ChunkCheck:
-    """A chunk that prefill says has landed, until its checksum is known; chunks land in the order
-    they came in.
-    """
+    """A chunk that prefill reported as landed and whose checksum decode is still computing."""
 
     __slots__ = ("compares", "error", "found", "message", "rank")
 
     def __init__(self, rank: int, message: ChunkDone, compares: bool) -> None:
         self.rank, self.message, self.compares = rank, message, compares
         self.found: bytes | None = None
-        self.error = ""  # why it is empty
+        self.error = ""  # the reason why `found` is empty
 
     def difference(self) -> Cause | None:
-        """Why the chunk has not landed; None when both checksums agree (where none is compared,
-        when there is an answer at all), or when it has no pages."""
+        """Return why the chunk does not count as landed, or None if it does.
+
+        It does if both checksums agree, or if it has no pages. Without verification any answer that
+        is not empty suffices.
+        """
         if not self.message.pages:
             return None
         sent, found = self.message.checksum, self.found
@@ -110,22 +109,21 @@ class DecodeRoomRecord:
         self.lease, self.peers, self.prompt, self.num_pages = lease, peers, prompt, num_pages
         self.state = opened(num_pages, len(peers))
         self.packed_pages = b""
-        self.linked = False  # the shell was asked for pages
-        self.lent = False  # and has brought them
+        self.linked = False  # `Linked` was issued: the shell is to take pages
+        self.lent = False  # the shell lent them
         self.begun = 0  # bit per rank that has a place for the whole prompt
         self.ready_at_s: float | None = None
         self.moving_at_s: float | None = None
         self.deadline_at_s, self.opened_at_s, self.progress_at_s = deadline_at_s, now, now
-        # How long it may stand still before prefill is asked; grows while it does.
+        # Time without progress after which decode sends Resync; it grows while the room is still.
         self.resync_after_s = 0.0
         self.handoff = b""
         self.checks: list[ChunkCheck] = []
         self.story = Story()
 
     def shorten(self, prefix_tokens: int, num_pages: int) -> None:
-        """Before anything is lent: decode has found more of the prompt than it had when the room
-        was announced.
-        """
+        """Change the prefix and the number of pages, before any page is lent."""
+        # The machine counts pages from its first state, so it starts anew with the new number.
         self.prompt = msgspec.structs.replace(self.prompt, prefix_tokens=prefix_tokens)
         self.num_pages, self.state = num_pages, opened(num_pages, len(self.peers))
 
@@ -135,18 +133,18 @@ class DecodeRoomRecord:
 
     @property
     def first_cause(self) -> Cause:
-        """Why it ended; of a room that has, and not in success."""
+        """The cause of the room's end. Read it only after an end that is not a success."""
         assert self.state.cause is not None
         return self.state.cause
 
     @property
     def receiving(self) -> bool:
-        """Chunks may still land."""
+        """True while chunks may still land."""
         return self.state.phase in (DecodePhase.WAITING_FOR_INPUT, DecodePhase.TRANSFERRING)
 
     @property
     def ending(self) -> RoomEnding:
-        """Of a room that has just ended."""
+        """The summary of a room that just ended, for the observer."""
         return RoomEnding(
             phase=self.state.phase,
             cause=self.state.cause,
@@ -158,17 +156,19 @@ class DecodeRoomRecord:
         )
 
     def next_seq(self, rank: int) -> int:
-        """The first chunk of `rank` that has not been received."""
+        """Return the number of the first chunk of `rank` that decode did not receive yet."""
+        # Chunks that wait for a checksum are received but not counted by the machine yet.
         seq = self.state.next_seq[rank]
         return seq + sum(check.rank == rank for check in self.checks) if self.checks else seq
 
     def first_page(self, rank: int) -> int:
-        """Where in the room's pages the next chunk of `rank` begins."""
+        """Return the index in the room's pages at which the next chunk of `rank` begins."""
         return self.state.filled[rank] + sum(
             check.message.pages for check in self.checks if check.rank == rank
         )
 
     def bootstrap(self, peer: PrefillPeer, target: Incarnation) -> Bootstrap:
+        """Return the message that lends this room's pages to one rank."""
         return Bootstrap(
             room=self.room,
             grant=self.grant,
