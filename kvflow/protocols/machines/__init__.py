@@ -1,1 +1,1 @@
-"""Total tables, and what is built of them."""
+"""State machines as total tables, and the collections that their owners keep."""

@@ -1,8 +1,8 @@
-"""One run of cached pages in one tier: whether its bytes are there, on their way there, or neither.
+"""The machine of a run of cached pages in one tier: absent, arriving, or present.
 
-Every node of the index has one such phase per tier (device, host, storage). A copy is between two
-tiers: it begins in the tier it writes to, and the run cannot leave the tier it reads from before it
-has ended.
+Every node of the index has one such phase per tier (device, host, storage). A copy moves bytes
+between two tiers. It begins in the tier that it writes to, and the run cannot leave the tier that
+it reads from until the copy ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvflow.protocols.machines.tables import ERROR, Move, Table, rest
 
 class RunPhase(IntEnum):
     ABSENT = 0
-    ARRIVING = 1  # a copy writes it: it has page numbers here, and nobody may read them
+    ARRIVING = 1  # a copy writes it: it has page numbers here that must not be read yet
     PRESENT = 2
 
 
@@ -22,13 +22,13 @@ class RunKind(IntEnum):
     GIVEN = 0  # a finished request hands over pages that hold these tokens
     BEGIN = 1  # a copy into this tier begins
     ACK = 2
-    FAIL = 3  # the copy has ended, and what it left behind is unknown
+    FAIL = 3  # the copy ended in an error: the bytes in its pages are unknown
     EVICT = 4
 
 
 class RunCommand(IntEnum):
-    FREE = 0  # the pages that the run has had in this tier
-    RETURN_DUPLICATE = 1  # the pages given: the run has others already, or will
+    FREE = 0  # free the run's pages in this tier
+    RETURN_DUPLICATE = 1  # return the given pages: the run has others, or will have
 
 
 P, K, C = RunPhase, RunKind, RunCommand

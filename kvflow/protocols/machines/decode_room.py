@@ -1,5 +1,5 @@
-"""The decode side of one room: pages are offered, chunks land on them, and exactly one ending is
-told to the client.
+"""The machine of a room at decode: pages are offered, chunks land on them, and the client receives
+exactly one ending (I4).
 """
 
 from __future__ import annotations
@@ -13,37 +13,40 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 
 
 class DecodePhase(IntEnum):
-    BOOTSTRAPPING = 0  # announced; links are coming up, pages are being taken: nothing is lent yet
+    BOOTSTRAPPING = 0  # announced: links come up and pages are taken, but no page is lent yet
     WAITING_FOR_INPUT = 1  # Bootstrap sent to every rank
-    TRANSFERRING = 2  # the first chunk has landed
-    DRAINING = 3  # ended here; loans are recalled
+    TRANSFERRING = 2  # at least one chunk landed
+    DRAINING = 3  # decode ended it and recalled its loans
     SUCCESS = 4
-    FAILED = 5  # the other side ended it
-    ABORTED = 6  # this side ended it, and every loan came home
-    LOST = 7  # ended, and some loan is in doubt
+    FAILED = 5  # prefill ended it, or was lost before pages were lent
+    ABORTED = 6  # decode ended it, and every loan returned
+    LOST = 7  # ended while a loan is in doubt
 
 
 class DecodeKind(IntEnum):
-    LENT = 0  # every rank is registered, and the pages are offered
+    LENT = 0  # the shell lent pages, after every rank was linked
     CHUNK_LANDED = 1
-    ALL_LANDED = 2  # the last chunk of the last rank
+    ALL_LANDED = 2  # the last chunk of the last rank landed
     ROOM_FAILED = 3
     ENDED_LOCALLY = 4  # client gone, deadline, retract, protocol violation
     SOURCE_LOST = 5
     LOANS_ENDED = 6
-    LOANS_DOUBTFUL = 7  # every loan has ended or is in doubt, at least one is
+    LOANS_DOUBTFUL = 7  # every open loan is in doubt
 
 
 class DecodeCommand(IntEnum):
     SEND_BOOTSTRAP = 0
     RECALL_LOANS = 1
     TELL_LANDED = 2
-    TELL_FAILED = 3  # the room's user has its error
+    TELL_FAILED = 3  # give the room's user its error
     END = 4
 
 
 class DecodeEvent(msgspec.Struct, frozen=True, gc=False):
-    """What happened. `rank`, `seq`, `pages`, `last` belong to a ChunkDone; `cause` to an ending."""
+    """One event for a room.
+
+    `rank`, `seq`, `pages` and `last` belong to a landed chunk, and `cause` to an ending.
+    """
 
     kind: DecodeKind
     rank: int = 0
@@ -54,14 +57,14 @@ class DecodeEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeRoomState(msgspec.Struct, frozen=True, gc=False):
-    """Everything that decides what happens next; a hashable value."""
+    """The state that decides the next step: an immutable, hashable value."""
 
-    pages: int  # pages each rank must fill
+    pages: int  # pages that each rank must fill
     ranks: int = 1
     phase: DecodePhase = DecodePhase.BOOTSTRAPPING
     next_seq: tuple[int, ...] = (0,)
     filled: tuple[int, ...] = (0,)
-    finished: int = 0  # bit per rank whose last chunk has landed
+    finished: int = 0  # bit per rank whose last chunk landed
     cause: Cause | None = None
 
 
@@ -78,7 +81,8 @@ TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
         P.BOOTSTRAPPING: rest(K, ERROR)
         | {
             K.LENT: Move(P.WAITING_FOR_INPUT, (C.SEND_BOOTSTRAP,)),
-            # Nothing is lent, so the room ends at once; its announcements are withdrawn.
+            # No page is lent, so the room ends without draining; RECALL_LOANS withdraws its
+            # announcements.
             K.ROOM_FAILED: _FAIL,
             K.ENDED_LOCALLY: Move(P.ABORTED, (C.TELL_FAILED, C.RECALL_LOANS, C.END)),
             K.SOURCE_LOST: _FAIL,
@@ -107,7 +111,7 @@ TABLE: Table[DecodePhase, DecodeKind, DecodeCommand] = Table(
             K.LOANS_ENDED: Move(P.ABORTED, (C.END,)),
             K.LOANS_DOUBTFUL: Move(P.LOST, (C.END,)),
         },
-        # An ended room is in no table: nothing can happen to it.
+        # The endpoint drops an ended room at once, so an event for one is a mistake in our code.
         P.SUCCESS: rest(K, ERROR),
         P.FAILED: rest(K, ERROR),
         P.ABORTED: rest(K, ERROR),
@@ -119,16 +123,17 @@ TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
 
 
 def opened(pages: int, ranks: int) -> DecodeRoomState:
+    """Return the first state of a room."""
     return DecodeRoomState(pages, ranks, next_seq=(0,) * ranks, filled=(0,) * ranks)
 
 
 def step(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, tuple[DecodeCommand, ...]]:
-    """The next state and what to do now.
+    """Return the next state and the commands to run.
 
-    Out-of-order and repeated chunks leave the room as it is: a gap is filled by resynchronisation,
-    never guessed at."""
+    A repeated chunk, or one that follows a gap, changes nothing: Resync brings what is missing.
+    """
     kind = event.kind
     if kind is K.CHUNK_LANDED:
         if (
@@ -140,6 +145,7 @@ def step(
     move = TABLE.moves[room.phase, kind]
     if move is None:
         return room, ()
+    # A room keeps the first cause (I4).
     cause = room.cause if room.cause is not None else event.cause
     return DecodeRoomState(
         room.pages, room.ranks, move.phase, room.next_seq, room.filled, room.finished, cause
@@ -149,7 +155,7 @@ def step(
 def _count_chunk(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
-    """Book one in-order chunk; a chunk that does not add up ends the room (I8)."""
+    """Count one in-order chunk; a chunk whose page count does not fit ends the room (I8)."""
     rank = event.rank
     filled = room.filled[rank] + event.pages
     if filled > room.pages or (event.last and filled != room.pages):

@@ -1,7 +1,7 @@
 """Write the state diagrams of the machines into a document: python -m
 kvflow.protocols.machines.diagrams FILE
 
-A document marks each place with `<!-- table: NAME -->` before and `<!-- end -->` after.
+A document marks each place with a line `<!-- table: NAME -->` before it and `<!-- end -->` after.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _PLACE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end -->)", r
 
 
 def render(document: str) -> str:
-    """`document` with every marked place made anew. Raises: KeyError for a machine there is not."""
+    """Return `document` with every marked place redrawn.
+
+    Raises: KeyError for an unknown machine.
+    """
     return _PLACE.sub(
         lambda found: f"{found[1]}```mermaid\n{MERMAID[found['name']]()}\n```\n{found[3]}", document
     )

@@ -1,9 +1,9 @@
-"""What prefill remembers of the grants of one decode: which are open, how the others ended (I6).
+"""Prefill's memory of the grants of one decode: which are open, and how the others ended (I6).
 
-An ended grant keeps its last messages, so that they can be sent again, until decode says that it is
-settled. The memory is bounded in number, and in bytes over all decodes: evicting one raises the
-low-water mark, and below that mark no grant begins. What decode has settled above the mark is kept
-as ranges, so that one grant that stays open for long keeps nothing of the others.
+The last messages of an ended grant are kept, to be sent again, until decode reports that the grant
+is settled. This memory is bounded in number, and in bytes over all decodes: evicting a grant raises
+the low-water mark, and no grant begins below it. Grants settled above the mark are kept as ranges,
+so that one grant that stays open does not keep the others in memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class GrantPhase(IntEnum):
     UNKNOWN = 0
     ANNOUNCED = 1  # decode will offer pages; the engine's half is not here
     OPEN = 2  # a room here answers for it
-    CLOSED = 3  # ended: nothing of it can land any more
-    DOUBTFUL = 4  # ended: some write of it may still land
-    BELOW = 5  # below the low-water mark: ended, or never to begin
+    CLOSED = 3  # ended, and its writes are drained
+    DOUBTFUL = 4  # ended, and some write of it may still land
+    BELOW = 5  # settled, or below the low-water mark: it ended, or must not begin
     BELOW_DOUBTFUL = 6  # evicted while in doubt
 
 
@@ -35,16 +35,16 @@ class GrantKind(IntEnum):
     ABORT = 2
     ASK = 3  # Resync
     JOIN = 4  # the engine's half of an announced room is here
-    END = 5  # the room has ended, or was refused; every write has landed
+    END = 5  # the room ended or was refused, and its writes are drained
     END_IN_DOUBT = 6
-    SETTLE = 7  # decode needs nothing of it any more
+    SETTLE = 7  # decode needs no message about it any more
     EVICT = 8
 
 
 class GrantCommand(IntEnum):
-    EXPECT = 0  # an announcement waits for the engine's half
-    ADMIT = 1  # check what is offered, then open a room or refuse
-    TELL_ROOM = 2  # the room decides
+    EXPECT = 0  # keep the announcement until the engine's half arrives
+    ADMIT = 1  # check the offer, then open a room or refuse it
+    TELL_ROOM = 2  # pass the message to the room that answers for the grant
     RESEND = 3
     REFUSE_STALE = 4
     END_OTHER_HALF = 5
@@ -78,9 +78,9 @@ TABLE: Table[GrantPhase, GrantKind, GrantCommand] = Table(
         },
         P.OPEN: rest(K, ERROR)
         | {
-            # A repetition: it may have missed that the room has begun.
+            # A repetition: decode may have missed the room's Begun.
             K.ANNOUNCE: Move(P.OPEN, (C.TELL_ROOM,)),
-            # The pages of a room that was announced, or a repetition.
+            # The pages of an announced room, or a repetition.
             K.BOOTSTRAP: Move(P.OPEN, (C.TELL_ROOM,)),
             K.ABORT: Move(P.OPEN, (C.TELL_ROOM,)),
             K.ASK: Move(P.OPEN, (C.RESEND,)),
@@ -128,24 +128,25 @@ R = TypeVar("R")
 
 
 class Announcements:
-    """Grants that were announced and whose pages have not been offered yet, with their rooms; in
-    order of grants.
-    """
+    """Announced grants whose pages are not offered yet, with their rooms, in order of grants."""
 
     def __init__(self) -> None:
         self.rooms: dict[GrantId, RoomId] = {}
         self._order: list[GrantId] = []
 
     def add(self, grant: GrantId, room: RoomId) -> None:
+        """Add an announced grant."""
         self.rooms[grant] = room
-        insort(self._order, grant)  # nearly always at the end
+        # Grants nearly always arrive in order, so this appends.
+        insort(self._order, grant)
 
     def discard(self, grant: GrantId) -> None:
+        """Remove a grant, if it is there."""
         if self.rooms.pop(grant, None) is not None:
             del self._order[bisect_left(self._order, grant)]
 
     def pop(self, start: GrantId, end: GrantId) -> list[tuple[GrantId, RoomId]]:
-        """Take out all from `start` to below `end`; costs nothing when there are none."""
+        """Remove and return the grants from `start` to below `end`, with their rooms."""
         first, last = bisect_left(self._order, start), bisect_left(self._order, end)
         taken = self._order[first:last]
         del self._order[first:last]
@@ -153,9 +154,7 @@ class Announcements:
 
 
 class KeptBytes:
-    """The size of all hand-overs that decodes may still ask for,
-    over the tables that share this.
-    """
+    """The size in bytes of all kept hand-overs, summed over the tables that share this counter."""
 
     __slots__ = ("total",)
 
@@ -164,65 +163,70 @@ class KeptBytes:
 
 
 class GrantTable(Generic[R]):
-    """The grants of one decode incarnation. `R` is the room that answers for an open grant."""
+    """The grants of one decode incarnation. `R` is the type of room that answers for a grant."""
 
     def __init__(self, limit: int, low_water: GrantId, kept: KeptBytes | None = None) -> None:
-        """At most `limit` ended grants are remembered, and as many settled ranges; no grant below
-        `low_water` begins. `kept` counts the bytes of hand-overs that are remembered, with those of
-        other tables."""
+        """Create a table that remembers up to `limit` ended grants and as many settled ranges.
+
+        No grant below `low_water` begins. `kept` counts the bytes of kept hand-overs, together with
+        those of other tables.
+        """
         self.low_water = low_water
         self.kept_bytes, self._kept = 0, kept or KeptBytes()
         self.rooms: dict[GrantId, R] = {}
         self.announcements = Announcements()
         self._limit = limit
-        # Absent: unknown, settled, or below the low-water mark.
+        # A grant that is not here is unknown, settled, or below the low-water mark.
         self._phases: dict[GrantId, GrantPhase] = {}
-        self._settled = GrantRanges()  # above the low-water mark: no grant in it begins
+        self._settled = GrantRanges()  # above the low-water mark; no grant in them begins
         self._unsettled: set[GrantId] = set()
         self._evicted_in_doubt: set[GrantId] = set()
-        # Of ended grants, in the order in which they ended, and the same grants in theirs.
+        # The last messages of ended grants, in the order in which they ended (eviction needs it),
+        # and the same grants in ascending order (settling needs it).
         self._sent: OrderedDict[GrantId, tuple[Message, ...]] = OrderedDict()
         self._remembered: list[GrantId] = []
-        self._seen_below: int = low_water  # no grant from here on has been seen
+        self._seen_below: int = low_water  # the lowest bound above every grant seen
 
     def phase(self, grant: GrantId) -> GrantPhase:
+        """Return the phase of any grant."""
         found = self._phases.get(grant)
         return self._phase_of_others(grant) if found is None else found
 
     def _phase_of_others(self, grant: GrantId) -> GrantPhase:
-        """The phase of a grant about which nothing is kept."""
+        """Return the phase of a grant that is not in `_phases`."""
         return P.BELOW if grant < self.low_water or grant in self._settled else P.UNKNOWN
 
     @property
     def remembered(self) -> int:
-        """How many ended grants are kept."""
+        """The number of ended grants whose messages are kept."""
         return len(self._sent)
 
     @property
     def all_ended(self) -> bool:
-        """Nothing is open or announced; some that have ended may be in doubt."""
+        """True while no grant is open or announced. Ended grants may be in doubt."""
         return not self.rooms and not self.announcements.rooms
 
     def unproven(self) -> tuple[GrantId, ...]:
-        """Grants of which something may still be written, ascending: open ones, and those that
-        ended in doubt.
+        """Return the grants under which bytes may still arrive, ascending: those that are open, and
+        those that ended in doubt.
         """
         return tuple(
             sorted(grant for grant in self._unsettled if self._phases[grant] is not P.ANNOUNCED)
         )
 
     def remember_doubts(self, grants: Iterable[GrantId]) -> None:
-        """This decode was forgotten while some writes for these grants might still land: that is so
-        for ever (I2).
-        """
+        """Mark grants as in doubt that were so when this decode was forgotten earlier (I2)."""
         for grant in grants:
             self.begin_from(GrantId(grant + 1))
             self._enter(grant, P.BELOW_DOUBTFUL)
 
     def feed(self, grant: GrantId, kind: GrantKind) -> tuple[GrantCommand, ...]:
-        """The one place that changes a grant's phase. Returns what to do now."""
+        """Feed one event to a grant, and return the commands to run. No other method changes a
+        phase, except `remember_doubts`.
+        """
         before = self._phases.get(grant)
-        # Most grants come in order: nothing is known of those that have not been seen.
+        # Most grants arrive in ascending order. One above all that were seen is unknown, which
+        # saves the search in the settled ranges.
         if before is None:
             before = P.UNKNOWN if grant >= self._seen_below else self._phase_of_others(grant)
         move = TABLE.moves[before, kind]
@@ -250,25 +254,25 @@ class GrantTable(Generic[R]):
             self._evicted_in_doubt.discard(grant)
 
     def end(self, grant: GrantId, sent: tuple[Message, ...]) -> None:
-        """The grant has ended with these messages, which are kept; those that are kept for longest
-        make room.
+        """End a grant and keep its last messages; the oldest ones are evicted above the limit.
 
-        A grant that an Abort has just closed has no messages.
+        `sent` is empty for a grant that an Abort just closed, and not for any other.
         """
         if self._phases.get(grant) is not P.CLOSED:
-            last = sent[-1]  # an AbortAck is the last word about a grant
+            # An AbortAck, where there is one, is always the last message about a grant.
+            last = sent[-1]
             doubtful = type(last) is AbortAck and not last.drained
             self.feed(grant, K.END_IN_DOUBT if doubtful else K.END)
         self.rooms.pop(grant, None)
         self.announcements.discard(grant)
         self._sent[grant] = sent
-        insort(self._remembered, grant)  # nearly always at the end
+        insort(self._remembered, grant)
         self._count(sent, 1)
         while len(self._sent) > self._limit:
             self.evict()
 
     def evict(self) -> None:
-        """Forget the messages of the grant that ended first."""
+        """Forget the grant that ended first, and raise the low-water mark above it."""
         evicted, sent = next(iter(self._sent.items()))
         self.feed(evicted, K.EVICT)
         del self._sent[evicted], self._remembered[bisect_left(self._remembered, evicted)]
@@ -276,12 +280,12 @@ class GrantTable(Generic[R]):
         self._raise_low_water(GrantId(evicted + 1))
 
     def forget(self) -> None:
-        """This decode is forgotten: its bytes are counted no more."""
+        """Take this table's bytes out of the shared count, before the table is dropped."""
         self._kept.total -= self.kept_bytes
         self.kept_bytes = 0
 
     def _count(self, sent: tuple[Message, ...], sign: int) -> None:
-        """Their hand-overs are remembered from here on (`sign` is 1), or forgotten (-1)."""
+        """Add the hand-overs in `sent` to the byte counts (`sign` is 1), or subtract them (-1)."""
         for message in sent:
             if type(message) is ChunkDone and message.handoff:
                 self.kept_bytes += sign * len(message.handoff)
@@ -292,21 +296,22 @@ class GrantTable(Generic[R]):
             self.low_water = self._settled.pop_through(grant)
 
     def last_messages(self, grant: GrantId) -> tuple[Message, ...]:
+        """Return the kept messages of an ended grant; empty if it is open or forgotten."""
         return self._sent.get(grant, ())
 
     def is_drained(self, grant: GrantId) -> bool:
-        """Nothing of a grant that is not open can land any more."""
+        """Return True if every write under a grant that is not open is drained."""
         return self.phase(grant) not in (P.DOUBTFUL, P.BELOW_DOUBTFUL)
 
     @property
     def seen_below(self) -> GrantId:
-        """No grant from here on has been seen."""
+        """The lowest bound above every grant seen."""
         return GrantId(self._seen_below)
 
     def begin_from(self, grant: GrantId) -> list[tuple[GrantId, RoomId]]:
-        """No grant below this one begins any more.
+        """Let no grant below this one begin.
 
-        Returns what was announced there and never offered.
+        Returns the grants below it that were announced and never offered, with their rooms.
         """
         self._seen_below = max(self._seen_below, grant)
         self._raise_low_water(grant)
@@ -322,11 +327,12 @@ class GrantTable(Generic[R]):
     def settle(
         self, below: GrantId, ranges: Iterable[Range] = ()
     ) -> list[tuple[GrantId, RoomId]] | None:
-        """Decode needs nothing sent again below this grant, nor in these ranges, and begins none
-        there.
+        """Forget the grants below `below` and in `ranges`, which decode reports as settled, and let
+        none of them begin.
 
-        Returns what was announced there and never offered; None, and nothing changes, when it
-        claims grants that were never offered here."""
+        Returns those of them that were announced and never offered, with their rooms. Returns None
+        and changes nothing if decode names grants above all that it sent here.
+        """
         ranges = tuple(ranges)
         if below > self._seen_below or any(
             not start < end <= self._seen_below for start, end in ranges
@@ -340,13 +346,14 @@ class GrantTable(Generic[R]):
             self._settle(start, end)
             withdrawn += self._withdraw(start, end)
         self.low_water = self._settled.pop_through(self.low_water)
-        # A grant between two of them that has not come yet is refused then.
+        # Dropping the lowest range raises the mark to its end: a grant below it that is still
+        # travelling is then refused, which is safe. Keeping ranges without bound is not.
         while len(self._settled) > self._limit:
             self.low_water = self._settled.pop_first()
         return withdrawn
 
     def _settle(self, start: GrantId, end: GrantId) -> None:
-        """Forget what has ended there."""
+        """Forget the ended grants from `start` to below `end`."""
         first, last = bisect_left(self._remembered, start), bisect_left(self._remembered, end)
         for grant in self._remembered[first:last]:
             self.feed(grant, K.SETTLE)

@@ -1,10 +1,9 @@
-"""One request of a group of prefill ranks: what a member does about it, and what the leader
-decides.
+"""The machines of one request in a group of prefill ranks: a member's, and the leader's.
 
 The leader puts its decisions in one order, and every member applies them in that order. A request
 starts when every rank is ready, succeeds when every rank is done, and fails as soon as one rank
-fails, with the first cause that reaches the leader. A member whose own half has failed drains at
-once, and asks nobody.
+fails, with the first cause that reaches the leader. A member whose own half fails drains at once,
+without waiting for the decision.
 """
 
 from __future__ import annotations
@@ -15,22 +14,23 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 
 
 class MemberPhase(IntEnum):
-    OPEN = 0  # this rank's half of the room is here, or decode's is; not both
-    READY = 1  # both are, and the leader knows
+    OPEN = 0  # one half of the room is here: this rank's engine's, or decode's
+    READY = 1  # both halves are here, and the vote is sent
     STARTED = 2
-    DONE = 3  # every write of this rank has landed
-    FAILING = 4  # failed here, and draining; the decision is awaited
-    DRAINED = 5  # failed here, and nothing of it runs; the decision is awaited
-    CLOSING = 6  # the decision is known, and something of it still runs here
+    DONE = 3  # every write of this rank landed
+    FAILING = 4  # failed here and draining; the decision is awaited
+    DRAINED = 5  # failed here and drained; the decision is awaited
+    CLOSING = 6  # the decision is known, and the room here is still draining
     ENDED = 7
 
 
 class MemberKind(IntEnum):
     MATCHED = 0
-    LANDED = 1  # every write of the room has, and nothing of it runs
-    FAILED = 2  # the room has ended here, not in success; something of it may still run
-    RELEASED = 3  # nothing of a failed room runs any more
-    STARTED = 4  # decisions
+    LANDED = 1  # every write of the room landed
+    FAILED = 2  # the room ended here without success; writes of it may still run
+    RELEASED = 3  # no write of a failed room runs any more
+    # Decisions of the leader.
+    STARTED = 4
     SUCCEEDED = 5
     GROUP_FAILED = 6
     LEADER_LOST = 7
@@ -87,7 +87,7 @@ MEMBER: Table[MemberPhase, MemberKind, MemberCommand] = Table(
         | {
             MK.FAILED: IGNORE,
             MK.RELEASED: Move(M.DRAINED),
-            MK.STARTED: IGNORE,  # decided before the vote came
+            MK.STARTED: IGNORE,  # decided before our vote arrived
             MK.GROUP_FAILED: Move(M.CLOSING, (MC.TELL_FAILED,)),
             MK.LEADER_LOST: Move(M.CLOSING, (MC.TELL_FAILED,)),
         },
@@ -100,11 +100,12 @@ MEMBER: Table[MemberPhase, MemberKind, MemberCommand] = Table(
         },
         M.CLOSING: rest(MK, ERROR)
         | {
-            MK.MATCHED: IGNORE,  # what had happened before the room was closed
+            MK.MATCHED: IGNORE,  # happened before the room was closed
             MK.LANDED: Move(M.ENDED, (MC.END,)),
             MK.FAILED: IGNORE,
             MK.RELEASED: Move(M.ENDED, (MC.END,)),
-            # Of a session that is over, by the same leader in the next one.
+            # After its session ended, a request may still be closing here when the same leader's
+            # next session brings decisions about it.
             MK.STARTED: IGNORE,
             MK.SUCCEEDED: IGNORE,
             MK.GROUP_FAILED: IGNORE,
@@ -117,26 +118,26 @@ MEMBER: Table[MemberPhase, MemberKind, MemberCommand] = Table(
 
 class LeaderPhase(IntEnum):
     GATHERING = 0  # some rank is not ready
-    RUNNING = 1  # started; some rank is not done
+    RUNNING = 1  # started, and some rank is not done
     SUCCEEDED = 2
     FAILED = 3
 
 
 class LeaderKind(IntEnum):
-    READY = 0  # one rank is, and others are not
+    READY = 0  # a rank is ready, and others are not
     ALL_READY = 1
     DONE = 2
     ALL_DONE = 3
     RANK_FAILED = 4
     RANK_LOST = 5
-    CLOSED = 6  # by the leader's own engine: its client is gone, say
+    CLOSED = 6  # by the leader's own engine, for example because the client left
 
 
 class LeaderCommand(IntEnum):
     DECIDE_START = 0
     DECIDE_SUCCEED = 1
     DECIDE_FAIL = 2
-    TELL_OUTCOME = 3  # once for the group: to the client, the log, the counters
+    TELL_OUTCOME = 3  # report the outcome once for the group: to the client, log and counters
 
 
 L, LK, LC = LeaderPhase, LeaderKind, LeaderCommand
@@ -151,7 +152,7 @@ LEADER: Table[LeaderPhase, LeaderKind, LeaderCommand] = Table(
         L.GATHERING: rest(LK, ERROR)
         | _FAIL
         | {
-            LK.READY: IGNORE,  # but for the count of those that are missing
+            LK.READY: IGNORE,  # the leader counts the ready ranks outside the table
             LK.ALL_READY: Move(L.RUNNING, (LC.DECIDE_START,)),
         },
         L.RUNNING: rest(LK, ERROR)
@@ -160,7 +161,7 @@ LEADER: Table[LeaderPhase, LeaderKind, LeaderCommand] = Table(
             LK.DONE: IGNORE,
             LK.ALL_DONE: Move(L.SUCCEEDED, (LC.DECIDE_SUCCEED, LC.TELL_OUTCOME)),
         },
-        # What has been decided is in no table: late votes find nothing.
+        # The leader drops a request when it decides, so a late vote finds no machine to feed.
         L.SUCCEEDED: rest(LK, ERROR),
         L.FAILED: rest(LK, ERROR),
     },

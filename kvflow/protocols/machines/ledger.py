@@ -1,6 +1,6 @@
 """The ledger of loans: pages in the hands of prefill ranks.
 
-Apart from rooms, which end in time; loans end on proof.
+It is separate from the rooms, because rooms end in time and loans end on proof (I2).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ S = TypeVar("S", bound=Hashable)
 
 
 class Lease(Generic[S]):
-    """What one room holds: pages lent to every rank under one grant; they are free when the room
-    and all loans end.
+    """The pages of one room, lent to every rank under one grant.
+
+    They are free once the room and all of its loans end.
     """
 
     __slots__ = (
@@ -39,60 +40,64 @@ class Lease(Generic[S]):
     def __init__(self, grant: GrantId, room: RoomId) -> None:
         self.grant, self.room = grant, room
         self.num_pages = 0
-        self.loans: dict[S, LoanPhase] = {}  # those that have not ended, by source
+        self.loans: dict[S, LoanPhase] = {}  # open loans by source
         self.room_ended = False
         self.cause: Cause | None = None  # set when the loans are recalled
         self.recalled_at_s = 0.0
-        # Recalled, and some rank is in doubt or has left its Abort unanswered for too long.
+        # True once a recalled loan is in doubt, or its Abort stays unanswered for too long.
         self.overdue = False
 
     @property
     def doubtful(self) -> bool:
-        """Every loan that has not ended is in doubt."""
+        """True when every open loan is in doubt."""
         return all(phase is LoanPhase.DOUBTFUL for phase in self.loans.values())
 
 
 class Change(msgspec.Struct, Generic[S], frozen=True, gc=False):
-    """One loan has moved on, and this is to be done about it."""
+    """The result of one event for one loan: the commands that the caller must run."""
 
     lease: Lease[S]
     source: S
     commands: tuple[LoanCommand, ...]
-    freed: bool  # with this loan the last claim on the lease's pages has ended
+    freed: bool  # True if this ended the last claim on the lease's pages
 
 
 class Ledger(Generic[S]):
-    """Runs the loan machine.
+    """The loans of one decode by source, and the machine that runs them.
 
-    A source is the link to one prefill rank; nothing here calls anything back.
+    A source is the link to one prefill rank. The ledger calls nothing back: it returns changes.
     """
 
     def __init__(self, quarantine_limit: int) -> None:
-        """`quarantine_limit`: pages in quarantine that are overdue; with more no room is opened."""
+        """`quarantine_limit` is the number of overdue pages above which no room is opened."""
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
-        # The highest grant that each source has said it knows of.
+        # The highest grant that each source acknowledged, in whatever message.
         self._acknowledged: dict[S, GrantId] = {}
-        self._told_from: dict[S, int] = {}  # where the next of many settled ranges begin
+        self._told_from: dict[S, int] = {}  # where `settled_above` continues, by source
         self._count = 0
         self.quarantined_pages, self.quarantine_limit = 0, quarantine_limit
-        self.quarantined_leases = 0  # with pages; in a pool with rows one of those is a row
-        # Part of the quarantine. An Abort that a healthy rank is about to answer does not keep
-        # others' rooms out.
+        # Leases with pages. In a pool with rows, one of the pages of each is its row.
+        self.quarantined_leases = 0
+        # The part of the quarantine that counts for admission. Pages whose Abort a healthy rank is
+        # about to answer are not in it, so that ordinary aborts keep no room out.
         self.overdue_pages = 0
 
     def __len__(self) -> int:
-        """Loans that have not ended."""
+        """Return the number of open loans."""
         return self._count
 
     def check_quarantine(self) -> None:
-        """Raises: QuarantineError while more than its share of the pool is overdue."""
+        """Check that the quarantine leaves room for more rooms.
+
+        Raises: QuarantineError while more pages are overdue than the limit.
+        """
         if self.overdue_pages > self.quarantine_limit:
             raise QuarantineError(self.overdue_pages, self.quarantine_limit)
 
     @property
     def excess(self) -> str:
-        """Why no room is opened, in words; empty while the quarantine is within its share of the
-        pool.
+        """The reason, as text, why no room is opened; empty while overdue pages are within the
+        limit.
         """
         try:
             self.check_quarantine()
@@ -101,9 +106,9 @@ class Ledger(Generic[S]):
         return ""
 
     def open(self, lease: Lease[S], source: S) -> None:
-        """A loan that is announced; its pages follow with LEND.
+        """Add an announced loan; LEND gives it its pages.
 
-        Grants are opened in ascending order.
+        Callers open grants in ascending order.
         """
         lease.loans[source] = LoanPhase.ANNOUNCED
         loans = self._by_source.get(source)
@@ -113,8 +118,10 @@ class Ledger(Generic[S]):
         self._count += 1
 
     def inherit(self, lease: Lease[S], sources: Iterable[S], cause: Cause) -> None:
-        """The loans of a room of an earlier node over the pool: every one is in doubt from the
-        beginning, and the pages are in quarantine."""
+        """Add the loans of a room of an earlier node over the pool.
+
+        They are in doubt from the beginning, and their pages are in quarantine.
+        """
         for source in sources:
             self.open(lease, source)
             lease.loans[source] = LoanPhase.DOUBTFUL
@@ -124,44 +131,46 @@ class Ledger(Generic[S]):
         self.note_overdue(lease)
 
     def note_overdue(self, lease: Lease[S]) -> None:
-        """Count the pages of a recalled lease, on which loans are left, as overdue. Idempotent."""
+        """Count the pages of a recalled lease with open loans as overdue. Idempotent."""
         if not lease.overdue:
             lease.overdue = True
             self.overdue_pages += lease.num_pages
 
     def find(self, source: S, grant: GrantId) -> Lease[S] | None:
-        """The lease of a loan that has not ended."""
+        """Return the lease of an open loan, or None."""
         return self._by_source.get(source, _NONE).get(grant)
 
     def grants_of(self, source: S) -> list[GrantId]:
-        """Every grant under which a loan of one source has not ended, ascending."""
+        """Return the grants of a source's open loans, ascending."""
         return list(self._by_source.get(source, _NONE))
 
     def owes(self, source: S) -> bool:
-        """Some loan of this source has not ended."""
+        """Return True if the source has an open loan."""
         return bool(self._by_source.get(source))
 
     def awaits(self, source: S) -> bool:
-        """Some loan of this source is neither ended nor in doubt: it has not answered for it."""
+        """Return True if the source has a loan that it may still answer for: open, not in doubt."""
         leases = self._by_source.get(source, _NONE).values()
         return any(lease.loans[source] is not LoanPhase.DOUBTFUL for lease in leases)
 
     def owed_by(self, source: S) -> tuple[int, int]:
-        """Loans of this source that have not ended, and pages it keeps in quarantine."""
+        """Return the number of a source's open loans, and of the pages it keeps in quarantine."""
         leases = self._by_source.get(source, _NONE).values()
         return len(leases), sum(lease.num_pages for lease in leases if lease.cause is not None)
 
     def settled_below(self, source: S) -> GrantId:
-        """Nothing of this source's loans below this grant is needed any more, and the source knows
-        all of them.
+        """Return the bound below which every grant of the source ended and was acknowledged by it.
+
+        Decode needs no message about those grants again, so prefill may forget them.
         """
         confirmed = GrantId(self._acknowledged.get(source, 0) + 1)
         loans = self._by_source.get(source)
         return min(confirmed, next(iter(loans))) if loans else confirmed
 
     def settled_above(self, source: S, most: int) -> tuple[Range, ...]:
-        """The same for ranges above the first loan that has not ended: `most` of them, and the next
-        time others.
+        """Return the settled ranges above the first open loan.
+
+        If there are more than `most`, each call returns the next ones in turn.
         """
         confirmed = self._acknowledged.get(source, 0) + 1
         loans = self._by_source.get(source)
@@ -172,6 +181,7 @@ class Ledger(Generic[S]):
         np.minimum(ends, confirmed, out=ends)
         filled = starts < ends
         starts, ends = starts[filled], ends[filled]
+        # A heartbeat holds a limited number of ranges; taking turns reports all of them in time.
         if len(starts) > most:
             turn = np.arange(most) + np.searchsorted(starts, self._told_from.get(source, 0))
             starts, ends = starts.take(turn, mode="wrap"), ends.take(turn, mode="wrap")
@@ -182,21 +192,19 @@ class Ledger(Generic[S]):
         )
 
     def note_known(self, source: S, below: GrantId) -> None:
-        """The source has confirmed that it knows of every grant below this one; see
-        `Register.fresh_from`.
-        """
+        """Record that the source knows of every grant below this one; see `Register.fresh_from`."""
         self._acknowledged[source] = max(
             self._acknowledged.get(source, GrantId(0)), GrantId(below - 1)
         )
 
     def forget_source(self, source: S) -> None:
-        """The link is gone for good, and owes nothing."""
+        """Drop the records of a source whose link is gone and which has no open loan."""
         self._by_source.pop(source, None)
         self._acknowledged.pop(source, None)
         self._told_from.pop(source, None)
 
     def feed(self, lease: Lease[S], source: S, kind: LoanKind) -> Change[S]:
-        """One event for one loan that has not ended."""
+        """Feed one event to one open loan."""
         move = TABLE.moves[lease.loans[source], kind]
         commands: tuple[LoanCommand, ...] = ()
         if move is not None:
@@ -220,8 +228,9 @@ class Ledger(Generic[S]):
         return Change(lease, source, commands, freed)
 
     def recall(self, lease: Lease[S], cause: Cause, now: float) -> list[Change[S]]:
-        """The room has ended, or is about to, without every rank's proof: its pages are in
-        quarantine from here on.
+        """Recall the loans of a room that ends without proof from every rank.
+
+        The pages are in quarantine until all loans end.
         """
         if lease.loans and lease.cause is None:
             self.quarantined_pages += lease.num_pages
@@ -231,7 +240,7 @@ class Ledger(Generic[S]):
         return [self.feed(lease, source, LoanKind.RECALL) for source in list(lease.loans)]
 
     def room_ended(self, lease: Lease[S]) -> bool:
-        """True when no loan keeps the pages: they are free now."""
+        """Record the end of the lease's room. Returns True if no loan holds the pages any more."""
         lease.room_ended = True
         return not lease.loans
 

@@ -1,9 +1,9 @@
-"""Decode's end of the link to one incarnation of one prefill rank.
+"""The machine of decode's end of the link to one incarnation of one prefill rank.
 
-Rooms are opened on a link that is REGISTERING or UP. Silence ends rooms and leaves loans waiting
-for proof; a silent link registers again and again, because prefill may have forgotten this decode,
-and is UP as soon as it is accepted. A prefill that closes says goodbye: its word ends the loans. A
-decode that closes says goodbye so that it is forgotten.
+Rooms are opened on a link that is REGISTERING or UP. Silence ends rooms, and their loans wait for
+proof. Prefill may have forgotten a silent decode, so the link registers again and again, and is UP
+as soon as prefill accepts. The Goodbye of a prefill that closes ends loans; the Goodbye of a decode
+that closes lets prefill forget it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Cell, Move, Table, r
 class LinkPhase(IntEnum):
     REGISTERING = 0
     UP = 1
-    PARTING = 2  # this decode has said goodbye, and repeats it until it is acknowledged
-    SILENT = 3  # no heartbeat for too long; it may come back as the same incarnation
+    PARTING = 2  # this decode sent Goodbye, and repeats it until it is acknowledged
+    SILENT = 3  # no heartbeat for too long; the same incarnation may come back
     # Refused, replaced by another incarnation, dead, declared dead or parted: never used again.
     GONE = 4
 
@@ -26,38 +26,39 @@ class LinkKind(IntEnum):
     ACCEPTED = 0  # Registered without a refusal
     REFUSED = 1
     REPLACED = 2  # another incarnation, or another rank, answers at this address
-    HEARD = 3  # a heartbeat
+    HEARD = 3  # a heartbeat arrived
     REPEAT_DUE = 4  # Register or Heartbeat is due
     SILENCE_DUE = 5  # no heartbeat for `lost_after_s`
     REGISTER_DUE = 6  # no answer to Register for `register_s`
     REDIAL_DUE = 7  # still silent for another `lost_after_s`
     DIED = 8  # observed by the data plane's fence
     DECLARED_DEAD = 9  # by an operator
-    CLOSED = 10  # this node is closed, or the link is idle and its place is needed
-    LEAVE = 11  # this node closes, and says goodbye
-    GOODBYE = 12  # prefill closes: it writes nothing any more
-    ACKNOWLEDGED = 13  # prefill has received our goodbye
+    CLOSED = 10  # this node is closed, or the link's place is needed
+    LEAVE = 11  # this node closes, and sends Goodbye
+    GOODBYE = 12  # prefill closes, and its writes are over
+    ACKNOWLEDGED = 13  # prefill received our Goodbye
 
 
 class LinkCommand(IntEnum):
     SEND_REGISTER = 0
     SEND_HEARTBEAT = 1
-    START_ROOMS = 2  # rooms that wait for this link can be offered
+    START_ROOMS = 2  # rooms that wait for this link may be linked
     LOSE_ROOMS = 3
-    ASK_LOANS = 4  # the source answers again: Aborts of doubtful loans are repeated
+    ASK_LOANS = 4  # the source answers again: repeat the Aborts of loans in doubt
     WATCH_WRITER = 5
     REDIAL = 6
-    HANG_UP = 7  # else the socket would compete with the next link's for this decode's routing id
-    END_LOANS = 8  # proven, or an operator's word: the writer writes no more
+    # An open socket would compete with the next link's for this decode's routing id.
+    HANG_UP = 7
+    END_LOANS = 8  # the fence or an operator states that the writer writes no more
     SEND_GOODBYE = 9
     ACKNOWLEDGE = 10
-    PART = 11  # rooms end, and so do loans, but for those that prefill's goodbye names
+    PART = 11  # end rooms, and the loans that prefill's Goodbye does not name
 
 
 P, K, C = LinkPhase, LinkKind, LinkCommand
 _GONE = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS))
 _DEAD = Move(P.GONE, (C.HANG_UP, C.LOSE_ROOMS, C.END_LOANS))
-# What cannot be expected to be acknowledged is said once.
+# Prefill is not expected to acknowledge a Goodbye in these phases, so it is sent once.
 _LEFT = Move(P.GONE, (C.SEND_GOODBYE, C.HANG_UP, C.LOSE_ROOMS))
 _ENDS: dict[LinkKind, Cell[LinkPhase, LinkCommand]] = {
     K.REPLACED: _GONE,
@@ -76,7 +77,8 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         | {
             K.ACCEPTED: Move(P.UP, (C.WATCH_WRITER, C.START_ROOMS)),
             K.REFUSED: _GONE,
-            # prefill is opening its way here; `register_s` counts from the last of them.
+            # Prefill sends heartbeats while it opens its route to our pool. Each of them restarts
+            # the time of `register_s`, outside this table.
             K.HEARD: IGNORE,
             K.REPEAT_DUE: Move(P.REGISTERING, (C.SEND_REGISTER,)),
             K.REGISTER_DUE: _GONE,
@@ -86,7 +88,7 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         | _ENDS
         | {
             K.DIED: _DEAD,
-            K.ACCEPTED: IGNORE,  # the answer to a Register that was repeated
+            K.ACCEPTED: IGNORE,  # the answer to a repeated Register
             K.REFUSED: IGNORE,
             K.HEARD: IGNORE,
             K.REPEAT_DUE: Move(P.UP, (C.SEND_HEARTBEAT,)),
@@ -108,9 +110,10 @@ TABLE: Table[LinkPhase, LinkKind, LinkCommand] = Table(
         | {
             K.DIED: _DEAD,
             K.ACCEPTED: Move(P.UP, (C.ASK_LOANS,)),
-            # It lives, and may know what became of its writes.
+            # A prefill that refuses is alive, and may know how its writes ended.
             K.REFUSED: Move(P.SILENT, (C.ASK_LOANS,)),
-            K.HEARD: IGNORE,  # only an accepting answer says that it knows this decode
+            # A heartbeat does not show that prefill still knows this decode; only ACCEPTED does.
+            K.HEARD: IGNORE,
             K.REPEAT_DUE: Move(P.SILENT, (C.SEND_REGISTER,)),
             K.REDIAL_DUE: Move(P.SILENT, (C.REDIAL, C.SEND_REGISTER)),
             K.LEAVE: _LEFT,

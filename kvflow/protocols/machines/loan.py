@@ -1,9 +1,9 @@
-"""One loan: decode's pages in the hands of one prefill rank, under one grant (I2).
+"""The machine of a loan: decode's pages in the hands of one prefill rank, under one grant (I2).
 
-Rooms end in time, loans end on proof. A loan outlives its room where proof is missing; while it
-does, its pages are in quarantine. Proof is a landed last chunk, a drained acknowledgement, or the
-data plane's fence; nothing else is. Before its pages are offered a loan is only announced: no rank
-can write, so nothing has to be proven.
+Rooms end in time, loans end on proof. A loan without proof outlives its room, and its pages stay in
+quarantine meanwhile. Only these are proof: the last chunk landed, an AbortAck that is drained, or
+the data plane's fence. Before its pages are offered a loan is only announced: its rank cannot
+write, so it ends without proof.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 
 
 class LoanPhase(IntEnum):
-    ANNOUNCED = 0  # the rank knows of the room; no page has been offered
+    ANNOUNCED = 0  # the rank may know of the room; no page is offered
     LENT = 1
-    WITHDRAWN = 2  # ended before any page was offered; Abort sent and repeated until acknowledged
-    RECALLED = 3  # Abort sent and repeated until acknowledged
-    DOUBTFUL = 4  # the source cannot say, or is gone: only late proof or the fence ends it
-    # The rank has ended the grant, and every write has landed; why, the room has not been told yet.
+    WITHDRAWN = 2  # ended before any page was offered; Abort is repeated until acknowledged
+    RECALLED = 3  # ended after pages were offered; Abort is repeated until acknowledged
+    DOUBTFUL = 4  # the source has no proof, or is gone: only late proof or the fence ends it
+    # The rank ended the grant, and its writes are drained. The room is still open here, because the
+    # RoomFailed that ends it did not arrive.
     PROVEN = 5
     RETURNED = 6
 
@@ -29,9 +30,9 @@ class LoanKind(IntEnum):
     RECALL = 1  # the room ended without this rank's proof
     LANDED = 2  # ChunkDone(last)
     DRAINED = 3  # AbortAck(drained)
-    UNPROVEN = 4  # AbortAck(unproven), about pages that can be written
+    UNPROVEN = 4  # AbortAck(unproven), for pages that the rank may write
     SOURCE_LOST = 5
-    SOURCE_BACK = 6  # the same incarnation answers again after it was lost
+    SOURCE_BACK = 6  # the same incarnation answers again after a silence
     REPEAT_DUE = 7
     FENCED = 8
 
@@ -42,7 +43,7 @@ class LoanCommand(IntEnum):
 
 
 P, K, C = LoanPhase, LoanKind, LoanCommand
-# Pages were offered, and nothing has proven an end of it yet.
+# Phases in which the rank may write: pages were offered, and their return is not proven.
 WRITABLE = frozenset({P.LENT, P.RECALLED, P.DOUBTFUL})
 _RETURN = Move(P.RETURNED, (C.RETURN,))
 
@@ -54,16 +55,17 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
         | {
             K.LEND: Move(P.LENT),
             K.RECALL: Move(P.WITHDRAWN, (C.SEND_ABORT,)),
-            K.DRAINED: IGNORE,  # prefill has refused; its RoomFailed ends the room
+            # Prefill refused the announcement; its RoomFailed ends the room and recalls the loan.
+            K.DRAINED: IGNORE,
         },
-        # What happens to a source ends its rooms first, and that recalls their loans; only recalled
-        # ones are repeated. No room is opened on a source that is lost, and a recalled loan is in
-        # doubt from then on.
+        # SOURCE_LOST and REPEAT_DUE cannot happen here. The loss of a source ends its rooms first,
+        # which recalls their loans, and only recalled loans are repeated.
         P.LENT: rest(K, ERROR)
         | {
             K.RECALL: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.LANDED: _RETURN,
-            # Its RoomFailed was lost, and must be asked for: the grant is not settled.
+            # RoomFailed comes before AbortAck, so it was lost. The loan stays open: prefill must
+            # keep the message until decode asks for it, and forgets it once the grant is settled.
             K.DRAINED: Move(P.PROVEN),
             K.UNPROVEN: Move(P.DOUBTFUL),
         },
@@ -87,7 +89,8 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             K.DRAINED: _RETURN,
             K.UNPROVEN: IGNORE,
             K.SOURCE_LOST: IGNORE,
-            K.SOURCE_BACK: Move(P.RECALLED, (C.SEND_ABORT,)),  # asked again until it answers
+            # The source may know by now how its writes ended, so it is asked again.
+            K.SOURCE_BACK: Move(P.RECALLED, (C.SEND_ABORT,)),
             K.FENCED: _RETURN,
         },
         P.PROVEN: rest(K, ERROR)
@@ -95,6 +98,7 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             K.RECALL: _RETURN,
             K.DRAINED: IGNORE,
         },
-        P.RETURNED: rest(K, ERROR),  # out of the ledger
+        # The ledger drops a returned loan at once.
+        P.RETURNED: rest(K, ERROR),
     },
 )

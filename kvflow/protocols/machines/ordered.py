@@ -11,9 +11,9 @@ M = TypeVar("M")
 
 
 class Ordered(Generic[M]):
-    """What this end has sent and is not confirmed, and how far it has received.
+    """The unconfirmed messages that this end sent, and the number of those that it received.
 
-    Both begin at number 0.
+    Both directions count from 0.
     """
 
     __slots__ = ("_asked", "received_below", "sent_below", "unconfirmed")
@@ -21,15 +21,18 @@ class Ordered(Generic[M]):
     def __init__(self) -> None:
         self.unconfirmed: deque[M] = deque()  # the last ones below `sent_below`
         self.sent_below = self.received_below = 0
-        self._asked = -1
+        self._asked = -1  # the message that this end last noticed missing
 
     def add(self, message: M) -> None:
-        """It has been sent under the number `sent_below`."""
+        """Keep a message that is sent under the number `sent_below`."""
         self.unconfirmed.append(message)
         self.sent_below += 1
 
     def confirm(self, below: int) -> bool:
-        """The other end has everything below; False, and nothing changes, when it cannot have."""
+        """Drop the messages below `below`, which the other end received.
+
+        Returns False and changes nothing if that many were not sent.
+        """
         if below > self.sent_below:
             return False
         for _ in range(len(self.unconfirmed) - (self.sent_below - below)):
@@ -37,9 +40,7 @@ class Ordered(Generic[M]):
         return True
 
     def take(self, number: int) -> bool:
-        """Whether the message of this number is the next one: the caller handles that one, and no
-        other.
-        """
+        """Return True if the message of this number is the next one; the caller then handles it."""
         if number != self.received_below:
             return False
         self.received_below += 1
@@ -47,12 +48,14 @@ class Ordered(Generic[M]):
 
     @property
     def asks(self) -> bool:
-        """It has missed a message, and waits for it."""
+        """True while this end waits for a message that it missed."""
         return self._asked == self.received_below
 
     def misses(self, below: int) -> bool:
-        """Whether there is a message below that has not come, the first time that it is noticed: it
-        must be asked for now, and as long as this end `asks`, with every heartbeat."""
+        """Return True if a message below `below` is newly found missing.
+
+        The caller then asks for it at once, and with every heartbeat while `asks` is true.
+        """
         if below <= self.received_below or self.asks:
             return False
         self._asked = self.received_below

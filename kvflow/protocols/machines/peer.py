@@ -1,9 +1,9 @@
-"""Prefill's end of the link to one decode incarnation: the way into its pool, from opening to its
-end.
+"""The machine of prefill's end of the link to one decode incarnation: the route into its pool, from
+opening to closing.
 
-A decode is kept through silence, because what its rooms still need may be asked for later. It is
-forgotten when its process has died, when it has said goodbye or has acknowledged ours, or when its
-place is needed while it is silent and nothing of it is open.
+Prefill keeps a silent decode, because it may come back and ask for messages that its rooms need.
+Prefill forgets a decode that died, that sent Goodbye or acknowledged ours, or that is silent
+without an open grant while its place is needed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ class PeerPhase(IntEnum):
     OPENING = 0  # the route into its pool is being opened
     UP = 1
     SILENT = 2
-    PARTING = 3  # this prefill has said goodbye, and repeats it until it is acknowledged
-    # Its process has ended, or it asks for nothing any more; its rooms end, and then its route is
-    # closed.
+    PARTING = 3  # this prefill sent Goodbye, and repeats it until it is acknowledged
+    # The decode died or asks for no message any more. Its rooms end, then its route is closed.
     GONE = 4
     FORGOTTEN = 5
 
@@ -31,17 +30,17 @@ class PeerKind(IntEnum):
     HEARD = 3
     SILENCE_DUE = 4
     DIED = 5
-    IDLE = 6  # none of its grants is open any more
+    IDLE = 6  # none of its grants is open or announced any more
     DISPLACED = 7  # its place is needed
-    LEAVE = 8  # this prefill closes, and says goodbye
-    REPEAT_DUE = 9  # the goodbye is not acknowledged
-    PARTED = 10  # it has said goodbye, or has acknowledged ours: it asks for nothing any more
+    LEAVE = 8  # this prefill closes
+    REPEAT_DUE = 9  # our Goodbye is not acknowledged
+    PARTED = 10  # decode sent Goodbye or acknowledged ours: it asks for no message any more
 
 
 class PeerCommand(IntEnum):
     SEND_ACCEPTED = 0
     SEND_REFUSED = 1
-    SEND_HEARTBEAT = 2  # the route is being opened, and that can take a while
+    SEND_HEARTBEAT = 2
     WATCH_PROCESS = 3
     LOSE_ROOMS = 4
     CLOSE_ROUTE = 5
@@ -59,11 +58,13 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
     {
         P.OPENING: rest(K, ERROR)
         | {
+            # Opening a route can take long. The heartbeat keeps decode from giving up meanwhile.
             K.REGISTERED: Move(P.OPENING, (C.SEND_HEARTBEAT,)),
             K.ROUTE_OPENED: Move(P.UP, (C.WATCH_PROCESS, C.SEND_ACCEPTED)),
             K.ROUTE_REFUSED: Move(P.FORGOTTEN, (C.SEND_REFUSED, C.LOSE_ROOMS, C.FORGET)),
             K.LEAVE: _SAY_GOODBYE,
-            K.PARTED: _GONE,  # a route that is opened later is closed at once
+            # If the route opens after this, it is closed at once.
+            K.PARTED: _GONE,
         },
         P.UP: rest(K, ERROR)
         | {
@@ -75,14 +76,16 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
         },
         P.SILENT: rest(K, ERROR)
         | {
-            K.HEARD: Move(P.UP),  # whatever it says, Register too
+            K.HEARD: Move(P.UP),  # any message, Register too
             K.DIED: _GONE,
             K.DISPLACED: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
-            K.LEAVE: _SAY_GOODBYE,  # it may come back in time to receive it
+            # A silent decode may come back in time to receive the Goodbye.
+            K.LEAVE: _SAY_GOODBYE,
         },
         P.PARTING: rest(K, ERROR)
         | {
-            K.REGISTERED: _SAY_GOODBYE,  # it has not received the last one
+            # A decode that registers did not receive the last Goodbye.
+            K.REGISTERED: _SAY_GOODBYE,
             K.REPEAT_DUE: _SAY_GOODBYE,
             K.DIED: _GONE,
             K.PARTED: _GONE,
@@ -90,7 +93,7 @@ TABLE: Table[PeerPhase, PeerKind, PeerCommand] = Table(
         P.GONE: rest(K, ERROR)
         | {
             K.REGISTERED: IGNORE,  # sent before its end
-            # A route is closed when no write runs on it.
+            # The route must stay open while a write runs on it, so it closes with the last room.
             K.IDLE: Move(P.FORGOTTEN, (C.CLOSE_ROUTE, C.FORGET)),
         },
         P.FORGOTTEN: rest(K, ERROR),

@@ -1,5 +1,5 @@
-"""The prefill side of one room: two halves meet, chunks are written, and nothing is called ended
-while it runs.
+"""The machine of a room at prefill: two halves meet, chunks are written, and the room ends when the
+last write does (I12).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from kvflow.protocols.ports import WriteOutcome
 
 
 class PrefillPhase(IntEnum):
-    EXPECTED = 0  # the engine's request is here, nothing has come from decode
-    ANNOUNCED = 1  # the engine's request is here, and decode has announced that it will offer pages
-    BOOTSTRAPPED = 2  # decode has offered pages, the engine's request is not here
-    WAITING_FOR_INPUT = 3  # both halves known, no write running
-    TRANSFERRING = 4  # writes running
-    DRAINING = 5  # ended; writes still running are awaited
+    EXPECTED = 0  # the engine's half is here; decode sent no message about it yet
+    ANNOUNCED = 1  # the engine's half is here, and decode announced that it will offer pages
+    BOOTSTRAPPED = 2  # decode offered pages; the engine's half is not here
+    WAITING_FOR_INPUT = 3  # both halves are here, and no write runs
+    TRANSFERRING = 4  # writes run
+    DRAINING = 5  # ended, and the writes that still run are awaited
     SUCCESS = 6
-    FAILED = 7  # this side ended it with nothing running
-    ABORTED = 8  # ended by either side, every write that ran has landed
-    LOST = 9  # ended, and some write may still land
+    FAILED = 7  # ended by this side while no write ran
+    ABORTED = 8  # ended by either side, and every write is drained
+    LOST = 9  # ended, and some write is unproven
 
 
 class PrefillKind(IntEnum):
@@ -31,12 +31,12 @@ class PrefillKind(IntEnum):
     MATCHED = 1
     MISMATCHED = 2  # the halves do not agree on the prompt, or what decode offers cannot be used
     CHUNK_QUEUED = 3
-    CHUNK_LANDED = 4  # others are running
-    IDLE = 5  # a chunk landed, nothing runs, more will come
+    CHUNK_LANDED = 4  # a chunk landed while other writes run
+    IDLE = 5  # a chunk landed, no write runs, and more chunks will come
     ALL_LANDED = 6
-    WRITE_FAILED = 7  # stopped short or in doubt, and others are running
-    ALL_STOPPED = 8  # stopped short with nothing in doubt, and nothing else runs
-    ALL_DOUBTFUL = 9  # something is in doubt, and nothing runs
+    WRITE_FAILED = 7  # a write was cancelled or is unproven, while others run
+    ALL_STOPPED = 8  # the last running write was cancelled, and no write is unproven
+    ALL_DOUBTFUL = 9  # the last running write ended, and some write is unproven
     ABORT_RECEIVED = 10
     ENDED_LOCALLY = 11
     TARGET_LOST = 12
@@ -58,9 +58,10 @@ class PrefillCommand(IntEnum):
 
 
 class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
-    """What happened.
+    """One event for a room.
 
-    `last` belongs to a queued chunk; `outcome` turns WRITE_ENDED into one of the kinds above.
+    `kind` is None for the end of a write; `step` then derives the kind from `outcome` and from what
+    still runs. `last` belongs to a queued chunk.
     """
 
     kind: PrefillKind | None
@@ -70,11 +71,11 @@ class PrefillEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class PrefillRoomState(msgspec.Struct, frozen=True, gc=False):
-    """Everything that decides what happens next; a hashable value."""
+    """The state that decides the next step: an immutable, hashable value."""
 
     phase: PrefillPhase
     queued: int = 0
-    ended: int = 0  # writes that have come to an end, in whatever way
+    ended: int = 0  # writes that ended, whatever their outcome
     last_queued: bool = False
     doubt: bool = False
     cause: Cause | None = None
@@ -129,7 +130,8 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
             K.ALL_DOUBTFUL: Move(P.LOST, (C.SEND_FAILED, C.SEND_UNPROVEN, C.TELL_ENDED, C.END)),
             K.ABORT_RECEIVED: Move(P.DRAINING, (C.TELL_ENDED, C.CANCEL_WRITES)),
             K.ENDED_LOCALLY: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
-            # What is sent here is sent again if decode comes back.
+            # Decode may only be silent, so RoomFailed is not skipped: the room keeps it, and
+            # repeats it if decode comes back.
             K.TARGET_LOST: Move(P.DRAINING, (C.SEND_FAILED, C.TELL_ENDED, C.CANCEL_WRITES)),
         },
         P.DRAINING: rest(K, ERROR)
@@ -140,7 +142,7 @@ TABLE: Table[PrefillPhase, PrefillKind, PrefillCommand] = Table(
             K.DRAINED: Move(P.ABORTED, (C.SEND_DRAINED, C.END)),
             K.UNPROVEN: Move(P.LOST, (C.SEND_UNPROVEN, C.END)),
         },
-        # An ended room is in no table, and nothing of it runs: nothing can happen to it.
+        # The endpoint drops an ended room at once, so an event for one is a mistake in our code.
         P.SUCCESS: rest(K, ERROR),
         P.FAILED: rest(K, ERROR),
         P.ABORTED: rest(K, ERROR),
@@ -154,7 +156,7 @@ TERMINAL = frozenset({P.SUCCESS, P.FAILED, P.ABORTED, P.LOST})
 def step(
     room: PrefillRoomState, event: PrefillEvent
 ) -> tuple[PrefillRoomState, tuple[PrefillCommand, ...]]:
-    """The next state and what to do now; an event without a kind is the end of one write."""
+    """Return the next state and the commands to run."""
     queued, ended, last, doubt, kind = (
         room.queued,
         room.ended,
@@ -173,6 +175,7 @@ def step(
     move = TABLE.moves[room.phase, kind]
     if move is None:
         return PrefillRoomState(room.phase, queued, ended, last, doubt, room.cause), ()
+    # A room keeps the first cause (I4).
     cause = room.cause if room.cause is not None else event.cause
     return PrefillRoomState(move.phase, queued, ended, last, doubt, cause), move.commands
 
@@ -180,9 +183,9 @@ def step(
 def _end_of_write(
     phase: PrefillPhase, outcome: WriteOutcome | None, *, running: int, last: bool, doubt: bool
 ) -> PrefillKind:
-    """What the end of a write means here.
+    """Return the kind of event that the end of a write is in this phase.
 
-    Writes end in the order they were queued (the endpoint sees to it).
+    The endpoint reports the ends of a room's writes in the order in which they were queued.
     """
     if phase is P.DRAINING:
         if running:

@@ -1,4 +1,4 @@
-"""Sets of grants as ranges: what has ended around the few that are still open."""
+"""Sets of grants as ranges: compact where long runs ended around a few open grants."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from bisect import bisect_left, bisect_right
 from kvflow.protocols.wire.messages import GrantId
 
 Range = tuple[GrantId, GrantId]
-"""The first grant, and the one behind the last."""
+"""The first grant, and the one after the last."""
 
 
 class GrantRanges:
-    """Disjoint ranges of grants that do not touch, ascending."""
+    """A set of grants, kept as ascending ranges with a gap between any two."""
 
     def __init__(self) -> None:
         self._starts: list[GrantId] = []
         self._ends: list[GrantId] = []
 
     def __len__(self) -> int:
-        """The number of ranges, not of grants."""
+        """Return the number of ranges, not of grants."""
         return len(self._starts)
 
     def __contains__(self, grant: GrantId) -> bool:
@@ -26,19 +26,17 @@ class GrantRanges:
         return at > 0 and grant < self._ends[at - 1]
 
     def add(self, start: GrantId, end: GrantId) -> None:
-        """Put the grants from `start` to below `end` into the set, which is joined with what it
-        touches.
-        """
+        """Add the grants from `start` to below `end`, and merge them with the ranges they touch."""
         low, high = bisect_left(self._ends, start), bisect_right(self._starts, end)
         if low < high:
             start, end = min(start, self._starts[low]), max(end, self._ends[high - 1])
         self._starts[low:high], self._ends[low:high] = [start], [end]
 
     def pop_through(self, grant: GrantId) -> GrantId:
-        """Take out whatever lies below `grant`.
+        """Remove every range that begins at or below `grant`.
 
-        Returns where the range ends that contains `grant` or ends there, else `grant`; that range
-        is taken out, too."""
+        Returns the end of the last of them if it is above `grant`, and `grant` otherwise.
+        """
         taken = bisect_right(self._starts, grant)
         if taken:
             grant = max(grant, self._ends[taken - 1])
@@ -46,6 +44,6 @@ class GrantRanges:
         return grant
 
     def pop_first(self) -> GrantId:
-        """Take out the lowest range. Returns its end."""
+        """Remove the lowest range and return its end."""
         del self._starts[0]
         return self._ends.pop(0)

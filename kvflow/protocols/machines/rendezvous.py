@@ -1,5 +1,5 @@
-"""Where the two halves of a room meet: who has announced which room, and halves that ended before
-the other came.
+"""The meeting point of the two halves of a room: announcements by decodes, and the causes of halves
+that ended before the other one arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Side(Enum):
 
 
 class Outcome(NamedTuple):
-    """`side` of a room has ended, and the other side is to be told why when it comes."""
+    """The cause with which `side` of a room ended, kept until the other side arrives."""
 
     side: Side
     cause: Cause
@@ -28,62 +28,71 @@ class Outcome(NamedTuple):
 
 
 class Announcement(NamedTuple, Generic[S]):
+    """A decode's announcement of a room, and the time until which it is kept."""
+
     peer: S
     grant: GrantId
     until_s: float
 
 
 class Rendezvous(Generic[S]):
-    """Announcements last as long as the peer that made them, and all for the same time at most;
-    outcomes are bounded in number and in time, and each is told once."""
+    """Announcements and outcomes by room.
+
+    An announcement lasts as long as the peer that made it, up to a time that is the same for all.
+    Outcomes are bounded in number and in time, and each is returned once.
+    """
 
     def __init__(self, limit: int) -> None:
-        """At most `limit` outcomes are remembered."""
+        """Create a rendezvous that remembers up to `limit` outcomes."""
         self.announced: dict[RoomId, Announcement[S]] = {}
         self._limit = limit
         self._outcomes: OrderedDict[RoomId, Outcome] = OrderedDict()
 
     def __len__(self) -> int:
-        """Outcomes that are remembered."""
+        """Return the number of remembered outcomes."""
         return len(self._outcomes)
 
     def forget_announcement(self, room: RoomId, peer: S, grant: GrantId) -> None:
-        """Only the one that was made under this grant."""
+        """Forget the announcement of a room, if it was made under this grant."""
         if self.find(room, peer, grant) is not None:
             del self.announced[room]
 
     def find(self, room: RoomId, peer: S, grant: GrantId) -> Announcement[S] | None:
-        """The announcement of a room, if it was made under this grant."""
+        """Return the announcement of a room if it was made under this grant, or None."""
         found = self.announced.get(room)
         return found if found is not None and found.peer is peer and found.grant == grant else None
 
     def oldest_announced(self) -> tuple[RoomId, Announcement[S]] | None:
-        """The one that ends first."""
+        """Return the announcement that expires first, or None."""
+        # All are kept for the same time, so the first in the dict is the oldest.
         return next(iter(self.announced.items()), None)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, forget_at_s: float) -> None:
-        """`side` has ended: kept for the other one, unless that has ended already."""
+        """Keep the cause with which `side` ended for the other side, unless that ended before."""
         if self.take(room, side) is None:
             self._outcomes[room] = Outcome(side, cause, forget_at_s)
             if len(self._outcomes) > self._limit:
                 self._outcomes.popitem(last=False)
 
     def has_ended(self, room: RoomId, side: Side) -> bool:
-        """The other one has not been told yet."""
+        """Return True if `side` ended and the other side did not arrive yet."""
         outcome = self._outcomes.get(room)
         return outcome is not None and outcome.side is side
 
     def take(self, room: RoomId, side: Side) -> Cause | None:
-        """Why the other half of `room` ended, for `side` that comes now; the same side coming again
-        begins afresh.
+        """Remove the outcome of `room` and return the cause with which the other side ended.
+
+        Called by `side` when it arrives. If `side` itself ended before, its outcome is discarded
+        and this begins a new room.
         """
         outcome = self._outcomes.pop(room, None)
         return None if outcome is None or outcome.side is side else outcome.cause
 
     def next_expiry_s(self) -> float:
-        """When the oldest outcome is to be forgotten; infinity when there is none."""
+        """Return the time at which the oldest outcome expires; infinity if there is none."""
         return next(iter(self._outcomes.values())).forget_at_s if self._outcomes else float("inf")
 
     def expire(self, now: float) -> None:
+        """Forget the outcomes that expired by `now`."""
         while self._outcomes and self.next_expiry_s() <= now:
             self._outcomes.popitem(last=False)

@@ -1,8 +1,8 @@
-"""One residency: where the state of a request is, whose pages have landed.
+"""The machine of a residency: the place of a request's state after its pages landed.
 
-On the device it is in pages and a row of the pool. A retract copies it out and gives them back; a
-resume takes others and copies it in again. What a copy reads or writes is given to nobody before
-the copy has ended, and host memory is freed once, whatever happens in between.
+On the device the state is in pages and a row of the pool. A retract copies it out and returns them;
+a resume takes others and copies the state in again. Pages and memory that a copy uses go to no
+other request before the copy ends, and a snapshot is freed exactly once.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from kvflow.protocols.machines.tables import ERROR, IGNORE, Move, Table, rest
 class ResidencyPhase(IntEnum):
     RESIDENT = 0  # in pages and a row of the pool
     LEAVING = 1  # being copied out; still owns its pages and row
-    AWAY = 2  # owns a snapshot, or nothing at all when its state was dropped
+    AWAY = 2  # owns a snapshot, unless its state was dropped
     RETURNING = 3  # being copied into new pages and a new row; owns its snapshot, too
     ENDED = 4
 
 
 class ResidencyKind(IntEnum):
     RETRACT = 0
-    DROP = 1  # leave without a copy: who owns the request can compute its state again
+    DROP = 1  # leave without a copy: the request's owner can compute the state again
     COPIED_OUT = 2
-    RESUME = 3  # pages and a row have been taken
-    COPIED_IN = 4  # or there was nothing to copy
-    COPY_ENDED = 5  # in an error, or cancelled
+    RESUME = 3  # pages and a row were taken
+    COPIED_IN = 4  # the copy succeeded, or there was no snapshot to copy
+    COPY_ENDED = 5  # the copy failed or was cancelled
     CLOSE = 6
 
 
 class ResidencyCommand(IntEnum):
     STOP_COPY = 0
-    GIVE_BACK = 1  # pages and row; they become free when no copy or step uses them any more
+    GIVE_BACK = 1  # return pages and row, which become free once no copy or step uses them
     FREE_SNAPSHOT = 2
 
 
@@ -67,7 +67,7 @@ TABLE: Table[ResidencyPhase, ResidencyKind, ResidencyCommand] = Table(
         },
         P.ENDED: rest(K, ERROR)
         | {
-            # It was ready in the turn in which it was to be stopped.
+            # The copy was complete before STOP_COPY took effect, so its snapshot is freed here.
             K.COPIED_OUT: Move(P.ENDED, (C.FREE_SNAPSHOT,)),
             K.COPIED_IN: IGNORE,
             K.COPY_ENDED: IGNORE,

@@ -1,6 +1,6 @@
-"""The bounded story of a room: what happened, when, and where it left the room.
+"""The bounded log of a room: its events, their times, and the phases they led to.
 
-For people, never for decisions.
+It is for people; no decision depends on it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ STORY_LINES = 64
 
 
 class Line(NamedTuple):
-    """`at_s` is the node's clock; `text` is empty unless there is more to say than the event's
-    name.
+    """One line of a story.
+
+    `at_s` is by the node's clock. `text` holds details beyond the name of the event, if any.
     """
 
     at_s: float
@@ -24,17 +25,17 @@ class Line(NamedTuple):
 
 
 class Story:
-    """The first lines of a room and then the latest ones; what falls out in between is counted."""
+    """The first and the latest lines of a room; lines dropped in between are counted."""
 
     __slots__ = ("_dropped", "_lines", "follower")
 
     def __init__(self) -> None:
         self._lines: list[tuple[float, IntEnum | str, IntEnum, object]] = []
         self._dropped = 0
-        self.follower: Callable[[Line], None] | None = None  # is told every line as it comes
+        self.follower: Callable[[Line], None] | None = None  # called with every new line
 
     def tell(self, at_s: float, what: IntEnum | str, phase: IntEnum, detail: object = None) -> None:
-        """`detail` becomes text when somebody reads it."""
+        """Add a line. `detail` becomes text only when the line is read."""
         if len(self._lines) >= STORY_LINES:
             del self._lines[STORY_LINES // 2]
             self._dropped += 1
@@ -43,6 +44,7 @@ class Story:
             self.follower(_readable(at_s, what, phase, detail))
 
     def lines(self) -> Sequence[Line]:
+        """Return the kept lines, with one that counts those left out in the middle."""
         told = [_readable(*line) for line in self._lines]
         if self._dropped:
             middle = told[STORY_LINES // 2]

@@ -1,5 +1,5 @@
-"""Total transition tables: for each phase and each kind of event a next phase, an explicit IGNORE,
-or an ERROR.
+"""Total transition tables: every phase and every kind of event has a next phase, an explicit
+IGNORE, or an ERROR.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ C = TypeVar("C", bound=IntEnum)
 
 
 class Move(NamedTuple, Generic[P, C]):
-    """Go to `phase`, then run `commands` in order."""
+    """A table cell: go to `phase`, then run `commands` in order."""
 
     phase: P
     commands: tuple[C, ...] = ()
@@ -30,23 +30,24 @@ class _Error:
         return "ERROR"
 
 
-IGNORE: Final = _Ignore()  # legal and without effect: late, duplicate, or already acted on
-ERROR: Final = _Error()  # cannot happen unless our own code is wrong
+IGNORE: Final = _Ignore()  # legal and without effect: late, repeated, or already acted on
+ERROR: Final = _Error()  # impossible unless our own code is wrong
 
 Cell = Move[P, C] | _Ignore | _Error
 
 
 class TransitionError(AssertionError):
-    """Our own code fed a machine an event its phase excludes."""
+    """Raised when our own code feeds a machine an event that its phase excludes."""
 
 
 class Moves(dict[tuple[P, K], Move[P, C] | None]):
-    """`moves[phase, kind]`: the move for this event, None where the table says IGNORE.
-
-    A lookup, not a call: it is the commonest thing an endpoint does.
+    """Moves by phase and kind, as `moves[phase, kind]`; None stands for IGNORE.
 
     Raises: TransitionError on an ERROR cell.
     """
+
+    # A dict rather than a method: endpoints look up a move for every event, and a dict's lookup
+    # makes no Python call.
 
     def __missing__(self, key: tuple[P, K]) -> NoReturn:
         phase, kind = key
@@ -54,12 +55,12 @@ class Moves(dict[tuple[P, K], Move[P, C] | None]):
 
 
 class Table(Generic[P, K, C]):
-    """A machine's whole behaviour, looked up by phase and kind (both IntEnums counting from 0)."""
+    """The whole behaviour of a machine, by phase and kind (both IntEnums that count from 0)."""
 
     def __init__(
         self, phases: type[P], kinds: type[K], rows: Mapping[P, Mapping[K, Cell[P, C]]]
     ) -> None:
-        """Raises: ValueError when a cell is missing or a row is."""
+        """Create a table. Raises: ValueError if a row or a cell is missing."""
         self.phases, self.kinds = phases, kinds
         for phase in phases:
             missing = [k.name for k in kinds if k not in rows.get(phase, {})]
@@ -73,18 +74,19 @@ class Table(Generic[P, K, C]):
                 self.put(phase, kind, rows[phase][kind])
 
     def cell(self, phase: P, kind: K) -> Cell[P, C]:
+        """Return a cell, also one that is IGNORE or ERROR."""
         move = self.moves.get((phase, kind), ERROR)
         return IGNORE if move is None else move
 
     def put(self, phase: P, kind: K, cell: Cell[P, C]) -> None:
-        """Make this cell another one."""
+        """Replace a cell. Simulators use this to plant bugs."""
         if isinstance(cell, _Error):
             self.moves.pop((phase, kind), None)
         else:
             self.moves[phase, kind] = None if isinstance(cell, _Ignore) else cell
 
     def mermaid(self) -> str:
-        """The table as a Mermaid state diagram; ignored and impossible events are left out."""
+        """Return the table as a Mermaid state diagram, without ignored and impossible events."""
         lines = ["stateDiagram-v2"]
         for phase in self.phases:
             joined: dict[str, list[str]] = {}
@@ -100,7 +102,8 @@ class Table(Generic[P, K, C]):
 
 
 def rest(kinds: type[K], cell: Cell[P, C]) -> dict[K, Cell[P, C]]:
-    """A row in which every kind has the same cell; a row is written as
-    `rest(...) | {what differs}`.
+    """Return a row in which every kind has the same cell.
+
+    A row is written as `rest(...) | {cells that differ}`, so that each exception stands out.
     """
     return dict.fromkeys(kinds, cell)
