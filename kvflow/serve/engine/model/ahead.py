@@ -1,7 +1,7 @@
-"""Steps in which every row decodes one token, planned ahead: what a step needs is then a slice of
+"""Steps in which every row decodes one token, planned ahead: the inputs of a step are a slice of
 the plan.
 
-Making a step from nothing takes 100 us for one row and 300 us for 16 between the model's own
+Making a step from scratch takes 100 us for one row and 300 us for 16 between the model's own
 kernels, and gathering the pages of 16 rows takes longer than attending to them.
 """
 
@@ -18,14 +18,15 @@ from kvflow.serve.engine.model.device import Place
 from kvflow.serve.engine.model.rings import DecodeRings, Rings
 from kvflow.serve.engine.model.step import Row, Step
 
-MOST_STEPS = 8  # of one plan, and of one call of the model thread
-# Of gathered states; a stream that would pass it is gathered in every step, to new memory.
+MOST_STEPS = 8  # in one plan, and in one call of the model thread
+# Bound for gathered states. A stream that would exceed it is gathered in every step, to new memory.
 _MOST_KEPT_BYTES = 64 << 20
 
 
 class KeptMemory:
-    """Where states are gathered, plan after plan: the faults of new memory cost as much as
-    gathering into it.
+    """The memory into which states are gathered, plan after plan.
+
+    It is reused because the faults of new memory cost as much as gathering into it.
     """
 
     def __init__(self) -> None:
@@ -33,8 +34,8 @@ class KeptMemory:
         self._used_bytes: dict[Hashable, int] = {}
 
     def of(self, stream: Hashable, count: int, like: torch.Tensor) -> torch.Tensor | None:
-        """[count] of the type of `like`, with any content; None where it would be more than may be
-        kept.
+        """Return [count] of the type of `like`, with any content; None where it would exceed the
+        bound.
         """
         self._used_bytes[stream] = count * like.element_size()
         if sum(self._used_bytes.values()) > _MOST_KEPT_BYTES:
@@ -42,19 +43,19 @@ class KeptMemory:
             self._streams.pop(stream, None)
             return None
         found = self._streams.get(stream)
-        # With a quarter more: sequences grow from plan to plan.
+        # A quarter more is allocated, since sequences grow from plan to plan.
         if found is None or found.numel() < count:
             found = self._streams[stream] = like.new_empty(count + count // 4)
         return found[:count]
 
 
 class DecodeSteps(Step):
-    """A packed step of decoding rows, which becomes the next one of the same rows as far as their
+    """A packed step of decoding rows, which becomes the next step of the same rows as far as their
     pages reach.
 
-    Its keys have room for those of every step. So what was gathered for the first is kept, each
-    further step adds its own states to it as it writes them to the pages, and no page is read
-    twice.
+    Its keys have room for those of every step. So the states that the first step gathered are kept,
+    each further step adds its own states to them as it writes them to the pages, and no page is
+    read twice.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class DecodeSteps(Step):
         self._show()
 
     def advance(self, rows: list[Row]) -> bool:
-        """Become the step of `rows`; False, and unchanged, when they are others than these, or past
-        the plan.
+        """Become the step of `rows`.
+
+        Returns False, and changes nothing, for other rows than these and at the end of the plan.
         """
         at = self._at + 1
         if at >= self._steps or len(rows) != len(self._sequences):
@@ -130,7 +132,7 @@ class DecodeSteps(Step):
     def _gather_to_keep(
         self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor | None:
-        """Those `rows` of `slots`, in memory of the plan's; None where no more may be kept."""
+        """Gather `rows` of `slots` into memory of the plan; None where no more may be kept."""
         memory = self._memory.of(stream, rows.numel() * slots.shape[1], slots)
         return (
             None
@@ -147,7 +149,7 @@ class DecodeSteps(Step):
         return found
 
     def _all_places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Page and slot of every key of the plan."""
+        """Return the page and the slot of every key of the plan."""
         positions = [batch.positions() for batch in self._plan]
         rows = [np.repeat(np.arange(b.q0, b.q1), b.width) for b in self._plan]
         return self._places(
@@ -164,8 +166,10 @@ class DecodeSteps(Step):
 
 
 class _Kept:
-    """Gathered `states` [1, heads, keys, dim] of one stream, and the same memory as [heads, rows,
-    width, dim] of each batch."""
+    """Gathered `states` [1, heads, keys, dim] of one stream, by batch too.
+
+    `regions` are the same memory as [heads, rows, width, dim] of each batch.
+    """
 
     __slots__ = ("regions", "states")
 

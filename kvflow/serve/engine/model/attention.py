@@ -22,8 +22,10 @@ NAME = "kvflow"
 
 
 class _WindowRecorder(threading.local):
-    """For the self-test: the sliding window that each layer of this thread's model passed (0:
-    none); None while nothing is recorded."""
+    """The sliding window that each layer of this thread's model passed (0: no window).
+
+    It is None outside the self-test.
+    """
 
     windows: dict[int, int] | None = None
 
@@ -44,10 +46,10 @@ def packed_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query` [1, heads, tokens, dim] and `key`/`value` [1, kv heads, keys, dim] are divided by the
-    step.
+    """Compute attention as the current step divides it.
 
-    `dropout` and `attention_mask` belong to transformers' call, and are unused.
+    `query` is [1, heads, tokens, dim], `key` and `value` are [1, kv heads, keys, dim]. `dropout`
+    and `attention_mask` belong to transformers' call, and are unused.
     """
     step = current.step
     if step is None:
@@ -87,8 +89,9 @@ def _batched(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One query of every row: the heads of a group become queries of one head, so no key has to be
-    repeated.
+    """Compute one query of every row.
+
+    The heads of a group become queries of one head, so that no key has to be repeated.
     """
     rows, last = batch.rows, min(batch.keys, window or batch.keys)
     k, v = _keys_of(batch, key, last), _keys_of(batch, value, last)
@@ -104,7 +107,7 @@ def _batched(
 
 
 def _keys_of(batch: Batch, states: torch.Tensor, last: int) -> torch.Tensor:
-    """[rows, kv heads, last, dim] of `states` [1, kv heads, keys, dim]."""
+    """Return the last keys [rows, kv heads, last, dim] of `states` [1, kv heads, keys, dim]."""
     if batch.rows == 1:
         return states.narrow(2, batch.k0 + batch.keys - last, last)
     return batch.region(states[0]).transpose(0, 1).narrow(2, batch.keys - last, last)
@@ -138,7 +141,7 @@ def _plain(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Soft-capped scores and attention sinks, for which there is no CPU kernel."""
+    """Compute soft-capped scores and attention sinks, for which there is no CPU kernel."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     queries, keys = q.shape[2], k.shape[2]
@@ -156,12 +159,13 @@ def _scores(
 
 
 def _weighted(scores: torch.Tensor, sinks: torch.Tensor | None, v: torch.Tensor) -> torch.Tensor:
-    """`scores` [batch, kv heads, queries, keys]; a head's sink takes its share of the weights, and
-    adds nothing.
+    """Return the values of `v` weighted by `scores` [batch, kv heads, queries, keys].
+
+    A head's sink takes its share of the weights, and adds no value.
     """
     keys = scores.shape[-1]
     if sinks is not None:
-        # One for each head, which are queries where they are grouped.
+        # Each head has one sink; where heads are grouped they are queries.
         share = sinks.view(1, scores.shape[1], -1, 1)
         scores = torch.cat([scores, share.expand(scores.shape[0], -1, scores.shape[2], 1)], dim=-1)
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)[..., :keys] @ v

@@ -1,4 +1,4 @@
-"""How the packed axes of a step are divided: a span a sequence, or batches of rows that decode one
+"""The division of a step's packed axes: one span per sequence, or batches of rows that decode one
 token each.
 """
 
@@ -17,7 +17,8 @@ from kvflow.serve.engine.model.device import Place
 # different lengths are divided: padding may take this share of the keys, plus as much as another
 # call costs.
 _PADDED_SHARE, _CALL_KEYS = 0.25, 512
-_MORE_COLUMNS = 8  # of a mask, for the steps that follow
+# A mask has more columns than a step needs, so that the following steps can use it too.
+_MORE_COLUMNS = 8
 
 
 class Span(NamedTuple):
@@ -30,8 +31,11 @@ class Span(NamedTuple):
 
 
 class Batch:
-    """Rows of one query each, whose keys are padded on the left to `keys`: queries q0..q1, keys
-    k0..k1, `width` a row, of which the first `keys` are meant."""
+    """Rows of one query each, whose keys are padded on the left to `keys`.
+
+    Its ranges of the packed axes are queries q0..q1 and keys k0..k1, with `width` keys a row, of
+    which the first `keys` count.
+    """
 
     def __init__(
         self,
@@ -42,9 +46,10 @@ class Batch:
         masks: dict[torch.dtype, torch.Tensor] | None = None,
         place: Place = torch.from_numpy,
     ) -> None:
-        """`lengths` ascend; there are `more` keys of each row than are meant.
+        """`lengths` ascend; each row has room for `more` keys than count.
 
-        `masks` are kept from step to step of the same rows: their padding stays what it is."""
+        `masks` are kept from step to step of the same rows, since their padding does not change.
+        """
         self.q0, self.rows, self.k0 = q0, len(lengths), k0
         self.q1 = q0 + self.rows
         self.keys, self.lengths = lengths[-1], lengths
@@ -54,26 +59,29 @@ class Batch:
         self._place = place
 
     def later(self, steps: int) -> Batch:
-        """The same rows so many steps later: more of their keys are meant,
-        none stands elsewhere.
+        """Return the same rows so many steps later: more of their keys count, and all stay in
+        place.
         """
         lengths = [length + steps for length in self.lengths]
         return Batch(self.q0, lengths, self.k0, self.width - lengths[-1], self._masks, self._place)
 
     def positions(self) -> NDArray[np.int64]:
-        """[rows, width]: the position in its sequence of every key; padding repeats the row's own
-        first one, so no other sequence is read."""
+        """Return the position of every key in its sequence, [rows, width].
+
+        Padding repeats the row's own first position, so no other sequence is read.
+        """
         found: NDArray[np.int64] = np.maximum(np.arange(self.width) - self._padding(), 0)
         return found
 
     def region(self, states: torch.Tensor) -> torch.Tensor:
-        """[heads, rows, width, dim]: the keys of this batch in `states` [heads, keys, dim]."""
+        """Return this batch's keys [heads, rows, width, dim] in `states` [heads, keys, dim]."""
         own = states.narrow(1, self.k0, self.k1 - self.k0)
         return own.view(own.shape[0], self.rows, self.width, own.shape[2])
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """[rows, 1, 1, last], to be added to the scores of the `last` keys; None when none of them
-        is padding.
+        """Return a mask [rows, 1, 1, last] to be added to the scores of the `last` keys.
+
+        It is None when all of them count.
         """
         if last <= self.lengths[0]:
             return None
@@ -89,8 +97,10 @@ class Batch:
 
 
 def divided(lengths: list[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive rows of ascending `lengths`, from the first to before the last, as far as padding
-    them to the longest one is worth it."""
+    """Yield ranges of consecutive rows of ascending `lengths`, as (first, end).
+
+    Each range goes on as long as padding its rows to the longest one is worth it.
+    """
     first = used = 0
     for i, length in enumerate(lengths):
         padded = (i + 1 - first) * length

@@ -1,8 +1,8 @@
-"""Where a model runs: finding the device that `--device` names, placing a step's inputs there, and
-the end of a step.
+"""The device of a model: finding the one that `--device` names, placing a step's inputs there, and
+waiting for the end of a step.
 
-Only `cuda` and `cpu` are known. What follows from a device is here; the rest of the engine asks
-tensors for theirs.
+Only `cuda` and `cpu` are known. This module holds all that depends on the device; the rest of the
+engine asks tensors for theirs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvflow.protocols.errors import MisuseError
 CPU = torch.device("cpu")
 
 Place = Callable[[NDArray[Any]], torch.Tensor]
-"""From a numpy array to a tensor where the model is; on the CPU they share memory."""
+"""Makes a tensor on the model's device from a numpy array; on the CPU they share memory."""
 
 
 def cuda_devices() -> list[str]:
-    """The CUDA devices that torch can use, in order, as "NVIDIA H100 80GB HBM3"."""
+    """Return the CUDA devices that torch can use, in order, as "NVIDIA H100 80GB HBM3"."""
     # A build for ROCm calls its devices cuda, too.
     if torch.version.cuda is None or not torch.cuda.is_available():
         return []
@@ -30,7 +30,7 @@ def cuda_devices() -> list[str]:
 
 
 def describe_devices() -> str:
-    """What torch sees on this machine, for people."""
+    """Return a sentence on the devices that torch finds on this machine."""
     if found := cuda_devices():
         return f"torch {torch.__version__} sees " + ", ".join(
             f"cuda:{n} ({name})" for n, name in enumerate(found)
@@ -40,9 +40,11 @@ def describe_devices() -> str:
 
 
 def find_device(wanted: str) -> torch.device:
-    """`auto` is the first CUDA device where torch sees one, else the CPU; `cuda` is `cuda:0`.
+    """Return the device that `wanted` names.
 
-    Raises: MisuseError when it is not there.
+    `auto` is the first CUDA device where torch finds one, else the CPU; `cuda` is `cuda:0`.
+
+    Raises: MisuseError when the device is not there.
     """
     if wanted == "cpu":
         return CPU
@@ -59,20 +61,21 @@ def find_device(wanted: str) -> torch.device:
 
 
 def place_on(device: torch.device) -> Place:
-    """How numpy arrays become tensors on `device`:
-    the one way in which a step's inputs get there.
+    """Return the function that makes tensors on `device` from numpy arrays.
+
+    All inputs of a step get there by this function.
     """
     return torch.from_numpy if device == CPU else lambda array: torch.from_numpy(array).to(device)
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when all that this thread has queued on `device` has run; on the CPU that is so
-    already.
+    """Return when all that this thread queued on `device` has run; on the CPU, at once.
 
     Raises: what ran there and failed.
     """
     if device.type != "cuda":
         return
-    done = torch.cuda.Event(blocking=True)  # sleeps: the event loop needs the core
+    # A blocking event sleeps rather than spins, since the event loop needs the core.
+    done = torch.cuda.Event(blocking=True)
     done.record(torch.cuda.current_stream(device))
     done.synchronize()

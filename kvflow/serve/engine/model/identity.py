@@ -1,5 +1,5 @@
-"""Which model this is: a line that prefill and decode compare when they register, since KV of two
-models never fits.
+"""The identity of a model: a line that prefill and decode compare when they register, since KV of
+two models never fits.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from kvflow.model_files import config_digest, weights_digest
 
 
 def fingerprint(name: str, model: Any, dtype: str) -> str:
-    """The model's identity, whatever its path: architecture and size to be read, config and weights
-    as digests.
+    """Return the model's identity, whatever its path.
 
-    Of the weights in its files, so that every part of a model has that of the whole. Raises:
-    MisuseError.
+    It has the architecture and the size in plain text, and the config and the weights as digests.
+    The weights are those in the model's files, so that every part of a model has the identity of
+    the whole.
+
+    Raises: MisuseError.
     """
     text = model.config.get_text_config()
     config, _ = PretrainedConfig.get_config_dict(name)

@@ -1,5 +1,6 @@
-"""Loading a model from a directory or a Hugging Face name; models that the engines cannot run are
-refused.
+"""Loading a model from a directory or a Hugging Face name.
+
+Models that the engines cannot run are refused.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 class LoadedModel:
     """A model that passed the self-test, or a part of one.
 
-    `streams` and `fingerprint` are for `build_layout`; a part has streams of its own, and the
+    `streams` and `fingerprint` are for `build_layout`; a part has its share of the streams, and the
     fingerprint of the whole.
 
     `tokenizer` may be None. `whole_prompts`: a prompt must be computed in one chunk, since the
-    model takes no notice of the states that an earlier one has left.
+    model ignores the states that an earlier chunk left.
     """
 
     model: Any
@@ -63,24 +64,26 @@ class LoadedModel:
     tokenizer: Any
     fingerprint: str
     sampling_defaults: Mapping[str, float]
-    """What the model's generation_config.json recommends, by the names of SamplingParams."""
+    """The values that the model's generation_config.json recommends, by the names of
+    SamplingParams.
+    """
     part: ModelPart = WHOLE
     neighbours: Neighbours = ALONE
     """The processes with the other parts, whose steps depend on each other.
 
-    `close` it when no step runs any more.
+    Call its `close` when no step runs any more.
     """
     other_states: bool = False
-    """Some part keeps conv or recurrent states."""
+    """True where some part keeps conv or recurrent states."""
 
     @property
     def hidden_size(self) -> int:
-        """Of the last hidden states; 0 where they are not to be had."""
+        """The width of the last hidden states; 0 where they are not available."""
         return hidden_size_of(self.model)
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are, and its pool is to be."""
+        """The device of its weights, and of its pool."""
         found: torch.device = self.model.device
         return found
 
@@ -90,22 +93,23 @@ class LoadedModel:
 
     @property
     def streams_of_stage(self) -> list[StateKind]:
-        """`streams`, and those of all other shards of the stage: for a pool that they have
-        together.
-        """
+        """`streams`, and those of all other shards of the stage, for a pool that they share."""
         return (
             of_every_shard(self.streams, self.part.shards) if self.part.shards > 1 else self.streams
         )
 
     @property
     def has_rows(self) -> bool:
-        """Each request keeps a row: of states, or of rings."""
+        """True where each request keeps a row: of states, or of rings."""
         return have_rows(self.layers)
 
     @property
     def has_states(self) -> bool:
-        """Each request keeps conv or recurrent states, which depend on how its tokens are divided
-        into steps: here, or in another part of the model."""
+        """True where each request keeps conv or recurrent states, here or in another part of the
+        model.
+
+        These depend on how the request's tokens are divided into steps.
+        """
         return self.other_states or any(layer.has_states for layer in self.layers if layer)
 
     @property
@@ -116,16 +120,17 @@ class LoadedModel:
 
     @property
     def fewest_tokens(self) -> int:
-        """Of a prompt that may be computed at once, see `chunk`."""
+        """The fewest tokens of a prompt that may be computed at once, see `chunk`."""
         return 2 if self.has_states else 1
 
     def chunk(self, remaining: int, most: int) -> int:
-        """How many of a prompt's `remaining` tokens are computed at once: `most`, but all of a
-        prompt that cannot be divided.
+        """Return how many of a prompt's `remaining` tokens are computed at once.
 
-        A model with states may compute a token that comes alone as one that was generated
-        (nemotron_h: with other numbers), so for these no chunk is of one token, and none leaves one
-        behind.
+        These are `most`, except that a prompt that cannot be divided is computed as a whole.
+
+        A model with states may compute a token that comes alone like a generated one (nemotron_h:
+        with other numbers), so for these a chunk has at least two tokens, and leaves none or at
+        least two.
         """
         if self.whole_prompts:
             return remaining
@@ -137,7 +142,9 @@ class LoadedModel:
         return count
 
     def runner(self, pool: PagedPool) -> Runner:
-        """Raises: LayoutError when the pool was not made from `streams`."""
+        """Return a runner over `pool`. Raises: LayoutError when the pool was not made from
+        `streams`.
+        """
         return Runner(
             self.model, self.layers, pool, packed=self.mode == "packed", neighbours=self.neighbours
         )
@@ -153,23 +160,24 @@ def load_model(
     part: ModelPart = WHOLE,
     meeting: Meeting | None = None,
 ) -> LoadedModel:
-    """Load, probe and self-test; blocks.
+    """Load, probe and self-test a model; blocks.
 
     `attention` "auto" is packed where that works, else pad; `device` is one that `find_device`
     knows; `sliding_window_rows` is explained in `windows`.
 
-    A `part` is loaded by each of `part.ranks` processes of this machine, which find each other by
-    `meeting`; each returns when all are ready. One process cannot have two shards.
+    Each of `part.ranks` processes of this machine loads one `part`. They find each other by
+    `meeting`, and each returns when all are ready. One process cannot have two shards.
 
     Raises: MisuseError, one line: unknown path, dtype or device, unsupported model, missing
     weights, failed self-test, a model that cannot be divided so. LostError: another process with a
-    part has ended, or does not come.
+    part ended, or does not come.
     """
     _check_choices(dtype, attention, sliding_window_rows)
     name, where = str(path), find_device(device)
     report = progress or (lambda stage, done: None)
     with quiet(report), joined(part, meeting) as others:
-        source = locate(name)  # no progress before it: the name may be wrong
+        # The first report of progress comes after this, because the name may be wrong.
+        source = locate(name)
         config = _checked_config(source, name, part, where, report)
         model = _weights(source, name, dtype, where, *_class_for(config, part, name))
         tokenizer = load_tokenizer(source, name)
@@ -230,9 +238,9 @@ def _check_choices(dtype: str, attention: str, sliding_window_rows: str) -> None
 
 
 def _class_for(config: Any, part: ModelPart, name: str) -> tuple[Any, dict[str, Any]]:
-    """What loads the layers of `part`, and with which arguments.
+    """Return the class that loads the layers of `part`, and its arguments.
 
-    Raises: MisuseError where it cannot be cut so.
+    Raises: MisuseError where the model cannot be cut so.
     """
     own = own_layers(config, part, name)
     if part.stages == 1:
@@ -250,8 +258,8 @@ def _weights(
     source: str, name: str, dtype: str, device: torch.device, model_class: Any, more: dict[str, Any]
 ) -> Any:
     wanted = dtype if dtype == "auto" else getattr(torch, dtype)
-    # transformers swaps functions of its own classes and of torch while it loads; two threads at
-    # once would leave some of them swapped for ever.
+    # transformers swaps functions of its classes and of torch while it loads. Two threads at once
+    # would leave some of them swapped for ever.
     with _LOADING, explained(f"model {name!r} cannot be loaded"):
         # Mismatches are reported below: transformers only prints them.
         loaded: Any = model_class.from_pretrained(

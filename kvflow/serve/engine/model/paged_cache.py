@@ -1,8 +1,8 @@
 """The cache of a model: pages and rows of a pool, behind transformers' own cache interface.
 
 K, V and indexer keys are written to pages, or K and V to rings, and gathered from them layer by
-layer. The states of conv and recurrent layers are read and changed in place by models, each in its
-own way, so those of all layers are copied out of their rows before a forward, and back after it.
+layer. Models read and change the states of conv and recurrent layers in place, each in a different
+way. So the states of all layers are copied out of their rows before a forward, and back after it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,33 @@ from kvflow.serve.engine.model.step import Step
 
 
 def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
-    """One stream's view of a pool, which may hold other parts and copies of it beside."""
+    """Return one stream's view of a pool, which may hold other parts and copies of it beside."""
     return pool.tensor(kind.name, start=int(kind.start), replica=int(kind.replica))
 
 
 class PagedStream:
     """K, V or indexer keys of one layer: a view [pages, page size, heads, dim] of the pool.
 
-    Nothing else writes it.
+    Only this stream writes the view.
     """
 
     def __init__(self, pages: torch.Tensor) -> None:
         count, page_size, heads, dim = pages.shape
         row = heads * dim
         step = math.gcd(pages.stride(0), row)
-        # The same memory as overlapping rows of one slot each, `step` elements apart: gathering
-        # rows of a contiguous dimension costs a third of gathering pages that lie apart.
+        # The rows below are the same memory as overlapping rows of one slot each, `step` elements
+        # apart. Gathering rows of a contiguous dimension costs a third of gathering pages that lie
+        # apart.
         self._pages = pages
         self._page_rows, self._slot_rows = pages.stride(0) // step, row // step
         starts = (count - 1) * self._page_rows + (page_size - 1) * self._slot_rows + 1
         self._rows = pages.as_strided((starts, row), (step, 1))
 
     def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """Write the new states [batch, heads, tokens, dim]; returns [batch, heads, keys, dim]: all
-        that the step's rows attend to."""
+        """Write the new states [batch, heads, tokens, dim].
+
+        Returns [batch, heads, keys, dim]: all states that the step's rows attend to.
+        """
         batch, heads, tokens, dim = new.shape
         flat = new.transpose(1, 2).reshape(batch * tokens, heads, dim)
         self._pages.index_put_((step.write_pages, step.write_slots), flat)
@@ -56,8 +59,9 @@ class PagedStream:
 
 
 class RingStream(PagedStream):
-    """K or V of one layer with a sliding window: [rows, window, heads, dim], of which each row is a
-    ring of slots.
+    """K or V of one layer with a sliding window: [rows, window, heads, dim].
+
+    Each row is a ring of slots.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -65,8 +69,9 @@ class RingStream(PagedStream):
         self._window = rows.shape[1]
 
     def exchange(self, step: Step, new: torch.Tensor) -> torch.Tensor:
-        """As that of pages, for a packed step; new tokens take the slots of others that are read
-        first.
+        """Write the new states, for a packed step, and return all states that its rows attend to.
+
+        The earlier states are read first, because the new tokens take the slots of some of them.
         """
         _, heads, tokens, dim = new.shape
         rings = step.rings(self._window)
@@ -103,19 +108,20 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pool has been allocated."""
+        """Do nothing: the pool is allocated already."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new states [batch, heads, tokens, dim] in place; return all that the step's
-        rows may attend to.
+        """Write the new states [batch, heads, tokens, dim] in place.
+
+        Returns all states that the step's rows may attend to.
         """
         step = self._cache.step
         return self._k.exchange(step, key_states), self._v.exchange(step, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """As `update`, for [batch, tokens, dim]."""
+        """Do the same as `update`, for indexer keys [batch, tokens, dim]."""
         assert self._index_k is not None
         return self._index_k.exchange(self._cache.step, indexer_key_states.unsqueeze(1)).squeeze(1)
 
@@ -130,8 +136,10 @@ class PagedLayer(CacheLayerMixin):
 
 
 class StateLayer(LinearAttentionLayer):
-    """One layer's conv and recurrent states, of the rows of one forward: transformers' own layer,
-    filled by `StateRows`."""
+    """One layer's conv and recurrent states, for the rows of one forward.
+
+    It is transformers' own layer, filled by `StateRows`.
+    """
 
     def __init__(self, streams: LayerStreams) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=len(streams.conv))
@@ -142,7 +150,7 @@ class StateLayer(LinearAttentionLayer):
             self.is_recurrent_states_initialized[i] = kind is not None
 
 
-# Neither is initialised lazily.
+# The bases differ in `lazy_initialization`, but neither is initialised lazily.
 class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]
     """A layer with attention and a state beside it."""
 
@@ -152,8 +160,8 @@ class PagedStateLayer(PagedLayer, StateLayer):  # type: ignore[misc]
 
 
 class StateRows:
-    """The states of every layer of the model, between their rows in the pool and what the layers
-    hold in a forward.
+    """The copies of every layer's states, between their rows in the pool and the layers of a
+    forward.
     """
 
     def __init__(self, pool: PagedPool) -> None:
@@ -172,8 +180,9 @@ class StateRows:
             )
 
     def gather(self, rows: torch.Tensor, *, new: bool) -> None:
-        """Copy the states of `rows` int64 [batch] out; those of `new` requests begin at zero,
-        whatever lies there.
+        """Copy the states of `rows` int64 [batch] out.
+
+        Those of `new` requests begin at zero, whatever the rows contain.
         """
         for layer in self.layers:
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not new)
@@ -188,11 +197,15 @@ class StateRows:
             found = states[i]
             assert found is not None
             pool.index_copy_(0, rows, found)
-            states[i] = None  # nothing of them outlives the forward
+            # No state outlives the forward.
+            states[i] = None
 
 
 class PagedCache(Cache):
-    """`step` has the page and slot of every token; the runner sets it before each forward."""
+    """The cache that a model's forward receives.
+
+    `step` has the page and the slot of every token; the runner sets it before each forward.
+    """
 
     step: Step
 
@@ -200,7 +213,7 @@ class PagedCache(Cache):
         self.states = StateRows(pool)
         super().__init__(layers=[self._layer(streams, pool) for streams in layers])
 
-    # Of the whole model: in a stage the layers that models ask may be another's.
+    # These answer for the whole model: in a stage, a model may ask a layer of another stage.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.step.past

@@ -1,4 +1,6 @@
-"""What a model caches, found by a forward over two tokens with transformers' own cache."""
+"""Probing a model: the state that it caches, found by a forward over two tokens with transformers'
+own cache.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,17 @@ from kvflow.protocols.pages.kinds import DTYPE_BYTES, ROW, StateKind
 from kvflow.serve.engine.model.parallel.stage import is_stage
 
 _TOKENS = 2
-# Ends the names of streams in rings, as the setting is called that peers may differ in.
+# Names of streams in rings end so, after the setting in which peers may differ.
 RINGS = "sliding_window_rows"
-# Constants of transformers' layers, which are no state.
+# Constants of transformers' layers, which are no state of a request.
 _CONSTANTS = frozenset({"_sliding_window_tensor"})
 
 
 class LayerStreams(NamedTuple):
-    """What one layer keeps in the pool: per token its K, its V and the keys of its sparse-attention
-    indexer, per request its conv and recurrent states, by transformers' index of each (None: that
-    one is not used).
+    """The state that one layer keeps in the pool.
+
+    Per token it is K, V and the keys of the sparse-attention indexer. Per request it is the conv
+    and recurrent states, by transformers' index of each (None: that one is not used).
 
     `window` is the number of tokens that the layer attends to, 0 for all. Its K and V may be kept
     per request, too: in a `ring` of so many slots (see `rings`).
@@ -42,13 +45,14 @@ class LayerStreams(NamedTuple):
 
     @property
     def beside(self) -> list[StateKind]:
-        """All but K and V."""
+        """All streams but K and V."""
         return [kind for kind in (self.indexer, *self.conv, *self.recurrent) if kind is not None]
 
     @property
     def has_states(self) -> bool:
-        """Conv or recurrent ones, which depend on how a prompt is divided into chunks; a ring does
-        not.
+        """True for conv or recurrent states, which depend on how a prompt is divided into chunks.
+
+        A ring does not depend on it.
         """
         return any(kind.unit == ROW for kind in self.beside)
 
@@ -59,21 +63,21 @@ class LayerStreams(NamedTuple):
 
 
 Layers = tuple[LayerStreams | None, ...]
-"""By layer; None for layers that keep nothing of their own (shared K and V, or no attention)."""
+"""Streams by layer; None for layers that keep no state (shared K and V, or no attention)."""
 
 
 def kinds_of(layers: Layers) -> list[StateKind]:
-    """Every stream, for `build_layout`."""
+    """Return every stream, for `build_layout`."""
     return [kind for layer in layers if layer for kind in layer.kinds]
 
 
 def have_rows(layers: Layers) -> bool:
-    """Whether a request needs a row of the pool."""
+    """Return True where a request needs a row of the pool."""
     return any(kind.unit == ROW for kind in kinds_of(layers))
 
 
 def with_rings(layers: Layers) -> Layers:
-    """The same model with K and V of every layer with a window in rings."""
+    """Return the same model with K and V of every layer with a window in rings."""
     return tuple(_in_ring(layer) if layer and layer.window else layer for layer in layers)
 
 
@@ -98,15 +102,15 @@ def refuse_by_config(config: Any, name: str) -> None:
 
 
 def cache_argument(model: Any) -> str | None:
-    """What the model's forward calls its cache; None when it takes none."""
+    """Return the name of the forward's argument for the cache, or None."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
 
 
 def probe(model: Any, name: str) -> Layers:
-    """What every layer keeps.
+    """Return the state that every layer keeps.
 
-    Raises: MisuseError for a model that keeps what cannot be told apart by name.
+    Raises: MisuseError for a model with state that cannot be recognised by its name.
     """
     config, argument = model.config, cache_argument(model)
     if argument is None:
@@ -129,8 +133,9 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
     known: set[str] = set()
 
     def kind(path: str, label: str, *, row: bool = False) -> StateKind | None:
-        """The stream of the tensor at `path` of the layer: [1, heads, tokens, dim], [1, tokens,
-        dim], or a state.
+        """Return the stream of the layer's tensor at `path`.
+
+        The tensor is [1, heads, tokens, dim], [1, tokens, dim], or a state.
         """
         tensor = found.get(path)
         if tensor is None:
@@ -166,7 +171,7 @@ def _read_layer(layer: Any, index: int, name: str, config: Any) -> LayerStreams 
 
 
 def tensors_of(attributes: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of an object and where it stands: "keys", "conv_states[0]"."""
+    """Yield every tensor of an object with its path: "keys", "conv_states[0]"."""
     for path, value in attributes.items():
         if isinstance(value, torch.Tensor):
             yield path, value

@@ -1,5 +1,5 @@
-"""transformers kept quiet while it loads a model: its bars become reports of progress, its errors
-one line each.
+"""Loading with transformers kept quiet: its bars become reports of progress, its errors one line
+each.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def explained(what: str) -> Iterator[None]:
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-        # A bare key says nothing without the kind of the error.
+        # A bare key means nothing to a reader without the kind of the error.
         if not text or isinstance(error, LookupError):
             text = f"{type(error).__name__} {text}".rstrip()
         raise MisuseError(f"{what}: {text}") from error
 
 
 class _Reporting(threading.local):
-    """To whom the loading thread reports."""
+    """The receiver of the loading thread's reports."""
 
     report: Progress | None = None
 
 
 class _Silence:
-    """Of the whole process, while there are loads under way."""
+    """The silence of the whole process, while any load is under way."""
 
     def __init__(self) -> None:
         self.lock, self.loads, self.undo = threading.Lock(), 0, contextlib.ExitStack()
@@ -53,11 +53,11 @@ _reporting, _silence = _Reporting(), _Silence()
 
 @contextlib.contextmanager
 def quiet(report: Progress) -> Iterator[None]:
-    """Silence transformers' warnings, log lines and bars while loading; the bar of the weights
-    becomes `report`.
+    """Silence transformers' warnings, log lines and bars while loading; the weights' bar calls
+    `report`.
 
-    Threads may load at once: all of that belongs to the process, so the first to come changes it,
-    and it is changed back when the last has gone.
+    Threads may load at once, and these settings belong to the process. So the first load changes
+    them, and the last one restores them.
     """
     with _silence.lock:
         if not _silence.loads:
@@ -81,7 +81,8 @@ def _fall_silent(undo: contextlib.ExitStack) -> None:
     )
     transformers_logging.set_verbosity(logging.CRITICAL)
     undo.callback(transformers_logging.set_verbosity, verbosity)
-    hub = logging.getLogger("huggingface_hub")  # logs a dozen lines when the hub cannot be reached
+    # The hub's client logs a dozen lines when the hub cannot be reached.
+    hub = logging.getLogger("huggingface_hub")
     undo.callback(hub.setLevel, hub.level)
     hub.setLevel(logging.CRITICAL)
     transformers_logging.disable_progress_bar()
@@ -95,8 +96,8 @@ def _fall_silent(undo: contextlib.ExitStack) -> None:
 
 
 def _with_report(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The iterable of transformers' bar: for the weights one that reports, else what `factory`
-    makes.
+    """Return the iterable for transformers' bar: one that reports for the weights, else
+    `factory`'s.
     """
     report = _reporting.report
     items = args[0] if args else kwargs.get("iterable")

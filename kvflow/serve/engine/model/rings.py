@@ -2,9 +2,9 @@
 tokens, and no others.
 
 A ring has one slot for each token of the window. The token at position p lies in slot p % window,
-in the place of the one that has just left the window. What an earlier request has left in a row is
-never read. A chunk that has failed cannot be computed again on the same row: some layers have given
-up what it needs.
+in the place of the token that just left the window. What an earlier request left in a row is never
+read. A chunk that failed cannot be computed again on the same row, since some layers may already
+have overwritten what it needs.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from kvflow.serve.engine.model.device import Place
 from kvflow.serve.engine.model.probe import Layers
 
 GatherToKeep = Callable[[Hashable, torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""Reads as `Rings.read` does, for the next steps too; None where no more may be kept."""
+"""Reads as `Rings.read` does, for the next steps too; returns None where no more may be kept."""
 
 
 class RingLayers:
-    """Which layers of a model attend to keys of rings."""
+    """The layers of a model that attend to keys of rings."""
 
     def __init__(self, layers: Layers) -> None:
         self._windows = {i: layer.ring for i, layer in enumerate(layers) if layer}
         self._rings = frozenset(self._windows.values()) - {0}
 
     def window_of(self, layer: int, window: int) -> int:
-        """Slots of the ring whose keys a layer with a `window` attends to; 0 for keys of pages.
+        """Return the slots of the ring that a layer with a `window` attends to; 0 for keys of
+        pages.
 
-        A layer that keeps nothing of its own attends to the keys of another one with the same
-        window.
+        A layer that keeps no K and V attends to the keys of another one with the same window.
         """
         if not self._rings:
             return 0
@@ -44,8 +44,10 @@ class RingLayers:
 
 
 class RingBatch(Batch):
-    """A batch whose keys stand in the order of their slots: a row that has not filled its ring is
-    padded on the right, and each step fills one slot more."""
+    """A batch whose keys stand in the order of their slots.
+
+    A row that has not filled its ring is padded on the right, and each step fills one slot more.
+    """
 
     def __init__(
         self, q0: int, ends: list[int], k0: int, window: int, width: int, place: Place
@@ -60,12 +62,14 @@ class RingBatch(Batch):
         return RingBatch(self.q0, ends, self.k0, self._window, self.width, self._place)
 
     def positions(self) -> NDArray[np.int64]:
-        """[rows, width]: the slot of every key; padding repeats the row's own first one."""
+        """Return the slot of every key, [rows, width]; padding repeats the row's own first one."""
         columns = np.arange(self.width)
         return np.where(columns < np.array(self.lengths)[:, None], columns, 0)
 
     def mask(self, last: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """As of any batch, and `last` is all `keys`: those of a ring are what its window holds."""
+        """Return a mask as `Batch.mask` does. `last` is always `keys`: a ring holds just its
+        window.
+        """
         if self.keys == self.lengths[0]:
             return None
         if dtype not in self._masks:
@@ -76,9 +80,11 @@ class RingBatch(Batch):
 
 
 class Rings:
-    """What a step does with rings of one size: `write_*` int64 [tokens], the row and slot of every
-    new token that is written; `written`, which of the new tokens these are, None for all; `new_at`,
-    where the new tokens stand among the keys, which `spans` or `batches` divide as those of a step.
+    """The part of a step that concerns rings of one size.
+
+    `write_*` int64 [tokens] are the row and the slot of every new token that is written. `written`
+    selects these among the new tokens; without it all are written. `new_at` is where the new tokens
+    stand among the keys, which `spans` or `batches` divide as those of a step.
     """
 
     write_rows: torch.Tensor
@@ -92,19 +98,22 @@ class Rings:
         self._gathers: dict[tuple[int, int], torch.Tensor] = {}
 
     def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:
-        """As `Step.gather`, where a ring is `ring_rows` rows from the next one.
+        """Return the rows to gather as `Step.gather` does; a ring is `ring_rows` rows from the next
+        one.
 
-        What is gathered for a new token means nothing: its own states take that place."""
+        The states gathered for a new token are meaningless: its own states replace them.
+        """
         raise NotImplementedError
 
     def kept(self, stream: Hashable) -> torch.Tensor | None:
-        """States of `stream` [keys, heads * dim] that an earlier step has gathered, without those
-        of this step.
+        """Return the states of `stream` [keys, heads * dim] that an earlier step gathered.
+
+        The states of this step are not among them.
         """
         return None
 
     def read(self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Those `rows` of its `slots` [any, heads * dim].
+        """Gather `rows` of the stream's `slots` [any, heads * dim].
 
         `kept` may return them in the next step.
         """
@@ -112,8 +121,11 @@ class Rings:
 
 
 class ChunkRings(Rings):
-    """Rings in a step with prompt chunks: each row's earlier keys are read before its new tokens
-    take their slots; where there are more of these than slots, only the last ones are written."""
+    """Rings in a step with prompt chunks.
+
+    Each row's earlier keys are read before its new tokens take their slots. Where there are more
+    new tokens than slots, only the last ones are written.
+    """
 
     def __init__(
         self, window: int, rows: list[int], starts: list[int], ends: list[int], place: Place
@@ -128,7 +140,8 @@ class ChunkRings(Rings):
             starts,
             [max(start, end - window) for start, end in zip(starts, ends, strict=True)],
         )
-        if any(starts):  # else the new states are all there is
+        # Otherwise every row begins here, and its new states are all there is.
+        if any(starts):
             reads = [max(0, start + 1 - window) for start in starts]
             self._read = (
                 np.repeat(np.array(rows), np.subtract(ends, reads)),
@@ -160,8 +173,11 @@ class ChunkRings(Rings):
 
 
 class DecodeRings(Rings):
-    """Rings in `ahead.DecodeSteps`: what the first step has gathered holds, slot by slot, what lies
-    in the rings, and each step puts its new tokens into both."""
+    """Rings in `ahead.DecodeSteps`.
+
+    The states that the first step gathered mirror the rings, slot by slot, and each step puts its
+    new tokens into both.
+    """
 
     def __init__(
         self,
@@ -172,7 +188,7 @@ class DecodeRings(Rings):
         gather_to_keep: GatherToKeep,
         place: Place,
     ) -> None:
-        """`ends`: of the first of so many `steps`, see `RingBatch`."""
+        """`ends`: those of the first of `steps` steps, see `RingBatch`."""
         super().__init__()
         self._rows, self._place = np.array(rows), place
         self._steps, self._gather_to_keep = steps, gather_to_keep
@@ -193,10 +209,11 @@ class DecodeRings(Rings):
         self.show(0)
 
     def show(self, at: int) -> None:
-        """Become the rings of the step that is so many after the first."""
+        """Become the rings of the step that is `at` steps after the first."""
         self.batches = [batch.later(at) for batch in self._plan]
         self.write_slots, self.new_at = self._slots[at], self._new_at[at]
         if self._filling:
+            # Each step fills one slot more of a ring that is not full, so what to gather changes.
             self._gathers.clear()
 
     def gather(self, ring_rows: int, slot_rows: int) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
 """A model over one pool: one forward over any mix of prompt chunks and decoding sequences.
 
-Runs in the model thread. It reads and writes only pages and pool rows of the sequences that it is
-given.
+The runner works in the model thread. It reads and writes only the pages and pool rows of the
+sequences that it is given.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from kvflow.serve.engine.model.step import Row, Step, current
 
 
 class Runner:
-    """`packed` mode is one row with kvflow's attention function; otherwise the model's own
-    attention, left-padded.
+    """Runs the forwards of one model.
+
+    `packed` mode is one row with kvflow's attention function; otherwise the model's own attention
+    runs over left-padded rows.
     """
 
     def __init__(
@@ -44,9 +46,8 @@ class Runner:
         packed: bool,
         neighbours: Neighbours = ALONE,
     ) -> None:
-        """`neighbours`: where the model is a part.
-
-        A pool may have the streams of other shards beside.
+        """`neighbours`: the other processes, where the model is a part. The pool may also hold the
+        streams of other shards.
 
         Raises: LayoutError when the pool's streams are not the model's.
         """
@@ -86,19 +87,20 @@ class Runner:
     def forward(self, rows: list[Row]) -> torch.Tensor:
         """Compute every row's new tokens.
 
-        Returns logits [tokens that they are asked for, vocabulary], in row order; a stage that is
-        not the last returns none [0, any].
+        Returns the wanted logits [tokens, vocabulary], in row order; a stage that is not the last
+        returns an empty tensor [0, any].
 
         Every sequence must have pages for all of its tokens, the new ones included, and a row of a
-        pool with rows. All processes of a model are given the same rows, in the same order. Raises:
-        LostError when one of them is gone, or the step was aborted.
+        pool with rows. All processes of a model receive the same rows, in the same order.
+
+        Raises: LostError when one of them is gone, or the step was aborted.
         """
         with self._neighbours.step(rows):
             logits = self._forward_packed(rows) if self._packed else self._forward_each_length(rows)
         return logits if self._neighbours.returns_logits else logits[:0]
 
     def _forward_each_length(self, rows: list[Row]) -> torch.Tensor:
-        """Decoding rows in one left-padded batch, chunks of prompts one by one."""
+        """Compute decoding rows in one left-padded batch, and the chunks of prompts one by one."""
         decoding = [r for r in rows if r.new == 1 and r.sequence.computed]
         parts: dict[int, torch.Tensor] = {}
         if decoding:
@@ -113,8 +115,11 @@ class Runner:
         )
 
     def forward_with_hidden(self, rows: list[Row]) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, and for the same tokens what the model's output layer reads [tokens,
-        hidden]: its last hidden states, in the dtype of the logits."""
+        """Compute as `forward`, and return the last hidden states beside the logits.
+
+        They are the inputs of the model's output layer [tokens, hidden], for the same tokens, in
+        the dtype of the logits.
+        """
         self._with_hidden = True
         try:
             both = self.forward(rows)
@@ -124,7 +129,7 @@ class Runner:
         return both[:, :width], both[:, width:]
 
     def rest(self) -> None:
-        """No step follows soon: let go of what was gathered for the next one."""
+        """Release what was gathered for the next step, since no step follows soon."""
         self._ahead, self._memory = None, KeptMemory()
         self._neighbours.rest()
 
@@ -154,14 +159,15 @@ class Runner:
     def _forward_padded(self, rows: list[Row]) -> torch.Tensor:
         step = Step(rows, self._page_size, self._place)
         new = rows[0].new
-        # No keys, so none of padding; and mamba would multiply a mask with the new tokens.
+        # Without attention there are no keys, and no padding of keys; and mamba would multiply a
+        # mask with the new tokens.
         if not self._attends:
             step.batch, mask = len(rows), None
         elif (mask := step.pad(new)) is None and not self._takes_positions:
             mask = torch.ones(step.batch, step.past + new, dtype=torch.long, device=self.device)
         self._cache.step = step
         count = max(1, rows[0].logits)
-        # In one batch all have a state, or none: a prompt's chunk is a batch of its own.
+        # Either all rows of a batch have a state or all are new: a prompt's chunk is a batch alone.
         places = self._place(
             np.concatenate([rows[i].sequence.rows for i in step.order]).astype(np.int64)
         )
@@ -177,8 +183,8 @@ class Runner:
     def _call(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: Any, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits [kept tokens, vocabulary] of a packed row, or of the last token of each padded
-        one.
+        """Return the logits [kept tokens, vocabulary] of a packed row, or of each padded row's last
+        token.
         """
         more: dict[str, Any] = {"attention_mask": mask, self._cache_argument: self._cache}
         if self._takes_positions:
@@ -197,20 +203,23 @@ class Runner:
         finally:
             if hook is not None:
                 hook.remove()
-        if seen:  # side by side, so that every choice of tokens below is one of both
+        # Logits and hidden states stand side by side, so that each choice of tokens below selects
+        # from both.
+        if seen:
             hidden = seen[0].to(logits.dtype).reshape(*logits.shape[:-1], seen[0].shape[-1])
             logits = torch.cat((logits, hidden), dim=-1)
         return logits[:, -1] if ids.shape[0] > 1 else logits[0]
 
 
 def hidden_size_of(model: Any) -> int:
-    """What the model's output layer reads of a token; 0 where that is not to be had."""
+    """Return the width of the output layer's input for one token; 0 where it is not available."""
     return int(getattr(model.get_output_embeddings(), "in_features", 0))
 
 
 def _on_hidden(model: Any, see: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """What the output layer reads, of this thread's forwards: other runners may use the model in
-    theirs.
+    """Register `see` for the inputs of the output layer in forwards of this thread.
+
+    Other runners may use the model in other threads.
     """
     mine = threading.get_ident()
 
@@ -223,8 +232,9 @@ def _on_hidden(model: Any, see: Callable[[torch.Tensor], None]) -> RemovableHand
 
 
 def set_packed(model: Any, packed: bool) -> bool:
-    """Switch the model to kvflow's attention function or back to its own; False when the model does
-    not allow it.
+    """Switch the model to kvflow's attention function or back to its own.
+
+    Returns False when the model does not allow it.
     """
     if packed:
         model.set_attn_implementation(NAME)

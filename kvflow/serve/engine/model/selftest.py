@@ -26,7 +26,7 @@ Mode = Literal["packed", "pad"]
 PAGE_SIZE = 4
 LENGTHS = (23, 9)
 CHUNK = 10
-# Windows up to this one are tested with a prompt that is longer: rings must wrap.
+# Windows up to this size are tested with a longer prompt, so that rings wrap.
 MOST_WRAPPED = 256
 
 # The allowed difference of logits, relative to their spread. A wrong mask or page makes it about 1.
@@ -35,8 +35,11 @@ _MAX_TOLERANCE = {"float32": 1e-2, "float16": 0.5, "bfloat16": 0.7}
 
 
 class Fit(NamedTuple):
-    """How a model runs: its attention mode, whether its prompts must be computed in one chunk each,
-    and what its layers keep in pages and in rows."""
+    """The way a model runs.
+
+    It has the attention mode, whether each prompt must be computed in one chunk, and the pages and
+    rows of the layers.
+    """
 
     mode: Mode
     whole_prompts: bool
@@ -44,9 +47,12 @@ class Fit(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Prompts, stock logits after each of them when it is fed `chunk` tokens at a time and its last
-    token alone, how far another way of feeding it moves them, and whether prompts must be
-    `whole`."""
+    """The prompts of the self-test and the stock logits to compare with.
+
+    The stock logits come after each prompt when it is fed `chunk` tokens at a time and its last
+    token alone. `noise` is how far another way of feeding moves them. `whole` is True where prompts
+    must be computed in one chunk.
+    """
 
     prompts: list[list[int]]
     logits: torch.Tensor
@@ -56,10 +62,12 @@ class Reference(NamedTuple):
 
 
 def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: RingChoice) -> Fit:
-    """The first mode that agrees with transformers' own cache; `requested` is one mode, or "auto"
-    for packed, then pad.
+    """Choose the first mode that agrees with transformers' own cache.
 
-    The model's attention stays set to it. Raises: MisuseError when no mode agrees.
+    `requested` is one mode, or "auto" for packed, then pad. The model's attention stays set to the
+    chosen mode.
+
+    Raises: MisuseError when no mode agrees.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     candidates = _candidates(layers, requested, rings)
@@ -88,7 +96,7 @@ def choose_fit(model: Any, layers: Layers, name: str, requested: str, rings: Rin
 
 
 def _candidates(layers: Layers, requested: str, rings: RingChoice) -> list[tuple[Mode, Layers]]:
-    """Modes, and what layers keep in them, the best first."""
+    """Return the modes with the layers' streams in each, the best first."""
     modes: list[Mode] = ["packed", "pad"]
     found = [(mode, layers) for mode in modes if requested in (mode, "auto")]
     return (
@@ -101,7 +109,7 @@ def _candidates(layers: Layers, requested: str, rings: RingChoice) -> list[tuple
 def _try(
     model: Any, layers: Layers, mode: Mode, reference: Reference, allowed: float
 ) -> str | None:
-    """None when the mode works, else the reason why it does not."""
+    """Return the reason why the mode does not work, or None when it works."""
     if mode == "packed" and (
         beside := [kind.name for layer in layers if layer for kind in layer.beside]
     ):
@@ -112,7 +120,7 @@ def _try(
     try:
         paged = _paged(model, layers, reference, packed=mode == "packed")
         windows = window_recorder.windows
-    # A model may break the interface in unforeseen ways; any error means that it does not support
+    # A model may break the interface in unforeseen ways. Any error means that it does not support
     # this mode.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -131,8 +139,9 @@ def _try(
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest error of a row, relative to the spread of that row of `b`; inf when a value is
-    not finite.
+    """Return the largest error of a row, relative to the spread of that row of `b`.
+
+    It is inf when a value is not finite.
     """
     a, b = a.float(), b.float()
     spread = (b - b.mean(dim=-1, keepdim=True)).norm(dim=-1)
@@ -141,7 +150,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _reference(model: Any, layers: Layers, window: int) -> Reference:
-    """`window`: slots of the smallest ring, 0 for none."""
+    """Compute the stock logits. `window`: slots of the smallest ring, 0 where there is no ring."""
     vocabulary = model.get_input_embeddings().num_embeddings
     lengths, chunk = LENGTHS, CHUNK
     if max(LENGTHS) <= window <= MOST_WRAPPED:
@@ -157,7 +166,8 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
         return torch.cat([_stock(model, p, len(p) - 1) for p in prompts])
 
     whole = logits(max(lengths))
-    states = {  # transformers' names of those that the model keeps
+    # transformers' names of the states that the model keeps.
+    states = {
         name
         for layer in filter(None, layers)
         for name, kinds in (("conv_states", layer.conv), ("recurrent_states", layer.recurrent))
@@ -169,7 +179,7 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
     chunked = logits(chunk)
     noise = distance(chunked, whole)
     # Some of these models compute a token that comes alone in another way (nemotron_h: dt is not
-    # clamped).
+    # clamped), so the noise is also measured against prompts whose last token comes alone.
     if states:
         noise = min(noise, distance(chunked, stepped()))
     return Reference(prompts, chunked, chunk, noise)
@@ -177,8 +187,11 @@ def _reference(model: Any, layers: Layers, window: int) -> Reference:
 
 @torch.inference_mode()
 def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
-    """Whether a chunk of many tokens takes no notice of some of the `states` that the one before it
-    has left: the scans of mamba and jamba begin at zero."""
+    """Return True if a chunk of many tokens ignores some of the `states` that the chunk before it
+    left.
+
+    The scans of mamba and jamba begin at zero.
+    """
 
     def second_chunk(spoiled: str = "") -> torch.Tensor:
         cache = stock_cache(model)
@@ -190,14 +203,16 @@ def _ignores_states(model: Any, prompt: list[int], states: set[str]) -> bool:
         return _forward(model, cache, prompt, CHUNK, 2 * CHUNK)[0]
 
     honest = second_chunk()
-    noise = distance(second_chunk(), honest)  # 0 where the kernels are deterministic
+    # This is 0 where the kernels are deterministic.
+    noise = distance(second_chunk(), honest)
     return any(distance(second_chunk(name), honest) <= 4 * noise for name in states)
 
 
 @torch.inference_mode()
 def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
-    """Stock logits [1, vocabulary] after `prompt`, fed `chunk` tokens at a time (the last one
-    alone, when chunked).
+    """Return the stock logits [1, vocabulary] after `prompt`, fed `chunk` tokens at a time.
+
+    When the prompt is chunked, its last token is fed alone.
     """
     cache = stock_cache(model)
     logits = torch.empty(0)
@@ -214,9 +229,10 @@ def _stock(model: Any, prompt: list[int], chunk: int) -> torch.Tensor:
 def _forward(
     model: Any, cache: DynamicCache, prompt: list[int], start: int, end: int
 ) -> torch.Tensor:
-    """Logits [1, tokens, vocabulary] of the tokens from `start` to `end`."""
+    """Return the logits [1, tokens, vocabulary] of the tokens from `start` to `end`."""
     more: dict[str, Any] = {"use_cache": True, cache_argument(model) or "": cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
+        # Some models count from 0 without positions.
         more["position_ids"] = torch.arange(start, end, device=model.device)[
             None
         ]  # some models count from 0 without them
@@ -227,7 +243,7 @@ def _forward(
 
 
 def _paged(model: Any, layers: Layers, reference: Reference, *, packed: bool) -> torch.Tensor:
-    """The same logits from pages: two prompts at once, in chunks, their last tokens decoded in one
+    """Return the same logits from pages: two prompts at once, in chunks, the last tokens in one
     batch.
     """
     prompts = reference.prompts

@@ -16,12 +16,14 @@ Prompt = SequenceOf[int] | NDArray[np.integer]
 
 
 class Sequence:
-    """Tokens known so far (`length`), how many of them have their state in the pool (`computed`),
-    the pages for it, of which the first `shared` are a cache's, and `rows`: the row of a pool that
-    has some, else none.
+    """The tokens of one request, and its places in the pool.
 
-    One thread at a time changes it: the event loop, and the model thread while it has been handed
-    over. Its pages and row are changed by the event loop alone, and not meanwhile.
+    `length` counts the tokens known so far, `computed` those whose state is in the pool. Of the
+    pages, the first `shared` belong to a cache. `rows` is the row of a pool that has rows,
+    otherwise empty.
+
+    One thread at a time changes it: the event loop, or the model thread during a step. Only the
+    event loop changes its pages and row, and not during a step.
     """
 
     __slots__ = (
@@ -42,6 +44,7 @@ class Sequence:
     ) -> None:
         self.owner, self.page_size = owner, page_size
         self.prompt_length = self.length = len(prompt)
+        # Allocated once for the longest completion, so that `append` never copies.
         self.tokens: NDArray[np.int64] = np.empty(self.length + max_new_tokens, dtype=np.int64)
         self.tokens[: self.length] = prompt
         self.computed = self.shared = 0
@@ -51,17 +54,18 @@ class Sequence:
 
     @property
     def places(self) -> Places:
-        """All that it owns in the pool; see `pages`."""
+        """All places that it owns in the pool; see `pages`."""
         return Places(self._pages[self.shared : self.page_count], self.rows)
 
     @property
     def pages(self) -> PageIndices:
-        """A view; valid until the next `add_pages`."""
+        """A view of its pages; valid until the next `add_pages`."""
         return self._pages[: self.page_count]
 
     def begin_with(self, pages: PageIndices) -> None:
-        """What a cache has of it, and goes on to own: whole pages, computed, before it has any of
-        its own.
+        """Begin with the whole, computed pages of a cache, which keeps owning them.
+
+        Call it before the sequence has other pages.
         """
         self.add_pages(pages)
         self.shared, self.computed = self.page_count, self.page_count * self.page_size
@@ -75,8 +79,9 @@ class Sequence:
         self.rows = places.rows if places.rows.size else self.rows
 
     def start_again(self) -> Places:
-        """Forget all that was computed, and where; returns its own places, which are to be given
-        back.
+        """Forget all that was computed, and where.
+
+        Returns the places that it owns, which the caller gives back.
         """
         places = Places(self.places.pages.copy(), self.rows)
         self.computed = self.page_count = self.shared = 0
@@ -85,11 +90,11 @@ class Sequence:
 
     @property
     def prompt_pages(self) -> int:
-        """How many pages its whole prompt needs."""
+        """The number of pages that its whole prompt needs."""
         return -(-self.prompt_length // self.page_size)
 
     def pages_missing(self, tokens: int) -> int:
-        """How many more pages the first `tokens` tokens need."""
+        """Return how many more pages the first `tokens` tokens need."""
         return max(0, -(-tokens // self.page_size) - self.page_count)
 
     def append(self, token_id: int) -> None:

@@ -1,5 +1,6 @@
-"""Where a model comes from: a folder whose files can be read, or a hub that answers; anything else
-is one line.
+"""The source of a model: a folder whose files can be read, or a hub that answers.
+
+Any fault becomes an error of one line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from kvflow.protocols.errors import MisuseError
 
-HUB_TIMEOUT_S = 5.0  # of one request: the hub's own client goes on for most of a minute
+# Bound for one request. The hub's own client retries for most of a minute.
+HUB_TIMEOUT_S = 5.0
 _DOCUMENTS = (
     "config.json",
     "generation_config.json",
@@ -29,9 +31,12 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def locate(name: str) -> str:
-    """Return what transformers is to load: a folder, checked, or a name on a hub that answers.
+    """Return the source that transformers loads: a folder, checked, or a name on a hub that
+    answers.
 
-    A hub that does not answer leaves the cache; so does HF_HUB_OFFLINE. Raises: MisuseError.
+    If the hub does not answer, or HF_HUB_OFFLINE is set, the cache is the source.
+
+    Raises: MisuseError.
     """
     folder = Path(name).expanduser()
     if name and folder.is_dir():
@@ -57,8 +62,9 @@ def locate(name: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Raises: MisuseError, which names the file: broken JSON, or weights that are cut off or not
-    there at all.
+    """Check the files of a model's folder.
+
+    Raises: MisuseError, which names the file: broken JSON, or weights that are cut off or missing.
     """
     documents = [folder / name for name in _DOCUMENTS if (folder / name).is_file()]
     for path in (*documents, *sorted(folder.glob("model*.safetensors"))):
@@ -81,7 +87,7 @@ def _open_weights(path: Path) -> None:
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise ValueError("it is a pointer of Git LFS; fetch the weights with git lfs pull")
-    # Reads the header, and compares the file's size with it.
+    # This reads the header, and compares the file's size with it.
     with safe_open(str(path), framework="numpy"):
         pass
 
@@ -104,8 +110,9 @@ def _check_shards(folder: Path, index: object) -> None:
 
 
 def _no_answer(name: str) -> str:
-    """Why the hub cannot be asked, from one short request; empty when it answers,
-    whatever it says.
+    """Return why the hub cannot be reached, by one short request.
+
+    The reason is empty when the hub answers, whatever the answer is.
     """
     try:
         request = urllib.request.Request(hf_hub_url(name, "config.json"), method="HEAD")
@@ -119,6 +126,7 @@ def _no_answer(name: str) -> str:
         return ""
     except (OSError, http.client.HTTPException) as error:
         cause = getattr(error, "reason", error)
-        if isinstance(cause, ssl.SSLError):  # its client may know other certificates
+        # The hub's client may trust other certificates, so it shall try.
+        if isinstance(cause, ssl.SSLError):
             return ""
         return f"the hub at {constants.ENDPOINT} does not answer: {cause or type(cause).__name__}"

@@ -1,5 +1,5 @@
-"""One model step for the cache and the attention function: slots to write, slots to gather, keys
-that a row sees.
+"""One model step for the cache and the attention function: slots to write, slots to gather, and the
+keys that a row sees.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from kvflow.serve.engine.model.sequence import Sequence
 
 
 class Row(NamedTuple):
-    """`new` tokens of one sequence, from its `computed` on; `logits` of the last of them are asked
-    for.
+    """`new` tokens of one sequence, from its `computed` on.
+
+    Logits are wanted for the last `logits` of them.
     """
 
     sequence: Sequence
@@ -34,23 +35,26 @@ class Row(NamedTuple):
 
 
 class Step:
-    """`write_*` int64 [tokens]: page and slot of every new token.
+    """The inputs of one forward over some rows.
 
-    `order` is how the rows are sorted, `last` the index of each given row's last query,
-    `logits_to_keep` what transformers is told: the queries whose logits are asked for, in the order
-    of the given rows, or 0 for all of them as they stand.
+    `write_*` int64 [tokens] are the page and the slot of every new token. `order` is the order of
+    the sorted rows, `last` the index of each given row's last query. `logits_to_keep` is
+    transformers' argument: the queries whose logits are wanted, in the order of the given rows, or
+    0 for all of them as they stand.
 
     Packed steps have `spans`, or, where every row decodes one token, `batches`
     (`ahead.DecodeSteps`). Padded ones have `batch` rows, and `past` tokens before the new ones.
     """
 
     def __init__(self, rows: list[Row], page_size: int, place: Place = torch.from_numpy) -> None:
-        """`place` brings every input to the model's device."""
+        """`place` moves every input to the model's device."""
         self._page_size, self._place = page_size, place
         starts, logits = [r.sequence.computed for r in rows], [int(r.logits) for r in rows]
         self.decodes = 0 not in starts and all(r.new == 1 for r in rows)
         self.order = order = list(range(len(rows)))
-        if self.decodes and len(rows) > 1:  # rows of similar lengths stand beside each other
+        # Rows of similar lengths stand beside each other, so that batches of them need little
+        # padding.
+        if self.decodes and len(rows) > 1:
             order.sort(key=starts.__getitem__)
             rows, starts = [rows[i] for i in order], [starts[i] for i in order]
         self._counts = [r.new for r in rows]
@@ -90,7 +94,7 @@ class Step:
         self._rings: dict[int, Rings] = {}
 
     def pack(self) -> None:
-        """Make it one row, whose keys are divided by `spans`."""
+        """Make the step one row, whose keys are divided by `spans`."""
         lengths = self._counts
         if self.past:
             lengths = self._ends
@@ -103,9 +107,9 @@ class Step:
             self.spans.append(Span(q1 - new, q1, k1 - length, k1))
 
     def pad(self, new: int) -> torch.Tensor | None:
-        """Make it a left-padded batch of rows with `new` tokens each.
+        """Make the step a left-padded batch of rows with `new` tokens each.
 
-        Returns the attention mask [batch, keys], None when nothing is padded.
+        Returns the attention mask [batch, keys], None when no row is padded.
         """
         self.batch, keys = len(self._ends), max(self._ends)
         rows = Batch(0, self._ends, 0)
@@ -120,8 +124,10 @@ class Step:
         )
 
     def gather(self, page_rows: int, slot_rows: int) -> torch.Tensor | None:
-        """Int64 [keys]: rows to gather where a page is `page_rows` rows from the next one and a
-        slot `slot_rows`; None when the new states are all there is."""
+        """Return the rows to gather, int64 [keys]; None when the new states are all there is.
+
+        A page is `page_rows` rows from the next one, and a slot `slot_rows`.
+        """
         if self._read is None:
             return None
         found = self._gathers.get((page_rows, slot_rows))
@@ -133,19 +139,25 @@ class Step:
         return found
 
     def kept(self, stream: Hashable, new: torch.Tensor) -> torch.Tensor | None:
-        """States of `stream` [1, heads, keys, dim] that an earlier step has gathered, with the
-        `new` ones of this step [1, heads, tokens, dim]; None where they are to be gathered."""
+        """Return the states of `stream` [1, heads, keys, dim] that an earlier step gathered.
+
+        They include the `new` ones of this step [1, heads, tokens, dim]. None where the states have
+        to be gathered.
+        """
         return None
 
     def read(
         self, stream: Hashable, slots: torch.Tensor, rows: torch.Tensor, heads: int
     ) -> torch.Tensor:
-        """States of `stream` [batch, heads, keys, dim]: those `rows` of its `slots` [any, heads *
-        dim]. `kept` may return them in the next step."""
+        """Gather the states of `stream` [batch, heads, keys, dim]: `rows` of its `slots` [any,
+        heads * dim].
+
+        `kept` may return them in the next step.
+        """
         return self._states(slots.index_select(0, rows), heads)
 
     def rings(self, window: int) -> Rings:
-        """What this step does with rings of `window` slots."""
+        """Return the part of this step that concerns rings of `window` slots."""
         found = self._rings.get(window)
         if found is None:
             found = self._rings[window] = self._make_rings(
@@ -154,8 +166,11 @@ class Step:
         return found
 
     def mask(self, queries: int, keys: int, window: int) -> torch.Tensor:
-        """Boolean [queries, keys]: each of the last `queries` positions sees itself and earlier
-        ones, `window` in all (0: no limit)."""
+        """Return a boolean mask [queries, keys].
+
+        Each of the last `queries` positions sees itself and earlier ones, `window` in all (0: no
+        limit).
+        """
         found = self._masks.get((queries, keys, window))
         if found is None:
             device = self.positions.device
@@ -176,7 +191,7 @@ class Step:
     def _places(
         self, rows: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Page and slot of each position of the row beside it."""
+        """Return the page and the slot of each position of the row beside it."""
         pages = self._pages[0]
         inside = positions // self._page_size
         slots = positions - inside * self._page_size
@@ -186,7 +201,7 @@ class Step:
         return pages.astype(np.int64).take(inside), slots
 
     def _batches(self, more: int) -> list[Batch]:
-        """The rows in order of their lengths, divided, with room for `more` keys each."""
+        """Divide the rows, in order of length, into batches with room for `more` keys each."""
         found: list[Batch] = []
         for first, end in divided(self._ends):
             k0 = found[-1].k1 if found else 0
@@ -195,8 +210,11 @@ class Step:
 
 
 class _Current(threading.local):
-    """The step that this thread runs, and what its model keeps in rings: transformers has no way to
-    pass them to an attention function."""
+    """The step that this thread runs, and the layers with rings of its model.
+
+    It is global to the thread because transformers has no way to pass these to an attention
+    function.
+    """
 
     step: Step | None = None
     rings = RingLayers(())

@@ -14,20 +14,21 @@ from kvflow.protocols.pages.layout import Places, PoolLayout
 from kvflow.protocols.ports import PageStore
 from kvflow.serve.engine.model import sequence
 
-if TYPE_CHECKING:  # the simulator of whole nodes has steps, and needs no torch
+# The simulator of whole nodes runs steps, and has to do so without torch.
+if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
 
 
 class ModelThread:
-    """The steps of one engine.
+    """The steps of one engine, in the model thread.
 
-    Pages and rows of a running step are held: those of an aborted request become free when it has
-    ended.
+    Pages and rows of a running step are held: those of an aborted request become free when the step
+    ends.
 
-    A step has ended when the thread has returned, its device has run all that the step has queued
-    there, and no other process reads or writes for it.
+    A step ends when the thread returns, its device ran all that the step queued there, and no other
+    process reads or writes for it.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class ModelThread:
         device: torch.device | None = None,
         wait_for_others: Callable[[], None] | None = None,
     ) -> None:
-        """`device`: None where nothing of a step runs on after it has returned.
+        """`device`: None where no part of a step runs on after the thread returns.
 
         `wait_for_others` blocks until the other processes that take part in steps over these pages
-        have ended them, or have ended themselves."""
+        end these steps, or end themselves.
+        """
         self._executor, self._places, self._layout, self._device = executor, places, layout, device
         self._wait_for_others = wait_for_others
 
@@ -66,8 +68,11 @@ class ModelThread:
     def _whole(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        finally:  # a step that failed half-way has queued some of its writes
+        # A step that fails half-way has already queued some of its writes, so the wait is for every
+        # step.
+        finally:
             if self._device is not None:
+                # Imported here, because the module must load without torch.
                 from kvflow.serve.engine.model.device import wait_for
 
                 wait_for(self._device)

@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside a model."""
+"""Loading the tokenizer that lies beside a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from kvflow.serve.engine.model.source import locate
 
 
 def load_tokenizer(source: str, name: str) -> Any | None:
-    """From a directory or a Hugging Face name; None where a model has none. `name` is for errors.
+    """Load a tokenizer from a directory or a Hugging Face name; None for a model without one.
+
+    `name` is for errors.
 
     Raises: MisuseError for one that cannot be loaded.
     """
@@ -24,14 +26,17 @@ def load_tokenizer(source: str, name: str) -> Any | None:
         with explained(f"model {name!r}: the tokenizer cannot be loaded"):
             return AutoTokenizer.from_pretrained(source)
     except MisuseError:
+        # A name on a hub may have no tokenizer, and transformers raises then. In a directory with
+        # tokenizer files the error is real.
         if not here.is_dir():
             return None
         raise
 
 
 def find_tokenizer(name: str) -> Any | None:
-    """Without its model, for whom `name` is a directory or a Hugging Face name; None where there is
-    none.
+    """Load the tokenizer of a model without the model; None for a model without one.
+
+    `name` is a directory or a Hugging Face name.
 
     Raises: MisuseError for one that cannot be loaded, or a hub that does not answer.
     """

@@ -1,5 +1,5 @@
-"""What the processes of one model agree on while it is loaded, through a file in their meeting
-directory.
+"""The facts on which the processes of one model agree while it is loaded, through a file in their
+meeting directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POLL_S = 0.02
 
 
 class ProcessOfRank(NamedTuple):
-    """Which process a rank is, and how often its stage had been started before."""
+    """The process of a rank, and how often its stage was started before."""
 
     attempt: int
     identity: ProcessIdentity
@@ -40,15 +40,19 @@ class Agreement:
     """
 
     def __init__(self, part: ModelPart, meeting: Meeting) -> None:
-        """Raises: MisuseError (a directory that others may enter)."""
-        # Public, and not in its stubs.
+        """Open the file, and state the process of this rank.
+
+        Raises: MisuseError (a directory that others may enter).
+        """
+        # The class is public, and missing from the stubs.
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
         meeting.check()
         self._part, self._attempt, self._timeout_s = part, meeting.attempt, meeting.load_timeout_s
         self.store: Store = FileStore(str(meeting.directory / "agreement"), -1)
         self.store.set_timeout(timedelta(seconds=meeting.load_timeout_s))
-        self.store.set(f"failed/{part.rank}", "")  # of an earlier process with this rank
+        # An earlier process with this rank may have stated a failure, which is over.
+        self.store.set(f"failed/{part.rank}", "")
         mine = ProcessOfRank(meeting.attempt, own_identity())
         self.store.set(f"process/{part.rank}", msgspec.json.encode(mine).decode())
 
@@ -60,10 +64,12 @@ class Agreement:
         self.exchange(f"weights/{self._attempt}", True, self._part.beside)
 
     def exchange(self, what: str, mine: T, ranks: range | None = None) -> list[T]:
-        """The statements of `ranks`, by default all, about `what`; blocks until all are there.
+        """State `mine` about `what`, and return the statements of `ranks`, by default all.
 
-        Raises: OtherRankError when a rank could not load its part, LostError when one has ended, or
-        says nothing for too long.
+        Blocks until all of them are there.
+
+        Raises: OtherRankError when a rank could not load its part, LostError when one ended, or
+        states nothing for too long.
         """
         self.store.set(f"{what}/{self._part.rank}", msgspec.json.encode(mine).decode())
         deadline, found = time.monotonic() + self._timeout_s, []
@@ -81,17 +87,19 @@ class Agreement:
         return found
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this process ends, so that none waits for it."""
+        """Notify the others that this process ends, so that they do not wait for it."""
         self.store.set(f"failed/{self._part.rank}", str(error) or type(error).__name__)
 
     def _check_runs(self, rank: int) -> None:
-        """Whether a rank that was there has ended since."""
+        """Check that a rank that was there still runs. Raises: LostError."""
         key = f"process/{rank}"
         if self.store.check([key]):
             found = self.store.get(key)
             other = msgspec.json.decode(found, type=ProcessOfRank)
             if rank in self._part.beside and other.attempt < self._attempt:
-                return  # it is started again too, and has not said so yet
+                # The rank is started again too, and did not state its new process yet.
+                return
+            # The entry is read again, because a restarted process may have replaced it.
             if not is_alive(other.identity) and self.store.get(key) == found:
                 raise LostError(f"rank {rank} has ended while it loaded its part of the model")
 

@@ -1,9 +1,8 @@
-"""What a shard keeps of each stream: found by comparing a forward before and after the layers were
-divided.
+"""The part of each stream that a shard keeps, found by comparing a forward before and after the
+layers were divided.
 
-How many K/V heads a shard has, and which, does not follow from the number of shards: some plans
-divide attention, others leave it whole on every shard, and latents and states are whole on all of
-them.
+The number of shards does not decide how many K/V heads a shard has, and which: some plans divide
+attention, others leave it whole on every shard, and latents and states are whole on all of them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from kvflow.serve.engine.model.parallel.stage import stock_cache
 from kvflow.serve.engine.model.probe import Layers, cache_argument, tensors_of
 
 _TOKENS = 5
-# Relative errors: of another head, or a wrong sum, it is about 1.4.
+# Allowed relative errors. With another head, or a wrong sum, the error is about 1.4.
 _ALLOWED = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
 
 
 class Observed(NamedTuple):
-    """The logits of a forward, and what every layer kept: tensors [1, heads or channels, ...] by
-    their path.
+    """The logits of a forward, and the state that every layer kept.
+
+    `kept` holds tensors [1, heads or channels, ...] by their path.
     """
 
     logits: torch.Tensor
@@ -37,6 +37,7 @@ class Observed(NamedTuple):
 
 @torch.inference_mode()
 def observe(model: Any) -> Observed:
+    """Run a forward over a few tokens with transformers' own cache, and return what it computed."""
     cache = stock_cache(model)
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.tensor(
@@ -52,10 +53,11 @@ def observe(model: Any) -> Observed:
 def annotated(
     layers: Layers, before: Observed, after: Observed, part: ModelPart, name: str
 ) -> Layers:
-    """`layers`, which the whole model has, as this shard has them: with their shapes, and what they
-    are parts of.
+    """Return `layers`, which the whole model has, as this shard has them.
 
-    Raises: MisuseError when the shards together do not compute what the whole did.
+    They have the shard's shapes, and state what they are parts of.
+
+    Raises: MisuseError when the shards together do not compute what the whole model did.
     """
     allowed = _ALLOWED.get(str(before.logits.dtype).removeprefix("torch."), 0.3)
     if not (error := _distance(after.logits, before.logits)) <= allowed:
@@ -97,8 +99,11 @@ def annotated(
 
 
 def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
-    """Which of `whole` entries a shard with `mine` of them has, where each has as many and they are
-    in order; None when the numbers do not fit."""
+    """Return which of `whole` entries a shard with `mine` of them has; None if the numbers do not
+    fit.
+
+    Each shard has as many entries, and they are in order.
+    """
     if mine == whole:
         return Part(replica=part.shard, replicas=part.shards)
     if not mine or whole % mine or part.shards % (whole // mine):
@@ -108,7 +113,7 @@ def split_of(whole: int, mine: int, part: ModelPart) -> Part | None:
 
 
 def of_every_shard(streams: Sequence[StateKind], shards: int) -> list[StateKind]:
-    """The streams of all shards, one after the other, where those of one are `streams`."""
+    """Return the streams of all shards, one after the other, where those of one are `streams`."""
     return [_at(kind, shard, shards) for shard in range(shards) for kind in streams]
 
 

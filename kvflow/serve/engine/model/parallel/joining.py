@@ -22,9 +22,9 @@ from kvflow.serve.engine.model.windows import RingChoice
 
 
 class _PartFit(msgspec.Struct, frozen=True):
-    """How one part runs.
+    """The way one part runs.
 
-    `rings`: whether it keeps windows in rows; None where no layer of it has a window.
+    `rings` is True where it keeps windows in rows; None where no layer of it has a window.
     """
 
     fingerprint: str
@@ -43,17 +43,18 @@ class Joined:
         self.part, self._meeting, self._agreement = part, meeting, agreement
         self._shards: ShardGroup | None = None
         self.has_states = False
-        """Whether any part keeps conv or recurrent states; known when its fit is."""
+        """True where some part keeps conv or recurrent states; known after `choose_fit`."""
 
     def divide(self, model: Any, layers: Layers, name: str) -> Layers:
-        """Leave this shard's part of the model's `layers`, and describe it.
+        """Reduce the model's layers to this shard's part of them, and return their description.
 
         Raises: MisuseError, LostError.
         """
         if self.part.shards == 1:
             return layers
         before = observe(model)
-        # From now on one shard waits for another only for a moment.
+        # Loading may take minutes. After this wait, one shard waits for another only for a moment,
+        # so the short timeout of the group suffices.
         self._agreement.wait_for_weights()
         self._shards = ShardGroup(self.part, self._meeting, self._agreement)
         divide(model, self._shards, name)
@@ -68,8 +69,9 @@ class Joined:
         rings: RingChoice,
         fingerprint: str,
     ) -> Fit:
-        """The self-test's choice, the same for all parts: a packed row of one stage is no padded
-        batch of the next.
+        """Make the self-test's choice, the same for all parts.
+
+        A packed row of one stage cannot be a padded batch in the next.
 
         Raises: MisuseError, LostError.
         """
@@ -110,7 +112,9 @@ class Joined:
         return fit._replace(whole_prompts=any(other.whole_prompts for other in settled))
 
     def neighbours(self) -> Neighbours:
-        """The model is ready: its links to the parts around it. Raises: MisuseError."""
+        """Return the links to the parts around this one, once the model is ready. Raises:
+        MisuseError.
+        """
         source, sink = hidden_links(self.part, self._meeting.directory)
         return Neighbours(source, sink, self._shards)
 
@@ -133,7 +137,7 @@ class Joined:
 
 
 class Whole:
-    """In the place of `Joined` for all of a model."""
+    """The stand-in for `Joined` where one process has all of a model."""
 
     has_states = False
 
@@ -157,7 +161,7 @@ class Whole:
 
 @contextlib.contextmanager
 def joined(part: ModelPart, meeting: Meeting | None) -> Iterator[Joined | Whole]:
-    """While a part is loaded. If that fails, all processes of the model hear of it.
+    """Surround the loading of a part. If it fails, all processes of the model are notified.
 
     Raises: MisuseError.
     """

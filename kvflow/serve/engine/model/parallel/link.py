@@ -1,14 +1,14 @@
-"""Hidden states between two stages that follow each other: one ZMQ socket at each end, used by its
-model thread.
+"""Hidden states between two consecutive stages: one ZMQ socket at each end, used by its model
+thread.
 
 The later stage binds. Each frame carries its generation and step, its shape and dtype, and then the
-bytes of the tensor, which are sent from where they lie. The receiver gives a credit back for each,
-so at most `MAX_IN_FLIGHT` are under way: an earlier stage runs ahead by so many calls of the model
-and then waits. Frames and credits of an earlier generation are dropped. A wait ends with `abort`
-only: who has died is for others to see.
+bytes of the tensor, which are sent without a copy. The receiver returns a credit for each, so at
+most `MAX_IN_FLIGHT` are under way: an earlier stage runs ahead by so many calls of the model and
+then waits. Frames and credits of an earlier generation are dropped. A wait ends with `abort` only:
+this module does not detect the death of the other end.
 
-Nothing is authenticated. The address is a Unix socket in a directory that only its owner can enter,
-or a port of a loopback interface, which any user of the machine can reach.
+Frames are not authenticated. The address is a Unix socket in a directory that only its owner can
+enter, or a port of a loopback interface, which any user of the machine can reach.
 """
 
 from __future__ import annotations
@@ -35,20 +35,24 @@ _MAX_IPC_PATH = 107  # bytes, in Linux
 
 
 class HiddenLink(Protocol):
-    """One end of the way of hidden states from a stage to the next one."""
+    """One end of the link for hidden states from a stage to the next one."""
 
     def begin(self, generation: int) -> None:
-        """From now on, steps of `generation`, which is larger than every earlier one, from the
-        first step on. Ends an abort."""
+        """Begin the steps of `generation`, from the first one on. Ends an abort.
+
+        `generation` is larger than every earlier one.
+        """
 
     def next_step(self) -> None:
-        """What follows belongs to the next step.
+        """Begin the next step.
 
         A step may send several tensors, one for each call of the model.
         """
 
     def abort(self) -> None:
-        """From any thread: a call that waits, and every later one until `begin`, raises."""
+        """Make a call that waits, and every later one until `begin`, raise. Callable from any
+        thread.
+        """
 
     def close(self) -> None: ...
 
@@ -57,7 +61,8 @@ class HiddenSink(HiddenLink, Protocol):
     """The earlier stage's end."""
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Queue it; waits while too many are under way. Its memory must not change any more.
+        """Queue `hidden`, whose memory must not change any more; waits while too many are under
+        way.
 
         Raises: LostError (aborted).
         """
@@ -67,10 +72,10 @@ class HiddenSource(HiddenLink, Protocol):
     """The later stage's end."""
 
     def receive(self, like: torch.Tensor) -> torch.Tensor:
-        """The next hidden states, which have shape and dtype of `like`, on its device.
+        """Return the next hidden states, which have shape and dtype of `like`, on its device.
 
-        Raises: LostError (aborted, or the other end has begun a later generation), PeerError (they
-        are others).
+        Raises: LostError (aborted, or the other end began a later generation), PeerError (other
+        shape, dtype or place in the step).
         """
 
 
@@ -92,12 +97,12 @@ _parse_credit: Callable[[bytes], _Credit] = parser(_Credit)
 
 
 class _End:
-    """A DEALER that can be waited on, until another thread aborts the wait."""
+    """A DEALER socket that a thread can wait on, until another thread aborts the wait."""
 
     def __init__(self, address: str, *, bind: bool) -> None:
-        """Raises: MisuseError."""
+        """Bind or connect a socket. Raises: MisuseError."""
         check_address(address)
-        self.dropped = 0  # frames that meant nothing here
+        self.dropped = 0  # messages that were not valid here
         self.generation, self.step, self.call = 0, -1, 0
         self._address, self._aborted, self._lock = address, False, threading.Lock()
         self._context = zmq.Context(1)
@@ -118,7 +123,7 @@ class _End:
 
     @property
     def address(self) -> str:
-        """Where it is bound or connected, with the port that was chosen for it."""
+        """The address where it is bound or connected, with the port that was chosen for it."""
         return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
     def begin(self, generation: int) -> None:
@@ -142,7 +147,7 @@ class _End:
                 os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Drops what has not been sent. Not while a call waits: abort it first."""
+        """Close the socket, and drop what was not sent. Abort a call that waits first."""
         with self._lock:
             if not self._socket.closed:
                 self._socket.close(linger=0)
@@ -150,7 +155,9 @@ class _End:
         self._context.term()
 
     def _take(self, *, wait: bool) -> list[zmq.Frame] | None:
-        """The next message. None when there is none yet, or, after a wait, perhaps."""
+        """Return the next message. The result is None when there is none yet, and may be after a
+        wait.
+        """
         if self._aborted:
             raise LostError(
                 f"passing hidden states at {self._address} was aborted in step {self.step}"
@@ -177,7 +184,7 @@ class HiddenSender(_End):
 
     @property
     def in_flight(self) -> int:
-        """Tensors sent that have not been received, as far as is known here."""
+        """Tensors sent for which no credit arrived yet."""
         return self._sent - self._received
 
     def send(self, hidden: torch.Tensor) -> None:
@@ -187,6 +194,7 @@ class HiddenSender(_End):
         tensor = hidden.detach().to("cpu").contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         header = _Header(self.generation, self.step, self.call, dtype, list(tensor.shape))
+        # ZMQ reads the tensor's memory after this call returns, which is why it must not change.
         self._socket.send_multipart(
             [encode(header), tensor.view(torch.uint8).numpy().data], copy=False
         )
@@ -231,15 +239,16 @@ class HiddenReceiver(_End):
         into = hidden.view(torch.uint8).reshape(-1).numpy()
         if len(data.buffer) != into.size:
             raise PeerError(f"hidden states {found} have {len(data.buffer)} bytes, not {into.size}")
-        # Copied: kernels may compute other bits where it is not aligned.
+        # Copied into aligned memory, since kernels may compute other bits where it is not aligned.
         into[:] = np.frombuffer(data.buffer, np.uint8)
         self._received += 1
-        with contextlib.suppress(zmq.Again):  # the other end has gone
+        # The other end is gone, which is not for this module to report.
+        with contextlib.suppress(zmq.Again):
             self._socket.send(encode(_Credit(self.generation, self._received)), zmq.NOBLOCK)
         return hidden.to(like.device)
 
     def _next(self) -> tuple[_Header, zmq.Frame]:
-        """The next message of this generation."""
+        """Return the next message of this generation."""
         while True:
             found, self._early = self._early, None
             if found is None and (frames := self._take(wait=True)) is not None:
@@ -276,7 +285,7 @@ def _credit(frames: list[zmq.Frame]) -> _Credit | None:
 
 
 def check_address(address: str) -> None:
-    """Raises: MisuseError for one that other machines can reach."""
+    """Check an address. Raises: MisuseError for one that other machines can reach."""
     if address.startswith("ipc://") and not address.startswith("ipc://@"):
         if len(os.fsencode(address.removeprefix("ipc://"))) > _MAX_IPC_PATH:
             raise MisuseError(

@@ -24,29 +24,32 @@ from kvflow.serve.engine.model.step import Row
 
 
 class Followers(Protocol):
-    """The other shards of a model whose engine is in this process:
-    they run the steps of this one.
+    """The other shards of a model whose engine is in this process.
+
+    They run the same steps.
     """
 
     def announce(self, rows: list[Row]) -> None:
-        """This step begins here. Raises: LostError."""
+        """Announce a step that begins here. Raises: LostError."""
 
     def rest(self) -> None:
-        """No step follows soon."""
+        """Announce that no step follows soon."""
 
     def failed(self, error: Exception) -> LostError:
-        """A step that was announced, and in which they are, has failed here: none can follow.
+        """Report that an announced step, in which they take part, failed here: no step can follow.
 
-        Returns what to raise.
+        Returns the error to raise.
         """
 
     def wait(self) -> None:
-        """Return when each of them has ended every step that was announced, or its process has
-        ended. From any thread; blocks."""
+        """Return when each of them ended every announced step, or its process ended.
+
+        Blocks; callable from any thread.
+        """
 
 
 class Neighbours:
-    """Those of one part. All but `abort` belongs to the model thread."""
+    """The neighbours of one part. All methods but `abort` belong to the model thread."""
 
     def __init__(
         self,
@@ -62,17 +65,18 @@ class Neighbours:
         self._aborted = self._broken = False
 
     def lead(self, followers: Followers) -> None:
-        """From now on, tell them of every step."""
+        """Announce every step to `followers` from now on."""
         self._followers = followers
 
     def rest(self) -> None:
-        """No step follows soon."""
+        """Announce to the followers that no step follows soon."""
         if self._followers is not None:
             self._followers.rest()
 
     def wait_for_followers(self) -> None:
-        """Return when no other process reads or writes for a step that has begun here; see
-        `Followers.wait`.
+        """Return when no other process reads or writes for a step that began here.
+
+        See `Followers.wait`.
         """
         if self._followers is not None:
             self._followers.wait()
@@ -83,11 +87,11 @@ class Neighbours:
         return self._sink is None
 
     def begin(self, generation: int) -> None:
-        """Steps are counted anew; what is still under way of an earlier generation is dropped.
+        """Count steps anew, and drop what is still under way of an earlier generation.
 
         `generation` is the same in all processes, and larger than every earlier one.
 
-        Raises: LostError when the group of shards has ended, by an abort or with one of them.
+        Raises: LostError when the group of shards ended, by an abort or with one of them.
         """
         if self._broken:
             raise LostError(
@@ -101,15 +105,16 @@ class Neighbours:
 
     @property
     def broken(self) -> bool:
-        """The group of shards has ended: `begin` would raise."""
+        """True after the group of shards ended: `begin` would raise."""
         return self._broken
 
     def abort(self, *, shards: bool = True) -> None:
-        """From any thread: a step that waits for another process raises, and so does every later
-        one until `begin`.
+        """Abort the step that waits for another process; it raises, as does every later one until
+        `begin`.
 
-        `shards` False: those of this stage go on with each other, and all of them have to run the
-        same steps to their end; what they wait for from another stage, or send to one, raises.
+        Callable from any thread. With `shards` False, the shards of this stage go on with each
+        other, and all of them have to run the same steps to their end; what they wait for from
+        another stage, or send to one, raises.
         """
         if shards or self._shards is None:
             self._aborted, self._broken = True, self._shards is not None
@@ -124,9 +129,10 @@ class Neighbours:
 
     @contextlib.contextmanager
     def step(self, rows: list[Row]) -> Iterator[None]:
-        """Around each step, of `rows`: its forwards receive and send.
+        """Surround each step, of `rows`, whose forwards receive and send.
 
-        Raises: LostError for a shard or a stage that is gone."""
+        Raises: LostError for a shard or a stage that is gone.
+        """
         if self._aborted:
             raise LostError("the step was aborted before it began")
         for link in (self._source, self._sink):
@@ -149,6 +155,7 @@ class Neighbours:
             passage.source = passage.sink = None
 
     def _lost_shard(self, error: Exception) -> LostError | None:
+        # gloo has no exception type: its errors are recognised by their text.
         if self._shards is None or not isinstance(error, RuntimeError) or "gloo" not in str(error):
             return None
         self._broken = True
@@ -160,7 +167,7 @@ class Neighbours:
 
 
 def _cause(error: RuntimeError) -> str:
-    """What gloo says, without the line of its source and its advice."""
+    """Return gloo's message without the line of its source and its advice."""
     return re.sub(r"^\[[^]]*\] *", "", str(error)).split(". ")[0]
 
 
@@ -170,8 +177,9 @@ ALONE = Neighbours()
 def hidden_links(
     part: ModelPart, directory: Path
 ) -> tuple[HiddenReceiver | None, HiddenSender | None]:
-    """This part's links from the stage before it and to the one after it, by sockets in
-    `directory`.
+    """Return this part's links from the stage before it and to the one after it.
+
+    They are sockets in `directory`.
 
     Raises: MisuseError.
     """

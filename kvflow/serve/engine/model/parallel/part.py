@@ -1,4 +1,4 @@
-"""Which part of a model one process runs, and what cannot be divided so."""
+"""The part of a model that one process runs, and the refusal of models that cannot be divided."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 
 @dataclass(frozen=True)
 class ModelPart:
-    """Stage `stage` of `stages`, which are runs of consecutive layers, and shard `shard` of the
-    `shards` that compute each of its layers together. The default is all of a model."""
+    """A stage and a shard of a model. The default is all of a model.
+
+    The `stages` are runs of consecutive layers, and `shards` compute each layer of a stage
+    together.
+    """
 
     stage: int = 0
     stages: int = 1
@@ -23,7 +26,7 @@ class ModelPart:
     shards: int = 1
 
     def __post_init__(self) -> None:
-        """Raises: MisuseError."""
+        """Check the numbers. Raises: MisuseError."""
         for what, index, count in (
             ("stage", self.stage, self.stages),
             ("shard", self.shard, self.shards),
@@ -40,12 +43,14 @@ class ModelPart:
 
     @property
     def rank(self) -> int:
-        """Among all processes of the model: the shards of one stage stand together."""
+        """The rank among all processes of the model; the shards of one stage have consecutive
+        ranks.
+        """
         return self.stage * self.shards + self.shard
 
     @property
     def beside(self) -> range:
-        """The ranks of its stage, its own among them."""
+        """The ranks of its stage, this part's among them."""
         return range(self.stage * self.shards, (self.stage + 1) * self.shards)
 
     @property
@@ -54,11 +59,11 @@ class ModelPart:
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the stage that computes logits."""
+        """True for the stage that computes logits."""
         return self.stage == self.stages - 1
 
     def layers(self, count: int) -> range:
-        """Its own, of a model with `count` layers."""
+        """Return the part's layers, of a model with `count` layers."""
         return range(self.stage * count // self.stages, (self.stage + 1) * count // self.stages)
 
     def __str__(self) -> str:
@@ -72,12 +77,14 @@ WHOLE = ModelPart()
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the processes of one model find each other: a directory of this machine that only its
-    owner can enter. It begins empty, and the process that made it removes it.
+    """The place where the processes of one model find each other.
 
-    `attempt`: how often all shards of a stage have been started before. `load_timeout_s`: how long
-    one waits until all have loaded their weights; `collective_timeout_s`: how long one shard waits
-    for another in a step.
+    It is a directory of this machine that only its owner can enter. It begins empty, and the
+    process that made it removes it.
+
+    `attempt`: how often all shards of a stage were started before. `load_timeout_s`: how long one
+    waits until all have loaded their weights; `collective_timeout_s`: how long one shard waits for
+    another in a step.
     """
 
     directory: Path
@@ -86,7 +93,7 @@ class Meeting:
     collective_timeout_s: float = 60.0
 
     def check(self) -> None:
-        """Raises: MisuseError for a directory that others may enter."""
+        """Check the directory. Raises: MisuseError for one that others may enter."""
         try:
             found = os.stat(self.directory)
         except OSError as error:
@@ -102,7 +109,10 @@ class Meeting:
 
 
 def own_layers(config: Any, part: ModelPart, name: str) -> range:
-    """The layers of `part`. Raises: MisuseError, one line, where the model cannot be cut so."""
+    """Return the layers of `part`.
+
+    Raises: MisuseError, one line, where the model cannot be cut so.
+    """
     text = config.get_text_config()
     count = getattr(text, "num_hidden_layers", None)
     if part.stages == 1:
@@ -120,7 +130,7 @@ def own_layers(config: Any, part: ModelPart, name: str) -> range:
 
 
 def _check_sharing(text: Any, part: ModelPart, count: int, name: str) -> None:
-    """Layers that use the K and V of earlier ones need these in their own stage."""
+    """Check that layers that use the K and V of earlier ones have these in their stage."""
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     if not shared:
         return

@@ -1,9 +1,9 @@
 """The shards of one stage: a gloo group on the loopback interface, over which transformers' layers
 add up their parts.
 
-A shard that dies ends what the others wait for, since its connections close. One that does not come
-leaves them waiting until the group's timeout, or until `abort`, for which gloo has no call: it
-closes the connections themselves.
+A shard that dies ends the waits of the others, since its connections close. One that does not come
+leaves them waiting until the group's timeout, or until `abort`. gloo has no call for that, so
+`abort` closes the connections themselves.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 class ShardGroup:
     """The group of this process's stage.
 
-    There is one in a process, since it is torch's default group.
+    A process has at most one, since it is torch's default group.
     """
 
     def __init__(self, part: ModelPart, meeting: Meeting, agreement: Agreement) -> None:
-        """Blocks until all shards are there. Raises: MisuseError, LostError."""
+        """Join the group; blocks until all shards are there. Raises: MisuseError, LostError."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.distributed_c10d import PrefixStore
@@ -64,8 +64,9 @@ class ShardGroup:
         self._connections = _connections(before, store, part)
 
     def abort(self) -> None:
-        """From any thread: a wait for another shard ends, here and there, and nothing works any
-        more.
+        """End every wait for another shard, here and there. The group is unusable afterwards.
+
+        Callable from any thread.
         """
         with self._lock:
             for connection in self._connections:
@@ -75,7 +76,8 @@ class ShardGroup:
     def close(self) -> None:
         import torch.distributed as dist
 
-        self.abort()  # or it would wait for the others
+        # Destroying the group would wait for the others.
+        self.abort()
         with self._lock:
             for connection in self._connections:
                 connection.close()
@@ -86,7 +88,10 @@ class ShardGroup:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """gloo listens on the interface that the environment names, else on that of the host's name."""
+    """Make gloo listen on the loopback interface.
+
+    gloo uses the interface that the environment names, otherwise that of the host's name.
+    """
     before = os.environ.get(_INTERFACE_VARIABLE)
     os.environ[_INTERFACE_VARIABLE] = _LOOPBACK
     try:
@@ -99,8 +104,8 @@ def _on_loopback() -> Iterator[None]:
 
 
 def _open_files() -> set[int]:
-    # The listing has a descriptor of its own while it is read: the next file that is opened gets
-    # that number.
+    # The listing itself has a descriptor open while it is read, and the next opened file gets that
+    # number. So only the numbers that still exist count.
     return {
         number
         for number in map(int, os.listdir("/proc/self/fd"))
@@ -109,8 +114,10 @@ def _open_files() -> set[int]:
 
 
 def _connections(before: set[int], store: Any, part: ModelPart) -> list[socket.socket]:
-    """The group's own connections to the other shards, duplicated: of all that have been opened
-    meanwhile, those whose other ends the other shards have."""
+    """Return the group's connections to the other shards, duplicated.
+
+    Of all connections opened meanwhile, they are those whose other ends the other shards have.
+    """
     import msgspec
 
     opened: dict[tuple[str, str], socket.socket] = {}

@@ -1,11 +1,11 @@
-"""Stages: every process calls the whole model with the same tokens and positions, and has only its
-own layers.
+"""Stages: every process calls the whole model with the same tokens and positions, and has only the
+layers of its stage.
 
-In the place of other layers stand modules that return the hidden states they are given. So
-embeddings, masks, rotary tables and whatever else a model computes from tokens come out of its own
-code. The first own layer takes the hidden states that have been received, and the layer after the
-last own one ends the forward. While no step of `Neighbours` runs, nothing is received or sent: the
-stage is a small model by itself, as probe and self-test need it.
+Modules that return the hidden states they are given stand in the place of the other layers. So the
+model's code computes embeddings, masks, rotary tables and whatever else comes from tokens. The
+first own layer takes the hidden states that were received, and the layer after the last own one
+ends the forward. While no step of `Neighbours` runs, the stage receives and sends no hidden states:
+it is a small model, as probe and self-test need it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvflow.serve.engine.model.parallel.link import HiddenSink, HiddenSource
 class StageEnd(BaseException):
     """Ends a forward after the last own layer; carries its hidden states.
 
-    No error, and not to be taken for one.
+    It derives from BaseException because it is no error, and handlers of errors must not catch it.
     """
 
     def __init__(self, hidden: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class StageEnd(BaseException):
 
 
 class _Passage(threading.local):
-    """Where the forward that this thread runs has its hidden states from, and where they go."""
+    """The source and the sink of hidden states for the forward that this thread runs."""
 
     source: HiddenSource | None = None
     sink: HiddenSink | None = None
@@ -45,18 +45,17 @@ passage = _Passage()
 
 
 class _Convention:
-    """What the model's layers return: the hidden states, or a tuple of `length` that begins with
-    them.
+    """The convention for what the model's layers return.
 
-    An own layer shows it. Before one has run a tuple is returned: a model that expects none passes
-    it on as it is, to the next layer, while one that does would take a bare tensor apart without an
-    error.
+    They return the hidden states, or a tuple of `length` that begins with them. An own layer shows
+    which. Before one has run a tuple is returned: a model that expects no tuple passes it unchanged
+    to the next layer, while one that does would take a bare tensor apart without an error.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self.length: int | None = 2  # None: no tuple
-        self._more: list[Any] = []  # what an own layer has just returned beside hidden states
+        self._more: list[Any] = []  # what an own layer returned last beside hidden states
 
     def plain(self, hidden: Any) -> Any:
         if isinstance(hidden, tuple):
@@ -69,9 +68,9 @@ class _Convention:
         self._more = [more for more in output[1:] if more is not None] if self.length else []
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What the next layer is given.
+        """Check the arguments of the next layer.
 
-        Raises: MisuseError where it depends on more than hidden states.
+        Raises: MisuseError where they depend on more than hidden states.
         """
         if self._more and any(
             value is more for value in (*args, *kwargs.values()) for more in self._more
@@ -82,9 +81,9 @@ class _Convention:
 
 
 class ForeignLayer(nn.Module):
-    """In the place of layer `index`, which another stage has.
+    """The stand-in for layer `index`, which another stage has.
 
-    `follows`: it comes right after this stage's last one.
+    `follows` is True for the one right after this stage's last layer.
     """
 
     def __init__(
@@ -93,10 +92,12 @@ class ForeignLayer(nn.Module):
         super().__init__()
         self.index = index
         self._convention, self._follows = convention, follows
-        for name, value in vars(layer).items():  # models read some before they call a layer
+        # Models read some attributes of a layer before they call it.
+        for name, value in vars(layer).items():
             if isinstance(value, (str, int, float, bool)) and not name.startswith("_"):
                 setattr(self, name, value)
-        for name, buffer in layer.named_buffers():  # and some write them when they are made
+        # Some models write these when they are made.
+        for name, buffer in layer.named_buffers():
             *path, last = name.split(".")
             inside: nn.Module = self
             for step in path:
@@ -115,7 +116,7 @@ class ForeignLayer(nn.Module):
 
 
 def decoder_layers(model: Any, name: str) -> nn.ModuleList:
-    """The list of the model's layers: the outermost that is as long as the configuration says.
+    """Return the list of the model's layers: the outermost one of the configured length.
 
     Raises: MisuseError.
     """
@@ -166,8 +167,13 @@ def is_stage(model: Any) -> bool:
 
 
 def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
-    """A class of transformers whose models have only their `own` layers, so that no other weights
-    are read, and the configuration that it is loaded with. Raises: MisuseError."""
+    """Return a class of transformers whose models have only their `own` layers, and its
+    configuration.
+
+    Weights of other layers are then not read.
+
+    Raises: MisuseError.
+    """
     mapping = getattr(AutoModelForCausalLM, "_model_mapping", None)
     if mapping is None:
         raise MisuseError(
@@ -177,6 +183,7 @@ def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
     base = mapping[type(config)]
     if isinstance(base, (list, tuple)):
         base = base[0]
+    # A configuration of several modalities may map to a text-only class, which takes the text part.
     if getattr(base, "config_class", None) is type(config.get_text_config()):
         config = config.get_text_config()
 
@@ -188,10 +195,11 @@ def stage_class(config: Any, own: range, name: str) -> tuple[type, Any]:
 
 
 def stock_cache(model: Any) -> DynamicCache:
-    """transformers' own cache.
+    """Return transformers' own cache.
 
-    Models ask its layer 0, or the first one of a kind, how long a sequence is, so in a stage layers
-    of its own stand for foreign ones: of the same kind where there are any."""
+    Models ask its layer 0, or the first one of a kind, how long a sequence is. So in a stage, own
+    layers stand for foreign ones, of the same kind where there are any.
+    """
     cache = DynamicCache(config=model.config.get_text_config())
     foreign = {module.index for module in model.modules() if isinstance(module, ForeignLayer)}
     own = [layer for i, layer in enumerate(cache.layers) if i not in foreign]

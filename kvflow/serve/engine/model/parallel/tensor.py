@@ -1,9 +1,9 @@
-"""Tensor parallelism by the plan that transformers has for a model, applied to weights that are in
-memory already.
+"""Tensor parallelism by transformers' plan for a model, applied to weights that are already in
+memory.
 
-from_pretrained with a `DistributedConfig` would do so while it loads, and needs `accelerate` for
-it. The names used here are private ones, so what a shard computes is compared with what the whole
-layers did before.
+from_pretrained with a `DistributedConfig` would divide them while it loads, but needs `accelerate`.
+The names used here are private ones, so what a shard computes is compared with what the whole
+layers computed before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Interface(NamedTuple):
 
 
 def check_plan(config: Any, part: ModelPart, name: str, device: torch.device) -> None:
-    """Before weights are read.
+    """Check before weights are read that the model can be divided.
 
     Raises: MisuseError for a model that transformers has no plan for.
     """
@@ -77,7 +77,7 @@ def divide(model: Any, group: ShardGroup, name: str) -> None:
 
 
 def check_heads(model: Any, plan: dict[str, str], shards: int, name: str) -> None:
-    """Raises: MisuseError where a shard would get a part of a head."""
+    """Check that each shard gets whole heads. Raises: MisuseError."""
     heads = getattr(model.config.get_text_config(), "num_attention_heads", None)
     fused = any(key.rpartition(".")[2] in _FUSED and style == _SPLIT for key, style in plan.items())
     split = _split_attention(model, plan)
@@ -95,7 +95,7 @@ def check_heads(model: Any, plan: dict[str, str], shards: int, name: str) -> Non
 
 
 def without_tied(model: Any, plan: dict[str, str]) -> dict[str, str]:
-    """The plan without the second names of tied weights, which stay whole."""
+    """Return the plan without the second names of tied weights, which stay whole."""
     known = {name for name, _ in model.named_parameters()} | {
         name for name, _ in model.named_modules()
     }
@@ -105,7 +105,7 @@ def without_tied(model: Any, plan: dict[str, str]) -> dict[str, str]:
 
 
 def _split_attention(model: Any, plan: dict[str, str]) -> list[Any]:
-    """The attention modules whose K and V are split by heads."""
+    """Return the attention modules whose K and V are split by heads."""
     found = [
         name.rpartition(".")[0]
         for name, style in plan.items()
@@ -119,9 +119,12 @@ def _kv_heads(module: Any) -> int:
 
 
 def _repeat_heads(model: Any, plan: dict[str, str], shards: int) -> None:
-    """Of a model with fewer K/V heads than shards, give each shard a whole one: each head stands
-    there as often as there are shards for it. Exact: the groups of attention heads that share one
-    only get smaller."""
+    """Repeat the K/V heads of a model that has fewer than shards, so that each shard gets a whole
+    one.
+
+    Each head is repeated as often as there are shards for it. This is exact: the groups of
+    attention heads that share one only get smaller.
+    """
     for module in _split_attention(model, plan):
         heads, dim = _kv_heads(module), int(module.head_dim)
         if not heads % shards:
