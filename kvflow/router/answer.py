@@ -1,4 +1,4 @@
-"""The one answer to a client's request, whichever pair gives it."""
+"""The answer to one client's request, shared by all pairs that try to serve it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from kvflow.telemetry.requests import name_error
 
 
 class ClientAnswer:
-    """Begins at most once.
+    """The answer to one client, which begins at most once.
 
-    Its headers may leave with the first pair that streams, for later pairs to go on with: until the
-    first token nothing follows them but empty lines and comments."""
+    The first pair that streams sends the headers, and a later pair may continue the same stream:
+    before the first token only empty lines and comments follow the headers.
+    """
 
     def __init__(self, http: web.Request, measures: RouterMeasures) -> None:
         self._http, self._measures = http, measures
         self._arrived_at_s = time.perf_counter()
         self._stream: web.StreamResponse | None = None
-        self.cut_off: LegFailedError | None = None  # what ended a stream that had its first token
+        # The loss of decode after the first token. The router marks that worker lost.
+        self.cut_off: LegFailedError | None = None
 
     async def relay(self, pair: Pair, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Relay decode's stream, event by event; a decode that is lost after the first token
-        becomes an error event.
+        """Relay decode's stream event by event. The loss of decode after the first token becomes an
+        error event.
 
         Raises: PairFailedError before the first token.
         """
@@ -47,12 +49,14 @@ class ClientAnswer:
             await self._stream.prepare(self._http)
         out = self._stream
         piece = await self._until_first_token(out, pair)
-        # Of an event whose end has not come; a cumulative one may be megabytes long.
+        # The pieces of an event that is not complete yet. They stay a list, because a cumulative
+        # event may be megabytes long and joining it at every piece would cost quadratic time.
         held: list[bytes] = []
         while piece:
             end = piece.rfind(b"\n\n") + 1
             if not end and held and held[-1].endswith(b"\n") and piece.startswith(b"\n"):
-                end = -1  # the two line feeds came apart
+                # The two line feeds that end the held event arrived in two pieces.
+                end = -1
             if end:
                 cut = max(end, 0) + 1
                 await write(out, (*held, piece[:cut]))
@@ -72,8 +76,10 @@ class ClientAnswer:
         return out
 
     async def _until_first_token(self, out: web.StreamResponse, pair: Pair) -> bytes:
-        """Relay empty lines and comments; returns what has come with the first token, and what
-        opens a chat.
+        """Relay empty lines and comments up to the first token. Return the piece with that token,
+        after the opening events of a chat.
+
+        Raises: PairFailedError.
         """
         opening, rest = b"", b""
         while b"\n\n" not in rest:
@@ -89,6 +95,8 @@ class ClientAnswer:
                 opened, rest = split_opening(rest)
                 opening += opened
                 passed = bool(silence or opened)
+        # An engine may send its headers and a comment first and refuse the request afterwards.
+        # Another pair may then still serve it.
         if failure := error_in(rest):
             raise PairFailedError(failure)
         self._measures.first_token(self._arrived_at_s)
@@ -97,8 +105,8 @@ class ClientAnswer:
     async def fail(
         self, failure: Failure, answer: web.Response | None = None
     ) -> web.StreamResponse:
-        """The error that ends a request, an event where a stream has begun; `answer` is how a
-        worker has put it.
+        """End the request with an error: as an event where a stream has begun, otherwise as a
+        response. `answer` is the worker's response for this error, which the client gets unchanged.
         """
         name_error(failure.summary)
         self._measures.failed(failure)

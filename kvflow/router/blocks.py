@@ -1,6 +1,4 @@
-"""Which blocks a worker has in its cache, by the events that it publishes, and those that it is
-about to have.
-"""
+"""The blocks in a worker's cache, as its events report them, and those that it will have soon."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from collections.abc import Sequence
 from kvflow.protocols.wire.kv_events import BlockEvent, RemovedBlocks, StoredBlocks
 
 MAX_BLOCKS = 1 << 20  # of one worker: some 150 MB; further ones are as if it had not told of them
-# By the names of vLLM and of SGLang, see `wire.kv_events.media_of`.
+# Media have different names in vLLM and in SGLang, see `wire.kv_events.media_of`.
 _BIT_OF_MEDIUM = {"GPU": 1, "CPU": 2, "CPU_PINNED": 2, "STORAGE": 4, "DISK": 4, "EXTERNAL": 8}
 _OTHER_MEDIUM = 16
 
@@ -18,9 +16,11 @@ BlockHashes = list[int]  # of a prompt's whole blocks, from its beginning on
 
 
 class KnownBlocks:
-    """A worker's blocks by their hashes, on whatever medium.
+    """The blocks of one worker by their hashes, on any medium.
 
-    What it is sent counts until its answer is there: by then its events have told."""
+    The blocks of a request count from the moment it is sent until it is answered; by then the
+    worker's events have reported them.
+    """
 
     def __init__(self) -> None:
         self._media: dict[int, int] = {}
@@ -37,6 +37,8 @@ class KnownBlocks:
         elif isinstance(event, RemovedBlocks):
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:
+                # A block may be on several media: it stays known until it is removed from the last
+                # one.
                 media = self._media.pop(one, 0) & ~bit
                 if media:
                     self._media[one] = media
@@ -47,7 +49,7 @@ class KnownBlocks:
         self._media.clear()
 
     def matched(self, hashes: Sequence[int]) -> int:
-        """How many blocks a prompt begins with that the worker has, or is about to have."""
+        """Return how many leading blocks of a prompt the worker has, or will have soon."""
         media, expected = self._media, self._expected
         for count, one in enumerate(hashes):
             if one not in media and one not in expected:
@@ -55,11 +57,11 @@ class KnownBlocks:
         return len(hashes)
 
     def expect(self, hashes: Sequence[int]) -> None:
-        """A request with this prompt is sent to the worker."""
+        """Note that a request with this prompt is being sent to the worker."""
         self._expected.update(hashes)
 
     def settle(self, hashes: Sequence[int]) -> None:
-        """That request has ended."""
+        """Note that the request with this prompt ended."""
         expected = self._expected
         for one in hashes:
             if expected[one] > 1:

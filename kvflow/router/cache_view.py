@@ -1,5 +1,5 @@
-"""What is known of a worker's prefix cache: by its events where it publishes them, else by what it
-was sent.
+"""The router's knowledge of a worker's prefix cache: from the worker's events where it publishes
+them, otherwise from the prompts that it was sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvflow.router.prompts import CHUNK_TOKENS, Chain
 
 
 class Prompts(NamedTuple):
-    """The prompts of one request, by what stands in its body, and by their blocks where their
+    """The prompts of one request: chains over the bytes of its body, and block hashes where the
     tokens are known.
     """
 
@@ -27,7 +27,7 @@ NO_PROMPTS = Prompts([], {})
 
 
 class CacheView:
-    """One worker's. `name` is for the log."""
+    """The router's view of one worker's cache. `name` is for the log."""
 
     def __init__(self, name: str) -> None:
         self.prefixes = KnownPrefixes()
@@ -36,16 +36,16 @@ class CacheView:
 
     @property
     def caches(self) -> bool:
-        """Whether the worker has a prefix cache."""
+        """True where the worker has a prefix cache."""
         return self.prefixes.limit_bytes > 0
 
     @property
     def block_size(self) -> int | None:
-        """In tokens, of a worker whose events are followed now."""
+        """Tokens per block, while the worker's events are followed; None otherwise."""
         return self.feed.source.block_size if self.feed is not None and self.feed.live else None
 
     def follow(self, source: Source | None) -> None:
-        """Its events come from there, or it publishes none. Only on a running loop."""
+        """Follow the events at `source`, or none where it is None. Needs a running loop."""
         if self.feed is not None and self.feed.source != source:
             self.feed.stop()
             self.feed = None
@@ -57,8 +57,8 @@ class CacheView:
             await self.feed.close()
 
     def matched(self, prompts: Prompts) -> int:
-        """How many tokens these prompts begin with that the worker has, or is about to have, over
-        all of them.
+        """Return how many leading tokens of these prompts, all together, the worker has or will
+        have soon.
         """
         size = self.block_size
         if size is not None and self.feed is not None and size in prompts.blocks:
@@ -67,9 +67,13 @@ class CacheView:
 
     @contextmanager
     def expecting(self, prompts: Prompts) -> Iterator[None]:
-        """The worker is sent these prompts: until they are answered it is about to have them."""
+        """Count these prompts as cached until the block ends. By then the worker's events report
+        them.
+        """
         self.prefixes.note(prompts.chains)
-        feed = self.feed  # which may be another one by then
+        # Kept here because a restarted worker gets another feed before the block ends; the counts
+        # of the new one must not be settled by this request.
+        feed = self.feed
         if feed is None or (hashes := prompts.blocks.get(feed.source.block_size)) is None:
             yield
             return
@@ -82,10 +86,12 @@ class CacheView:
                 feed.blocks.settle(one)
 
     def forget(self) -> None:
-        """Its cache is empty, which its events say by themselves."""
+        """Forget the prompts that the worker was sent, because it emptied its cache. Its events
+        report that to the feed.
+        """
         self.prefixes.forget()
 
     def begin_anew(self) -> None:
-        """It is another process, and its cache another one."""
+        """Forget everything: another process, with another cache, answers at this address."""
         self.forget()
         self.follow(None)

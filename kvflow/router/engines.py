@@ -1,4 +1,4 @@
-"""What differs between the servers that a router may be in front of."""
+"""The interface to the servers that a router can stand in front of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvflow.router.workers import Worker
 
 
 class Forwarded(NamedTuple):
-    """A client's request as it goes to workers."""
+    """A client's request in the form in which it goes to workers."""
 
     session: aiohttp.ClientSession
     path: str
@@ -25,7 +25,7 @@ class Forwarded(NamedTuple):
 
 
 class Completion(Protocol):
-    """What an engine has read in the body of a request: how it becomes the legs of a pair."""
+    """One request as an engine reads its body, ready to become the legs of a pair."""
 
     @property
     def fields(self) -> PromptFields: ...
@@ -33,9 +33,8 @@ class Completion(Protocol):
     def open_pair(
         self, request: Forwarded, prefill: Worker, decode: Worker
     ) -> AbstractAsyncContextManager[Pair]:
-        """One try: within the block both workers are asked.
-
-        Leaving it closes what has not answered.
+        """Open one try: within the block both workers are asked. Leaving the block closes the
+        connections that have not answered.
         """
 
 
@@ -43,28 +42,31 @@ class Engine(Protocol):
     """One kind of worker."""
 
     has_operations: bool
-    """Whether workers have kvflow's own routes for load, caches, aborts and rooms."""
+    """True where workers have kvflow's own routes for load, caches, aborts and rooms."""
     keepalive_s: float
-    """How long an idle connection is used again; less than workers keep theirs open."""
+    """Seconds for which an idle connection may be used again; less than workers keep theirs open.
+    """
 
     @property
     def identify(self) -> Identify:
-        """Asks a worker what it is."""
+        """The function that asks a worker what it is."""
 
     @property
     def completion_paths(self) -> Collection[str]:
-        """The paths of requests that a pair serves."""
+        """Paths of the requests that a pair serves."""
 
     @property
     def decode_routes(self) -> Collection[tuple[str, str]]:
-        """Methods and paths of what the router forwards to any decode."""
+        """Methods and paths of the requests that the router forwards to any decode."""
 
     @property
     def retried_statuses(self) -> Collection[int]:
-        """Statuses after which another pair may serve a request that has no token."""
+        """Statuses after which another pair may serve a request that has no token yet."""
 
     def read(self, body: bytes) -> Completion:
-        """Of a body without its long values (`large_bodies.py`). Raises: RequestError (400)."""
+        """Read a body from which long values were taken out (`large_bodies.py`). Raises:
+        RequestError (400).
+        """
 
     def families(self) -> Iterator[Metric]:
-        """Metrics that other engines do not have."""
+        """Yield the metrics that only this engine has."""

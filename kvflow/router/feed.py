@@ -1,5 +1,5 @@
-"""Follows the cache events of one worker: a snapshot first, then batch after batch, and again what
-was missed.
+"""A follower of one worker's cache events: it reads a snapshot, then batch after batch, and asks
+again for batches that were lost.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvflow.transports.control.curve import ControlKey
 _log = logging.getLogger("kvflow.router")
 SILENCE_S = 20.0  # four heartbeats of a publisher
 REPLAY_S = 10.0  # between two messages of a replay
-PAUSE_S = 2.0  # before the next try, after one has failed
+PAUSE_S = 2.0  # before the next try, after a failure
 MAX_MESSAGE_BYTES = 256 << 20
 _OTHER_KEY = ", as where it has another key (--kv-events-key-file)"
 
 
 class Source(NamedTuple):
-    """Where a worker publishes: ZMQ addresses, the tokens of a block, whether a key is needed
-    there, and which.
+    """The place where a worker publishes: ZMQ addresses, tokens per block, whether a key is needed
+    there, and that key.
     """
 
     endpoint: str
@@ -39,29 +39,30 @@ class Source(NamedTuple):
 
 
 class FeedError(Exception):
-    """What came is no stream of cache events."""
+    """A message that is not part of a stream of cache events."""
 
 
 class BlockFeed:
-    """Keeps `blocks` as the worker's events say. Made on a running loop; `close` ends it.
+    """A task that keeps `blocks` equal to what the worker's events report. Needs a running loop;
+    `close` ends it.
 
-    `live`: whether they are what the worker has. Where they are not, it has failed to answer, or
-    sends something else, and is asked again.
+    `live` is True while `blocks` is up to date. After a silence or a malformed message it is False,
+    and the feed starts again from a snapshot.
     """
 
     def __init__(self, name: str, source: Source) -> None:
-        """`name`: of the worker, in the log."""
+        """`name` is the worker's name in the log."""
         self.source = source
         self.blocks = KnownBlocks()
         self.live = False
-        self.gaps = 0  # batches that were lost on the way and asked for again, in how many pieces
+        self.gaps = 0  # gaps in the numbers of batches, each asked for again
         self._name = name
         self._next_seq: int | None = None
-        self._last_live = -1  # number of the last batch that was not a replay's
+        self._last_live = -1  # number of the last batch that was published live, not replayed
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Follow no further."""
+        """Stop following. Does not wait until the task has ended."""
         self.live = False
         self._task.cancel()
 
@@ -83,7 +84,8 @@ class BlockFeed:
                     _log.warning("cache events of %s are not followed: %s", self._name, reason)
                 logged = reason
             except Exception:  # noqa: BLE001
-                # Else what is known of its cache would stay, and be wrong.
+                # The task must survive any error: without it the known blocks would stay as they
+                # are, and soon be wrong.
                 _log.exception(
                     "following the cache events of %s failed; it is tried again", self._name
                 )
@@ -95,10 +97,12 @@ class BlockFeed:
         self.blocks.clear()
 
     async def _follow(self) -> None:
-        """Raises: TimeoutError, FeedError, ZMQError."""
+        """Follow the events until an error. Raises: TimeoutError, FeedError, ZMQError."""
         if self.source.needs_key and self.source.key is None:
             raise FeedError("it sends them to holders of a key (--kv-events-key-file) alone")
         with self._connected(zmq.SUB, self.source.endpoint) as subscriber:
+            # The subscription is made before the snapshot is requested, so that a batch published
+            # in between is received twice rather than never.
             if self.source.replay_endpoint is not None:
                 await self._catch_up(0, SNAPSHOT)
                 self._live()
@@ -111,7 +115,8 @@ class BlockFeed:
                 self._last_live = seq
                 if self._next_seq is not None and seq > self._next_seq:
                     await self._mend(seq)
-                if self._next_seq is None or seq >= self._next_seq:  # else a replay has brought it
+                # Skipped otherwise: the replay already applied this batch.
+                if self._next_seq is None or seq >= self._next_seq:
                     await self._apply(seq, payload)
                 self._live()
 
@@ -123,17 +128,19 @@ class BlockFeed:
         self.live = True
 
     async def _mend(self, seq: int) -> None:
-        """Batch `seq` has come, and others before it have not."""
+        """Make up for the batches that were lost before batch `seq`."""
         assert self._next_seq is not None
         self.gaps += 1
         if self.source.replay_endpoint is None:
-            self.blocks.clear()  # which of them were removed meanwhile is not known
+            # A lost batch may have removed any of the known blocks, and it cannot be requested
+            # again.
+            self.blocks.clear()
             self._next_seq = seq
         else:
             await self._catch_up(self._next_seq)
 
     async def _catch_up(self, start: int, *kind: bytes) -> None:
-        """Apply every batch from `start` on, or what stands for them.
+        """Apply every batch from `start` on, or the snapshot that stands for them.
 
         Raises: TimeoutError, FeedError.
         """
@@ -162,6 +169,7 @@ class BlockFeed:
         socket = zmq.asyncio.Socket(zmq.Context.instance(), kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        # libzmq resolves and accepts IPv6 addresses only where this is set.
         socket.setsockopt(zmq.IPV6, int("[" in address))
         if kind == zmq.SUB:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
@@ -180,8 +188,9 @@ def _numbered(frames: list[bytes]) -> tuple[int, bytes]:
 def source_of(
     url: str, events: object, block_size: object, key: ControlKey | None = None
 ) -> Source | None:
-    """Where the worker at `url` publishes, by `kv_events` and `page_size` of its /server_info; None
-    if nowhere. `key`: of all workers that need one."""
+    """Return the place where the worker at `url` publishes, by `kv_events` and `page_size` of its
+    /server_info; None where it does not publish. `key` is the key of all workers that need one.
+    """
     if not isinstance(events, dict) or not isinstance(block_size, int) or block_size < 1:
         return None
     host = urlsplit(url).hostname or "127.0.0.1"
@@ -197,7 +206,9 @@ def source_of(
 
 
 def _reached(address: object, host: str) -> str | None:
-    """A bound address as others reach it: one of all interfaces is that of `host`."""
+    """Return a bound address as other machines reach it: an address of all interfaces becomes that
+    of `host`.
+    """
     if not isinstance(address, str) or not address.startswith("tcp://"):
         return None
     bound, _, port = address.removeprefix("tcp://").rpartition(":")

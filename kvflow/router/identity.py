@@ -1,4 +1,4 @@
-"""What a router finds out of a worker by asking it."""
+"""The facts about a worker that a router learns by asking it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvflow.router.feed import Source
 
 
 class NotServingError(LostError):
-    """A worker that answers, but cannot serve; the text says why."""
+    """A worker that answers but cannot serve; the text is the reason."""
 
 
 class Traits(NamedTuple):
-    """What a prefill and a decode must have in common to serve a request together.
+    """Properties that a prefill and a decode must share to serve a request together.
 
-    Empty: its engine does not say.
+    An empty value is one that the engine does not report; it fits every other.
     """
 
     fingerprint: str = ""
@@ -27,7 +27,7 @@ class Traits(NamedTuple):
     data_plane: str = ""
 
     def conflict_with(self, other: Traits) -> str:
-        """In what two workers do not fit together; empty where they do."""
+        """Return how two workers differ, as a text; empty where they fit together."""
         for name, mine, theirs in zip(
             ("model fingerprint", "wire version", "data plane"), self, other, strict=True
         ):
@@ -37,7 +37,7 @@ class Traits(NamedTuple):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What a worker is. Empty texts: its engine does not say."""
+    """The facts about one worker. An empty text is one that its engine does not report."""
 
     role: str | None
     started_as: str | None
@@ -45,8 +45,8 @@ class Identity(msgspec.Struct, frozen=True):
     model: str
     fingerprint: str
     bootstrap_port: int | None
-    cache_tokens: int  # at most, in its prefix cache; 0 where it has none
-    events: Source | None  # of that cache
+    cache_tokens: int  # the most that its prefix cache holds; 0 where it has none
+    events: Source | None  # cache events
     wire_version: int | None = None  # of the control link
     data_plane: str = ""
 
@@ -56,10 +56,10 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Identify(Protocol):
-    """Asks the worker at `url` what it is.
+    """A function that asks the worker at `url` what it is.
 
-    `role`: what it is taken for, None where it has to say that itself. `known`: what it was at the
-    last check, None where it was down then.
+    `role` is the role that the router assumes, None where the worker has to report it. `known` is
+    the identity at the last check, None where the worker was down then.
 
     Raises: NotServingError, RequestError where the role is not known, and what a request and the
     decoding of its answer raise (aiohttp.ClientError, OSError, ValueError, RecursionError).
@@ -73,10 +73,12 @@ class Identify(Protocol):
 async def ask(
     session: aiohttp.ClientSession, url: str, path: str, meanings: Mapping[int, str]
 ) -> Any:
-    """The JSON that the worker at `url` has at `path`; `meanings`: of other statuses.
+    """Return the JSON that the worker at `url` serves at `path`. `meanings` explains other
+    statuses, for the error.
 
     Raises: as `Identify`.
     """
+    # A redirect is refused: the worker must be the server at the given URL, not one that it names.
     async with session.get(f"{url}{path}", allow_redirects=False) as answer:
         if answer.status != 200:
             meaning = meanings.get(answer.status, "")

@@ -1,4 +1,4 @@
-"""kvflow's own workers: both legs get the same body and the same rooms, at once."""
+"""The engine for kvflow's own workers: both legs get the same body and the same rooms at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class KvflowEngine:
     keepalive_s = 15.0
 
     def __init__(self, events_key: ControlKey | None = None) -> None:
-        """`events_key`: of the workers' cache events, where they need one."""
+        """`events_key` is the key of the workers' cache events, where they need one."""
         self._events_key = events_key
 
     async def identify(
@@ -94,8 +94,8 @@ class _Sampling(msgspec.Struct):
 
 
 class _Fields(PromptFields):
-    """The fields of a body that say how many completions it asks for, and of what; the workers
-    check the others.
+    """The fields of a body that determine how many completions it asks for, and of which prompts.
+    The workers check the other fields.
     """
 
     sampling_params: _Sampling | list[_Sampling] | None = None
@@ -103,7 +103,7 @@ class _Fields(PromptFields):
 
 
 def _room_count(fields: _Fields) -> int:
-    """How many rooms a body needs: prompts times choices. Raises: RequestError (400)."""
+    """Return how many rooms a body needs: prompts times choices. Raises: RequestError (400)."""
     prompts = 1
     for value in (fields.text, fields.input_ids, fields.prompt):
         if isinstance(value, list) and value and not isinstance(value[0], int):
@@ -124,7 +124,7 @@ def _room_count(fields: _Fields) -> int:
 
 
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
-    """The fields that give both legs the same rooms, and all of them one prefill: at most
+    """Return the fields that give both legs the same rooms, and all rooms one prefill: at most
     MAX_ADDED_BYTES of JSON.
     """
     room = rooms[0] if len(rooms) == 1 else rooms
@@ -136,8 +136,12 @@ def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:
 
 
 def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None) -> Identity:
-    """Of anything that may stand in a /server_info; `url` is the worker's."""
+    """Return the identity in a /server_info answer, which may be any JSON value. `url` is the
+    worker's.
+    """
     found = info if isinstance(info, dict) else {}
+    # Every field is checked here, because the server at this URL may be any program: a wrong type
+    # must not reach the code that chooses workers.
     port, wire_version = found.get("disaggregation_bootstrap_port"), found.get("wire_version")
     return Identity(
         role=found.get("disaggregation_mode"),
@@ -154,7 +158,7 @@ def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None
 
 
 def _cache_tokens(info: dict[str, Any]) -> int:
-    """Of the pool, and of the host memory behind it."""
+    """Return how many tokens the pool and the host memory behind it can cache."""
     pages, cache, size = info.get("pages"), info.get("prefix_cache"), info.get("page_size")
     if not isinstance(pages, dict) or not isinstance(cache, dict):
         return 0

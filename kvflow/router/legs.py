@@ -1,16 +1,16 @@
-"""One request as two legs, each a POST to one worker: decode's answer goes to the client.
+"""One request as two legs, each a POST to one worker; decode's answer goes to the client.
 
-A leg is ended by closing its connection; a worker takes that as an abort. After a failure before
-the first token of its answer a request may be tried again:
+Closing a leg's connection ends it: a worker takes that as an abort. After a failure before the
+first token of its answer a request may be tried again:
 
-- where a connection could not be made, or ended before its answer;
-- after status 502 or 503: a worker drains, its queue is full, a link between the two is lost, they
-  do not fit together;
-- after status 504 with code "rendezvous": the other leg never came.
+- if a connection could not be made, or ended before its answer;
+- after status 502 or 503: a worker drains, its queue is full, a link between the two is lost, or
+  they do not fit together;
+- after status 504 with code "rendezvous": the other leg never arrived.
 
-Not after an error of the request (4xx) or of the model (500), which another pair would repeat, and
-not after a deadline (504): the request has had its time. Where an engine says otherwise of a
-status, `Engine.retried_statuses` has it.
+A request is not tried again after an error of the request (4xx) or of the model (500), which
+another pair would repeat, nor after a deadline (504), because its time is used up. An engine whose
+statuses mean something else lists them in `Engine.retried_statuses`.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from kvflow.protocols.errors import Code, LostError
 from kvflow.router.workers import Worker
 
 _COPIED = ("Content-Type", "Cache-Control", "Retry-After", "X-Accel-Buffering")
-# These pass: the same pair may serve the request when the worker that drains or was lost is back.
+# These errors pass: the same pair may serve the request once the worker that drains or was lost is
+# back.
 _PASSING = frozenset({Code.SHUTDOWN, Code.PEER_LOST, Code.RENDEZVOUS, Code.STALE_GRANT})
 
 
 class PairFailedError(LostError):
-    """A pair has ended a request before the first token of its answer."""
+    """A pair's failure to serve a request, before the first token of its answer."""
 
     def __init__(self, failure: Failure, answer: web.Response | None = None) -> None:
         super().__init__(failure.message)
         self.failure, self.answer = failure, answer or failure.response()
         self.passes = failure.code in _PASSING
-        """Whether the same pair may serve the request later."""
+        """True where the same pair may serve the request later."""
 
     def may_retry(self, statuses: Collection[int]) -> bool:
-        """Whether another pair may serve the request, which it may after these statuses."""
+        """Return True where another pair may serve the request, which it may after `statuses`."""
         return self.failure.status in statuses or self.failure.code == Code.RENDEZVOUS
 
 
 class LegFailedError(PairFailedError):
-    """A worker was lost before it answered."""
+    """The loss of a worker before it answered."""
 
     def __init__(self, worker: Worker, why: str) -> None:
         super().__init__(Failure(502, str(Code.PEER_LOST), f"{worker.role} {worker.url}: {why}"))
@@ -72,11 +73,14 @@ class Leg:
         self._answer: aiohttp.ClientResponse | None = None
 
     async def begin(self) -> aiohttp.ClientResponse | web.Response:
-        """Return a stream as soon as it has begun, any other answer when it is complete.
+        """Send the request. Return a stream as soon as it begins, any other answer when it is
+        complete.
 
         Raises: LegFailedError.
         """
         session, url, body, headers = self._call
+        # aiohttp writes a bytes body in one piece, which holds up the loop when it is large; it
+        # reads a file in steps.
         in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
         try:
             self._answer = await session.post(url, data=in_steps, headers=headers)
@@ -87,7 +91,9 @@ class Leg:
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def read(self) -> bytes:
-        """The next piece of a stream that has begun, empty at its end. Raises: LegFailedError."""
+        """Return the next piece of a stream that has begun, empty at its end. Raises:
+        LegFailedError.
+        """
         assert self._answer is not None
         try:
             return await self._answer.content.readany()
@@ -95,7 +101,8 @@ class Leg:
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def complete(self) -> web.Response:
-        """Return the answer when it is complete; of a stream, the error that it begins with.
+        """Return the answer when it is complete; for a stream, the error that it begins with, if
+        any.
 
         Raises: LegFailedError.
         """
@@ -104,7 +111,8 @@ class Leg:
             return answer
         start, failure = b"", None
         while piece := await self.read():
-            if b"\n\n" not in start:  # up to here there was nothing but silence
+            # The first event is not complete yet: only empty lines and comments came before it.
+            if b"\n\n" not in start:
                 start = split_silence(start + piece)[1]
                 failure = error_in(start)
         return web.Response() if failure is None else failure.response()
@@ -115,12 +123,13 @@ class Leg:
             self._answer.close()
 
     def dispose(self, task: asyncio.Task[Any]) -> None:
-        """Done callback of a leg that was closed: its task may have ended with an answer or an
-        error all the same.
+        """Release a leg that was closed, as the done callback of its task: the task may still have
+        ended with an answer or an error.
         """
         self.close()
         if not task.cancelled():
-            # Retrieved, so that asyncio does not log it: the first failure has been reported.
+            # The exception is retrieved so that asyncio does not log it: the pair reports its first
+            # failure.
             task.exception()
 
 
@@ -138,7 +147,7 @@ def check(answer: web.Response) -> None:
 
 
 def split_silence(start: bytes) -> tuple[bytes, bytes]:
-    """The empty lines and complete comments that a stream begins with, and the rest."""
+    """Return the empty lines and complete comments that a stream begins with, and the rest."""
     cut = 0
     while True:
         if start.startswith(b"\n", cut):
@@ -151,9 +160,7 @@ def split_silence(start: bytes) -> tuple[bytes, bytes]:
 
 
 def split_opening(events: bytes) -> tuple[bytes, bytes]:
-    """The complete events that a chat may begin with before there is a token of it,
-    and the rest.
-    """
+    """Return the complete events with which a chat begins before its first token, and the rest."""
     cut = 0
     while (end := events.find(b"\n\n", cut)) >= 0 and _is_opening(events[cut:end]):
         cut = end + 2
@@ -161,8 +168,8 @@ def split_opening(events: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_opening(event: bytes) -> bool:
-    """Whether it says who speaks and nothing else: vLLM sends this before it looks whether there is
-    an error.
+    """Return True for an event that contains only the role. vLLM sends one before it checks whether
+    the request fails.
     """
     try:
         choices = msgspec.json.decode(event.removeprefix(b"data:"), type=_Chunk).choices
@@ -186,7 +193,9 @@ class _Chunk(msgspec.Struct):
 
 
 def error_in(event: bytes) -> Failure | None:
-    """The error that a stream's first event is, if it is one: nothing has been generated then."""
+    """Return the error in a stream's first event, or None. With an error there, no token was
+    generated.
+    """
     if not event.startswith(b"data:") or b"\n\n" not in event:
         return None
     failure = Failure.read(0, event.partition(b"\n\n")[0].removeprefix(b"data:"))
@@ -194,20 +203,20 @@ def error_in(event: bytes) -> Failure | None:
 
 
 def copied(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:
-    """A worker's complete answer as the router's own."""
+    """Return a worker's complete answer as the router's response."""
     return web.Response(body=body, status=answer.status, headers=stream_headers(answer))
 
 
 def stream_headers(answer: aiohttp.ClientResponse) -> dict[str, str]:
-    """The headers of a worker's answer that its client gets too."""
+    """Return the headers of a worker's answer that the client gets too."""
     return {name: answer.headers[name] for name in _COPIED if name in answer.headers}
 
 
 def with_fields(raw: bytes, fields: dict[str, Any]) -> bytes:
-    """The JSON object `raw` with `fields` added at its end, where they win over fields of the same
-    name.
+    """Return the JSON object `raw` with `fields` added at its end, where they override earlier
+    fields of the same name.
 
-    The bytes before them are forwarded unchanged, without being decoded.
+    The bytes of `raw` are forwarded unchanged and are not decoded.
     """
     head = raw.rstrip()[:-1].rstrip()
     return head + (b"" if head.endswith(b"{") else b",") + msgspec.json.encode(fields)[1:]

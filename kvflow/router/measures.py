@@ -1,4 +1,4 @@
-"""What a router sees of its requests and workers, as Prometheus families."""
+"""The Prometheus families of a router: its requests and its workers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ _WORKER_LABELS = ("role", "worker")
 
 
 class RouterMeasures:
-    """Counters of one router."""
+    """Counters and metric families of one router."""
 
     def __init__(self) -> None:
         self._first_token_seconds = Histogram(REQUEST_SECONDS)
         self._errors: Counter[str] = Counter()
 
     def first_token(self, arrived_at_s: float) -> None:
-        """The first token of a stream has come; `arrived_at_s` is by `time.perf_counter`."""
+        """Count the first token of a stream. `arrived_at_s` is the request's arrival by
+        `time.perf_counter`.
+        """
         self._first_token_seconds.observe(time.perf_counter() - arrived_at_s)
 
     def failed(self, failure: Failure) -> None:
-        """A request ended in an error, after all tries."""
+        """Count a request that ended in an error after all tries."""
         self._errors[bounded_code(failure.code)] += 1
 
     def families(self, workers: Iterable[Worker], running: int, waiting: int) -> Iterator[Metric]:
@@ -86,6 +88,8 @@ class RouterMeasures:
             load.add_metric(values, worker.running)
             served.add_metric(values, worker.served)
             hits.add_metric(values, worker.prefix_hits)
+            # Only a worker that publishes its cache events has these families: a 0 for the others
+            # would read as an empty cache.
             if (feed := worker.cache.feed) is not None:
                 followed.add_metric(values, float(feed.live))
                 blocks.add_metric(values, len(feed.blocks))

@@ -1,4 +1,4 @@
-"""Workers that join and leave a running router, by the routes that sglang_router has for them.
+"""Workers that join and leave a running router, through the routes that sglang_router has for them.
 
     POST   /workers {"url": ..., "worker_type": "prefill" | "decode"}: join; 202 and its id, new or
            not
@@ -6,10 +6,11 @@
     DELETE /workers/{id}   leave: it gets no more requests, and is forgotten when those it has are
                            answered; 202
 
-Other than there, a worker that joins is asked who it is before the answer, and `worker_type` may be
-left out. A worker that joins by itself (`--join`) names its incarnation and does so again and
-again, so that a router that was restarted knows it too. An operator's DELETE holds against that:
-until another incarnation, or an operator's POST.
+There are two differences from sglang_router: the router asks a worker that joins for its identity
+before it answers, and `worker_type` may be left out. A worker that joins on its own initiative
+(`--join`) names its incarnation and repeats the request, so that a restarted router learns of it
+too. An operator's DELETE holds against these repetitions until the worker has another incarnation,
+or until an operator's POST.
 """
 
 from __future__ import annotations
@@ -35,35 +36,39 @@ MAX_URL_CHARACTERS = 2048
 class JoinRequest(msgspec.Struct, frozen=True):
     """The body of POST /workers.
 
-    What sglang_router's clients may send besides is not looked at: kvflow asks the worker itself
-    for its bootstrap port and its model, and all workers have one API key."""
+    Further fields that sglang_router's clients may send are ignored: kvflow asks the worker for its
+    bootstrap port and its model, and all workers share one API key.
+    """
 
     url: str
     worker_type: str | None = None
-    incarnation: str | None = None  # of a worker that joins by itself
+    incarnation: str | None = None  # of a worker that joins by --join
 
 
 class Membership:
-    """Who joins and who leaves."""
+    """The operations by which workers join and leave."""
 
     def __init__(
         self, workers: Workers, session: aiohttp.ClientSession, identify: Identify
     ) -> None:
         self._workers, self._session, self._identify = workers, session, identify
-        self._removed: OrderedDict[str, str] = OrderedDict()  # the incarnation that left, by URL
+        self._removed: OrderedDict[str, str] = OrderedDict()  # by URL: the incarnation that left
+        # Joins run one after another, so that two requests cannot add the same URL twice.
         self._one_at_a_time = asyncio.Lock()
 
     async def join(self, request: JoinRequest) -> Worker:
-        """The worker at this URL, after a first check of it; the one that is there already where it
-        has joined before.
+        """Return the worker at this URL, after a first check; the known worker where it joined
+        before.
 
-        Raises: RequestError (400), ConflictError (409: another role, another model, or it was told
-        to leave), LostError (502: it does not answer), OverloadError.
+        Raises: RequestError (400), ConflictError (409: another role, another model, or an operator
+        removed it), LostError (502: it does not answer), OverloadError.
         """
         url = _checked_url(request.url)
         if request.worker_type not in (None, *ROLES):
             text = f"{request.worker_type[:40]!r} is not prefill or decode"
             raise RequestError(f"worker_type: {text}", param="worker_type")
+        # An operator's POST names no incarnation and cancels an earlier DELETE. A worker's own POST
+        # names one, and must not undo that DELETE.
         if request.incarnation is None:
             self._removed.pop(url, None)
         elif self._removed.get(url) == request.incarnation:
@@ -80,12 +85,14 @@ class Membership:
             )
 
     def leave(self, worker: Worker, incarnation: str | None = None) -> None:
-        """It gets no more requests from here on.
+        """Send this worker no more requests.
 
-        Idempotent. `incarnation`: of a worker that leaves by itself, and may have another one by
-        now, with which it joins again."""
+        Idempotent. `incarnation` is given by a worker that leaves on its own initiative. It names
+        the process that leaves: a successor at the same URL has another one, and may join again.
+        """
         self._removed[worker.url] = (incarnation or worker.incarnation)[:MAX_URL_CHARACTERS]
         self._removed.move_to_end(worker.url)
+        # Bounded, because URLs come from clients; the oldest removals are dropped first.
         if len(self._removed) > MAX_WORKERS:
             self._removed.popitem(last=False)
         self._workers.leave(worker)
@@ -100,6 +107,7 @@ class Membership:
             )
         if worker.leaving:
             self._workers.stay(worker)
+        # Another process answers at this URL now: the check learns its identity at once.
         elif request.incarnation not in (None, worker.incarnation):
             worker.check_due.set()
         return worker
@@ -129,7 +137,7 @@ class Membership:
         return worker
 
     async def _identity(self, url: str, role: str | None) -> Identity:
-        """What a worker says of itself. Raises: LostError, RequestError."""
+        """Return the identity that a worker reports. Raises: LostError, RequestError."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await self._identify(self._session, url, role, None)
@@ -142,12 +150,13 @@ class Membership:
 
 
 def _checked_url(given: str) -> str:
-    """Raises: RequestError."""
+    """Return the URL of a worker without a trailing slash. Raises: RequestError."""
     url = given.rstrip("/")
     try:
         parts = urlsplit(url)
         whole = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
-    except ValueError:  # a port that is no number, brackets that do not match
+    # The port is not a number, or brackets do not match.
+    except ValueError:
         whole = False
     if not (whole and url.startswith(("http://", "https://")) and len(url) <= MAX_URL_CHARACTERS):
         raise RequestError(
@@ -157,9 +166,9 @@ def _checked_url(given: str) -> str:
 
 
 def described(worker: Worker, trouble: str) -> dict[str, Any]:
-    """An entry of GET /workers: sglang_router's keys first, then kvflow's own.
+    """Return an entry of GET /workers: sglang_router's keys first, then kvflow's own.
 
-    `trouble`: why it gets no requests.
+    `trouble` is the reason why the worker gets no requests.
     """
     return {
         "id": worker.id,

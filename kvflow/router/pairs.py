@@ -22,25 +22,27 @@ class Pair(Protocol):
     """Both legs of one try."""
 
     headers: Mapping[str, str]
-    """Those that the client's answer gets from this try."""
+    """Headers that this try adds to the client's answer."""
 
     @property
     def decode(self) -> Leg:
-        """The leg whose answer the client gets, once `answer` has returned."""
+        """The leg whose answer the client gets. Valid after `answer` returned."""
 
     @property
     def asked(self) -> Collection[Worker]:
-        """The workers that it has asked."""
+        """The workers that this try sent a request to."""
 
     async def answer(self) -> aiohttp.ClientResponse | web.Response:
-        """Decode's stream once it has begun, or its complete answer. Raises: PairFailedError."""
+        """Return decode's stream once it begins, or its whole answer. Raises: PairFailedError."""
 
     async def first(self) -> bytes:
-        """A piece of decode's stream while there is no token in it yet. Raises: PairFailedError."""
+        """Return the next piece of decode's stream while it contains no token yet. Raises:
+        PairFailedError.
+        """
 
 
 class TogetherPair:
-    """Both legs begin at once. The first failure ends the other leg."""
+    """A try in which both legs begin at once. The first failure ends the other leg."""
 
     def __init__(self, prefill: Leg, decode: Leg, headers: Mapping[str, str]) -> None:
         self.prefill, self.decode, self.headers = prefill, decode, headers
@@ -49,7 +51,7 @@ class TogetherPair:
         self._decoding = asyncio.create_task(decode.begin())
 
     async def answer(self) -> aiohttp.ClientResponse | web.Response:
-        """Decode's stream once it has begun, or its complete answer. Raises: PairFailedError."""
+        """Return decode's stream once it begins, or its whole answer. Raises: PairFailedError."""
         await asyncio.wait([self._prefilling, self._decoding], return_when=asyncio.FIRST_COMPLETED)
         if not self._decoding.done():
             await self._check_prefill(self._decoding)
@@ -59,8 +61,8 @@ class TogetherPair:
         return answer
 
     async def first(self) -> bytes:
-        """A piece of decode's stream while there is no token in it yet: prefill's refusal ends the
-        wait.
+        """Return the next piece of decode's stream while it contains no token yet. A refusal by
+        prefill ends the wait.
 
         Raises: PairFailedError.
         """
@@ -74,9 +76,15 @@ class TogetherPair:
             reading.cancel()
 
     async def _check_prefill(self, decode: asyncio.Task[Any]) -> None:
-        """Prefill has answered: return when that was no refusal, or one that only follows from a
-        failure of decode, whose own answer has arrived then. Raises: PairFailedError."""
+        """Check prefill's answer, which is complete. Return if it is no refusal, or if its refusal
+        only follows from a failure of decode; decode's own answer, the `decode` task, is complete
+        in that case.
+
+        Raises: PairFailedError.
+        """
         answer = self._prefilling.result()
+        # Status 499 means that decode ended the room. Its own answer has the root cause, and may
+        # still be on its way.
         if answer.status != 499:
             check(answer)
             return
@@ -89,8 +97,9 @@ class TogetherPair:
     def close(self) -> None:
         """Close both connections.
 
-        No await here: a failed write to a client that left is followed by the cancellation of its
-        handler, which would end this at its first await and leave the legs open."""
+        This function must not await: after a failed write to a client that left, aiohttp cancels
+        the handler, which would stop here at the first await and leave the legs open.
+        """
         for leg, task in ((self.prefill, self._prefilling), (self.decode, self._decoding)):
             task.cancel()
             task.add_done_callback(leg.dispose)
@@ -101,7 +110,7 @@ class TogetherPair:
 async def together(
     prefill: Leg, decode: Leg, headers: Mapping[str, str]
 ) -> AsyncGenerator[TogetherPair, None]:
-    """Begin both legs; leaving closes both. `headers`: for the client's answer."""
+    """Begin both legs; leaving the block closes both. `headers` are for the client's answer."""
     with prefill.worker.busy(), decode.worker.busy():
         pair = TogetherPair(prefill, decode, headers)
         try:
@@ -111,13 +120,13 @@ async def together(
 
 
 class SequentialPair:
-    """Decode is asked once prefill has answered, with what that has answered; a prefill may be left
-    out.
+    """A try that asks decode after prefill answered, with what prefill answered. A try may have no
+    prefill.
     """
 
     def __init__(self, prefill: Leg | None, ask_decode: Callable[[web.Response], Leg]) -> None:
-        """`ask_decode`: from prefill's complete answer, or an empty one; it may raise
-        PairFailedError.
+        """`ask_decode` makes decode's leg from prefill's complete answer, or from an empty one
+        where there is no prefill; it may raise PairFailedError.
         """
         self.headers: Mapping[str, str] = {}
         self._legs = [] if prefill is None else [prefill]
@@ -132,7 +141,7 @@ class SequentialPair:
         return [leg.worker for leg in self._legs]
 
     async def answer(self) -> aiohttp.ClientResponse | web.Response:
-        """Raises: PairFailedError."""
+        """Ask prefill, then decode. Raises: PairFailedError."""
         answer = web.Response()
         if self._prefill is not None:
             answer = await self._prefill.complete()
@@ -144,11 +153,11 @@ class SequentialPair:
         return found
 
     async def first(self) -> bytes:
-        """Raises: PairFailedError."""
+        """Return the next piece of decode's stream. Raises: PairFailedError."""
         return await self.decode.read()
 
     def close(self) -> None:
-        """Close both connections. No await here, as in TogetherPair."""
+        """Close both connections. It must not await, for the reason in `TogetherPair.close`."""
         for leg in self._legs:
             leg.close()
 
@@ -157,9 +166,9 @@ class SequentialPair:
 async def sequential(
     prefill: Leg | None, decode: Worker, ask_decode: Callable[[web.Response], Leg]
 ) -> AsyncGenerator[SequentialPair, None]:
-    """Leaving closes both legs.
+    """Open the pair; leaving the block closes both legs.
 
-    Prefill is counted as busy to the end: decode reads from it after its answer.
+    Prefill counts as busy to the end, because decode reads from it after its answer.
     """
     with prefill.worker.busy() if prefill is not None else nullcontext(), decode.busy():
         pair = SequentialPair(prefill, ask_decode)

@@ -1,4 +1,4 @@
-"""Which of the workers of a role a request goes to, as far as they are equally fit for it."""
+"""The policies that choose among workers of one role that are equally fit for a request."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ PolicyName = Literal["cache_aware", "least_loaded", "round_robin"]
 
 
 class Loaded(Protocol):
-    """What a policy looks at of a worker."""
+    """The properties of a worker that a policy uses."""
 
-    running: int  # requests
-    served: int  # requests since the router knows it
-    turn: int  # of its last request, among those of all workers
+    running: int  # requests now
+    served: int  # requests since it joined
+    turn: int  # number of its last request, counted over all workers
     cache: CacheView
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """`cache_aware`: the worker that is known to have most of the prompt, unless it has clearly
+    """A policy by name, with its thresholds.
+
+    `cache_aware` prefers the worker that is known to have most of the prompt, unless it has clearly
     more requests than the least loaded one: more than `balance_abs_threshold` more, and more than
     `balance_rel_threshold` times as many. Both must hold: with few requests any factor is soon
-    reached, with many any difference. Where no worker has anything of the prompt, and among equals,
-    the least loaded.
+    reached, with many any difference. Where no worker has a part of the prompt, and among equals,
+    it prefers the least loaded.
     """
 
     name: PolicyName = "cache_aware"
@@ -37,8 +39,8 @@ class Policy(msgspec.Struct, frozen=True):
         return self.name == "cache_aware"
 
     def order(self, worker: Loaded, least_running: int, prompts: Prompts) -> tuple[int, ...]:
-        """A key to sort workers by, the best first; `least_running`: the requests of the least
-        loaded one.
+        """Return a key to sort workers by, the best first. `least_running` is the number of
+        requests at the least loaded worker.
         """
         if self.name == "round_robin":
             return (worker.turn,)

@@ -1,14 +1,13 @@
-"""What a router knows a prompt by: hashes of its beginnings, as far as they are seen without a
-tokenizer.
+"""Hashes of a prompt's beginnings, by which a router recognizes it without a tokenizer.
 
-A prompt is a stream of bytes: its token ids where the body has them, else its text, or the messages
-of its chat in one canonical form, so that a conversation's next turn goes on where this one ends.
-The stream is cut into chunks, and each chunk's hash is that of everything up to its end. What
-separates prompts in a worker's cache (`cache_salt`, `extra_key`) or may change all that a template
-writes goes into all of them.
+A prompt is a stream of bytes: its token ids where the body has them, otherwise its text, or the
+messages of its chat in one canonical form, so that the next turn of a conversation continues the
+stream of this one. The stream is cut into chunks, and the hash of a chunk covers everything up to
+its end. The fields that separate prompts in a worker's cache (`cache_salt`, `extra_key`), or may
+change everything that a template writes, enter all hashes.
 
-The hashes are Python's own, keyed by a secret of the process: fast, and no client can aim at those
-of others.
+The hashes are Python's own, keyed by a secret of the process: they are fast, and a client cannot
+make its prompt collide with another client's.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# 16 token ids, or about as many tokens of English text: a page. After the first 64 KiB of a prompt,
-# where a chunk more or less matters little, 1 KiB, which keeps the time and the memory of the
-# longest prompts small.
+# A fine chunk is 16 token ids, or about as many tokens of English text: a page. After the first 64
+# KiB of a prompt a chunk is 1 KiB: the exact length of a match matters little there, and fewer
+# hashes keep the time and the memory of the longest prompts small.
 FINE_BYTES, COARSE_BYTES = 64, 1024
 FINE_CHUNKS = 1024
 CHUNK_TOKENS = FINE_BYTES // 4  # about
@@ -34,13 +33,13 @@ Chain = list[int]
 
 
 def chunk_bytes(index: int) -> int:
-    """The size of chunk `index` of any prompt."""
+    """Return the size of chunk `index` of any prompt, in bytes."""
     return FINE_BYTES if index < FINE_CHUNKS else COARSE_BYTES
 
 
 class PromptFields(msgspec.Struct):
-    """The fields of a body in which its prompts are, and those that say what they share with
-    others.
+    """The fields of a body that contain its prompts, and those that determine with which prompts
+    they can share cached pages.
     """
 
     text: Any = None
@@ -55,9 +54,9 @@ class PromptFields(msgspec.Struct):
     add_special_tokens: Any = None
 
     async def chains(self) -> list[Chain]:
-        """The hashes of each prompt, shortest beginning first.
+        """Return the hashes of each prompt, the shortest beginning first.
 
-        A value that a worker will refuse has none.
+        A prompt that a worker will refuse is left out.
         """
         root = _Hashing(0)
         common = (
@@ -74,14 +73,14 @@ class PromptFields(msgspec.Struct):
             try:
                 await _hash_all(chain, prompt)
             except (TypeError, ValueError, OverflowError):
-                # An id of 1e9999, a key that is no string.
+                # The prompt has an id such as 1e9999, or an object key that is not a string.
                 continue
             found.append(chain.hashes)
         return found
 
     def prompts(self) -> list[Any]:
-        """Those that are no conversation: each a text or token ids,
-        or what a worker will refuse.
+        """Return the prompts outside a conversation: each is a text or token ids, or a value that a
+        worker will refuse.
         """
         for value in (self.input_ids, self.text, self.prompt):
             if value is not None:
@@ -96,7 +95,7 @@ class PromptFields(msgspec.Struct):
 
 
 class _Hashing:
-    """A chain that grows with its prompt."""
+    """A chain of hashes that grows with its prompt."""
 
     def __init__(self, root: int) -> None:
         self.hashes: Chain = []
@@ -104,7 +103,7 @@ class _Hashing:
 
     @property
     def of_all(self) -> int:
-        """The hash of every byte up to here, those of a chunk that is not full included."""
+        """The hash of every byte so far, including those of a chunk that is not full."""
         return hash((self._last, self._rest))
 
     def add(self, piece: bytes) -> None:
@@ -118,10 +117,11 @@ class _Hashing:
 
 
 async def _hash_all(into: _Hashing, pieces: Iterator[bytes]) -> None:
-    """Long prompts in steps, between which others get their turn of the loop."""
+    """Hash all pieces, in steps between which other tasks get their turn of the loop."""
     done = 0
     for piece in pieces:
         into.add(piece)
+        # FINE_BYTES stands for the cost of a piece itself, so that many tiny pieces end a step too.
         done += len(piece) + FINE_BYTES
         if done >= _STEP_BYTES:
             done = 0
@@ -129,9 +129,9 @@ async def _hash_all(into: _Hashing, pieces: Iterator[bytes]) -> None:
 
 
 def _prompt(value: Any) -> Iterator[bytes]:
-    """One prompt.
+    """Yield the bytes of one prompt.
 
-    Token ids are 4 bytes each, whether they came as a short list or as a long array.
+    A token id takes 4 bytes, in a short list as in a long array: equal prompts give equal streams.
     """
     if isinstance(value, str):
         yield from _text(value)
@@ -144,6 +144,7 @@ def _prompt(value: Any) -> Iterator[bytes]:
 
 def _text(value: str) -> Iterator[bytes]:
     for at in range(0, len(value), _PIECE_CHARACTERS):
+        # JSON may contain a lone surrogate, which strict UTF-8 cannot encode.
         yield value[at : at + _PIECE_CHARACTERS].encode("utf-8", "surrogatepass")
 
 
@@ -151,10 +152,11 @@ _CLOSED = object()
 
 
 def _pieces(value: Any) -> Iterator[bytes]:
-    """Any JSON value, the fields of an object by name.
+    """Yield the bytes of any JSON value, the fields of an object in the order of their names.
 
     Two values that differ give streams that differ.
     """
+    # An explicit stack, because a client may nest values deeper than Python can recurse.
     left = [value]
     while left:
         item = left.pop()

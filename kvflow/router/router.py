@@ -1,8 +1,9 @@
-"""The router role: pairs a prefill and a decode for each request, each by the policy, and relays
+"""The router role: it chooses a prefill and a decode for each request by the policy, and relays
 decode's answer.
 
-A request whose client has got no token is tried on another pair where that may help (`legs.py` says
-when): a worker may be stopped, or die, without the loss of what it has not begun to answer.
+A request whose client got no token yet is tried on another pair where that may help (`legs.py` has
+the conditions). A worker that stops or dies therefore loses no request that it had not begun to
+answer.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from kvflow.telemetry.requests import CURRENT
 
 _log = logging.getLogger("kvflow.router")
 CONNECT_TIMEOUT_S = 5.0
-ASK_TIMEOUT_S = 5.0  # for a worker's answer to anything but a completion
+ASK_TIMEOUT_S = 5.0  # for an answer to any request but a completion
 _JSON = {"Content-Type": "application/json"}
 _NO_HEADERS: Mapping[str, str] = {}
 _FORWARDED = ("Authorization", "traceparent", "tracestate")
@@ -55,15 +56,16 @@ _ENDED = Failure(
 
 
 class Router(Drainable):
-    """One router over the workers at these URLs; `keys` are the workers', and its own.
+    """One router over the workers at these URLs. `keys` are the workers' keys, and the router's
+    own.
 
     `close` closes every leg.
 
-    A request whose client has got no token is tried on one pair after another, and waits
-    `retry_timeout_s` in all for one that is back; at most `max_waiting` requests do so at a time.
-    `encoder` is the model's tokenizer: with it the cache events of workers say who has a text,
-    which else only prompts of token ids are matched with. `engine`: what the workers are, kvflow's
-    own where it is left out.
+    A request whose client got no token yet is tried on one pair after another, and waits at most
+    `retry_timeout_s` in all for a worker to come back; at most `max_waiting` requests wait at a
+    time. `encoder` is the model's tokenizer: with it, texts too are matched with the cache events
+    of workers; without it only prompts of token ids are. `engine` is the kind of worker, kvflow's
+    own by default.
     """
 
     def __init__(
@@ -120,13 +122,14 @@ class Router(Drainable):
             timeout.reschedule(asyncio.get_running_loop().time())
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
-        """Serve one request: one pair of workers after another, until one answers."""
+        """Serve one request: try one pair of workers after another, until one answers."""
         try:
             self.refuse_when_draining()
             raw = await http.read()
             rest, long_values = await take_apart(raw)
             completion = self.engine.read(rest)
             reads = self._reads_prompts and self.workers.cache_prompts()
+            # Restoring the long values takes time, and only a comparison with caches needs them.
             body = long_values.put_back(completion.fields) if reads else None
         except KvflowError as error:
             self.metrics.refused(error.code)
@@ -147,8 +150,9 @@ class Router(Drainable):
 
     @asynccontextmanager
     async def _in_time(self) -> AsyncGenerator[None, None]:
-        """Raises: TimeoutError after `request_timeout_s`, or when the router has to end its
-        requests.
+        """Bound the time of a request.
+
+        Raises: TimeoutError after `request_timeout_s`, or when the router has to end its requests.
         """
         async with asyncio.timeout(self._timeout_s) as timeout:
             self._timeouts.add(timeout)
@@ -160,7 +164,9 @@ class Router(Drainable):
     async def _on_some_pair(
         self, request: Forwarded, answer: ClientAnswer, completion: Completion, prompts: Prompts
     ) -> web.StreamResponse:
-        """Raises: PairFailedError, that of the last try; NoWorkerError."""
+        """Serve the request on the first pair that can. Raises: PairFailedError, that of the last
+        try; NoWorkerError.
+        """
         loop = asyncio.get_running_loop()
         tries = Tries(self._retry_s, self.engine.retried_statuses)
         while True:
@@ -173,7 +179,8 @@ class Router(Drainable):
                 if isinstance(error, LegFailedError):
                     error.worker.mark_lost(str(error), loop.time())
                 elif error.passes or error.failure.status == 500:
-                    # Which drains, or is gone or broken, a check tells.
+                    # The error does not name the worker that drains, is lost or is broken: checks
+                    # of both find it.
                     prefill.check_due.set()
                     decode.check_due.set()
                 tries.note(error, prefill, decode)
@@ -198,9 +205,11 @@ class Router(Drainable):
         )
 
     async def _next_pair(self, tries: Tries, prompts: Prompts) -> tuple[Worker, Worker]:
-        """The pair for the next try: at once while there is another one, else after a pause, or
-        when a worker comes up. Raises: PairFailedError, NoWorkerError where there is to be no
-        further try."""
+        """Return the pair for the next try: at once while there is an untried one, otherwise after
+        a pause or when a worker comes up.
+
+        Raises: PairFailedError, NoWorkerError where no further try is allowed.
+        """
         may_begin = False
         while True:
             try:
@@ -215,15 +224,16 @@ class Router(Drainable):
             if (pair := tries.untried(prefills, decodes)) is not None:
                 return pair
             if may_begin:
-                return next(fitting(prefills, decodes))  # each of them fits one of the others
+                # There is one: each worker that `ranked` returns fits one of the other role.
+                return next(fitting(prefills, decodes))
             assert tries.error is not None
             may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)
             if not may_begin:
                 raise tries.error
 
     async def _pause(self, wait: Callable[[], Awaitable[object]], tries: Tries) -> bool:
-        """Whether a further try may follow: not where it takes too long,
-        or too many requests wait.
+        """Wait before a further try. Return False, and allow none, where the wait takes longer than
+        the request has left or too many requests wait already.
         """
         if self.waiting >= self._max_waiting:
             return False
@@ -247,9 +257,11 @@ class Router(Drainable):
         body: bytes | None = None,
         headers: Mapping[str, str] = _NO_HEADERS,
     ) -> Any:
-        """The JSON answer of a worker; None when it cannot be reached, or answers with an error.
+        """Return the JSON answer of a worker; None when it cannot be reached, or answers with an
+        error.
 
-        Raises: RefusedError where it has another key."""
+        Raises: RefusedError where the worker has another key.
+        """
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         try:
             async with self._session.request(
@@ -268,12 +280,12 @@ class Router(Drainable):
     async def ask_as_operator(
         self, worker: Worker, path: str, method: str = "GET", body: bytes | None = None
     ) -> Any:
-        """As `ask`, on a route for operators."""
+        """Act as `ask` does, on a route for operators."""
         return await self.ask(worker, path, method, body, bearer(self.keys.of_operator))
 
     async def forward(self, worker: Worker, http: web.Request) -> web.Response:
-        """One worker's answer to this request, whatever its status;
-        502 when it cannot be reached.
+        """Return one worker's answer to this request, whatever its status; 502 when the worker
+        cannot be reached.
         """
         url, timeout = (
             f"{worker.url}{http.rel_url.raw_path_qs}",
@@ -283,6 +295,7 @@ class Router(Drainable):
         try:
             async with self._session.request(
                 http.method,
+                # `encoded` keeps yarl from decoding and quoting the client's path a second time.
                 URL(url, encoded=True),
                 data=await http.read(),
                 headers=headers,
@@ -296,7 +309,7 @@ class Router(Drainable):
 
 
 async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:
-    """Decode's answer, once the client has it where it is a stream. Raises: PairFailedError."""
+    """Return decode's answer; a stream is relayed to the client first. Raises: PairFailedError."""
     found = await pair.answer()
     if not isinstance(found, web.Response):
         return await answer.relay(pair, found)
@@ -305,6 +318,6 @@ async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:
 
 
 def _forwarded_headers(http: web.Request) -> dict[str, str]:
-    """Those of a client's request that its worker gets too."""
+    """Return the headers of a client's request that its worker gets too."""
     headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
     return headers | {REQUEST_ID_HEADER: CURRENT.get().request_id}

@@ -1,4 +1,4 @@
-"""The routes of a router: completions, its own state, and what it asks its workers for."""
+"""The routes of a router: completions, its own state, and questions to its workers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvflow.router.workers import ROLES
 
 
 def routes(router: Router) -> list[web.RouteDef]:
-    """All routes of a router but those by which workers join and leave."""
+    """Return all routes of a router, except those by which workers join and leave."""
     completions = [web.post(path, router.serve) for path in router.engine.completion_paths]
     operations = _operations(router) if router.engine.has_operations else []
     return [*completions, *_own(router), *_forwarded(router), *operations]
 
 
 def _own(router: Router) -> list[web.RouteDef]:
-    """What the router answers from its own state."""
+    """Return the routes that the router answers from its own state."""
 
     async def health(_: web.Request) -> web.StreamResponse:
         if router.draining:
@@ -65,7 +65,7 @@ def _own(router: Router) -> list[web.RouteDef]:
 
 
 def _forwarded(router: Router) -> list[web.RouteDef]:
-    """What any decode answers."""
+    """Return the routes that any decode can answer."""
 
     async def forward(http: web.Request) -> web.StreamResponse:
         return await router.forward(router.workers.ranked("decode", {})[0], http)
@@ -74,7 +74,7 @@ def _forwarded(router: Router) -> list[web.RouteDef]:
 
 
 def _operations(router: Router) -> list[web.RouteDef]:
-    """What the router asks all workers for."""
+    """Return the routes for which the router asks all workers."""
 
     async def load(_: web.Request) -> web.StreamResponse:
         answers = await asyncio.gather(
@@ -87,13 +87,15 @@ def _operations(router: Router) -> list[web.RouteDef]:
         await asyncio.gather(
             *(router.ask_as_operator(worker, "/flush_cache", "POST") for worker in workers)
         )
+        # The router's own records are dropped too; otherwise it would keep sending prompts to
+        # workers that no longer have them.
         for worker in router.workers.all:
             worker.cache.forget()
         return web.Response(text="Cache flushed.\n")
 
     async def abort(http: web.Request) -> web.StreamResponse:
-        """Decode first: what prefill ends is an error for its decode, and an abort is to be an
-        answer.
+        """Abort at decode first: when prefill ends a room, decode answers with an error, and an
+        abort must give an answer.
         """
         raw = await http.read()
         decoded(raw, aborts.AbortRequest)
@@ -104,6 +106,7 @@ def _operations(router: Router) -> list[web.RouteDef]:
             found[role] = sum(
                 answer["aborted"] for answer in await asyncio.gather(*asked) if answer
             )
+        # Each request counts once at its prefill and once at its decode: a sum would double them.
         return json_response({"aborted": max(found.values())})
 
     async def story(http: web.Request) -> web.StreamResponse:
@@ -127,7 +130,7 @@ def _operations(router: Router) -> list[web.RouteDef]:
 
 
 def router_app(router: Router, origins: Collection[str] = ()) -> web.Application:
-    """The router as an application, with the keys that its workers have; `origins` as in
+    """Return the router as an application, with the keys that its workers have. `origins` is as in
     `build_app`.
     """
     found = [*routes(router), *worker_routes.routes(router)]

@@ -1,6 +1,7 @@
-"""The blocks of a request's prompts, by the hashes that cache events name them with.
+"""The blocks of a request's prompts, by the hashes with which cache events name them.
 
-They are of tokens: of those in the body, or of its text where the router has the model's tokenizer.
+The hashes cover tokens: those in the body, or those of its text where the router has the model's
+tokenizer.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from kvflow.protocols.cache.hashes import (
 from kvflow.router.blocks import BlockHashes
 from kvflow.router.prompts import PromptFields
 
-# Of a text that the router encodes: some 250,000 tokens, 200 ms of its thread.
+# The limit of a text that the router encodes: some 250,000 tokens, which take 200 ms of its thread.
 MAX_CHARACTERS = 1 << 20
-_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashed between two turns of the loop: some 400 us
+_STEP_BYTES, _STEP_BLOCKS = 1 << 16, 1 << 10  # hashed between two turns: 400 us
 
 
 class Encoder(Protocol):
@@ -39,14 +40,16 @@ class Encoder(Protocol):
 async def block_hashes(
     fields: PromptFields, sizes: Collection[int], encoder: Encoder | None
 ) -> dict[int, list[BlockHashes]]:
-    """Of each prompt its whole blocks, for each of these block sizes; nothing where its tokens are
-    not known, or a worker will refuse it."""
+    """Return the whole blocks of each prompt, for each of these block sizes; an empty dictionary
+    where the tokens are not known, or where a worker will refuse the body.
+    """
     if not sizes:
         return {}
     try:
         prompts = [token_bytes(ids) for ids in await _token_ids(fields, encoder)]
         roots = [chain_root(_namespace(fields, i, len(prompts))) for i in range(len(prompts))]
-    # Whatever a body, or a template that reads it, makes of them: it is for a worker to refuse.
+    # A body, or a template that reads it, can raise any error here. A worker refuses such a body
+    # with a better message.
     except Exception:  # noqa: BLE001
         return {}
     if not prompts:
@@ -60,7 +63,7 @@ async def block_hashes(
 
 
 async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]:
-    """Of each prompt; none where they are not known."""
+    """Return the token ids of each prompt; an empty list where they are not known."""
     if fields.messages is not None:
         if encoder is None or not isinstance(fields.messages, list):
             return []
@@ -80,7 +83,9 @@ async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]
 
 
 def _namespace(fields: PromptFields, index: int, prompts: int) -> Namespace:
-    """Raises: ValueError, KvflowError of what a worker will refuse."""
+    """Return the namespace of prompt `index` of `prompts`. Raises: ValueError, KvflowError for
+    values that a worker will refuse.
+    """
     parts = []
     for value in (fields.cache_salt, fields.extra_key):
         one = value[index] if isinstance(value, list) and len(value) == prompts else value
@@ -91,6 +96,7 @@ def _namespace(fields: PromptFields, index: int, prompts: int) -> Namespace:
 
 
 async def _hashes(tokens: bytes, size: int, previous: bytes) -> BlockHashes:
+    """Return the hashes of a prompt's whole blocks of `size` tokens, hashed in steps."""
     step = max(1, min(_STEP_BYTES // (size * TOKEN_BYTES), _STEP_BLOCKS)) * size * TOKEN_BYTES
     found: BlockHashes = []
     for at in range(0, len(tokens), step):

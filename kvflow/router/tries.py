@@ -1,6 +1,4 @@
-"""The tries of one request: how often each worker has failed it, and whether there is to be another
-one.
-"""
+"""The tries of one request: how often each worker failed it, and whether another try is allowed."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 
 
 class Tries:
-    """At most `MOST_TRIES`, with pauses of `left_s` in all; the tries themselves may take their
-    time. `retried`: after which statuses there may be another one."""
+    """At most `MOST_TRIES` tries, with pauses of `left_s` seconds in all; the tries themselves are
+    not limited in time. `retried` has the statuses after which another try is allowed.
+    """
 
     def __init__(self, left_s: float, retried: Collection[int]) -> None:
         self.left_s, self._retried = left_s, retried
@@ -28,18 +27,19 @@ class Tries:
         self._pauses = 0
 
     def note(self, error: PairFailedError, prefill: Worker, decode: Worker) -> None:
-        """A pair has failed the request. Raises: `error`, when that was the last try."""
+        """Note that a pair failed the request. Raises: `error`, when that was the last try."""
         self.failed.update((prefill, decode))
         self._pairs.add((prefill, decode))
         self.error = error
+        # Every try counts for two workers.
         if not error.may_retry(self._retried) or self.failed.total() >= 2 * MOST_TRIES:
             raise error
 
     def untried(
         self, prefills: Sequence[Worker], decodes: Sequence[Worker]
     ) -> tuple[Worker, Worker] | None:
-        """The first pair that has not failed the request; None after as many tries as there are
-        workers, which is enough to meet each of them.
+        """Return the first pair that did not fail the request; None after as many tries as there
+        are workers, which is enough to meet each of them.
 
         Raises: the last error, where the same pairs would repeat it.
         """
@@ -52,14 +52,15 @@ class Tries:
         return None
 
     def pause_s(self) -> float:
-        """How long to wait before the next try; longer each time."""
+        """Return how long to wait before the next try; longer each time."""
         pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S)
         self._pauses += 1
+        # Random, so that the requests that a failure hit together do not all come back at once.
         return random.uniform(pause_s / 2, pause_s)
 
 
 def fitting(
     prefills: Sequence[Worker], decodes: Sequence[Worker]
 ) -> Iterator[tuple[Worker, Worker]]:
-    """The pairs that can serve a request together, those of the first prefill first."""
+    """Return the pairs that can serve a request together, those of the first prefill first."""
     return (pair for pair in itertools.product(prefills, decodes) if pair[0].fits(pair[1]))

@@ -1,14 +1,15 @@
-"""vLLM servers (`vllm serve` with a KV connector), by the contract that vLLM's own proxies speak
-(checked with 0.32.0).
+"""The engine for vLLM servers (`vllm serve` with a KV connector), by the contract that vLLM's own
+proxies use (checked with 0.32.0).
 
-Sequential, which every connector of that contract serves: prefill gets the request for one token,
-answers with `kv_transfer_params`, and decode gets the request as it came, with those. Together, for
-kvflow's own connector: both get the request at once, with the same room, and pages travel while
-prefill computes. How decodes find a prefill is known by its answer to a sequential request: each
-prefill begins with one, and goes back to that after a failure.
+Legs run in one of two orders. Sequential works with every connector of that contract: prefill gets
+the request for one token and answers with `kv_transfer_params`, and decode gets the client's
+request with these. Together is for kvflow's own connector: both get the request at once, with the
+same room, and pages travel while prefill computes. The router learns the address at which decodes
+find a prefill from its answer to a sequential request; the first request to a prefill is therefore
+sequential, and so is the next one after a failure.
 
-What one transfer cannot serve decode computes by itself, as any vLLM server can: `_alone` has the
-reasons.
+Decode alone computes a prompt that one transfer cannot serve, as any vLLM server can: `_alone` has
+the reasons.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class VllmEngine:
         ("POST", "/detokenize"),
     )
     has_operations = False
-    # vLLM's for a transfer that has failed or taken too long.
+    # vLLM answers so when a transfer failed or took too long.
     retried_statuses = frozenset({500, 502, 503, 504})
     keepalive_s = 4.0  # vLLM closes after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 
@@ -83,8 +84,9 @@ class VllmEngine:
     ) -> Identity:
         """Implements `identity.Identify`.
 
-        A server that is up is not asked again: a vLLM takes seconds to start, in which its /health
-        does not answer."""
+        A server that is up is not asked again: its identity changes only with a restart, and a vLLM
+        takes seconds to start, during which its /health does not answer.
+        """
         if role is None:
             text = "give prefill or decode: a vLLM server does not say which of them it is"
             raise RequestError(f"worker_type: {text}", param="worker_type")
@@ -103,7 +105,8 @@ class VllmEngine:
             model=model,
             fingerprint=model,
             bootstrap_port=None,
-            # It does not say; it caches prefixes unless told not to.
+            # vLLM does not report its cache's size; it caches prefixes unless it was started
+            # without.
             cache_tokens=MAX_BYTES // BYTES_PER_TOKEN,
             events=None,  # they name blocks by hashes of vLLM's own
         )
@@ -121,7 +124,9 @@ class VllmEngine:
         yield labelled(alone, self._decoded_alone)
 
     def address_of(self, prefill: Worker) -> _Address | None:
-        """By what decode finds this prefill, if both are to be asked at once."""
+        """Return the address at which decode finds this prefill, where both can be asked at once;
+        None where the request has to be sequential.
+        """
         learned = prefill.learned
         return (
             learned.address
@@ -133,7 +138,7 @@ class VllmEngine:
         self._decoded_alone[reason] += 1
 
     def note_answer(self, prefill: Worker, params: msgspec.Raw | None) -> None:
-        """A prefill has answered a sequential request."""
+        """Learn from a prefill's answer to a sequential request."""
         if params is not None:
             if not isinstance(prefill.learned, _Learned):
                 prefill.learned = _Learned()
@@ -156,7 +161,8 @@ class VllmCompletion:
     def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
         """Raises: RequestError (400)."""
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
-            # There vLLM takes it for the field of that name, as a text, and its engine dies of it.
+            # vLLM reads this entry as the field of that name, but as a text, and its engine dies of
+            # it.
             raise RequestError(
                 "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
             )
@@ -196,14 +202,15 @@ async def _open_together(
     except PairFailedError as error:
         if error.failure.status >= 500:
             if isinstance(prefill.learned, _Learned):
-                # It may be found elsewhere by now: the next try is sequential.
+                # The prefill may have another address by now, so the next try is sequential.
                 prefill.learned.address = None
+            # The address may have been the cause, so the same pair may serve the next try.
             error.passes = True
         raise
 
 
 def _prefill_leg(request: Forwarded, worker: Worker, params: dict[str, Any]) -> Leg:
-    """The request for its first token alone."""
+    """Return prefill's leg: the request for its first token only."""
     fields: dict[str, Any] = {
         "stream": False,
         "stream_options": None,
@@ -219,14 +226,15 @@ def _prefill_leg(request: Forwarded, worker: Worker, params: dict[str, Any]) -> 
 def _decode_leg(
     request: Forwarded, worker: Worker, params: msgspec.Raw | dict[str, Any] | None
 ) -> Leg:
-    """The request as it came, but for the `kv_transfer_params` of its client: those would have
-    decode read from where the client likes."""
+    """Return decode's leg: the client's request, with its `kv_transfer_params` replaced. Those of a
+    client would let it choose the server from which decode reads.
+    """
     body = with_fields(request.raw, {"kv_transfer_params": params})
     return Leg(request.session, worker, request.path, body, request.headers)
 
 
 class _Fields(PromptFields):
-    """The fields that say whether one transfer serves a request; vLLM checks them all."""
+    """The fields that decide whether one transfer can serve a request; vLLM checks them all."""
 
     n: Any = None
     echo: Any = None
@@ -238,20 +246,24 @@ class _Fields(PromptFields):
 
 
 def _alone(fields: _Fields) -> str:
-    """Why decode has to compute the prompt itself; empty where prefill can."""
+    """Return why decode has to compute the prompt itself; empty where prefill can."""
     prompts = fields.prompt
     if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
-        return "completions"  # vLLM answers with the params of the first prompt
+        # vLLM answers with the params of the first prompt only.
+        return "completions"
     if fields.n not in (None, 1):
-        return "completions"  # each would read pages that prefill gives back after the first
+        # Each choice would read the pages, and prefill frees them after the first.
+        return "completions"
     if fields.prompt_logprobs is not None or fields.echo:
-        return "prompt_logprobs"  # which need every position, so vLLM loads nothing
+        # These need the logits of every position, so vLLM loads no pages.
+        return "prompt_logprobs"
     if fields.prompt_embeds is not None:
         return "prompt_embeds"
     if fields.use_beam_search:
-        return "beam_search"  # vLLM passes no params on
+        # vLLM does not pass the params on.
+        return "beam_search"
     if fields.truncate_prompt_tokens == -1:
-        # To a length that follows from max_tokens, in which the two legs differ.
+        # The length to truncate to follows from max_tokens, in which the two legs differ.
         return "truncation"
     return ""
 
@@ -261,7 +273,7 @@ class _PrefillAnswer(msgspec.Struct):
 
 
 def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
-    """Of a prefill's answer, as they are; None where it has none. Raises: PairFailedError."""
+    """Return the raw params in a prefill's answer, None without any. Raises: PairFailedError."""
     body = answer.body if isinstance(answer.body, bytes) else b""
     try:
         params = msgspec.json.decode(body, type=_PrefillAnswer).kv_transfer_params
@@ -272,10 +284,10 @@ def _params_in(answer: web.Response, prefill: Worker) -> msgspec.Raw | None:
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """By what decodes find a prefill with kvflow's connector.
+    """The address at which decodes find a prefill with kvflow's connector.
 
-    These are fields of its answers. Others are of one request each: the room, and how much of the
-    prompt was cached, which vLLM adds.
+    Its fields are those of the prefill's answers that do not depend on the request. Others do: the
+    room, and the length of the cached prompt, which vLLM adds.
     """
 
     remote_host: str
@@ -284,7 +296,7 @@ class _Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, params: msgspec.Raw) -> _Address | None:
-        """None where another connector has answered."""
+        """Return the address in `params`; None where they are those of another connector."""
         try:
             msgspec.json.decode(params, type=_Room)
             return msgspec.json.decode(params, type=cls)
@@ -292,7 +304,7 @@ class _Address(msgspec.Struct, frozen=True):
             return None
 
     def params(self, room: int) -> dict[str, Any]:
-        """Of decode's leg."""
+        """Return the `kv_transfer_params` of decode's leg."""
         fields = msgspec.structs.asdict(self)
         return {"do_remote_prefill": True, "do_remote_decode": False, "kvflow_room": room, **fields}
 
@@ -302,16 +314,17 @@ class _Room(msgspec.Struct):
 
 
 class _Learned:
-    """What a prefill's answers have told since it is up."""
+    """The address of a prefill, learned from its answers since it is up."""
 
     def __init__(self) -> None:
         self.address: _Address | None = None  # None after a failure
-        # Several engines behind one URL: which of them gets a request is not known before.
+        # True where several engines share one URL: which of them gets a request is not known in
+        # advance, so no address can be used for it.
         self.varies = False
         self._last: _Address | None = None
 
     def note(self, address: _Address | None) -> None:
-        """It has answered with this one."""
+        """Note the address in the prefill's latest answer."""
         self.address = address
         self.varies |= self._last is not None and self._last != address
         self._last = address
@@ -326,7 +339,7 @@ class _Models(msgspec.Struct):
 
 
 def _first_model(models: Any) -> str:
-    """Its name for clients. Raises: NotServingError."""
+    """Return the first model's name for clients. Raises: NotServingError."""
     try:
         return msgspec.convert(models, _Models).data[0].id
     except (msgspec.ValidationError, IndexError):

@@ -1,6 +1,4 @@
-"""The router's view of its workers: which are up, where their registries listen, which to use for a
-request.
-"""
+"""The router's view of its workers: those that are up, and the best of them for a request."""
 
 from __future__ import annotations
 
@@ -27,9 +25,10 @@ _log = logging.getLogger("kvflow.router")
 ROLES = ("prefill", "decode")
 _OTHER = {"prefill": "decode", "decode": "prefill"}
 CHECK_TIMEOUT_S = 3.0
-# Between two checks of a worker that is down: one that is back should not wait for its requests.
+# The time between two checks of a worker that is down. It is short because requests may be waiting
+# for the worker to return.
 DOWN_CHECK_S = 0.25
-LEAST_CHECK_S = 0.05  # between two checks of one worker, however many requests ask for them
+LEAST_CHECK_S = 0.05  # between two checks of one worker, on request too
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 10.0
 _NOT_CHECKED = "not checked yet"
 _NUMBERS = re.compile(r"[0-9]+")
@@ -39,7 +38,7 @@ _turns = itertools.count(1)
 
 
 class NoWorkerError(KvflowError):
-    """No worker of a role is up; a retry may find one."""
+    """An error where no worker of a role is up. A retry may find one."""
 
     code = Code.CAPACITY
 
@@ -52,28 +51,29 @@ class Worker:
     """One prefill or decode behind the router.
 
     A worker that loses connections although its /health is fine is in backoff: it is used only
-    where there is no other worker, for longer after each further loss, until a request succeeds or
-    another process answers at its address.
+    where there is no other worker. The backoff grows with each further loss, and ends when a
+    request succeeds or another process answers at its address.
     """
 
     def __init__(self, role: str, url: str, *, follows: bool = False) -> None:
-        """`follows`: it may come back as a worker of the other role.
+        """`follows` is True for a worker that may come back in the other role.
 
-        Otherwise it must be, or have been started as, a worker of `role`; it may switch its role
-        while it runs."""
+        Otherwise the worker must have the role `role`, or must have been started with it; it may
+        switch its role while it runs.
+        """
         self.id = str(uuid.uuid4())
         self.role = role
         self.url = url.rstrip("/")
         self.up = False
-        self.leaving = False  # it gets no more requests, and is forgotten when it has none
+        self.leaving = False  # no new requests; forgotten when it is idle
         self.unavailable_reason = _NOT_CHECKED
         self.running = 0
         self.served = 0
-        self.turn = 0  # of its last request, among those of all workers
+        self.turn = 0  # number of its last request, counted over all workers
         self.cache = CacheView(self.url)
         self.prefix_hits = 0
         self.bootstrap_port: int | None = None
-        self.learned: object = None  # by its engine of its answers, since it is up
+        self.learned: object = None  # the engine's notes on its answers, since it is up
         self.identity: Identity | None = None  # at the last check that found it up
         self.model = ""
         self.fingerprint = ""
@@ -90,50 +90,53 @@ class Worker:
 
     @property
     def reason(self) -> str:
-        """Why it cannot get requests; empty when it can."""
+        """The reason why it cannot get requests; empty when it can."""
         return self.unavailable_reason or ("it leaves this router" if self.leaving else "")
 
     @property
     def usable(self) -> bool:
-        """Whether it gets requests, with workers of the other role that fit it."""
+        """True while it gets requests, together with workers of the other role that fit it."""
         return self.up and not self.leaving
 
     @property
     def traits(self) -> Traits:
-        """What a worker of the other role must have, too, to serve requests with it."""
+        """The traits that a worker of the other role must share to serve requests with it."""
         return Traits() if self.identity is None else self.identity.traits
 
     def fits(self, other: Worker) -> bool:
-        """Whether the two of them can serve a request."""
+        """Return True where these two workers can serve a request together."""
         return not self.traits.conflict_with(other.traits)
 
     def mark_down(self, reason: str) -> None:
-        """Take no more requests until the next successful check."""
-        # Reasons count pages and seconds: one that differs in its numbers alone would fill the log
-        # at every check.
+        """Take the worker out of service until the next successful check."""
+        # Reasons contain numbers of pages and seconds. A reason that differs only in its numbers is
+        # not logged again, because it would fill the log at every check.
         if self.up or _NUMBERS.sub("", reason) != _NUMBERS.sub("", self.unavailable_reason):
             _log.warning("%s %s is down: %s", self.role, self.url, reason)
         self.up, self.unavailable_reason = False, reason
         self.learned = None
 
     def mark_lost(self, reason: str, now: float) -> None:
-        """A connection to it failed or ended early: it is down until a check succeeds, and in
-        backoff then.
+        """Note that a connection to the worker failed or ended early: it is down until a check
+        succeeds, and in backoff after that.
         """
         self._backoff_until_s = now + min(FIRST_BACKOFF_S * 2**self._losses, LONGEST_BACKOFF_S)
+        # The bound keeps the power small while a worker is away for days.
         self._losses = min(self._losses + 1, 16)
-        # The reason of the last check says more than what each request of a worker that is down has
-        # met.
+        # A worker that is down keeps the reason of its last check, which explains more than the
+        # failure of one request.
         if self.up:
             self.mark_down(reason)
         self.check_due.set()
 
     def mark_served(self) -> None:
-        """A request has got its first token, or an answer that is no fault of its worker's."""
+        """Note that a request got its first token, or an answer that is not the worker's fault.
+        This ends the backoff.
+        """
         self._losses, self._backoff_until_s = 0, 0.0
 
     def mark_up(self, identity: Identity) -> None:
-        """Take requests. A worker of the wrong role is marked down."""
+        """Put the worker into service after a check. A worker in the wrong role is marked down."""
         if identity.role not in ROLES or self._declared not in (
             None,
             identity.role,
@@ -151,6 +154,8 @@ class Worker:
         self.identity = identity
         self.bootstrap_port, self.model = identity.bootstrap_port, identity.model
         self.fingerprint = identity.fingerprint
+        # Another process has its own cache and its own connections: the losses of the last one do
+        # not count against it.
         if identity.incarnation != self.incarnation:
             self.mark_served()
             self.cache.begin_anew()
@@ -163,7 +168,7 @@ class Worker:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """It has one request more until the block ends."""
+        """Count one more request at the worker until the block ends."""
         self.running += 1
         self.served += 1
         self.turn = next(_turns)
@@ -175,7 +180,7 @@ class Worker:
                 self._on_idle()
 
     def sent(self, prompts: Prompts) -> AbstractContextManager[None]:
-        """It gets these prompts now, and will have them in its cache.
+        """Note that the worker is being sent these prompts, and will have them in its cache.
 
         The block ends when they are answered.
         """
@@ -183,7 +188,7 @@ class Worker:
         return self.cache.expecting(prompts)
 
     def leave(self, on_idle: Callable[[], None]) -> None:
-        """Get no more requests; `on_idle` is called when it has none."""
+        """Take no more requests; `on_idle` is called when the last one is answered."""
         self.leaving, self._on_idle = True, on_idle
         if not self.running:
             on_idle()
@@ -192,7 +197,9 @@ class Worker:
         return now < self._backoff_until_s
 
     def summary(self, trouble: str) -> dict[str, Any]:
-        """The entry in the router's /server_info. `trouble`: why it gets no requests."""
+        """Return the worker's entry in the router's /server_info. `trouble` is the reason why it
+        gets no requests.
+        """
         state = {
             "up": self.up,
             "leaving": self.leaving,
@@ -221,14 +228,17 @@ class Workers:
         self._session = session
         self._poll_s, self._policy, self._identify = poll_s, policy, identify
         self._watches: dict[Worker, asyncio.Task[None]] = {}
-        # Of the next worker that is new in its role; another one follows then.
+        # Set when a worker becomes usable, or changes its role; a new event replaces it for the
+        # next such change.
         self.came_up = asyncio.Event()
 
     async def start(self) -> None:
-        """Return after a first check of all workers; further ones follow."""
+        """Start the checks. Return after a first check of all workers."""
         found = dict(zip(self.all, await asyncio.gather(*map(self._found, self.all)), strict=True))
         model = _model_of_most(found)
-        for worker, identity in found.items():  # those of that model first: the others are left out
+        # Workers of that model are taken first, so that they decide which model the router serves
+        # and the others are marked down.
+        for worker, identity in found.items():
             if isinstance(identity, Identity) and identity.fingerprint == model:
                 self._take(worker, identity)
         for worker, identity in found.items():
@@ -243,7 +253,7 @@ class Workers:
         await asyncio.gather(*(worker.cache.close() for worker in self.all))
 
     async def add(self, worker: Worker) -> None:
-        """Return after a first check of it; further ones follow."""
+        """Add a worker. Return after a first check of it; further ones follow."""
         self.all.append(worker)
         self._watch_on(worker)
         await self._check(worker)
@@ -255,7 +265,7 @@ class Workers:
             worker.leave(functools.partial(self._forget, worker))
 
     def stay(self, worker: Worker) -> None:
-        """Send it requests again, where it was to leave. Idempotent."""
+        """Cancel the leaving of a worker and send it requests again. Idempotent."""
         worker.leaving = False
         worker.check_due.set()
         self._tell_waiting()
@@ -272,8 +282,10 @@ class Workers:
     def ranked(
         self, role: str, failed: Mapping[Worker, int], prompts: Prompts = NO_PROMPTS
     ) -> list[Worker]:
-        """The workers for the next try of a request, the best one first: by how often they have
-        failed it, then those that are not in backoff, then by the policy. Raises: NoWorkerError."""
+        """Return the workers for the next try of a request, the best first: by the number of their
+        failures of it, then those that are not in backoff, then by the policy. Raises:
+        NoWorkerError.
+        """
         choices = self._paired(role)
         if not choices:
             raise NoWorkerError(
@@ -282,20 +294,22 @@ class Workers:
         now = asyncio.get_running_loop().time()
         trouble = {worker: (failed.get(worker, 0), worker.in_backoff(now)) for worker in choices}
         fit = min(trouble.values())
+        # The policy compares loads only among workers that are equally fit; a failed idle worker
+        # must not make all others look overloaded.
         least = min(worker.running for worker in choices if trouble[worker] == fit)
         return sorted(choices, key=lambda w: (*trouble[w], *self._policy.order(w, least, prompts)))
 
     def complete(self) -> bool:
-        """Whether there is a prefill and a decode that can serve requests together."""
+        """True where a prefill and a decode can serve requests together."""
         return all(self._usable(role) and self._paired(role) for role in ROLES)
 
     def troubles(self) -> dict[Worker, str]:
-        """Why each worker gets no requests; empty for those that do."""
+        """Return the reason why each worker gets no requests; empty for those that do."""
         others = {role: self._traits(_OTHER[role]) for role in ROLES}
         return {worker: _trouble(worker, others[worker.role]) for worker in self.all}
 
     def trouble(self, worker: Worker) -> str:
-        """That of one worker."""
+        """Return the reason why one worker gets no requests; empty where it does."""
         return _trouble(worker, self._traits(_OTHER[worker.role]))
 
     def _usable(self, role: str) -> list[Worker]:
@@ -305,8 +319,8 @@ class Workers:
         return {worker.traits for worker in self._usable(role)}
 
     def _paired(self, role: str) -> list[Worker]:
-        """The workers of a role that get requests: those that fit one of the other role, or all
-        where that has none.
+        """Return the workers of a role that get requests: those that fit a worker of the other
+        role, or all where there is no worker of the other role.
         """
         others = self._traits(_OTHER[role])
         alike = {
@@ -317,11 +331,11 @@ class Workers:
         return [worker for worker in self._usable(role) if worker.traits in alike]
 
     def cache_prompts(self) -> bool:
-        """Whether any worker has a prefix cache."""
+        """Return True where at least one worker has a prefix cache."""
         return any(worker.cache.caches for worker in self.all)
 
     def block_sizes(self) -> set[int]:
-        """Of the workers whose cache events are followed."""
+        """Return the block sizes of the workers whose cache events are followed."""
         return {size for worker in self.all if (size := worker.cache.block_size) is not None}
 
     def _watch_on(self, worker: Worker) -> None:
@@ -339,12 +353,13 @@ class Workers:
 
     async def _check(self, worker: Worker) -> None:
         found = await self._found(worker)
-        # Else it has left meanwhile, and nothing would end what follows its events.
+        # A worker that left during the check must not be taken: its cache events would be followed,
+        # and that task would never end.
         if worker in self._watches:
             self._take(worker, found)
 
     async def _found(self, worker: Worker) -> Identity | str:
-        """What a worker is now, or why it cannot serve."""
+        """Return what a worker is now, or the reason why it cannot serve."""
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 return await self._ask(worker)
@@ -353,12 +368,13 @@ class Workers:
         except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             return str(error) or type(error).__name__
         except Exception as error:  # noqa: BLE001
-            # Else nobody asks it any more, and it stays what it was.
+            # The watch must survive any error: without it the worker would never be checked again,
+            # and would keep its last state.
             _log.exception("asking %s failed", worker.url)
             return f"asking it failed: {type(error).__name__}: {error}"
 
     async def _ask(self, worker: Worker) -> Identity | str:
-        """Raises: as `Identify`."""
+        """Ask for the worker's health, then for its identity. Raises: as `Identify`."""
         async with self._session.get(f"{worker.url}/health") as health:
             if health.status != 200:
                 reason = Failure.read(health.status, await health.read()).message
@@ -385,9 +401,10 @@ class Workers:
         came_up.set()
 
     def _other_model(self, worker: Worker, identity: Identity) -> str:
-        """What is wrong with a worker of another model than it had, while others serve that, or
-        than a prefill and a decode of this router serve: a request would be answered by the one or
-        the other."""
+        """Return what is wrong with a worker that serves another model than it did, while others
+        still serve that one, or another than a prefill and a decode of this router serve. With two
+        models, either could answer a request. Empty where there is no conflict.
+        """
         before, now = worker.fingerprint, identity.fingerprint
         others = [one for one in self.all if one is not worker and one.usable and one.fingerprint]
         if before and before != now and any(one.fingerprint == before for one in others):
@@ -408,7 +425,9 @@ class Workers:
 
 
 def _trouble(worker: Worker, others: Collection[Traits]) -> str:
-    """`others`: what the workers of the other role have that are up."""
+    """Return the reason why a worker gets no requests. `others` are the traits of the workers of
+    the other role that are up.
+    """
     conflicts = [worker.traits.conflict_with(traits) for traits in others]
     if worker.reason or not conflicts or not all(conflicts):
         return worker.reason
@@ -416,8 +435,9 @@ def _trouble(worker: Worker, others: Collection[Traits]) -> str:
 
 
 def _model_of_most(found: Mapping[Worker, Identity | str]) -> str:
-    """The fingerprint that the router's workers have at the start: one that both roles have, if
-    there is one, and of those the one that most have; the first one of equals."""
+    """Return the fingerprint of the model that the router serves at the start: one that both roles
+    have, if there is one, then the one that most workers have, then the first.
+    """
     roles: dict[str, list[str]] = {}
     for worker, identity in found.items():
         if isinstance(identity, Identity) and identity.fingerprint:
