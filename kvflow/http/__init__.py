@@ -1,1 +1,1 @@
-"""What every HTTP server of ours shares: listening, keys, limits, errors, measures."""
+"""The parts that all HTTP servers of kvflow share: listening, keys, limits, errors, metrics."""

@@ -1,5 +1,5 @@
-"""POST /abort_request, as SGLang has it: what runs ends by its id or X-Request-ID, and answers with
-what there is.
+"""POST /abort_request, as SGLang has it: it ends running requests by their id or X-Request-ID, and
+each answers with the tokens that it has.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ PATH = "/abort_request"
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
-    """The body: one id, or all that runs. Neither is nothing to do, as in SGLang."""
+    """The body: one id, or all running requests. With neither the request does nothing, as in
+    SGLang.
+    """
 
     rid: str | None = None
     abort_all: bool | None = None
 
 
 class RunningChoices:
-    """Every choice that is being generated, and how to stop it."""
+    """The choices that are being generated, and the function that stops each."""
 
     def __init__(self) -> None:
-        # By id, and by a number of their own.
+        # By id, then by a number that is unique, because clients may use one id several times.
         self._stops: dict[str, dict[int, Callable[[], None]]] = {}
         self._numbers = itertools.count()
 
@@ -41,9 +43,9 @@ class RunningChoices:
     def listed(
         self, request_id: str, ids: Sequence[str], stop: Callable[[int], None]
     ) -> Iterator[None]:
-        """List the choices of one request, by its id and theirs, until the block ends.
+        """List the choices of one request, by its id and by theirs, until the block ends.
 
-        No id needs to differ.
+        Ids need not be unique.
         """
         listed = [(name, i) for i, one in enumerate(ids) for name in {one, request_id or one}]
         numbers = [next(self._numbers) for _ in ids]
@@ -58,8 +60,9 @@ class RunningChoices:
                     del self._stops[one]
 
     def abort(self, request: AbortRequest) -> int:
-        """Stop the choices of this id, or all. Returns how many there are."""
+        """Stop the choices with this id, or all. Return their number."""
         ids = list(self._stops) if request.abort_all else [request.rid or ""]
+        # By number, because a choice that is listed under several ids is stopped and counted once.
         stops = {number: stop for one in ids for number, stop in self._stops.get(one, {}).items()}
         for stop in stops.values():
             stop()
@@ -67,7 +70,7 @@ class RunningChoices:
 
 
 def routes(choices: RunningChoices) -> list[web.RouteDef]:
-    """The route of a prefill or a decode."""
+    """Return the abort route of a prefill or a decode."""
 
     async def abort(http: web.Request) -> web.StreamResponse:
         return json_response({"aborted": choices.abort(decoded(await http.read(), AbortRequest))})

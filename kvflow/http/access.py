@@ -1,4 +1,4 @@
-"""The id of each request, echoed in its answer, and the access log: one line a request."""
+"""The id of each request, echoed in its answer, and the access log with one line per request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from aiohttp import web
 from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_request_id
 
 REQUEST_ID_HEADER = "X-Request-ID"
-# Routers, scrapers and workers that join (`--join`) repeat these every second or two: their lines
-# are for debugging, unless something is wrong. The router's own log names every worker that is new
-# to it.
+# Routers, scrapers and workers that join (`--join`) repeat these requests every second or two, so
+# they are logged at debug level unless one fails. The router logs each new worker separately.
 POLLED_PATHS = frozenset(
     {
         *(
@@ -36,7 +35,7 @@ _log = logging.getLogger("kvflow.access")
 
 @contextmanager
 def traced(request: web.Request) -> Iterator[RequestTrace]:
-    """The trace of this request, found by all that it calls until the block ends."""
+    """Make a trace for this request, which all code that it calls finds until the block ends."""
     trace = RequestTrace(clean_request_id(request.headers.get(REQUEST_ID_HEADER, "")))
     token = CURRENT.set(trace)
     try:
@@ -46,20 +45,20 @@ def traced(request: web.Request) -> Iterator[RequestTrace]:
 
 
 async def echo_request_id(_: web.Request, response: web.StreamResponse) -> None:
-    """Sent by the application before the headers of an answer: of a stream,
-    while its handler runs.
+    """Add the request id to an answer. The application calls this before it sends the headers,
+    which for a stream happens while its handler runs.
     """
     if (trace := CURRENT.get()) is not NO_REQUEST:
         response.headers[REQUEST_ID_HEADER] = trace.request_id
 
 
 def shown_path(request: web.Request) -> str:
-    """The path as it was sent, without its query, and not longer than a line should be."""
+    """Return the path as it was sent, without its query, cut to a length that suits a log line."""
     return request.rel_url.raw_path[:MAX_PATH]
 
 
 def log_access(request: web.Request, status: int, started: float, trace: RequestTrace) -> None:
-    """The line of one request that has ended. `started` is by `time.perf_counter`."""
+    """Log the line of one request that ended. `started` is its start by `time.perf_counter`."""
     path = shown_path(request)
     level = logging.DEBUG if path in POLLED_PATHS and status < 400 else logging.INFO
     if not _log.isEnabledFor(level):

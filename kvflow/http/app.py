@@ -1,5 +1,5 @@
 """The aiohttp application around the routes: request ids, errors as bodies, bearer keys, metrics,
-body time-outs.
+and time-outs for bodies.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from kvflow.telemetry.requests import RequestTrace
 
 MAX_BODY_BYTES = 8 << 20  # a million tokens; see large_bodies.py
 BODY_TIMEOUT_S = 60.0
-# Of a connection without a complete request head; longer than routers keep theirs open.
+# The time for which a connection may stay open without a complete request head. It is longer than
+# routers keep idle connections.
 IDLE_TIMEOUT_S = 120.0
-BODIES_PER_TURN = 4  # requests that go on in one turn of the event loop, where many arrive at once
+# Where many requests arrive at once, only so many continue in one turn of the event loop, so that
+# running streams are not held up.
+BODIES_PER_TURN = 4
 _log = logging.getLogger("kvflow.http")
 
 
@@ -47,10 +50,11 @@ def build_app(
     *,
     max_body_bytes: int = MAX_BODY_BYTES + MAX_ADDED_BYTES,
 ) -> web.Application:
-    """The application with the middlewares every role has.
+    """Return the application with the middlewares that every role has.
 
-    Pages of `origins` may call it ("*": all of them). A worker takes what a router has taken, and
-    has added to it."""
+    Web pages of `origins` may call it ("*": all pages). By default a worker accepts a body as large
+    as a router accepts, plus the fields that the router adds.
+    """
     between = [*([cross_origin(origins)] if origins else []), authorized(keys)]
     middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
@@ -63,12 +67,16 @@ def build_app(
 
 
 async def _livez(_: web.Request) -> web.StreamResponse:
-    """Whether this process's event loop turns; whether it can serve is what /health tells."""
+    """Answer that this process's event loop turns. /health reports whether it can serve
+    requests.
+    """
     return json_response({"status": "ok"})
 
 
 def _answered(metrics: HttpMetrics) -> Middleware:
-    """Every error as a body, every answer counted and logged under its request's id."""
+    """Return the middleware that turns every error into a body, and counts and logs every answer
+    under its request's id.
+    """
 
     @web.middleware
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -81,6 +89,8 @@ def _answered(metrics: HttpMetrics) -> Middleware:
                 response = await _response(request, handler, trace)
                 status = response.status
                 if not response.prepared:
+                    # The headers of a prepared answer were sent already, with the id
+                    # (`echo_request_id`).
                     response.headers[REQUEST_ID_HEADER] = trace.request_id
             except (asyncio.CancelledError, ConnectionError):
                 metrics.client_gone()
@@ -98,7 +108,7 @@ def _answered(metrics: HttpMetrics) -> Middleware:
 async def _response(
     request: web.Request, handler: Handler, trace: RequestTrace
 ) -> web.StreamResponse:
-    """The handler's answer, or its error as one."""
+    """Return the handler's answer, or its error as an answer."""
     headers: dict[str, str] = {}
     try:
         return await handler(request)
@@ -128,7 +138,9 @@ async def _response(
 
 
 def _with_body(turnstile: Turnstile) -> Middleware:
-    """The body is read before the handler runs; 408 when it does not arrive in time."""
+    """Return the middleware that reads the body before the handler runs; it answers 408 when the
+    body does not arrive in time.
+    """
 
     @web.middleware
     async def read(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -142,7 +154,9 @@ def _with_body(turnstile: Turnstile) -> Middleware:
             raise web.HTTPBadRequest(
                 text=f"the request body cannot be read: {str(error)[:200]}"
             ) from None
-        if body:  # an abort too: what came before it must have begun, or it is missed
+        # This includes an abort: the requests that arrived before it must begin first, because it
+        # can only stop running ones.
+        if body:
             await turnstile.passed()
         return await handler(request)
 
@@ -150,8 +164,8 @@ def _with_body(turnstile: Turnstile) -> Middleware:
 
 
 class _MalformedRequestFilter(logging.Filter):
-    """Drops tracebacks for bytes that are not HTTP/1 (an HTTP/2 preface, TLS): they are answered
-    with 400.
+    """A filter that drops the tracebacks for bytes that are not HTTP/1 (an HTTP/2 preface, TLS).
+    Such a connection gets a 400.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -167,7 +181,7 @@ def silence_malformed_requests() -> None:
 
 
 def new_runner(app: web.Application) -> web.AppRunner:
-    """A runner that cancels the handler of a client that disconnects."""
+    """Return a runner that cancels the handler of a client that disconnects."""
     silence_malformed_requests()
     return web.AppRunner(
         app,

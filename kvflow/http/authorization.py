@@ -1,9 +1,9 @@
-"""Access to routes: clients have one key, the operator of the servers another one.
+"""Access to routes: clients have one key, the operator of the servers has another.
 
-Every route of every role stands in one class of `ROUTES`; an application with a route that stands
-in none is not built. The levels are SGLang's, but for one case: where there is an API key and no
-operator's, SGLang takes the API key for both, and here nobody is the operator. The operator's key
-opens what a client's opens, too.
+Every route of every role stands in one class of `ROUTES`; an application with a route outside them
+is not built. The levels are SGLang's, with one difference: where there is an API key and no
+operator's key, SGLang accepts the API key for both, while here no caller is the operator. The
+operator's key also opens the routes of clients.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ class Access(Enum):
 
 
 class Keys(NamedTuple):
-    """The bearer keys of a server; an empty one does not exist."""
+    """The bearer keys of a server. An empty text means that there is no such key."""
 
     api: str = ""
     admin: str = ""
 
     @property
     def of_operator(self) -> str:
-        """The key that an operator sends: the API key, where there is none for operators."""
+        """The key that an operator sends: the operator's, or the API key where there is no
+        other.
+        """
         return self.admin or self.api
 
 
@@ -54,7 +56,7 @@ ROUTES: dict[Access, frozenset[str]] = {
                 "GET /get_model_info",
                 "GET /version",
             ),
-            # Routers and decodes have the clients' key, and ask for these.
+            # Routers and decodes hold the clients' key only, and use these routes.
             *(
                 "GET /server_info",
                 "GET /get_server_info",
@@ -74,12 +76,13 @@ ROUTES: dict[Access, frozenset[str]] = {
                 "GET /workers",
                 "GET /workers/{worker_id}",
             ),
-            "PUT /ranks/{rank}",  # decodes dial what stands there
+            "PUT /ranks/{rank}",  # decodes connect to the address given here
         }
     ),
     Access.CONTROL: frozenset(
         {
-            *("POST /workers", "DELETE /workers/{worker_id}"),  # who joins is sent what clients ask
+            # A worker that joins receives clients' requests, so joining is for operators.
+            *("POST /workers", "DELETE /workers/{worker_id}"),
             *("POST /switch_role", "POST /peers/{incarnation}/declare_dead"),
         }
     ),
@@ -88,13 +91,13 @@ _ACCESS_OF = {route: access for access, routes in ROUTES.items() for route in ro
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header of a caller that has `key`; none where that is empty."""
+    """Return the header of a caller that has `key`; an empty dictionary where the key is empty."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def authorized(keys: Keys) -> Middleware:
-    """The middleware that answers 401 without the key of the route's class, and 403 where no key
-    could open it.
+    """Return the middleware that answers 401 without the key of the route's class, and 403 where no
+    key could open the route.
     """
 
     @web.middleware
@@ -115,15 +118,15 @@ def check_routes(app: web.Application) -> None:
 
 
 def routes_of(app: web.Application) -> Iterable[str]:
-    """The routes of an application as `ROUTES` has them: HEAD is part of GET."""
+    """Yield the routes of an application as `ROUTES` names them. HEAD is part of GET."""
     for route in app.router.routes():
         if route.resource is not None and route.method != "HEAD":
             yield f"{route.method} {route.resource.canonical}"
 
 
 def _refusal(request: web.Request, keys: Keys) -> Failure | None:
-    """The answer to a request without the key that its route needs; None where the request may
-    pass.
+    """Return the answer to a request without the key that its route needs; None where the request
+    may pass.
     """
     access = _access(request)
     if access is Access.OPEN or (access is not Access.CONTROL and not any(keys)):
@@ -149,9 +152,9 @@ def _refusal(request: web.Request, keys: Keys) -> Failure | None:
 
 
 def _access(request: web.Request) -> Access:
-    """The class of a request's route.
+    """Return the class of a request's route.
 
-    A path without one needs a client's key, as most routes do.
+    A path without a class needs a client's key, as most routes do.
     """
     resource = request.match_info.route.resource
     method = "GET" if request.method == "HEAD" else request.method
@@ -163,18 +166,19 @@ def _access(request: web.Request) -> Access:
 
 
 def _has_one_of(request: web.Request, *keys: str) -> bool:
-    """True for a request with one of these keys.
+    """Return True for a request with one of these keys.
 
     A comparison takes as long for a wrong key as for the right one.
     """
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
     token = _bytes_of(given) if scheme.lower() == "bearer" else b""
+    # All keys are compared, so that the time does not reveal which of them matched.
     matches = [hmac.compare_digest(token, _bytes_of(key)) for key in keys if key]
     return any(matches)
 
 
 def _bytes_of(key: str) -> bytes:
-    """A key as bytes, for any text: two different keys never have the same ones."""
-    # A command line and a header turn bytes that are no UTF-8 into surrogates, which a plain
-    # `encode` refuses.
+    """Return a key as bytes, for any text; different keys have different bytes."""
+    # Bytes that are not UTF-8 become surrogates in a command line and in a header, and a plain
+    # `encode` refuses those.
     return key.encode("utf-8", "surrogatepass")

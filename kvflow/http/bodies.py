@@ -1,4 +1,4 @@
-"""JSON bodies of requests: how they are decoded, and how large they may be."""
+"""JSON bodies of requests: their decoding, and the limits of their size."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ import msgspec
 
 from kvflow.http.errors import RequestError
 
-# Python objects that a body may create: so many hold the event loop for some 3 ms. They are 5,000
-# messages of a chat.
+# The limit of Python objects that a body may create, which hold the event loop for some 3 ms. It
+# allows 5,000 messages of a chat.
 MAX_STRUCTURE = 1 << 14
 MAX_COMPLETIONS = 256  # of one body: prompts times n
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_PLACE = re.compile(r" - at `([^`]+)`$")  # where msgspec says that a value is wrong
+_PLACE = re.compile(r" - at `([^`]+)`$")  # the place that msgspec names in an error
 
 S = TypeVar("S")
 
 
 def decoded(raw: bytes, kind: type[S]) -> S:
-    """The body of any request as `kind`; fields that `kind` does not name are only checked to be
-    JSON.
+    """Return the body of any request as `kind`.
+
+    Fields that `kind` does not name are only checked to be JSON.
 
     Raises: RequestError (400) naming the field.
     """
     if len(raw) > MAX_STRUCTURE and _structure(raw) > MAX_STRUCTURE:
-        found = _structure(_STRING.sub(b"", raw))  # texts have such characters too
+        # Texts contain such characters too. They are removed only now, because that is slower than
+        # the first count.
+        found = _structure(_STRING.sub(b"", raw))
         if found > MAX_STRUCTURE:
             raise RequestError(
                 f"the body has {found} lists, objects and fields, limit {MAX_STRUCTURE}"
@@ -36,7 +39,7 @@ def decoded(raw: bytes, kind: type[S]) -> S:
 
 
 def read_json(raw: bytes, kind: Any) -> Any:
-    """`raw` as `kind`, however large it is. Raises: RequestError (400) naming the field."""
+    """Return `raw` as `kind`, whatever its size. Raises: RequestError (400) naming the field."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -50,4 +53,5 @@ def read_json(raw: bytes, kind: Any) -> Any:
 
 
 def _structure(raw: bytes) -> int:
+    """Return an upper bound of the lists, objects and fields in `raw`."""
     return sum(map(raw.count, (b"[", b"{", b":")))

@@ -1,4 +1,4 @@
-"""Browsers of other origins (CORS), for those that --allowed-origins names."""
+"""Cross-origin requests of browsers (CORS), for the origins that --allowed-origins names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ PREFLIGHT_AGE_S = 600
 
 
 def cross_origin(origins: Collection[str]) -> Middleware:
-    """Answers preflights, which carry no key; `allow_origin` marks the other answers."""
+    """Return the middleware that answers preflights, which carry no key. `AllowOrigin` marks the
+    other answers.
+    """
 
     @web.middleware
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -34,7 +36,7 @@ def cross_origin(origins: Collection[str]) -> Middleware:
 
 
 class AllowOrigin:
-    """The signal handler that lets a page read the answer, also one that is streamed."""
+    """The signal handler that allows a web page to read the answer, including a streamed one."""
 
     def __init__(self, origins: Collection[str]) -> None:
         self._origins = origins
@@ -43,13 +45,14 @@ class AllowOrigin:
         if origin := _allowed(request, self._origins):
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
+            # The answer depends on the origin here, so a cache must not give it to another one.
             if origin != ANY:
                 response.headers["Vary"] = "Origin"
 
 
 def _allowed(request: web.Request, origins: Collection[str]) -> str:
-    """The value of Access-Control-Allow-Origin; empty for a request that is of no origin, or of
-    another one.
+    """Return the value of Access-Control-Allow-Origin; empty for a request without an origin, or
+    from one that is not allowed.
     """
     origin = request.headers.get("Origin", "")
     if not origin:

@@ -1,4 +1,4 @@
-"""What a drain waits for: the requests that run."""
+"""Draining: a server stops accepting requests and waits for the running ones."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from kvflow.protocols.errors import AbortedError, Code
 
 ROLE_HEADER = "X-Kvflow-Role"
-"""Of a router's leg: the role that it takes this worker for.
+"""The header of a router's leg that names the role in which the router uses this worker.
 
-A worker that has switched its role since refuses it.
+A worker that changed its role since then refuses the request.
 """
 _SHUTTING_DOWN = "this server is shutting down"
 
 
 class Drainable:
-    """What can be drained, a completion pipeline or a router: its running requests, and whether it
-    accepts more.
+    """A completion pipeline or a router that can be drained: it counts its running requests and may
+    refuse new ones.
 
-    A drain ends with the process (`stop`), or is over after a while (`pause`, `resume`).
+    A drain lasts until the process ends (`stop`), or for a while (`pause`, `resume`).
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Drainable:
         self.idle.set()
 
     def refuse_when_draining(self) -> None:
-        """Raises: AbortedError."""
+        """Raises: AbortedError while draining."""
         if self.draining:
             raise refusal(self.draining_reason)
 
     def stop(self) -> None:
-        """Accept no more requests from here on."""
+        """Accept no more requests, permanently."""
         self.draining = self.stopping = True
         self.draining_reason = _SHUTTING_DOWN
 
@@ -53,14 +53,14 @@ class Drainable:
         self.draining_reason = _SHUTTING_DOWN
 
     def end_requests(self) -> None:
-        """End the running requests, each with an error that says why: they had their time to
-        finish.
+        """End the running requests, each with an error that gives the reason: their time to finish
+        is over.
         """
         raise NotImplementedError
 
     @contextmanager
     def count_running(self, count: int = 1) -> Iterator[None]:
-        """Count so many more running requests until the block ends."""
+        """Count `count` more running requests until the block ends."""
         self.running += count
         self.idle.clear()
         try:
@@ -72,7 +72,8 @@ class Drainable:
 
 
 def refusal(reason: str) -> AbortedError:
-    """Refuses a request that another worker may serve."""
+    """Return the error for a request that another worker may serve."""
     error = AbortedError(reason)
+    # This code, unlike that of an abort, allows a router to try another pair.
     error.code = Code.SHUTDOWN
     return error

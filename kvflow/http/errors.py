@@ -1,10 +1,11 @@
-"""Errors as HTTP: one body for all of them, one status per cause.
+"""Errors as HTTP: one form of body for all of them, one status per cause.
 
     {"error": {"type": ..., "code": ..., "param": ..., "message": ...}}
 
-Statuses follow what routers (sglang_router among them) do with them: 408, 429, 500, 502, 503 and
-504 are retried with a new room, 400 and 404 never, and only 5xx count against a worker's circuit
-breaker. So an error in the request is 4xx, and an error that may not happen again is 5xx.
+The statuses follow from the reactions of routers, sglang_router among them: 408, 429, 500, 502, 503
+and 504 are retried with a new room, 400 and 404 never, and only 5xx count against a worker's
+circuit breaker. An error in the request is therefore 4xx, and an error that may not happen again is
+5xx.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from kvflow.protocols.errors import MAX_CAUSE_TEXT, CapacityError, Code, KvflowE
 
 RETRY_AFTER_S = 1
 MAX_SUMMARY = 300  # characters of a message in a log line
-# OpenAI's code, by which clients know that a prompt must be cut.
+# OpenAI's code, by which clients recognize that they must shorten the prompt.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 STATUS_OF_CODE: dict[Code, int] = {
-    # The other leg's client left: this answer has no reader, and circuit breakers ignore 4xx.
+    # The client of the other leg left, so this answer has no reader, and circuit breakers ignore
+    # 4xx.
     Code.CLIENT_GONE: 499,
-    Code.ABORTED: 499,  # in log lines and metrics: both legs answer with what there is
+    Code.ABORTED: 499,  # in log lines and metrics; both legs answer with what they have
     Code.DEADLINE: 504,
     Code.RENDEZVOUS: 504,
     Code.CAPACITY: 503,
@@ -58,8 +60,8 @@ _TYPE_OF_STATUS = {
 
 
 class RequestError(MisuseError):
-    """A request that can never be served as it is; the text says what to change, `param` names the
-    field.
+    """A request that cannot be served as it is. The text is what the client has to change, `param`
+    the name of the field.
     """
 
     status = 400
@@ -81,8 +83,8 @@ class UnknownModelError(RequestError):
 
 
 class ConflictError(RequestError):
-    """A request of an operator that does not go with the state of this server; the text says with
-    what.
+    """An operator's request that conflicts with the state of this server. The text is the
+    reason.
     """
 
     status = 409
@@ -92,7 +94,7 @@ class ConflictError(RequestError):
 
 
 class OverloadError(CapacityError):
-    """This server runs as many requests as it accepts."""
+    """A request to a server that already runs as many requests as it accepts."""
 
 
 class _ErrorFields(msgspec.Struct):
@@ -119,7 +121,7 @@ _KNOWN_CODES = {
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """One error as it is sent to a client."""
+    """One error in the form that a client receives."""
 
     status: int
     code: str
@@ -128,16 +130,18 @@ class Failure(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, status: int, body: bytes) -> Self:
-        """An error body of another server, its message cut to 2048 characters; a body of any other
-        form is not repeated. Without a `status` (0), as in an event of a stream, that of the code
-        is taken."""
+        """Read an error body of another server, its message cut to 2048 characters. A body of any
+        other form is not repeated. Where `status` is 0, as for an event of a stream, the status
+        follows from the code.
+        """
         try:
             told = msgspec.json.decode(body, type=_ErrorBody).error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return cls(status or 500, "", "no reason given")
         code = str(told.code or "")
         known = STATUS_OF_CODE[Code(code)] if code in _CODES else 500
-        if code in _ERROR_STATUSES:  # as vLLM and others have it
+        # vLLM and others send the status as the code.
+        if code in _ERROR_STATUSES:
             known = int(code)
         return cls(status or known, code, told.message[:MAX_CAUSE_TEXT], told.param)
 
@@ -157,7 +161,7 @@ class Failure(msgspec.Struct, frozen=True):
         return text[:MAX_SUMMARY]
 
     def response(self) -> web.Response:
-        """The error as a complete answer."""
+        """Return the error as a complete answer."""
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
         body = msgspec.json.encode(self.body)
         return web.Response(
@@ -166,9 +170,10 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def bounded_code(code: str) -> str:
-    """A code for a metric's label: one of ours, or an HTTP status, which others use; anything else
-    is "other".
+    """Return a code for a metric's label: one of kvflow's own, or an HTTP status, which other
+    servers use; "other" for the rest.
     """
+    # Another server chooses the code: without a bound each new one would add a time series.
     return (
         code
         if code in _KNOWN_CODES or (len(code) == 3 and code.isascii() and code.isdigit())
@@ -177,7 +182,7 @@ def bounded_code(code: str) -> str:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Status, code and message of anything a handler may raise."""
+    """Return status, code and message of any error that a handler may raise."""
     if isinstance(error, RequestError):
         return Failure(error.status, error.reason, str(error)[:MAX_CAUSE_TEXT], error.param)
     if isinstance(error, KvflowError):
@@ -192,4 +197,5 @@ def failure_of(error: BaseException) -> Failure:
             str(Code.DEADLINE),
             "the request took longer than this server allows (--request-timeout-s)",
         )
+    # The text of an unexpected error is left out, because it may contain internal data.
     return Failure(500, str(Code.ENGINE_ERROR), f"internal error: {type(error).__name__}")

@@ -1,4 +1,4 @@
-"""From plain numbers to Prometheus families."""
+"""Prometheus families made from plain numbers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ REQUEST_SECONDS = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80),
     *(100, 200, 400, 600, 1200, 1800, 2400),
 )
-"""Upper bounds, in seconds, of the buckets of whatever lasts as long as a request."""
+"""Upper bounds, in seconds, of the buckets for durations of up to a whole request."""
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 V = TypeVar("V", bound=tuple[str, ...])
 
 
 def labelled(family: F, counts: Mapping[str, float]) -> F:
-    """`family`, which has one label, with a sample per value of it."""
+    """Add a sample per value of the one label of `family`. Return `family`."""
     for label, count in counts.items():
         family.add_metric([label], count)
     return family
@@ -35,10 +35,10 @@ def histograms(
     bounds: Sequence[float] | None = None,
     unit: float = 1.0,
 ) -> HistogramMetricFamily:
-    """A family of histograms by their label values.
+    """Return a family of histograms by their label values.
 
-    `bounds`: some of the histograms' own, in the family's unit, of which `unit` is the size; all of
-    them by default.
+    `bounds` selects some of the histograms' bounds, given in the unit of the family; by default all
+    are used. `unit` is the size of that unit in the histograms' unit.
     """
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, histogram in found.items():

@@ -1,8 +1,8 @@
-"""JSON that grows: a cumulative stream repeats all that it has sent, and yet encodes every token
+"""JSON that grows: a cumulative stream repeats all that it sent before, but encodes every token
 once.
 
-An answer may have a `GrowingText` or a `GrowingArray` anywhere. It is encoded to pieces, and full
-blocks of those two are among them as they are: an event of n bytes is never put together, and is
+An answer may contain a `GrowingText` or a `GrowingArray` anywhere. It is encoded to pieces, which
+include the full blocks of those two without a copy: an event of n bytes is never joined, and is
 written in steps of a bounded size.
 """
 
@@ -16,7 +16,9 @@ import msgspec
 from aiohttp import web
 
 BLOCK_BYTES = 1 << 17  # written at a time: some 50 us of the event loop
-_CUT = b"\0"  # where a growing value belongs; JSON has this byte nowhere, in strings it is escaped
+# The mark at the place of a growing value. JSON text never contains this byte, because strings
+# escape it.
+_CUT = b"\0"
 _RAW_CUT = msgspec.Raw(_CUT)
 
 
@@ -28,7 +30,7 @@ class _Growing:
         self._open = bytearray()
 
     def pieces(self) -> list[bytes]:
-        """The value so far, encoded. At most a block of it is copied."""
+        """Return the encoded value so far. At most one block of it is copied."""
         return [self.edges[:1], *self._blocks, bytes(self._open), self.edges[1:]]
 
     def _grow(self, encoded: bytes) -> None:
@@ -37,19 +39,19 @@ class _Growing:
             self.close_block()
 
     def close_block(self) -> None:
-        """What has been added is not copied again."""
+        """Close the open block, so that its bytes are not copied again."""
         if self._open:
             self._blocks.append(bytes(self._open))
             self._open.clear()
 
 
 class GrowingText(_Growing):
-    """A JSON string."""
+    """A JSON string that grows."""
 
     edges = b'""'
 
     def followed_by(self, text: str) -> GrowingText:
-        """Another one, of which the start is shared, and not copied."""
+        """Return a longer string that shares the beginning with this one, without a copy of it."""
         self.close_block()
         longer = GrowingText()
         longer._blocks = self._blocks.copy()
@@ -62,7 +64,7 @@ class GrowingText(_Growing):
 
 
 class GrowingArray(_Growing):
-    """A JSON array."""
+    """A JSON array that grows."""
 
     edges = b"[]"
 
@@ -72,12 +74,12 @@ class GrowingArray(_Growing):
         self._grow(msgspec.json.encode(element))
 
     def only(self) -> _Growing:
-        """The one element that was added, as a value of its own."""
+        """Return the one element of this array as a separate value."""
         return _Element(self)
 
 
 class _Element(_Growing):
-    """What stands between the brackets of an array."""
+    """The text between the brackets of an array."""
 
     def __init__(self, array: GrowingArray) -> None:
         self._array = array
@@ -87,7 +89,7 @@ class _Element(_Growing):
 
 
 def encode(answer: Any) -> list[bytes]:
-    """`answer` as JSON, in pieces: one, unless something in it grows."""
+    """Return `answer` as JSON, in pieces: one piece, unless a part of it grows."""
     growing: list[_Growing] = []
 
     def cut_out(value: Any) -> msgspec.Raw:
@@ -105,7 +107,9 @@ def encode(answer: Any) -> list[bytes]:
 
 
 async def write(response: web.StreamResponse, pieces: Iterable[bytes]) -> None:
-    """Write `pieces`, a block at a time; others get their turn of the event loop in between."""
+    """Write `pieces`, one block at a time; other tasks get their turn of the event loop in
+    between.
+    """
     steps = _steps(pieces)
     await response.write(next(steps, b""))
     for step in steps:
@@ -114,8 +118,8 @@ async def write(response: web.StreamResponse, pieces: Iterable[bytes]) -> None:
 
 
 def _steps(pieces: Iterable[bytes]) -> Iterator[bytes | memoryview]:
-    """The same bytes, small pieces joined and large ones cut; two steps in a row have more than a
-    block together.
+    """Yield the same bytes with small pieces joined and large ones cut. Two consecutive steps have
+    more than a block together, so the number of steps is bounded.
     """
     small: list[bytes | memoryview] = []
     size = 0

@@ -1,10 +1,10 @@
-"""Large JSON bodies, taken apart a step at a time: decoding 8 MiB at once holds up the event loop
-for up to 80 ms.
+"""Large JSON bodies, decoded in steps: decoding 8 MiB at once holds up the event loop for up to 80
+ms.
 
 A thread would not help, since the decoder keeps the interpreter lock. Long strings and long arrays
-of token ids are decoded in steps, others get their turn of the loop in between, and a marker is
-left in their place; the small rest is then decoded as every body is, and `LongValues.put_back`
-replaces the markers in it.
+of token ids are decoded in steps, between which other tasks get their turn of the loop, and a
+marker takes their place in the body. The small rest is then decoded as every body is, and
+`LongValues.put_back` replaces the markers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from numpy.typing import NDArray
 
 from kvflow.http.errors import RequestError
 
-LARGE_BYTES = 1 << 16  # a body from here on is taken apart
-LONG_BYTES = 1 << 8  # a string or array from here on is cut out
-MAX_REST_BYTES = 1 << 19  # of all that is shorter, which is decoded at once: some 4 ms
-# What a router adds to a body: the rooms of as many completions as it may ask for, and where their
-# prefill is.
+LARGE_BYTES = 1 << 16  # bodies from this size on are decoded in steps
+LONG_BYTES = 1 << 8  # strings and arrays from this size on are cut out
+MAX_REST_BYTES = 1 << 19  # of all shorter values, decoded at once: some 4 ms
+# The limit of what a router adds to a body: the rooms of as many completions as one body may ask
+# for, and the address of their prefill.
 MAX_ADDED_BYTES = 1 << 13
-# Strings and lists of a large body: each is a step of Python. No prompt that fits comes near it.
+# The limit of strings and lists in a large body, because each costs a step of Python. No prompt
+# that fits a model comes near it.
 MAX_VALUES = 1 << 18
 PROMPTS = frozenset({"input_ids", "prompt", "tokens"})
 _STEP_BYTES = 1 << 15  # some 200 us
 _STEP_VALUES = 256
-# The inside of a string in whole units, so that each part of it is a string: escapes, and both
-# halves of a pair.
+# The inside of a string in whole units, so that every prefix is a valid string: escapes, and both
+# halves of a surrogate pair, are not split.
 _UNITS = re.compile(
     rb'(?:[^"\\]++|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|'
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\[^u])*+"
@@ -45,7 +46,9 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class LongValues:
-    """What has been cut out of a body. A marker cannot be guessed: it is drawn for each body."""
+    """The values that were cut out of a body, with a marker for each. A client cannot guess a
+    marker, because it is drawn at random for each body.
+    """
 
     def __init__(self) -> None:
         self._name = secrets.token_hex(16)
@@ -53,8 +56,8 @@ class LongValues:
         self._found: list[str | NDArray[np.uint32]] = []
 
     def marker(self, value: str | NDArray[np.uint32]) -> bytes:
-        """What stands for `value` in the body: a string for a string, a list of token ids for
-        another.
+        """Return the marker for `value` in the body: a string for a string, a list of token ids for
+        an array.
         """
         self._found.append(value)
         index = len(self._found) - 1
@@ -63,11 +66,11 @@ class LongValues:
         )
 
     def put_back(self, body: S) -> S:
-        """A decoded body with everything in its place.
+        """Return a decoded body with every value in its place.
 
-        Prompts are arrays then, uint32 [n], where they are long.
+        A long prompt is then an array, uint32 [n].
 
-        Raises: RequestError for what is nested too deep.
+        Raises: RequestError for a body that is nested too deep.
         """
         if not self._found:
             return body
@@ -87,6 +90,8 @@ class LongValues:
             if value[:4] == self._numbers:
                 ids: Any = self._found[value[4]]
                 return ids if as_array else ids.tolist()
+            # A flat list of numbers contains no marker, and may be long: it is not copied element
+            # by element.
             flat = (
                 bool(value) and isinstance(value[0], int)
                 if as_array
@@ -99,13 +104,13 @@ class LongValues:
 
 
 async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValues]:
-    """`raw` with markers for its long values.
+    """Return `raw` with markers in place of its long values.
 
-    What is no JSON stays as it is: decoding the result tells. So many of its bytes may be those
-    that a router has added.
+    Text that is not JSON stays as it is: decoding the result reports it. `added_bytes` is how many
+    of the bytes a router may have added.
 
-    Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes without a long
-    one.
+    Raises: RequestError for more strings and lists than MAX_VALUES, or more bytes outside long
+    values than MAX_REST_BYTES.
     """
     found = _Body(raw)
     if len(raw) >= LARGE_BYTES:
@@ -123,7 +128,8 @@ async def take_apart(raw: bytes, added_bytes: int = 0) -> tuple[bytes, LongValue
 class _Body:
     """One pass over a body.
 
-    `_kept` is what has been passed, with markers; `_done` is how far that reaches.
+    `_kept` has the pieces of the condensed body so far, with markers; `_done` is the position in
+    the body up to which they reach.
     """
 
     def __init__(self, raw: bytes) -> None:
@@ -139,13 +145,15 @@ class _Body:
         while (quote := self._raw.find(b'"', at)) >= 0:
             await self._between_strings(at, quote)
             end = await self._string(quote)
+            # The string does not end, so this is not JSON: the rest stays as it is, and decoding it
+            # reports the error.
             if not end:
                 return
             at = end
         await self._between_strings(at, len(self._raw))
 
     async def _between_strings(self, start: int, end: int) -> None:
-        """Cut out the long arrays of `raw[start:end]`, in which no string is."""
+        """Cut out the long arrays of `raw[start:end]`, which contains no string."""
         at = start
         while end - at >= LONG_BYTES and (close := self._raw.find(b"]", at, end)) >= 0:
             await self._count()
@@ -157,19 +165,20 @@ class _Body:
             at = close + 1
 
     async def _string(self, quote: int) -> int:
-        """Where the string that begins at `quote` ends; 0 when it does not.
+        """Return the position after the string that begins at `quote`; 0 when it does not end.
 
-        A long one is cut out.
+        A long string is cut out.
         """
         raw, at = self._raw, quote + 1
         await self._count()
         parts: list[bytes] = []
         while True:
-            # It matches nothing as well.
+            # The pattern matches the empty text too, so there always is a match.
             end = _UNITS.match(raw, at, at + _STEP_BYTES).end()  # type: ignore[union-attr]
             if raw[end : end + 1] == b'"':
                 break
-            while end > at and raw[end : end + 1] and raw[end] & 0xC0 == 0x80:  # inside a character
+            # The cut must not be inside a UTF-8 character.
+            while end > at and raw[end : end + 1] and raw[end] & 0xC0 == 0x80:
                 end -= 1
             if end == at:
                 return 0
@@ -189,7 +198,7 @@ class _Body:
         return end + 1
 
     async def _ids(self, start: int, end: int) -> NDArray[np.uint32] | None:
-        """The token ids of a flat array, None when it is another one."""
+        """Return the token ids of a flat array; None where it has other elements."""
         parts: list[NDArray[np.uint32]] = []
         at = start
         while at <= end:

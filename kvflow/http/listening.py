@@ -1,4 +1,4 @@
-"""Listening sockets: bound before anything is loaded, served until a block ends."""
+"""Listening sockets: bound before a model is loaded, served until a block ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BACKLOG = 1024
 
 
 def bound_socket(host: str, port: int, flag: str) -> socket.socket:
-    """A bound TCP socket, so that a taken port is known before a model is loaded.
+    """Return a bound TCP socket. Binding early reports a taken port before a model is loaded.
 
     Raises: MisuseError, one line.
     """
@@ -39,14 +39,14 @@ def _cannot_listen(error: OSError, host: str, port: int, flag: str) -> MisuseErr
 
 
 def url_of(made: socket.socket, host: str) -> str:
-    """The URL under which this machine reaches a bound socket."""
+    """Return the URL under which this machine reaches a bound socket."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))
     return f"http://{shown}:{made.getsockname()[1]}"
 
 
 def reachable(host: str) -> str:
-    """The address that peers get of a role listening on `host`; for "every interface", that of the
-    default route.
+    """Return the address by which peers reach a role that listens on `host`; for "every interface",
+    the address of the default route.
     """
     if host not in ("0.0.0.0", "::"):
         return host
@@ -55,7 +55,8 @@ def reachable(host: str) -> str:
     )
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            # A documentation address on a datagram socket: nothing is sent.
+            # Connecting a datagram socket sends no packet; it only makes the kernel choose a route.
+            # The address is one reserved for documentation.
             probe.connect((outside, 9))
         except OSError:
             return "127.0.0.1" if family == socket.AF_INET else "::1"
@@ -70,7 +71,8 @@ async def listening_on(app: web.Application, made: socket.socket) -> AsyncGenera
     await runner.setup()
     try:
         try:
-            # Here, because uvloop hides the error when another process listens already.
+            # The socket listens before the site starts, because uvloop hides the error when another
+            # process listens already.
             made.listen(_BACKLOG)
         except OSError as error:
             raise _cannot_listen(error, host, port, "--port") from None

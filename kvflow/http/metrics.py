@@ -17,17 +17,17 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300
 
 
 class HttpMetrics:
-    """Requests, answers and refusals, and the families of whatever answers."""
+    """Counts of requests, answers and refusals, and the families of the server behind them."""
 
     def __init__(
         self, families: Callable[[Tally[str]], Iterable[Metric]] = lambda refusals: ()
     ) -> None:
-        """`families` makes more of them at each scrape. It gets the requests refused here, by code,
-        and adds those that were refused elsewhere.
+        """`families` yields further families at each scrape. It gets the requests refused here, by
+        code, and adds those that were refused elsewhere.
         """
         self._families = families
         self.registry = CollectorRegistry()
-        self._refusals: Tally[str] = Tally()  # before a request had a room, by code
+        self._refusals: Tally[str] = Tally()  # by code, of requests that never had a room
         self._requests = Counter(
             "kvflow_requests", "Requests answered.", ("route", "status"), registry=self.registry
         )
@@ -62,7 +62,7 @@ class HttpMetrics:
         self._seconds.labels(route).observe(seconds)
 
     def refused(self, code: str) -> None:
-        """A request ended before it had a room."""
+        """Count a request that ended before it had a room."""
         self._refusals[code] += 1
 
     def stream_failed(self, failure: Failure) -> None:
@@ -75,11 +75,13 @@ class HttpMetrics:
         self._gone.inc()
 
     def response(self) -> web.Response:
-        """The exposition, text format 0.0.4."""
+        """Return the exposition in text format 0.0.4."""
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=generate_latest(self.registry), headers=headers)
 
     def _collect(self) -> Iterator[Metric]:
+        # A copy, because `families` adds to it: otherwise every scrape would count those refusals
+        # again.
         refusals = Tally(self._refusals)
         yield from self._families(refusals)
         refused = "Requests that ended before they had a room, by the code of their error."

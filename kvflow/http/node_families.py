@@ -1,4 +1,4 @@
-"""What a node has and moves as Prometheus families, whatever engine it serves."""
+"""The Prometheus families of a node's memory and transfers, with any engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def node_families(report: NodeReport) -> Iterator[Metric]:
-    """What a node has and moves, whatever engine it serves."""
+    """Yield the families of a node's memory and transfers, with any engine."""
     yield from _memory(report)
     yield from _rooms(report)
 
@@ -27,6 +27,7 @@ def _memory(report: NodeReport) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "kvflow_pool_bytes", "Bytes of the KV pool, its rows included.", value=report.pool_bytes
     )
+    # Only models with a recurrent state have rows.
     if report.rows_total:
         rows = GaugeMetricFamily(
             "kvflow_rows", "State rows of the pool by owner; a request has one.", labels=["owner"]

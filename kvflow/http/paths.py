@@ -1,4 +1,4 @@
-"""Paths that a worker serves and the router passes on."""
+"""Paths that a worker serves and the router forwards."""
 
 TOKENIZE_PATHS = ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")
-WORKERS_PATH = "/workers"  # of the router: where a worker joins, and leaves
+WORKERS_PATH = "/workers"  # of the router: workers join and leave here

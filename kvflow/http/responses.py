@@ -1,4 +1,4 @@
-"""What several routes answer with."""
+"""Answers that several routes give."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from aiohttp import web
 
 from kvflow.http.growing import BLOCK_BYTES, encode, write
 
-READ_TIMEOUT_S = 60.0  # of an answer that is too large for the buffers between here and its client
+# The time that a client has to read an answer that is larger than the buffers on the way to it.
+READ_TIMEOUT_S = 60.0
 
 
 def json_response(body: Any, status: int = 200) -> web.Response:
-    """`body` as a JSON answer."""
+    """Return `body` as a JSON answer."""
     return web.Response(
         body=msgspec.json.encode(body), status=status, content_type="application/json"
     )
 
 
 async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse:
-    """`body`, in which something may have grown large, as a JSON answer; a large one has been sent
-    when this returns.
+    """Return `body`, a part of which may have grown large, as a JSON answer. A large answer is sent
+    before this returns.
 
     Raises: ConnectionError when the client disconnects, or does not read.
     """
@@ -39,6 +40,7 @@ async def long_json_response(http: web.Request, body: Any) -> web.StreamResponse
             await write(response, pieces)
             await response.write_eof()
     except TimeoutError:
+        # Closing the transport would wait for the buffered bytes that the client does not read.
         if http.transport is not None:
             http.transport.abort()
         raise ConnectionResetError(

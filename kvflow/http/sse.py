@@ -1,5 +1,5 @@
-"""Server-sent events: data lines, empty lines during silence, one error event when a started stream
-fails.
+"""Server-sent events: data lines, empty lines during silence, and one error event when a started
+stream fails.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvflow.http.growing import encode, write
 
 T = TypeVar("T")
 
-# An empty event, which every client skips. By the standard a comment would be as good, but clients
-# that read by lines (sglang.bench_serving) take every line that is not empty for JSON.
+# An empty event, which every client skips. The standard would allow a comment as well, but clients
+# that read line by line (sglang.bench_serving) take every line that is not empty for JSON.
 KEEPALIVE = b"\n\n"
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {
@@ -32,7 +32,7 @@ _HEADERS = {
 class EventStream:
     """One response as an event stream.
 
-    Any write raises ConnectionError once the client has disconnected.
+    Every write raises ConnectionError after the client disconnected.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -44,24 +44,24 @@ class EventStream:
         return self._response
 
     async def start(self) -> None:
-        """Status and headers leave with the next write:
-        from here on an error can only be an event.
+        """Prepare the response. Status and headers leave with the next write: from here on an error
+        can only be an event.
         """
         await self._response.prepare(self._request)
 
     async def send(self, *events: Any) -> None:
-        """JSON events, in one write unless they are large."""
+        """Send JSON events, in one write unless they are large."""
         pieces: list[bytes] = []
         for event in events:
             pieces += (b"data: ", *encode(event), b"\n\n")
         await write(self._response, pieces)
 
     async def keepalive(self) -> None:
-        """Send an empty event: proxies notice by the write that their client has disconnected."""
+        """Send an empty event: only a write makes a proxy notice that its client disconnected."""
         await self._response.write(KEEPALIVE)
 
     async def fail(self, failure: Failure) -> None:
-        """The error as the last event."""
+        """Send the error as the last event."""
         await self.send(failure.body)
         await self._response.write_eof()
 
@@ -71,13 +71,14 @@ class EventStream:
 
 
 class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
-    """Items of all `sources` with the index of their source, in batches: all that have come since
-    the last one.
+    """Items of all `sources` with the index of their source, in batches: a batch has all that
+    arrived since the last one.
 
     After `silence_s` without an item the batch is empty. The first error is raised after the items
     before it. A slow reader gets larger batches. An item costs neither a task nor a timer: each
-    source has one task, and all of them one timer. Use as an async context manager: leaving closes
-    all sources, and returns only then, also when leaving is cancelled, once or repeatedly.
+    source has one task, and all of them share one timer. Use it as an async context manager:
+    leaving closes all sources and returns only after that, even when leaving is cancelled, once or
+    repeatedly.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._tasks = [
             asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)
         ]
-        # Not in the task: one that is cancelled before its first step never runs.
+        # A done callback, not code in the task: a task that is cancelled before its first step
+        # never runs.
         for task in self._tasks:
             task.add_done_callback(self._ended)
         if self._silence_s is not None:
@@ -138,15 +140,16 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         return batch
 
     def has_begun(self, index: int) -> bool:
-        """False in the turn of the event loop in which this was entered: a source that is closed
-        then never runs.
+        """Return True after the source began to run. It is False in the turn of the event loop in
+        which this object was entered: a source that is closed in that turn never runs.
         """
         return index in self._begun
 
     def stop(self, index: int, last: T) -> None:
-        """Close one source; `last` is its last item, whatever it still gives or raises.
+        """Close one source. `last` becomes its last item, and its further items and errors are
+        dropped.
 
-        The others go on.
+        The other sources continue.
         """
         if index in self._stopped or self._tasks[index].done():
             return
@@ -180,12 +183,13 @@ class Arrivals(AsyncIterator[list[tuple[int, T]]], Generic[T]):
         self._timer = asyncio.get_running_loop().call_later(after_s, self._look, silence_s)
 
     def _look(self, silence_s: float) -> None:
-        """Has the reader waited in silence?
+        """Wake the reader if it waited in silence.
 
-        One that is busy, because its client is slow, is left alone.
+        A reader that is busy, because its client is slow, is left alone.
         """
         left_s = self._asked_at_s + silence_s - asyncio.get_running_loop().time()
         if left_s <= 0:
             self._silent = True
             self._wake()
+        # The timer is set again only here, not for each item: that would cost more than the item.
         self._look_in(left_s if left_s > 0 else silence_s, silence_s)
