@@ -1,14 +1,14 @@
-"""kvflow as a KV connector of vLLM: prefill's blocks are written into decode's, and no block is
-used again unproven.
+"""kvflow as a KV connector of vLLM: prefill's blocks are written into decode's, and a block is used
+again only after proof that writes to it have ended.
 
     vllm serve MODEL --kv-transfer-config CONFIG
 
 CONFIG is `{"kv_connector": "KvflowConnector", "kv_role": "kv_producer"}` for prefill, "kv_consumer"
 for decode.
 
-vLLM finds the connector by itself where kvflow is installed beside it (an entry point of
-`vllm.general_plugins`); where plugins are off, `"kv_connector_module_path":
-"kvflow.connectors.vllm"` names it. What can be set: `settings.py`.
+vLLM finds the connector where kvflow is installed beside it, through an entry point of
+`vllm.general_plugins`. Where plugins are off, `"kv_connector_module_path":
+"kvflow.connectors.vllm"` names it. `settings.py` has the settings.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from kvflow.connectors.vllm.version import NAME, check_version, is_supported
 
 
 def register() -> None:
-    """What vLLM calls once in each of its processes.
+    """Register the connector. vLLM calls this once in each of its processes.
 
-    It loads nothing until the connector is asked for.
+    The connector itself is loaded when vLLM asks for it.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    # Plugins are loaded more than once in some processes.
+    # Some processes load plugins more than once, and vLLM refuses to register a name again.
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
+    # The other parts replace methods of vLLM, which are known only for the supported version.
     if is_supported():
         from kvflow.connectors.vllm import few_cores, frontend
 
@@ -35,6 +36,8 @@ def register() -> None:
         few_cores.install()
 
 
+# A module attribute that is computed on access: the import of this module must not load torch, and
+# an unsupported vLLM must fail only where the connector is used.
 def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""`KvflowConnector`: vLLM's interface, each call handed to the side and the role that it is for.
+"""`KvflowConnector`: vLLM's interface, which forwards each call to the side and the role that
+handle it.
 
-vLLM makes one in the scheduler's process and one in each worker's. They talk through vLLM only:
-`StepMeta` with every step, `StepNews` with its output.
+vLLM makes one instance in the scheduler's process and one in each worker's. They communicate
+through vLLM only: `StepMeta` goes with every step, and `StepNews` with its output.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from kvflow.protocols.errors import MisuseError
 log = logging.getLogger("vllm.kvflow")
 KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(StepNews)
-# Of a step without a model: vLLM makes one after the other while a request waits for us.
+# The wait in a step without a model. While a request waits for kvflow, vLLM makes such steps
+# without a pause.
 _IDLE_WAIT_S = 0.005
 
 
@@ -45,8 +47,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises: MisuseError for settings that cannot be, a vLLM that does not go on from a cached
-        beginning, and a KV cache that kvflow does not move."""
+        """Read the settings and make the scheduler side; the worker side starts with the KV cache.
+
+        Raises: MisuseError for settings that cannot be, a vLLM that does not continue from a cached
+        beginning, and a KV cache that kvflow does not move.
+        """
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_continues(vllm_config)
@@ -83,7 +88,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _bootstrap_port(self) -> int:
-        """Of this engine's rank 0."""
+        """The registry port of this engine's rank 0."""
         return self._settings.port_of_engine(
             self._vllm_config.parallel_config.data_parallel_index, self._ranks
         )
@@ -94,7 +99,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._prefill is not None:
             self._prefill.block_ids_of = kv_cache_manager.get_block_ids
-            # One is never handed out.
+            # vLLM keeps one block as a placeholder and never hands it out.
             self._prefill.num_blocks = kv_cache_manager.block_pool.num_gpu_blocks - 1
         if self._decode is not None:
             self._decode.block_pool = kv_cache_manager.block_pool
@@ -102,8 +107,10 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         try:
             asked = read_params(request.kv_transfer_params)
-        except MisuseError as error:  # the API server has refused it, unless plugins are off there
-            if not request.abort_immediately:  # so vLLM tells us of what it has refused
+        # The API server refused this request already, unless plugins are off there.
+        except MisuseError as error:
+            # vLLM reports requests that it refused too; those are marked so and are not served.
+            if not request.abort_immediately:
                 log.error("request %s is served without a transfer: %s", request.request_id, error)
             return
         if isinstance(asked, ToDecode) and self._prefill is not None:
@@ -114,6 +121,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        # None makes vLLM ask again in its next step; the request then waits without blocks.
         if self._prefill is not None and not self._prefill.may_begin(request):
             return None, False
         count = (
@@ -157,13 +165,17 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
-        """vLLM goes on making steps while blocks wait for proof: it comes with a step."""
+        """Keep vLLM making steps while blocks wait for proof, because the proof comes with a
+        step.
+        """
         return self._decode is not None and self._decode.quarantined_blocks > 0
 
     # --- in a worker
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         is_target = self._kv_transfer_config.is_kv_consumer
+        # The "local" plane writes into the target's memory from another process, so the cache of a
+        # decode must be in a shared segment.
         if self._settings.transfer_backend == "local" and is_target:
             return shared_allocation(self._segments)
         return None

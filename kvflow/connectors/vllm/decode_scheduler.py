@@ -1,13 +1,14 @@
-"""Decode in vLLM's scheduler: what is to be loaded, into which blocks, and which blocks wait for
+"""Decode in vLLM's scheduler: which blocks are loaded for which request, and which blocks wait for
 proof.
 
-A request that was announced before its prefill has begun takes no blocks until it has: blocks that
-wait for a prefill which in turn waits for blocks would hold up those that could go on.
+A request that is announced before its prefill begins takes no blocks until prefill begins.
+Otherwise its blocks could wait for a prefill that in turn waits for blocks, and hold up requests
+that could continue.
 
-A load that has failed is over for vLLM at once: the request fails, or computes its prompt in other
-blocks. Until every worker says that nothing can write into the old ones any more, one more
-reference keeps them out of the pool. It is taken before vLLM is told: a worker that has told us of
-a failure waits for our word (`StepMeta.held`).
+A load that fails is over for vLLM at once: the request fails, or computes its prompt in other
+blocks. A further reference keeps the old blocks out of the pool until every worker reports that
+they cannot be written any more. The reference is taken before vLLM learns of the failure: a worker
+that reported a failure to this side waits for its confirmation (`StepMeta.held`).
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ log = logging.getLogger("vllm.kvflow")
 
 
 class _Load:
-    """One request, from its arrival until its blocks are there, or will never be."""
+    """One request, from its arrival until its load ends."""
 
     def __init__(self, request: Any, waits_for: set[int]) -> None:
-        """`waits_for`: the workers whose part of its prefill has not begun."""
+        """`waits_for` has the workers whose part of its prefill has not begun."""
         self.request, self.waits_for = request, waits_for
         self.is_offered = False
-        self.blocks: Sequence[int] = ()  # what prefill may write
+        self.blocks: Sequence[int] = ()  # the blocks that prefill may write
 
 
 class _Quarantine:
-    """Blocks of a load that has failed. `left`: workers whose part of them may still be written."""
+    """The blocks of a load that failed. `left` has the workers whose part of them may still be
+    written.
+    """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
         self.blocks = blocks
@@ -45,20 +48,20 @@ class _Quarantine:
 
 
 class DecodeScheduler:
-    """Requests with `do_remote_prefill`, from their arrival until their blocks are there, or proven
-    free.
+    """Requests with `do_remote_prefill`, from their arrival until their load ends or their blocks
+    are proven free.
     """
 
     def __init__(self, block_size: int, workers: int) -> None:
-        """`workers`: of this engine; of several, each loads its part from prefill's worker of the
-        same number.
+        """`workers` is the number of this engine's workers. Where there are several, each loads its
+        part from prefill's worker of the same number.
         """
         self._block_size, self._workers = block_size, workers
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
         self._used: dict[int, None] = {}  # numbers of the latest rooms
-        self._next = StepMeta()  # what the next step tells the workers
-        self.block_pool: Any = None  # vLLM's
+        self._next = StepMeta()  # the message to the workers with the next step
+        self.block_pool: Any = None  # vLLM's, set after its start
 
     @property
     def quarantined_blocks(self) -> int:
@@ -69,7 +72,8 @@ class DecodeScheduler:
         if request.prompt_token_ids is None:
             log.warning("request %s has embeddings for a prompt: it is computed here", name)
             return
-        # N > 1, several prompts of one request, or it is asked once more.
+        # A room serves one prompt once. The others come from N > 1, from several prompts in one
+        # request, or from a repeated request.
         if params.room in self._used:
             log.info(
                 "request %s: room %d has been used before: its prompt is computed here",
@@ -97,14 +101,17 @@ class DecodeScheduler:
         )
 
     def tokens_to_load(self, request: Any, num_computed_tokens: int) -> int | None:
-        """How much of the prompt prefill has beyond what this engine's prefix cache has; None while
-        it has not begun: vLLM asks again in its next step. Without side effects."""
+        """Return how many tokens of the prompt prefill has beyond this engine's prefix cache; None
+        while prefill has not begun, and vLLM then asks again in its next step. It has no side
+        effects.
+        """
         load = self._loads.get(request.request_id)
         if load is None or load.is_offered:
             return 0
         tokens, size = request.num_prompt_tokens, self._block_size
-        # The last token is computed here in any case, and at most a block with it: then nothing
-        # needs to travel.
+        # vLLM computes the last token here in any case, and at most a block with it. With
+        # everything before that in the cache, a transfer would bring only blocks that are computed
+        # anyway.
         if num_computed_tokens and num_computed_tokens >= (tokens - 1) // size * size:
             return 0
         return None if load.waits_for else int(tokens - num_computed_tokens)
@@ -118,7 +125,8 @@ class DecodeScheduler:
             return
         load.is_offered = True
         tokens = request.num_prompt_tokens
-        if not num_external_tokens:  # prefill is told that it may forget the prompt
+        # An empty offer ends the room, so that prefill can forget the prompt.
+        if not num_external_tokens:
             self._next.offers[name] = Offer((), tokens)
             del self._loads[name]
             return
@@ -136,13 +144,15 @@ class DecodeScheduler:
         self._next = StepMeta()
 
     def finished(self, request: Any) -> None:
-        """It is over for vLLM, which keeps blocks that are being loaded until they are reported."""
+        """Note that vLLM ended the request. vLLM keeps blocks that are being loaded until they are
+        reported.
+        """
         if self._loads.pop(request.request_id, None) is not None:
             self._next.abandoned.append(request.request_id)
 
     def update(self, news: StepNews, received: set[str]) -> None:
-        """What the workers have told with a step:
-        of `received` requests nothing more is to come.
+        """Take the workers' news of a step. `received` are requests whose load is over at every
+        worker.
         """
         for name, workers in news.ready.items():
             if (load := self._loads.get(name)) is not None:
@@ -150,6 +160,8 @@ class DecodeScheduler:
         for name, workers in news.failures.items():
             load = self._loads.get(name)
             if load is not None:
+                # The trace headers are the one part of a request that vLLM returns with an error,
+                # so they carry the reason to the API server.
                 headers = load.request.trace_headers or {}
                 load.request.trace_headers = {**headers, REASON: encode_reason(news.failed[name])}
                 self._hold(name, load.blocks, workers)
@@ -158,6 +170,8 @@ class DecodeScheduler:
             if found is not None:
                 found.left -= workers
                 if not found.left:
+                    # Reversed, as vLLM frees a request's blocks: those at the end of a prompt are
+                    # evicted first.
                     self.block_pool.free_blocks(reversed(self._quarantine.pop(name).blocks))
         for name in received:
             self._loads.pop(name, None)

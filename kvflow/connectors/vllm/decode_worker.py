@@ -1,5 +1,5 @@
-"""Decode in a worker: lends vLLM's blocks to prefill, and tells vLLM what has landed, failed, is
-proven free.
+"""Decode in a worker: it lends vLLM's blocks to prefill, and reports to vLLM the blocks that
+landed, failed, or are proven free.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ log = logging.getLogger("vllm.kvflow")
 
 
 class _Target:
-    """One request's load, from its announcement until nothing can write into its blocks."""
+    """One request's load, from its announcement until its blocks cannot be written any more."""
 
     def __init__(self, what: OpenTarget) -> None:
         self.request, self.workers = what.request, len(what.prefill)
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
-        self.cause: Cause | None = None  # why it failed
-        self.is_told = False  # the scheduler side knows of it
-        self.is_held = False  # and keeps the blocks: vLLM may be told
-        self.is_abandoned = False  # over for vLLM, which waits for the blocks
-        self.is_released = False  # nothing can write any more
-        self.quarantined = 0  # of its blocks, as counted
+        self.cause: Cause | None = None  # of the failure
+        self.is_told = False  # the scheduler side knows of the failure
+        self.is_held = False  # the scheduler side keeps the blocks: vLLM may know of the failure
+        self.is_abandoned = False  # ended by vLLM, which waits for the blocks
+        self.is_released = False  # no write can reach the blocks any more
+        self.quarantined = 0  # its blocks in `quarantined_blocks`
         self.opened_at_s = time.monotonic()
 
 
 class DecodeWorker(WorkerSide[DecodeThread]):
-    """The requests of one worker."""
+    """The loads of one worker."""
 
     def __init__(
         self,
@@ -47,25 +47,26 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         rank: int,
         load_deadline_s: float | None,
     ) -> None:
-        """`rank`: of this worker; it loads from prefill's worker of the same number.
+        """`rank` is this worker's number; it loads from prefill's worker of the same number.
 
-        `load_deadline_s`: how long blocks are lent to a prefill that does not fill them."""
+        `load_deadline_s` is how long it lends blocks to a prefill that does not fill them.
+        """
         super().__init__(thread, stats, wake)
         self._rank, self._deadline_s = rank, load_deadline_s
-        self._due_s: dict[str, float] = {}  # deadlines of loads under way, in their order
+        self._due_s: dict[str, float] = {}  # deadlines of running loads, in their order
         self._targets: dict[str, _Target] = {}
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._news = StepNews()
         self.quarantined_blocks = 0
-        """Of loads that have ended, and that may still be written."""
+        """Blocks of loads that ended, which may still be written."""
 
     @property
     def is_busy(self) -> bool:
         return bool(self._targets or self._received)
 
     def begin(self, meta: StepMeta) -> None:
-        """Before a step: loads that begin, blocks that are there for them,
+        """Prepare a step: open the rooms of new loads, lend their blocks, and end the loads of
         requests that are over.
         """
         with self._lock:
@@ -84,8 +85,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     self._abandon(target)
 
     def finished(self) -> tuple[set[str], set[str]]:
-        """Ids of the requests that vLLM need not wait for any longer, and those of them whose
-        blocks never came.
+        """Return the ids of the requests for which vLLM need not wait any longer, and those of them
+        whose load failed.
         """
         with self._lock:
             found = self._received, self._failed
@@ -95,6 +96,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
     def take_news(self) -> StepNews | None:
         with self._lock:
             news, self._news = self._news, StepNews()
+        # An empty message is not sent, because vLLM would pickle it and merge it in every step.
         return news if news.ready or news.failures or news.released else None
 
     # --- all below holds the lock
@@ -132,7 +134,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _offer(self, target: _Target, offer: Offer) -> None:
         self._lend(target, offer)
-        if target.cause is not None:  # it failed while it was only announced
+        # The load failed while it was only announced.
+        if target.cause is not None:
             self._tell(target)
             return
         assert target.room is not None
@@ -142,7 +145,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             target.room.close(error.cause())
 
     def _never(self, target: _Target, cause: Cause) -> None:
-        """There is no room, and nothing was lent."""
+        """Note that a load failed before it had a room. Its blocks were not lent."""
         target.is_released = True
         self._fail(target, cause)
 
@@ -154,19 +157,21 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                 log.warning(
                     "request %s: its blocks do not come from prefill: %s", target.request, cause
                 )
+        # Without an offer the scheduler side still waits for prefill. It has to take blocks first:
+        # only a request that waits for blocks can fail in vLLM.
         if target.offer is None:
             self._ready(target, set(range(target.workers)))
         self._count(target)
         self._tell(target)
 
     def _ready(self, target: _Target, workers: set[int]) -> None:
-        """The scheduler side need not wait for these any longer, before it takes blocks for the
-        request.
+        """Report that the scheduler side need not wait for these workers before it takes blocks for
+        the request.
         """
         self._news.ready[target.request] = self._news.ready.get(target.request, set()) | workers
 
     def _tell(self, target: _Target) -> None:
-        """Of a failure, once vLLM waits for the blocks."""
+        """Report a failure to the scheduler side, once vLLM waits for the blocks."""
         if target.is_abandoned or target.offer is None or target.is_told or target.cause is None:
             return
         if not target.offer.is_waited_for:
@@ -185,7 +190,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._drop(target)
 
     def _abandon(self, target: _Target) -> None:
-        if target.is_held:  # vLLM waits no longer
+        # vLLM already knows of the failure and does not wait for this load.
+        if target.is_held:
             return
         target.is_abandoned = True
         self._count(target)
@@ -218,7 +224,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._end(target)
 
     def _end(self, target: _Target) -> None:
-        """Landed, or over at both ends: vLLM may go on with the blocks, if it waits for them."""
+        """Finish a load that landed or is over at both ends. vLLM may continue with the blocks, if
+        it waits for them.
+        """
         if target.offer is not None and target.offer.is_waited_for:
             self._received.add(target.request)
         self._drop(target)
@@ -229,7 +237,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         self._count(target)
 
     def _count(self, target: _Target) -> None:
-        """Its blocks, after each change of what they wait for."""
+        """Update the count of blocks in quarantine, after each change of a target."""
         is_over = target.cause is not None or target.is_abandoned
         is_held = (
             is_over and target.offer is not None and self._targets.get(target.request) is target
@@ -240,6 +248,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _expire(self) -> float:
         now = time.monotonic()
+        # All loads have the same deadline, so the first one in the dictionary is the first to
+        # expire.
         while (name := next(iter(self._due_s), None)) is not None:
             if (left_s := self._due_s[name] - now) > 0:
                 return min(left_s, super()._expire())

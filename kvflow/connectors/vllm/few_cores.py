@@ -1,9 +1,8 @@
 """Pauses in the loops in which vLLM's processes wait for each other, for hosts with few cores.
 
-For a second after each message vLLM's engine and every worker take a core. Where there are fewer
-cores than such loops, whatever else has to run, transfers too, waits for its turn, at times for
-seconds (two servers on two cores: the slowest first token came after 1.1 s, and after 0.1 s with
-pauses).
+vLLM's engine and every worker occupy a core for a second after each message. Where there are fewer
+cores than such loops, all other work, transfers included, waits for its turn, at times for seconds:
+with two servers on two cores the slowest first token came after 1.1 s, and with pauses after 0.1 s.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Any
 
 VARIABLE = "KVFLOW_VLLM_FEW_CORES"
 _PAUSE_S = 0.0003
-_IDLE_AFTER_S = 60.0  # afterwards they wait as vLLM does, which then sleeps until it is woken
+_IDLE_AFTER_S = 60.0  # after this vLLM's own wait is used, which sleeps until a message
 
 
 def install() -> None:
-    """Where the variable is set: pause in these loops. Once in a process."""
+    """Pause in these loops where the variable is set. Takes effect once in a process."""
     if os.environ.get(VARIABLE, "") in ("", "0"):
         return
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition

@@ -1,9 +1,9 @@
-"""What vLLM's API server does with our settings and our part of a request: refuse what is wrong,
-say why a load failed.
+"""Checks of the settings and of `kv_transfer_params` in vLLM's API server, and the reason of a
+failed load in its answers.
 
-vLLM has no hook for either: a failed load is "Internal server error" to its client; what is wrong
-in `kv_transfer_params` is found only by the scheduler, where nobody can be told, and what is wrong
-with the settings only when the model has been loaded. So three of its methods are wrapped, those of
+vLLM has no hook for either. A failed load is "Internal server error" to its client; an error in
+`kv_transfer_params` is found only by the scheduler, which cannot answer the client, and an error in
+the settings only after the model is loaded. Three methods of vLLM are therefore wrapped, those of
 the version that `version.py` names.
 """
 
@@ -21,8 +21,8 @@ from kvflow.http.errors import STATUS_OF_CODE
 from kvflow.protocols.errors import Cause, Code, MisuseError
 
 _FURTHER_PROMPT = re.compile(r"cmpl-.*-[1-9][0-9]*", re.DOTALL)
-CLIENT_CLOSED_REQUEST = 499  # the other leg's client has left
-# In a request's trace headers: the one thing of it that vLLM sends with an error.
+CLIENT_CLOSED_REQUEST = 499  # the other leg's client left
+# A key in a request's trace headers, the one part of a request that vLLM returns with an error.
 REASON = "kvflow-failed"
 
 
@@ -36,20 +36,22 @@ def read_reason(text: str) -> Cause:
 
 
 def is_further_prompt(request_id: str) -> bool:
-    """Whether a request, by the name that vLLM's API server gives it, is not the first of a list of
-    prompts.
+    """Return True where a request is not the first of a list of prompts, by the name that vLLM's
+    API server gives it.
     """
     return _FURTHER_PROMPT.fullmatch(request_id) is not None
 
 
 def _status(cause: Cause) -> HTTPStatus:
-    """Of an answer; 502 where kvflow's own servers say 499, which HTTPStatus does not know."""
+    """Return the status of an answer: 502 in place of 499, which kvflow's own servers send and
+    HTTPStatus does not know.
+    """
     found = STATUS_OF_CODE.get(cause.code, 500)
     return HTTPStatus.BAD_GATEWAY if found == CLIENT_CLOSED_REQUEST else HTTPStatus(found)
 
 
 def install() -> None:
-    """Wrap them, once in a process."""
+    """Wrap the three methods, once in a process."""
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.output_processor import OutputProcessor
 
@@ -62,7 +64,7 @@ def install() -> None:
 def _starting(init: Any) -> Any:
     @wraps(init)
     def started(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        """Before the engine is started. Raises: MisuseError."""
+        """Check the settings before the engine starts. Raises: MisuseError."""
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == NAME:
             Settings.read(transfer.kv_connector_extra_config)
@@ -87,13 +89,14 @@ def _checking(process_inputs: Any) -> Any:
                 _check_role(asked, transfer)
             except MisuseError as error:
                 raise VLLMValidationError(str(error), parameter="kv_transfer_params") from None
-            # One room serves one prompt, and prefill's answer speaks of the first.
+            # One room serves one prompt, and prefill's answer is about the first.
             if is_further_prompt(request_id):
                 params.extra_args = {
                     name: value for name, value in extra.items() if name != "kv_transfer_params"
                 }
             if isinstance(asked, ToDecode):
-                params.n = 1  # of a prompt's computation; its answer's text is nobody's
+                # One computation of the prompt is enough: the text of prefill's answer is not used.
+                params.n = 1
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)
 
     return checked
@@ -118,7 +121,7 @@ def _telling(process_outputs: Any) -> Any:
     from vllm.exceptions import GenerationError, GracefulHTTPError
 
     class TransferError(GracefulHTTPError, GenerationError):  # type: ignore[misc]
-        """An answer of its own status, also in a stream; one line in the log."""
+        """An answer with its own status, in a stream too, and one line in the log."""
 
         def __init__(self, cause: Cause) -> None:
             status = _status(cause)

@@ -1,4 +1,4 @@
-"""vLLM's KV cache as a pool of ours: one page a block, its inner layout vLLM's own affair."""
+"""vLLM's KV cache as a pool of kvflow: one page per block, whose inner layout only vLLM knows."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ log = logging.getLogger("vllm.kvflow")
 
 
 def check_groups(config: KVCacheConfig) -> int:
-    """The tokens of a block.
+    """Return the tokens of a block.
 
-    Raises: MisuseError for a cache in which a block is more than its prompt's tokens.
+    Raises: MisuseError for a cache whose blocks contain more than the prompt's tokens.
     """
     groups = config.kv_cache_groups
     if len(groups) != 1:
@@ -43,7 +43,7 @@ def check_groups(config: KVCacheConfig) -> int:
         list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     )
     for each in inner:
-        # The type itself: one that derives from it keeps something else besides, or gives blocks up
+        # The type must be exactly one of these: a derived type keeps further data, or frees blocks
         # while it decodes.
         if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
             raise MisuseError(
@@ -67,16 +67,16 @@ def check_groups(config: KVCacheConfig) -> int:
 
 @contextmanager
 def shared_allocation(found: list[SharedSegment]) -> Generator[None]:
-    """While vLLM allocates its KV cache: in a segment, left in `found`, that prefills here can
-    write into.
+    """Place the KV cache that vLLM allocates within the block in a segment, so that prefills on
+    this machine can write into it. The segment is added to `found`.
     """
     with _InSegment(found):
         yield
 
 
 class _InSegment(TorchFunctionMode):
-    """vLLM allocates the whole cache as one `torch.zeros` of bytes (v1/worker/utils.py,
-    allocate_kv_cache).
+    """A mode in which the allocation of the KV cache returns a shared segment. vLLM allocates the
+    whole cache as one `torch.zeros` of bytes (v1/worker/utils.py, allocate_kv_cache).
     """
 
     def __init__(self, found: list[SharedSegment]) -> None:
@@ -98,11 +98,11 @@ class _InSegment(TorchFunctionMode):
 
 
 class Heads(NamedTuple):
-    """The K/V heads of a model whose layers are split over `shards` workers, of which this is
-    number `shard`.
+    """The K/V heads of a model whose layers are split over `shards` workers, as seen by worker
+    `shard`.
 
-    `total` heads; fewer than shards, or none of their own (MLA: 0), and several shards have the
-    same.
+    `total` is the number of heads. Where there are fewer heads than shards, or none per shard (MLA:
+    0), several shards have the same part.
     """
 
     total: int
@@ -110,8 +110,8 @@ class Heads(NamedTuple):
     shards: int
 
     def part(self, heads: int, axis: int) -> dict[str, int]:
-        """Which part of a layer's cache this shard has, `heads` heads along `axis`: fields of
-        `components.Part`.
+        """Return the part of a layer's cache that this shard has, `heads` heads along `axis`, as
+        fields of `components.Part`.
         """
         if not self.total:
             return {"replica": self.shard, "replicas": self.shards}
@@ -135,18 +135,23 @@ def pool_over(
     segment: SharedSegment | None,
     heads: Heads | None = None,
 ) -> PagedPool:
-    """`caches`: vLLM's layers by name, each [blocks, heads, slots, width] in any order of memory, a
-    block of each contiguous. `layout`: what else two of them must have in common. `heads`: of a
-    worker whose decode has all workers' parts in one; otherwise each has its counterpart. Raises:
-    LayoutError."""
-    # Layers that share a cache (cross-layer KV sharing) are the same bytes: once is enough.
+    """Return a pool over `caches`: vLLM's layers by name, each [blocks, heads, slots, width] in any
+    order of memory, with each block contiguous.
+
+    `layout` describes what else two caches must share. `heads` is given for a worker whose decode
+    has the parts of all workers; otherwise each worker has its counterpart.
+
+    Raises: LayoutError.
+    """
+    # Layers that share a cache (cross-layer KV sharing) are the same bytes, which need one
+    # transfer.
     distinct: dict[int, str] = {}
     for name, cache in caches.items():
         distinct.setdefault(cache.data_ptr(), name)
     streams, parts = {}, {}
     for name in distinct.values():
         cache = caches[name]
-        # Of its dimensions in memory.
+        # The dimensions in the order in which they lie in memory.
         order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
         streams[name] = cache.permute(0, *order)
         if heads is not None:
@@ -163,8 +168,8 @@ def pool_over(
 
 
 def model_fingerprint(model_config: Any, cache_dtype: str) -> str:
-    """Whose KV cache it is: architecture and types to be read, configuration and weights as
-    digests.
+    """Return whose KV cache it is: architecture and types in readable form, configuration and
+    weights as digests.
     """
     name = model_config.model
     config = model_config.hf_config.to_dict()

@@ -1,6 +1,8 @@
-"""What vLLM carries between the two sides of a connector: from the scheduler's process to every
-worker's before a step, and back with the step's output. One machine's own processes; vLLM pickles
-them."""
+"""Messages between the two sides of a connector, which vLLM carries: from the scheduler's process
+to every worker's before a step, and back with the step's output.
+
+The processes belong to one engine, and vLLM pickles the messages.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Prompt = NDArray[np.uint32]
 
 @dataclass
 class OpenSource:
-    """Prefill's half of a room begins."""
+    """Prefill: a request whose half of a room opens."""
 
     request: str
     room: int
@@ -26,8 +28,8 @@ class OpenSource:
 
 @dataclass
 class Computed:
-    """Prefill: the request's blocks when the step is over, from its first; only full ones unless it
-    is all.
+    """Prefill: a request's blocks at the end of the step, from its first; only full ones unless
+    `is_all`.
     """
 
     blocks: Sequence[int]
@@ -36,10 +38,11 @@ class Computed:
 
 @dataclass
 class OpenTarget:
-    """Decode's half of a room begins; without an `Offer` in the same step it is only announced.
+    """Decode: a request whose half of a room opens; without an `Offer` in the same step it is only
+    announced.
 
-    `prefill`: the registries of its workers, "host:port", by number. `refusal`: why nothing can be
-    loaded; the worker tells prefill, and vLLM.
+    `prefill` has the registries of prefill's workers, "host:port", by number. `refusal` is the
+    reason why the request cannot be loaded; the worker sends it to prefill and reports it to vLLM.
     """
 
     request: str
@@ -51,8 +54,8 @@ class OpenTarget:
 
 @dataclass
 class Offer:
-    """Decode: the blocks for the prompt after its first `prefix_tokens`; none where it has all that
-    it can use.
+    """Decode: the blocks for the prompt after its first `prefix_tokens`; empty where decode already
+    has all that it can use.
     """
 
     blocks: Sequence[int]
@@ -60,44 +63,45 @@ class Offer:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether vLLM waits for them."""
+        """True while vLLM waits for these blocks."""
         return bool(self.blocks)
 
 
 @dataclass
 class StepMeta:
-    """All that a step tells the workers. Keys are ids of requests."""
+    """The message to the workers with a step. Keys are ids of requests."""
 
     sources: list[OpenSource] = field(default_factory=list)
-    # prefill: requests that are sure to get all of their blocks.
+    # prefill: requests that are certain to get all of their blocks
     begun: list[str] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)
     preempted: list[str] = field(default_factory=list)
-    # prefill: requests, and whether they were aborted.
+    # prefill: requests that ended, and True for those that were aborted
     finished: dict[str, bool] = field(default_factory=dict)
     targets: list[OpenTarget] = field(default_factory=list)
     offers: dict[str, Offer] = field(default_factory=dict)
-    # decode: the blocks of loads that failed are kept; the workers at which they did may tell vLLM
+    # decode: failed loads whose blocks the scheduler side keeps, with the workers that may now
+    # report the failure to vLLM
     held: dict[str, set[int]] = field(default_factory=dict)
-    # decode: requests that ended before their load did.
+    # decode: requests that ended before their load did
     abandoned: list[str] = field(default_factory=list)
-    idle: bool = False  # no model runs in this step: the engine only waits for us
+    idle: bool = False  # no model runs in this step: the engine only waits for kvflow
 
 
 @dataclass
 class StepNews:
-    """What workers tell the scheduler side, beside what vLLM asks for."""
+    """News from the workers to the scheduler side, beside the results that vLLM asks for."""
 
-    # decode: the workers at which a load waits for its prefill no longer: that has begun, or never
-    # will
+    # decode: by load, the workers that do not wait for prefill any longer, because their part of it
+    # began or will never begin
     ready: dict[str, set[int]] = field(default_factory=dict)
     failed: dict[str, Cause] = field(default_factory=dict)  # the first cause counts
-    failures: dict[str, set[int]] = field(default_factory=dict)  # at which workers
-    # Of those: where nothing can write any more.
+    failures: dict[str, set[int]] = field(default_factory=dict)  # the workers that failed
+    # decode: those of `failures` at which the blocks cannot be written any more
     released: dict[str, set[int]] = field(default_factory=dict)
 
     def aggregate(self, other: StepNews) -> StepNews:
-        """What two workers tell."""
+        """Return the news of two workers as one."""
         return StepNews(
             _joined(self.ready, other.ready),
             other.failed | self.failed,

@@ -1,12 +1,12 @@
-"""`kv_transfer_params`, the field by which a proxy tells vLLM what a request is to fetch, or to
-leave for a decode.
+"""`kv_transfer_params`, the field by which a proxy names what a request has to fetch from a
+prefill, or to leave for a decode.
 
-One after the other (the contract of vLLM's and llm-d's proxies): prefill is asked with
-`{"do_remote_decode": true}`, and what it answers with is copied, whatever it is, into the request
-for decode. Both at once: the proxy draws the room's number itself and gives it to both legs, and
-decode also `remote_host` and `remote_port`; the pages then stream while prefill computes. Proxies
-for vLLM's MooncakeConnector do so in words of their own, which are understood, too: `transfer_id`
-for the room, `remote_bootstrap_addr` for the address.
+One leg after the other (the contract of vLLM's and llm-d's proxies): the proxy asks prefill with
+`{"do_remote_decode": true}`, and copies its answer unread into the request for decode. Both legs at
+once: the proxy draws the room's number and gives it to both legs, and gives decode `remote_host`
+and `remote_port` too; the pages then travel while prefill computes. Proxies for vLLM's
+MooncakeConnector do the same with other fields, which are accepted too: `transfer_id` for the room,
+`remote_bootstrap_addr` for the address.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ _ADDRESS = re.compile(
 class ToDecode(msgspec.Struct, frozen=True):
     """Prefill's leg.
 
-    Without a room of the proxy's, one is drawn when the prompt has been computed.
+    Where the proxy gives no room, one is drawn when the prompt is computed.
     """
 
     room: int | None
 
 
 class FromPrefill(msgspec.Struct, frozen=True):
-    """Decode's leg: where the prompt's blocks come from. `port` is that of prefill's rank 0."""
+    """Decode's leg: the source of the prompt's blocks. `port` is that of prefill's rank 0."""
 
     room: int
     host: str
     port: int
     workers: int | None = None
-    """How many a decode of this prefill must have; None where nobody has said."""
+    """The number of workers that a decode of this prefill must have; None where it is not known."""
     is_computed: bool = False
-    """Prefill has said so: it holds all of the blocks."""
+    """True where prefill's answer states that it holds all of the blocks."""
 
     def registry(self, rank: int) -> str:
-        """Of the rank of that number: each has one of its own."""
+        """Return the registry of rank `rank`; each rank has one."""
         return registry_address(self.host, self.port + rank)
 
 
 def read_params(params: object) -> ToDecode | FromPrefill | None:
-    """What one request's `kv_transfer_params` ask for; None for nothing.
+    """Return what one request's `kv_transfer_params` ask for; None where they ask for no transfer.
 
     Fields that other connectors use are ignored.
 
@@ -94,8 +94,8 @@ def read_params(params: object) -> ToDecode | FromPrefill | None:
 def prefill_answer(
     host: str, port: int, *, engine: str, workers: int, tensor_parallel: int
 ) -> dict[str, Any]:
-    """What every answer of a prefill says to its decode, which also gets the room: `read_params`
-    reads it there.
+    """Return the part of a prefill's answers that is the same for every request; the room is added
+    to it. `read_params` reads both at decode.
     """
     return {
         "do_remote_prefill": True,
@@ -131,13 +131,14 @@ def _checked(found: FromPrefill) -> FromPrefill:
 
 
 def _room(params: dict[str, Any]) -> int:
-    """Its number; of a `transfer_id` a digest of it."""
+    """Return the room's number; for a `transfer_id`, a digest of it."""
     name = params.get(_TRANSFER)
     if params.get(ROOM) is not None or name is None:
         return _number(params, ROOM, 1, MAX_ROOM)
     try:
         encoded = name.encode() if isinstance(name, str) else b""
-    except UnicodeEncodeError:  # half a surrogate pair, which JSON can write
+    # Half a surrogate pair, which JSON can write.
+    except UnicodeEncodeError:
         encoded = b""
     if not encoded:
         raise MisuseError(f"{_FIELD}: {_TRANSFER} {_shown(name)} is not a text")
@@ -153,6 +154,7 @@ def _flag(params: dict[str, Any], name: str) -> bool:
 
 def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
     value = params.get(name)
+    # A proxy that reads JSON numbers as doubles returns them with a fraction of 0.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -163,9 +165,10 @@ def _number(params: dict[str, Any], name: str, least: int, most: int) -> int:
 
 
 def _shown(value: object) -> str:
-    """In a refusal: a value may be megabytes."""
+    """Return a value for an error text, cut because it may be megabytes long."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python writes
+    # An integer with more digits than Python converts.
+    except ValueError:
         return "of thousands of digits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,11 +1,11 @@
 """Prefill in vLLM's scheduler: which requests leave their blocks to a decode, and which blocks are
 computed.
 
-A request keeps its blocks until decode has them, and decode may wait for blocks of its own. So that
-no two requests wait for each other, each of which holds at one side what the other one needs there,
-a request begins when the whole cache has a place for its prompt beside those that have begun. Each
-of them then gets all of its blocks, whatever decode does, and decode takes blocks only for a
-request that has begun.
+A request keeps its blocks until decode has them, and decode may have to wait for free blocks. Two
+requests could then wait for each other, each holding on one side the blocks that the other needs
+there. To rule that out, a request begins only when the whole cache has a place for its prompt
+beside those that have begun. Each of these then gets all of its blocks, whatever decode does, and
+decode takes blocks only for a request that has begun.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
 from kvflow.connectors.vllm.prompts import prompt_of
 
 log = logging.getLogger("vllm.kvflow")
-_COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # of vLLM's RequestStatus
+_COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")  # names in vLLM's RequestStatus
 
 
 class PrefillScheduler:
-    """Requests with `do_remote_decode`, from their arrival until vLLM is done with them."""
+    """Requests with `do_remote_decode`, from their arrival until vLLM ends them."""
 
     def __init__(self, block_size: int, answer: dict[str, Any]) -> None:
-        """`answer`: what each request's answer tells its decode besides the room
+        """`answer` is the part of each request's answer to its decode beside the room
         (`params.prefill_answer`).
         """
         self._block_size, self._answer = block_size, answer
-        # Requests whose room the proxy named: they are sent as they are computed.
+        # Requests whose room was named by the proxy: their blocks are sent while they are computed.
         self._streaming: dict[str, Any] = {}
         self._rooms: dict[str, int] = {}
-        self._places: dict[str, int] = {}  # how many blocks each one that has begun may need
+        self._places: dict[str, int] = {}  # blocks that each begun request may need
         self._taken = 0  # their sum
-        # In the step that is being planned, one did not begin: none behind it does.
+        # True where a request did not begin in the step that is being planned. Those behind it do
+        # not begin either, so that a large request is not overtaken forever.
         self._is_held_up = False
-        self.num_blocks = 0  # vLLM's
-        self._next = StepMeta()  # what the next step tells the workers
-        self.block_ids_of: Any = None  # vLLM's: from a request's id to its blocks, group by group
+        self.num_blocks = 0  # of vLLM's cache
+        self._next = StepMeta()  # the message to the workers with the next step
+        self.block_ids_of: Any = None  # vLLM's: from a request's id to its blocks, by group
 
     def new_request(self, request: Any, params: ToDecode) -> None:
         name = request.request_id
@@ -53,13 +54,15 @@ class PrefillScheduler:
             self._open(request, params.room)
 
     def may_begin(self, request: Any) -> bool:
-        """Whether there is a place for its prompt; it is its own from then on. vLLM asks in the
-        order of its queue.
+        """Return True where there is a place for the request's prompt, which it then keeps. vLLM
+        asks in the order of its queue.
         """
         name = request.request_id
         if name not in self._rooms or name in self._places:
             return True
         wanted = self._blocks_of(request)
+        # A request that would be alone always begins, so that even a prompt as large as the cache
+        # does not wait forever.
         if self._is_held_up or (self._places and self._taken + wanted > self.num_blocks):
             self._is_held_up = True
             return False
@@ -67,8 +70,8 @@ class PrefillScheduler:
         return True
 
     def allocated(self, request: Any) -> None:
-        """It has its first blocks; vLLM has not asked whether it may begin where it takes nothing
-        from any cache.
+        """Note that the request has its first blocks. vLLM does not ask `may_begin` for a request
+        that uses no cache, so it takes its place here.
         """
         name = request.request_id
         if name not in self._places:
@@ -78,12 +81,12 @@ class PrefillScheduler:
             self._next.begun.append(name)
 
     def sent(self, names: set[str]) -> None:
-        """vLLM has their blocks back."""
+        """Free the places of requests whose blocks vLLM has back."""
         for name in names:
             self._leave_place(name)
 
     def build_meta(self, meta: StepMeta, output: Any) -> None:
-        """Add what the workers must know of the step that vLLM has just planned."""
+        """Add what the workers must know of the step that vLLM just planned."""
         meta.sources, meta.computed, meta.finished = (
             self._next.sources,
             self._next.computed,
@@ -91,14 +94,14 @@ class PrefillScheduler:
         )
         meta.begun = self._next.begun
         self._next, self._is_held_up = StepMeta(), False
-        # Also those that have ended since: vLLM may have given their blocks away already.
+        # Requests that ended since then are included: vLLM may have given their blocks to others.
         mine = self._streaming.keys() | meta.finished.keys()
         meta.preempted = [name for name in output.preempted_req_ids or () if name in mine]
         for name, count in output.num_scheduled_tokens.items():
             request = self._streaming.get(name)
             if request is None:
                 continue
-            computed = request.num_computed_tokens + count  # when this step is over
+            computed = request.num_computed_tokens + count  # at the end of this step
             is_all = computed >= request.num_prompt_tokens
             full = self._blocks_of(request) if is_all else computed // self._block_size
             meta.computed[name] = Computed(self.block_ids_of(name)[0][:full], is_all)
@@ -106,8 +109,8 @@ class PrefillScheduler:
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM must keep the request's blocks until it is reported as sent, and what its
-        answer carries.
+        """Return True where vLLM must keep the request's blocks until they are reported as sent,
+        and the fields for its answer.
         """
         name = request.request_id
         room, streams = self._rooms.pop(name, None), self._streaming.pop(name, None) is not None

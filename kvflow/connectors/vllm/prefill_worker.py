@@ -1,5 +1,5 @@
-"""Prefill in a worker: sends blocks to decode as they are computed, and tells vLLM when nothing
-reads them.
+"""Prefill in a worker: it sends blocks to decode as they are computed, and reports to vLLM when no
+write reads them any more.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kvflow.node.threads.rooms import PrefillThreadRoom, RoomEvent
 from kvflow.protocols.errors import Cause, Code, KvflowError
 
 log = logging.getLogger("vllm.kvflow")
-# How long a step waits for writes that read blocks which it is about to overwrite.
+# A step waits so long for the writes that read blocks which it will overwrite.
 _PREEMPTION_S = 0.2
 
 
 class _Source:
-    """One request's blocks, from the opening of its room until nothing reads them."""
+    """One request's blocks, from the opening of its room until no write reads them."""
 
     def __init__(self, request: str) -> None:
         self.request = request
         self.room: PrefillThreadRoom | None = None
         self.blocks: Sequence[int] = ()
         self.is_all = False
-        self.sent = 0  # blocks, those that decode had among them
-        self.is_over = False  # vLLM waits to hear that its blocks are free
+        self.sent = 0  # blocks, including those that decode had
+        self.is_over = False  # vLLM waits until its blocks are free
         self.opened_at_s = time.monotonic()
 
 
@@ -48,15 +48,15 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         super().__init__(thread, stats, wake)
         self._deadline_s, self._block_size = source_deadline_s, thread.pool.layout.page_size
         self._sources: dict[str, _Source] = {}
-        self._done: set[str] = set()  # of those that are over: vLLM may have the blocks
+        self._done: set[str] = set()  # ended requests whose blocks vLLM may use
 
     @property
     def is_busy(self) -> bool:
         return bool(self._sources)
 
     def begin(self, meta: StepMeta) -> None:
-        """Before a step: rooms that open with it, and those whose blocks decode need wait for no
-        longer.
+        """Prepare a step: open the rooms of its requests, and begin those that are certain to get
+        all of their blocks.
         """
         with self._lock:
             for what in meta.sources:
@@ -67,29 +67,30 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                     source.room.begin()
 
     def preempt(self, meta: StepMeta) -> None:
-        """Before a step that overwrites blocks of requests which vLLM has preempted: wait until no
-        write reads them.
+        """Wait, before a step that overwrites blocks of preempted requests, until no write reads
+        them.
 
-        A write that takes longer is ended, and with it its room: what it may still read reaches
-        pages that decode then never uses.
+        A write that takes longer is ended together with its room: the bytes that it may still read
+        reach pages that decode then never uses.
         """
         for name in meta.preempted:
             with self._lock:
                 source = self._sources.get(name)
                 if source is None or source.room is None:
                     continue
-                # Forgotten before the wait: decode's half may come meanwhile, and would be sent
-                # them.
+                # The blocks are forgotten before the wait, because decode's half may arrive during
+                # it, and they would be sent.
                 blocks, source.blocks, source.is_all = source.blocks[: source.sent], (), False
             if not self.thread.wait_released(blocks, _PREEMPTION_S):
                 source.room.close(
                     Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent")
                 )
-                # The node knows of it: from here on the room cannot succeed.
+                # The call returns after the node processed the end of the room, which cannot
+                # succeed from here on.
                 self.thread.ask(lambda _: None)
 
     def computed(self, meta: StepMeta) -> None:
-        """After a step: what can be sent now."""
+        """Send the blocks that a step computed, as far as decode is ready for them."""
         with self._lock:
             for name, computed in meta.computed.items():
                 if (source := self._sources.get(name)) is not None:
@@ -97,11 +98,12 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                     self._send(source)
 
     def finished(self, meta: StepMeta) -> set[str]:
-        """Ids of the requests whose blocks vLLM may use for others."""
+        """Return the ids of the requests whose blocks vLLM may use for others."""
         with self._lock:
             for name, was_aborted in meta.finished.items():
                 source = self._sources.get(name)
-                if source is None:  # its room ended before the request did
+                # The room ended before the request did.
+                if source is None:
                     self._done.add(name)
                     continue
                 source.is_over = True
@@ -125,6 +127,8 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         if room is None or not room.matched or room.last_sent or room.error is not None:
             return
         assert room.prefix_tokens is not None
+        # Rounded up, because a prefix that is the whole prompt may end inside a block, and then no
+        # block is sent.
         first = max(source.sent, -(-room.prefix_tokens // self._block_size))
         chunk = source.blocks[first:]
         if not chunk and not source.is_all:
@@ -146,7 +150,8 @@ class PrefillWorker(WorkerSide[PrefillThread]):
             self.stats.sent(blocks, time.monotonic() - source.opened_at_s)
         elif event.kind == "failed":
             assert event.error is not None
-            if event.error.code is Code.CLIENT_GONE:  # here or at decode
+            # The request ended here or at decode, which is no failure of the transfer.
+            if event.error.code is Code.CLIENT_GONE:
                 return
             self.stats.failed(event.error.code)
             log.warning("request %s: its blocks were not sent: %s", source.request, event.error)

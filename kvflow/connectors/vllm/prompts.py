@@ -1,4 +1,4 @@
-"""What both halves of a room must agree on: the prompt, and what else its KV cache depends on."""
+"""The prompt that both halves of a room must agree on, with all that its KV cache depends on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kvflow.connectors.vllm.messages import Prompt
 
 
 def prompt_of(request: Any) -> Prompt:
-    """The token ids of a vLLM request, uint32 [n].
+    """Return the token ids of a vLLM request, uint32 [n].
 
-    An adapter and media (only whose place is in the ids) are folded in with the first of them: with
-    others the two halves never meet."""
+    An adapter and media change the KV cache but not the ids, where media appear only as
+    placeholders. They are folded into the first id: two halves with different ones never meet.
+    """
     ids = np.array(request.prompt_token_ids, np.uint32)
     adapter = request.lora_request.lora_name if request.lora_request is not None else ""
     media = [feature.identifier for feature in request.mm_features or ()]

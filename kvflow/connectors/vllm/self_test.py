@@ -21,10 +21,15 @@ _SHOWN = 3  # layers
 
 
 def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks: int) -> None:
-    """Write one block through `caches`, vLLM's layers, and move it by the description in `pool`, by
-    which planes find their bytes: the block it was moved to must read as the first one, and the
-    blocks around both as before. No block is in use yet; a layout that passes has every byte put
-    back. Raises: LayoutError naming the layers that do not pass."""
+    """Move one block and check that vLLM's layers read it back unchanged.
+
+    A block is written through `caches`, vLLM's layers, and moved by the description in `pool`, by
+    which planes find their bytes. The target block must then read as the source, and the blocks
+    around both as before. No block is in use yet, and every byte is put back where the layout
+    passes.
+
+    Raises: LayoutError naming the layers that do not pass.
+    """
     for name, cache in caches.items():
         if cache.shape[0] != num_blocks:
             shape = tuple(cache.shape)
@@ -35,13 +40,15 @@ def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks:
     if num_blocks < 2:
         return
     source, target = num_blocks - 1, num_blocks // 2 - 1
+    # The neighbours and block 0 would show bytes that were written to a wrong place.
     near = sorted(
         {n for at in (source, target) for n in (at - 1, at, at + 1) if 0 <= n < num_blocks} | {0}
     )
     kept = {name: _read(cache, near) for name, cache in caches.items()}
     try:
         for seed, cache in enumerate(caches.values()):
-            for block in near:  # no two of them alike, so that a byte from elsewhere shows
+            # All patterns differ, so that a byte from another block is noticed.
+            for block in near:
                 cache[block].copy_(_pattern(cache, seed * num_blocks + block))
         wanted = {name: _read(cache, near) for name, cache in caches.items()}
         for blocks in wanted.values():
@@ -81,7 +88,7 @@ def _move(pool: PagedPool, source: int, target: int) -> None:
 
 
 def _settle(pool: PagedPool) -> None:
-    """The device has done what it was given: copies of ours are not in the order of vLLM's."""
+    """Wait until the device finished all its work: kvflow's copies are not ordered with vLLM's."""
     if not pool.on_host:
         import torch
 
@@ -89,7 +96,9 @@ def _settle(pool: PagedPool) -> None:
 
 
 def _pattern(cache: torch.Tensor, seed: int) -> torch.Tensor:
-    """One block of any bytes, of the cache's own type: what it makes of them does not matter."""
+    """Return one block of random bytes in the cache's type; the numbers that they form do not
+    matter.
+    """
     import torch
 
     size = cache[0].numel() * cache.element_size()
@@ -102,7 +111,7 @@ def _read(cache: torch.Tensor, blocks: Iterable[int]) -> dict[int, torch.Tensor]
 
 
 def _are_alike(one: Mapping[int, torch.Tensor], other: Mapping[int, torch.Tensor]) -> bool:
-    """Byte by byte: a number may differ from itself."""
+    """Compare byte by byte, because a number may differ from itself (NaN)."""
     import torch
 
     pairs = ((one[block].contiguous(), other[block].contiguous()) for block in one)

@@ -1,4 +1,4 @@
-"""What can be set in `kv_connector_extra_config`."""
+"""The settings in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -15,57 +15,65 @@ _FIELD = "kv_connector_extra_config"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One vLLM instance's. Times are seconds."""
+    """The settings of one vLLM instance. Times are seconds."""
 
     transfer_backend: str = "mooncake"
-    """The data plane: local (one machine), mooncake, nixl, ascend or mori;
-    the same on both sides.
+    """The data plane: local (one machine), mooncake, nixl, ascend or mori; the same on both
+    sides.
     """
     host: str = "127.0.0.1"
-    """Where the other side reaches this one."""
+    """The address at which the other side reaches this one."""
     bootstrap_port: int = 8998
-    """Of a prefill: decodes find rank r at this port + r, where /health and /metrics are, too.
+    """The registry port of a prefill: decodes find rank r at this port + r, which also serves
+    /health and /metrics.
 
-    A data-parallel engine takes the ports behind those of the engines before it."""
+    A data-parallel engine takes the ports behind those of the engines before it.
+    """
     ib_device: str = ""
     """RDMA device; empty for TCP."""
     decode_workers: int | None = None
-    """Of a prefill with several workers, by tensor or pipeline parallelism: how many its decodes
-    have: 1, which has all of their parts, or as many (None), each the counterpart of one."""
+    """For a prefill with several workers, by tensor or pipeline parallelism: the number of workers
+    of its decodes. With 1, that worker has the parts of all; with None there are as many, each the
+    counterpart of one.
+    """
     verify_transfers: bool = False
-    """A checksum with every chunk: set it on both sides."""
+    """Send a checksum with every chunk. Set it on both sides."""
     control_key_file: str = ""
-    """The key of `kvflow keygen` that a prefill and its decodes share; empty: no encryption, and
-    anybody may ask.
+    """The key of `kvflow keygen` that a prefill and its decodes share. Empty: no encryption, and
+    any caller is accepted.
     """
     api_key: str = ""
-    """What decodes need to ask a prefill's registry; empty: nothing."""
+    """The key that decodes need to ask a prefill's registry; empty: no key."""
     source_deadline_s: float = 30.0
-    """How long a prefill keeps the blocks of a prompt for a decode that has not asked for them, and
-    decode's half of a room for its own. One that has asked is waited for as long as it lives."""
+    """The time for which a prefill keeps the blocks of a prompt for a decode that did not ask for
+    them, and for which decode's half of a room waits for prefill's. For a decode that asked,
+    prefill waits as long as that decode lives.
+    """
     load_deadline_s: float | None = 300.0
-    """How long a decode lends blocks to a prefill that does not fill them; None: as long as prefill
-    lives.
+    """The time for which a decode lends blocks to a prefill that does not fill them; None: as long
+    as prefill lives.
     """
     lost_after_s: float = Timing().lost_after_s
-    """Without a sign of life for so long the other side is lost: requests fail, their blocks wait
+    """The silence after which the other side counts as lost: requests fail, and their blocks wait
     for proof.
     """
     quarantine_share: float = Bounds().quarantine_share
-    """Of decode's blocks: while more of them wait for proof, nothing is loaded."""
+    """The share of decode's blocks: while more of them wait for proof, loads are refused."""
     status_port: int = 0
-    """Of a decode: rank r answers GET /health and /metrics at this port + r. 0: nowhere."""
+    """The status port of a decode: rank r serves GET /health and /metrics at this port + r. 0: not
+    served.
+    """
     fingerprint: str = ""
-    """Which model this is, for weights that kvflow cannot read; compared as it is.
+    """The identity of the model, for weights that kvflow cannot read; compared as a text.
 
-    Empty: worked out from the files.
+    Empty: computed from the files.
     """
     rate_limit_bytes_per_s: float | None = None
-    """Of this prefill's writes; for tests."""
+    """The limit of this prefill's writes; for tests."""
 
     @classmethod
     def read(cls, extra: dict[str, Any]) -> Self:
-        """Raises: MisuseError naming the field and its limits."""
+        """Return the settings in `extra`. Raises: MisuseError naming the field and its limits."""
         try:
             found = msgspec.convert(extra, cls)
         except msgspec.ValidationError as error:
@@ -78,16 +86,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return found
 
     def port_of_engine(self, number: int, ranks: int) -> int:
-        """Of rank 0 of the data-parallel engine of that number; each of the `ranks` of those before
-        it has one.
+        """Return the registry port of rank 0 of data-parallel engine `number`. Each of the `ranks`
+        workers of the engines before it takes one port.
         """
         return self.bootstrap_port + number * ranks
 
     def check(self) -> None:
-        """Raises: MisuseError."""
+        """Raises: MisuseError for a value outside its limits."""
         self._check_host()
         check_plane(self.transfer_backend, self.ib_device, self.host)
-        RegistryClient(self.api_key)  # refuses a key that no HTTP header can carry
+        # The client refuses a key that an HTTP header cannot carry.
+        RegistryClient(self.api_key)
         check_time("source_deadline_s", self.source_deadline_s)
         if self.load_deadline_s is not None:
             check_time("load_deadline_s", self.load_deadline_s)
@@ -113,7 +122,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def timing(self) -> Timing:
-        # A step of the model may stand between the two legs of a request that are posted at once.
+        # A step of the model may pass between the two legs of a request that are sent at once, so a
+        # half waits as long as prefill keeps blocks.
         return Timing(
             lost_after_s=self.lost_after_s,
             rendezvous_s=self.source_deadline_s,
@@ -126,10 +136,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_continues(vllm_config: Any) -> None:
-    """vLLM itself computes over what is cached of a prompt, in chunks or from a common prefix, or
-    it has both switched off: for MLA on CPUs without AMX, for layers that are not causal, on
-    RISC-V. There it would compute the end of a prompt that was loaded as if nothing came before it.
-    Raises: MisuseError."""
+    """Check that vLLM computes from a cached beginning of a prompt.
+
+    It does so in chunks or from a common prefix, unless it has both switched off: for MLA on CPUs
+    without AMX, for layers that are not causal, on RISC-V. There it would compute the end of a
+    loaded prompt without attention to its beginning.
+
+    Raises: MisuseError.
+    """
     if (
         vllm_config.scheduler_config.enable_chunked_prefill
         or vllm_config.cache_config.enable_prefix_caching

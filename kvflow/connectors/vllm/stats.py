@@ -1,4 +1,4 @@
-"""What the workers moved, as vLLM's logs and its /metrics show it."""
+"""The workers' transfers, as vLLM's logs and its /metrics show them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 
 
 class KvflowStats(KVConnectorStats):  # type: ignore[misc]
-    """What has happened since it was last taken; `data` is that of `transfers.Transfers`."""
+    """Transfers since the last report; `data` is that of `transfers.Transfers`."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data or no_transfers()
@@ -32,11 +32,13 @@ class KvflowStats(KVConnectorStats):  # type: ignore[misc]
             self.data[name] += other.data[name]
         for code, count in other.data["failed"].items():
             self.data["failed"][code] = self.data["failed"].get(code, 0) + count
+        # The number of blocks in quarantine is a level, not a count: the latest value replaces the
+        # earlier one.
         self.data["quarantine"].update(other.data["quarantine"])
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's periodic log line."""
+        """Return the values for vLLM's periodic log line."""
         shown: dict[str, int | float] = {}
         for way in WAYS:
             seconds, size = self.data[f"{way}_seconds"], self.data[f"{way}_bytes"]
@@ -52,7 +54,7 @@ class KvflowStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvflowPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The same at vLLM's /metrics, as `vllm:kvflow_*`."""
+    """The same values at vLLM's /metrics, as `vllm:kvflow_*`."""
 
     def __init__(
         self,

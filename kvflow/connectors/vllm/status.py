@@ -1,5 +1,5 @@
-"""What a worker says of itself over HTTP: how decodes find it, whether it can serve, and kvflow's
-own metrics.
+"""The HTTP status of a worker: the registry for decodes, whether it can serve, and kvflow's own
+metrics.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ log = logging.getLogger("vllm.kvflow")
 
 
 class StatusServer:
-    """One worker's, on a loop of its own: a node whose loop stands still is seen to be so.
+    """The status server of one worker. It runs on a separate loop, so that it can report a node
+    whose loop stands still.
 
-    GET /ranks (of a prefill), /health (503 while it cannot serve), /metrics (of one that is both:
-    prefill's, and /metrics/decode), and /query, where proxies for vLLM's MooncakeConnector look for
-    the id of a prefill's engine.
+    It serves GET /ranks (of a prefill), /health (503 while the worker cannot serve), /metrics (for
+    a worker with both roles those of prefill, and /metrics/decode), and /query, where proxies for
+    vLLM's MooncakeConnector look for the id of a prefill's engine.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class StatusServer:
         self._loop: LoopThread | None = None
 
     def start(self, host: str, port: int, api_key: str = "") -> int:
-        """Returns the port. Raises: MisuseError (the port cannot be bound)."""
+        """Bind the port and serve. Return the port. Raises: MisuseError (the port cannot be
+        bound).
+        """
         serving = serve_ranks(self._table, host, port, api_key, documents=self._documents)
         loop = LoopThread("kvflow-status")
         try:
@@ -75,7 +78,7 @@ class StatusServer:
         return found
 
     def join(self, leader: str, api_key: str) -> None:
-        """Have the registry of rank 0, "host:port", know this rank, too: now, or as soon as it
+        """Register this rank with the registry of rank 0, "host:port", now or as soon as it
         answers.
         """
         assert self._loop is not None
@@ -144,9 +147,9 @@ def _scraped(thread: Thread) -> Answer:
 
 
 def _state(thread: Thread) -> tuple[str, NodeReport]:
-    """Why it cannot serve, or "", and what it has.
+    """Return why the worker cannot serve, or "", and its report.
 
-    "Free" are blocks that no transfer uses; of others, vLLM knows.
+    "Free" are the blocks that no transfer uses; only vLLM knows whether it uses them.
     """
     busy, total = thread.pages.busy_pages, thread.pages.num_pages
 

@@ -1,4 +1,4 @@
-"""What one worker moved, counted as it happens."""
+"""Counts of one worker's transfers, updated as they happen."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ LISTS = tuple(f"{way}_{what}" for way in WAYS for what in ("seconds", "bytes"))
 
 
 def no_transfers() -> dict[str, Any]:
-    """Seconds and bytes of each prompt by direction, failures by code, and the blocks that wait for
-    proof, by worker, where their number has changed."""
+    """Return empty counts: seconds and bytes of each prompt by direction, failures by code, and by
+    worker the blocks that wait for proof, where their number changed.
+    """
     return {name: [] for name in LISTS} | {"failed": {}, "quarantine": {}}
 
 
 class Transfers:
-    """Where one worker counts; any thread."""
+    """The counts of one worker, which any thread may update."""
 
     def __init__(self, block_bytes: int, worker: str) -> None:
         self._block_bytes, self._worker = block_bytes, worker
         self._lock = threading.Lock()
         self._data = no_transfers()
-        self._quarantine: int | None = None  # as last told
+        self._quarantine: int | None = None  # as last reported
 
     def sent(self, blocks: int, seconds: float) -> None:
         self._moved("sent", blocks, seconds)
@@ -41,7 +42,7 @@ class Transfers:
                 self._quarantine = self._data["quarantine"][self._worker] = blocks
 
     def take(self) -> dict[str, Any] | None:
-        """What has happened since it was last taken; None for nothing."""
+        """Return the counts since the last call; None where there are none."""
         with self._lock:
             if not any(self._data.values()):
                 return None

@@ -1,4 +1,4 @@
-"""Which vLLM this connector was written for, and what it is called there.
+"""The vLLM version that this connector supports, and the connector's name there.
 
 vLLM's connector interface is experimental and changes with each release.
 """
@@ -12,7 +12,7 @@ SUPPORTED = "0.32"
 
 
 def is_supported() -> bool:
-    """Whether the vLLM that is installed is one of `SUPPORTED`, of any patch level and build."""
+    """Return True where the installed vLLM is a `SUPPORTED` one, of any patch level and build."""
     import vllm
 
     return str(vllm.__version__).split("+")[0].split(".")[:2] == SUPPORTED.split(".")

@@ -1,8 +1,8 @@
-"""What both roles share in a worker: a node in a thread of its own, and a thread that follows its
-events.
+"""The common part of both roles in a worker: a node in one thread, and another thread that follows
+its events.
 
-The events are handled as they come, not step by step: a step of the model may take longer than a
-transfer.
+Events are handled when they arrive, not once per step, because a step of the model may take longer
+than a transfer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _POLL_S = 1.0
 
 
 class WorkerSide(Generic[T]):
-    """The lock is around all that a side knows of its requests: vLLM's thread and the follower both
-    change it.
+    """One role in a worker. The lock guards all that a side knows of its requests: vLLM's thread
+    and the follower both change it.
     """
 
     def __init__(self, thread: T, stats: Transfers, wake: Callable[[], None]) -> None:
-        """`wake` is called when vLLM has something to hear."""
+        """`wake` is called when there is news for vLLM."""
         self.thread: T = thread
         self.stats, self._wake = stats, wake
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class WorkerSide(Generic[T]):
         )
 
     def start(self) -> None:
-        """Raises: what the node raises."""
+        """Start the node and the follower. Raises: the errors of the node."""
         self.thread.start()
         self._follower.start()
 
@@ -70,7 +70,7 @@ class WorkerSide(Generic[T]):
     def _expire(self) -> float:
         """End what is overdue.
 
-        Returns how long there is nothing to do, unless something happens.
+        Return how long the follower may sleep, unless an event arrives.
         """
         return _POLL_S
 

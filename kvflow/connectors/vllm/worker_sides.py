@@ -34,7 +34,7 @@ log = logging.getLogger("vllm.kvflow")
 
 
 class WorkerSides:
-    """Of one worker. Every method is called by vLLM's own thread."""
+    """The sides of one worker. vLLM's thread calls every method."""
 
     def __init__(
         self,
@@ -59,7 +59,9 @@ class WorkerSides:
         bootstrap_port: int,
         segment: SharedSegment | None,
     ) -> Self:
-        """`bootstrap_port`: of rank 0 of this engine. Raises: KvflowError."""
+        """Make the pool over vLLM's cache, start its sides and the status server. `bootstrap_port`
+        is that of this engine's rank 0. Raises: KvflowError.
+        """
         config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
         pool = _pool(vllm_config, settings, place, caches, block_size, segment)
         check_moves(caches, pool, num_blocks)
@@ -122,15 +124,18 @@ class WorkerSides:
     def computed(self, meta: StepMeta) -> None:
         if self._prefill is None or not meta.computed:
             return
-        # The device may still be writing what the step computes.
+        # The device may still be writing the blocks of the step, and a data plane does not wait for
+        # it.
         if not self._prefill.thread.pool.on_host:
             torch.accelerator.synchronize()
         self._prefill.computed(meta)
 
     def finished(self, meta: StepMeta, wait_s: float) -> tuple[set[str], set[str], set[str]]:
-        """Ids of requests that are sent, received, and of those received whose blocks never came.
+        """Return the ids of requests that are sent, those that are received, and those of the
+        received whose load failed.
 
-        Waits up to `wait_s` for something to tell, where anything is under way."""
+        While a transfer runs, it waits up to `wait_s` for news.
+        """
         if wait_s and self._is_busy and not (meta.sources or meta.targets or meta.offers):
             self._wake.wait(wait_s)
         sent = set() if self._prefill is None else self._prefill.finished(meta)
@@ -157,7 +162,7 @@ class WorkerSides:
 
 
 def _names(model_config: Any, place: _Place) -> dict[str, Any]:
-    """The names under which decodes find this worker."""
+    """Return the names under which decodes find this worker."""
     named: dict[str, Any] = {"model": _model_name(model_config)}
     if place.is_joined:
         named |= {"rank": place.rank, "world_size": place.ranks}
@@ -170,10 +175,10 @@ def _model_name(model_config: Any) -> str:
 
 
 class _Place(NamedTuple):
-    """Which of its engine's workers this one is: number `rank` of `ranks`.
+    """The position of this worker in its engine: number `rank` of `ranks`.
 
-    `is_joined`: it is one of several of a prefill, and its decodes have one worker each, which has
-    all of their parts.
+    `is_joined` is True for one of several workers of a prefill whose decodes have one worker each,
+    with the parts of all.
     """
 
     rank: int
@@ -201,7 +206,8 @@ def _pool(
     layout = (
         f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
     )
-    if place.ranks > 1 and not place.is_joined:  # its counterpart alone has the same part
+    # Only the counterpart of this worker has the same part, so the layouts must differ for others.
+    if place.ranks > 1 and not place.is_joined:
         layout += f", worker {place.rank} of {place.ranks}"
     return pool_over(
         caches,
@@ -220,7 +226,7 @@ def _heads(model_config: Any) -> Heads:
 
 
 def _options(settings: Settings, pages: ExternalPages) -> dict[str, Any]:
-    """Of both nodes."""
+    """Return the options of both nodes."""
     return {
         "pages": pages,
         "host": settings.host,
