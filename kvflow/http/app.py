@@ -36,7 +36,7 @@ BODY_TIMEOUT_S = 60.0
 # The time for which a connection may stay open without a complete request head. It is longer than
 # routers keep idle connections.
 IDLE_TIMEOUT_S = 120.0
-# Where many requests arrive at once, only so many continue in one turn of the event loop, so that
+# When many requests arrive at once, only so many continue in one turn of the event loop, so that
 # running streams are not held up.
 BODIES_PER_TURN = 4
 _log = logging.getLogger("kvflow.http")

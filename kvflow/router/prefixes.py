@@ -53,8 +53,8 @@ class KnownPrefixes:
         if not self.limit_bytes:
             return
         for chain in chains:
-            # From the last chunk to the first: the first is then the most recently used, and is
-            # dropped last.
+            # The last chunk first: the first one is then the most recently used, and is dropped
+            # last.
             for index in range(len(chain) - 1, -1, -1):
                 one = chain[index]
                 if one in self._known:
