@@ -1,1 +1,1 @@
-"""How bytes travel: the control link, and the data planes that move pages."""
+"""Transport of bytes: the control link between nodes, and the data planes that move pages."""

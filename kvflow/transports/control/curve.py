@@ -1,9 +1,10 @@
 """CURVE for the control link: one key for a whole deployment, in a file that every prefill and
-decode is given. Cache events can have such a key, too, which their subscribers are given.
+decode reads.
 
 A peer without the key is rejected in ZMQ's handshake: none of its frames reaches our code. The key
 pair is the server's identity at prefill and the client's at decode, so each side authenticates the
-other, and all frames are encrypted. The data plane is not covered (see `mooncake`).
+other, and all frames are encrypted. Cache events can have such a key too, which their subscribers
+need. The data plane is not covered (see `mooncake`).
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ class Authentication(NamedTuple):
     authenticator: AsyncioAuthenticator
 
     def close(self) -> None:
-        # The authenticator's own; `term` blocks for the sockets' linger.
+        # The context serves only these sockets, so it ends with them. `term` blocks while they
+        # linger.
         context = self.authenticator.context
         self.authenticator.stop()
         threading.Thread(target=context.term, name="kvflow-zmq-term", daemon=True).start()
 
 
 class ControlKey(msgspec.Struct, frozen=True):
-    """A CURVE key pair, Z85 text. Every process of a deployment has both halves."""
+    """A CURVE key pair in Z85 text. Every process of a deployment has both halves."""
 
     public: bytes
     secret: bytes
 
     def callback(self, _domain: str, client: bytes) -> bool:
-        """Whether a client has the key; `zmq.auth` expects this name."""
+        """Return True when the client has the key; `zmq.auth` prescribes this name."""
         return hmac.compare_digest(client, self.public)
 
     def arm_server(self, *sockets: zmq.Socket[Any]) -> Authentication:
-        """Demand the key from every client of these.
+        """Demand the key from every client of `sockets`.
 
-        Call it before the bind, and `close` what it returns in the end.
-
-        The context must be theirs alone: ZMQ has one authenticator per context.
+        Call it before the sockets are bound, and close the returned `Authentication` in the end.
+        Their context must have no other sockets: ZMQ has one authenticator per context.
         """
         authenticator = AsyncioAuthenticator(sockets[0].context)
         authenticator.start()
@@ -68,7 +69,7 @@ class ControlKey(msgspec.Struct, frozen=True):
 
 
 def write_key(path: str) -> None:
-    """`kvflow keygen`: a new key in a new file that only its owner can read.
+    """Write a new key into a new file that only its owner can read (`kvflow keygen`).
 
     Raises: MisuseError.
     """
@@ -82,9 +83,10 @@ def write_key(path: str) -> None:
 
 
 def open_new_key() -> int:
-    """A new key in memory that has no name: an open descriptor, for children to read at /dev/fd/N.
+    """Return an open descriptor of a new key in nameless memory; children read it at /dev/fd/N.
 
-    It is gone with the last process that has it open."""
+    The key is gone when the last process closes it.
+    """
     _, secret = zmq.curve_keypair()
     descriptor = os.memfd_create("kvflow-control-key", os.MFD_CLOEXEC)
     try:
@@ -97,7 +99,7 @@ def open_new_key() -> int:
 
 
 def read_key(path: str) -> ControlKey | None:
-    """The key in a file; None when `path` is empty.
+    """Return the key in the file at `path`; None for an empty path.
 
     Raises: MisuseError, whose text never shows the file's content.
     """

@@ -1,5 +1,5 @@
 """The control link in memory: the event loop delivers frames in the order they were sent, unless a
-rule differs.
+rule decides otherwise.
 
     network = Network()
     PrefillNode(..., bind=network.bind); DecodeNode(..., connect=network.connect)
@@ -8,7 +8,7 @@ rule differs.
     network.hold(Bootstrap); ...; network.release()
     network.cut(); ...; network.mend()       # a partition: frames in between are lost, both ways
 
-Anything else is a custom rule, a function from a frame to its fate: seeded drops, delays,
+A custom rule, a function from a frame to its fate, does anything else: seeded drops, delays,
 reordering.
 """
 
@@ -28,8 +28,8 @@ from kvflow.protocols.wire.messages import Incarnation, Message
 BURST_FRAMES = 32
 
 Fate = tuple[float, ...]
-"""Delays in seconds, one per delivered copy: none is a loss, two are a duplicate, unequal ones
-reorder frames.
+"""Delays in seconds, one per delivered copy: an empty tuple is a loss, two entries are a duplicate,
+unequal ones reorder frames.
 """
 LOST: Fate = ()
 DELIVERED: Fate = (0.0,)
@@ -50,7 +50,7 @@ class Frame(NamedTuple):
 
     @property
     def message(self) -> Message | None:
-        """The message in it; None for bytes that cannot be decoded."""
+        """The message in the frame; None for bytes that cannot be decoded."""
         try:
             return parse_at_prefill(self.data) if self.to_prefill else parse_at_decode(self.data)
         except WireError:
@@ -58,11 +58,11 @@ class Frame(NamedTuple):
 
 
 Rule = Callable[[Frame], Fate | None]
-"""A frame's fate, or None to leave it to the next rule."""
+"""A function that returns a frame's fate, or None to leave it to the next rule."""
 
 
 class Network:
-    """Every link between the nodes of one test. Use it on one event loop."""
+    """All links between the nodes of one test. Use it on one event loop."""
 
     def __init__(self) -> None:
         self.rules: list[Rule] = []
@@ -75,7 +75,7 @@ class Network:
     # --- the nodes' side
 
     def bind(self, host: str, port: int) -> tuple[RouterSocket, int]:
-        """Prefill's end. Raises: MisuseError (port taken)."""
+        """Bind prefill's end. Raises: MisuseError (port taken)."""
         port = port or next(self._ports)
         control = f"tcp://{host}:{port}"
         if control in self._routers:
@@ -84,9 +84,9 @@ class Network:
         return self._routers[control], port
 
     def connect(self, control: str, incarnation: int) -> DealerSocket:
-        """Decode's end.
+        """Connect decode's end.
 
-        The router may be bound later; of several dealers with one routing id the latest receives.
+        The router may be bound later. Among dealers with one routing id the latest receives.
         """
         dealer = DealerSocket(self, control, routing_id(Incarnation(incarnation)))
         self._dealers.setdefault((control, dealer.peer), []).append(dealer)
@@ -95,20 +95,21 @@ class Network:
     # --- the test's side
 
     def drop(self, kind: type, times: int = 1) -> None:
-        """Lose the next `times` messages of that class."""
+        """Lose the next `times` messages of class `kind`."""
         self._rule_for(kind, LOST, times)
 
     def duplicate(self, kind: type, times: int = 1) -> None:
+        """Deliver the next `times` messages of class `kind` twice."""
         self._rule_for(kind, TWICE, times)
 
     def hold(self, kind: type, times: int = 1 << 30) -> None:
-        """Keep the next `times` messages of that class until `release`."""
+        """Keep the next `times` messages of class `kind` until `release`."""
         self._rule_for(kind, HELD, times)
 
     def release(self, order: Callable[[list[Frame]], None] | None = None) -> int:
-        """Deliver the held frames, reordered by `order` (list.reverse, a shuffle); hold no more.
+        """Deliver the held frames, hold no more, and return how many there were.
 
-        Returns how many.
+        `order` reorders them in place (list.reverse, a shuffle).
         """
         self.rules = [
             rule for rule in self.rules if not (isinstance(rule, _Counted) and rule.fate == HELD)
@@ -121,11 +122,11 @@ class Network:
         return len(held)
 
     def cut(self, control: str | None = None) -> None:
-        """Lose every frame, both ways, on one prefill's links or on all, until `mend`."""
+        """Lose every frame in both directions on one prefill's links, or on all, until `mend`."""
         self.rules.insert(0, _Cut(control))
 
     def mend(self) -> None:
-        """Remove every cut and every rule: frames are delivered again."""
+        """Remove every cut and every rule, so that frames are delivered again."""
         self.rules.clear()
 
     def inject(self, frame: Frame, fate: Fate = DELIVERED) -> None:
@@ -146,8 +147,8 @@ class Network:
         return bool(self._dealers.get((control, peer)))
 
     def leave(self, socket: RouterSocket | DealerSocket) -> None:
-        """Remove a closed socket: its address can be bound again,
-        frames in transit to it are lost.
+        """Remove a closed socket: its address can be bound again, and frames in transit to it are
+        lost.
         """
         if isinstance(socket, RouterSocket):
             if self._routers.get(socket.control) is socket:
@@ -167,6 +168,7 @@ class Network:
                 loop.call_soon(self._deliver, frame)
 
     def _deliver(self, frame: Frame) -> None:
+        # Looked up at delivery: a frame reaches the socket that has the address when it arrives.
         socket: _Socket | None
         if frame.to_prefill:
             socket = self._routers.get(frame.control)
@@ -180,7 +182,7 @@ class Network:
 
 
 class _Counted:
-    """The same fate for the next `times` messages of one class."""
+    """A rule that gives the next `times` messages of one class the same fate."""
 
     def __init__(self, kind: type, fate: Fate, times: int) -> None:
         self.kind, self.fate, self.times = kind, fate, times
@@ -193,6 +195,8 @@ class _Counted:
 
 
 class _Cut:
+    """A rule that loses every frame on one prefill's links, or on all."""
+
     def __init__(self, control: str | None) -> None:
         self._control = control
 
@@ -201,7 +205,7 @@ class _Cut:
 
 
 class _Socket:
-    """What both ends share: an inbox, and the future of the task that awaits it."""
+    """The common part of both ends: an inbox, and the future of the task that awaits it."""
 
     lockout_reason = ""
 

@@ -1,10 +1,10 @@
-"""Frames to and from ZMQ messages: one message carries the consecutive frames sent to one peer in
-one turn.
+"""Frames packed into ZMQ messages: one message carries the consecutive frames that are sent to one
+peer in one turn of the loop.
 
-Each frame is a part of its own, [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at
-the DEALER, because waking the receiver costs more than a frame does. The first part is sent at
-once: whether ZMQ accepts it shows whether the peer can be sent to, so `add` can answer for each
-frame. ZMQ delivers the parts together, after the last one.
+Each frame is one part, [peer, frame, frame, ...] at the ROUTER and [frame, frame, ...] at the
+DEALER, because waking the receiver costs more than a frame does. ZMQ delivers the parts together,
+after the last one. `add` still reports for each frame whether it can be sent: a ROUTER sends the
+peer's routing id at once, which ZMQ refuses where the peer cannot be reached, and a DEALER polls.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import zmq
 
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 
-# Of a received message, whose size is bounded like one frame's; above either it is malformed.
+# Limit on the parts of a received message, whose size is limited to that of one frame. A message
+# above either limit is malformed.
 MAX_PARTS = 1024
-# At either limit a message is closed before its turn ends.
+# A message is sent at either of these limits, before its turn of the loop ends.
 PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10
-_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # as enums they are slow to combine
-_SRCFD = int(zmq.SRCFD)  # the descriptor of the connection that a part came from
+# Plain ints: the flags are combined for every part, and enum members are slow to combine.
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+# Asks for the descriptor of the connection that a part came from.
+_SRCFD = int(zmq.SRCFD)
 
 
 class Outgoing:
@@ -28,12 +31,15 @@ class Outgoing:
 
     def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
         self._socket, self._router = socket, router
-        self._last: bytes | None = None  # held back: the last part is sent as such
+        # The newest part is held back, because only the last one is sent without SNDMORE.
+        self._last: bytes | None = None
         self._peer = b""
         self._frames = self._bytes = 0
 
     def add(self, frame: bytes, peer: bytes) -> bool:
-        """False when there is no such peer or its queue is full."""
+        """Append a frame to the open message; return False when the peer is unknown or its queue is
+        full.
+        """
         if self._last is not None:
             if (
                 peer == self._peer
@@ -45,7 +51,8 @@ class Outgoing:
                     self._frames += 1
                     self._bytes += len(frame)
                     return True
-                self._last = None  # lost with its connection
+                # The peer's connection closed, and the open message is lost with it.
+                self._last = None
             self.close()
         if not self._open(peer):
             return False
@@ -53,22 +60,24 @@ class Outgoing:
         return True
 
     def send(self, frame: bytes, peer: bytes) -> bool:
-        """Send a frame now, with what is open. False as in `add`."""
-        if self._last is None:  # nothing to wait for and to send it with: no need to ask first
+        """Send a frame now, together with the open message. Return False as `add` does."""
+        # No message is open: ZMQ's answer to this send is enough, and no poll is needed first.
+        if self._last is None:
             return (not self._router or self._push(peer, _SNDMORE)) and self._push(frame, 0)
         accepted = self.add(frame, peer)
         self.close()
         return accepted
 
     def close(self) -> None:
-        """Send what is open. Idempotent."""
+        """Send the open message, if there is one. Idempotent."""
         if self._last is not None:
             self._push(self._last, 0)
             self._last = None
 
     def _open(self, peer: bytes) -> bool:
-        """Whether a message can be sent: a ROUTER sends the routing id; a DEALER holds its first
-        frame and polls.
+        """Return True when a message to `peer` can begin.
+
+        A ROUTER sends the routing id to find out; a DEALER holds its first frame and polls.
         """
         if self._router:
             return self._push(peer, _SNDMORE)
@@ -83,23 +92,24 @@ class Outgoing:
 
 
 class Incoming:
-    """What one ROUTER or DEALER has received, frame by frame."""
+    """Frames that one ROUTER or DEALER received."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, router: bool) -> None:
         self._socket, self._router = socket, router
         self._frames: deque[tuple[bytes, bytes]] = deque()  # (peer, frame)
-        # The rest of a message that is too long must be read first: call `take` again.
+        # True while the rest of a message that is too long must be read first: call `take` again.
         self.skipping = False
-        self.messages = 0  # whole ones, read so far
-        self._part: zmq.Frame | None = None  # the last one of the message that is being taken
-        # Descriptors that they came from; emptied by `TcpConnections`.
+        self.messages = 0  # whole messages read so far
+        self._part: zmq.Frame | None = None  # the last part of the message that is being taken
+        # Descriptors of the connections that messages arrived on; `TcpConnections` empties the set.
         self.delivered: set[int] = set()
 
     def take(self, count: int) -> list[tuple[bytes, bytes]]:
-        """At most `count` frames of one message; none when none has arrived, or while `skipping`.
+        """Return at most `count` frames of one message; empty when no message arrived, or while
+        `skipping`.
 
-        Not of two: to learn that there is no second one costs as much as a message, which would
-        wait meanwhile.
+        It never reads a second message: finding out that there is no other costs as much as a
+        message does, and the frames of the first would wait meanwhile.
         """
         frames = self._frames
         try:
@@ -113,7 +123,7 @@ class Incoming:
         return [frames.popleft() for _ in range(min(len(frames), count))]
 
     def _read_message(self) -> None:
-        """A message above the limits becomes one empty frame, which cannot be decoded.
+        """Read one message. One above the limits becomes an empty frame, which cannot be decoded.
 
         Raises: zmq.Again.
         """
@@ -136,21 +146,23 @@ class Incoming:
         self._part = part
 
     def sender_address(self) -> str:
-        """The IP address from which the frames taken last have come;
-        empty where that is not known.
-        """
+        """Return the IP address that sent the frames taken last; empty where it is unknown."""
         try:
             return "" if self._part is None else str(self._part.get("Peer-Address"))
         except zmq.ZMQError:
             return ""
 
     def add_malformed(self) -> None:
-        """An empty frame, which cannot be decoded, for what could not be read."""
+        """Append an empty frame, which cannot be decoded, in the place of bytes that could not be
+        read.
+        """
         self._frames.append((b"", b""))
 
     def _skip(self) -> None:
-        """Discard up to `MAX_PARTS` parts of a message that is too long; ZMQ holds all of it in
-        memory already.
+        """Discard up to `MAX_PARTS` parts of a message that is too long.
+
+        The rest waits for the next call, so that one message does not hold up the loop. ZMQ holds
+        all of it in memory already.
         """
         for _ in range(MAX_PARTS):
             if not self._socket.recv(_NOBLOCK, copy=False).more:
@@ -159,9 +171,9 @@ class Incoming:
 
 
 def _descriptor(part: zmq.Frame) -> int:
-    """Of the connection it came from.
+    """Return the descriptor of the connection that `part` came from.
 
-    Of a peer of ZMTP 1 or 2, which is none of ours, that is not known: -1.
+    A peer of ZMTP 1 or 2, which no kvflow process is, does not provide it: -1.
     """
     try:
         return int(part.get(_SRCFD))

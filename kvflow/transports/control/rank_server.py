@@ -43,12 +43,12 @@ async def serve_ranks(
     *,
     documents: Mapping[str, Document] | None = None,
 ) -> AsyncGenerator[int, None]:
-    """Serve until the block ends; yields the port, a free one for 0.
+    """Serve `table` until the block ends; yield the port, a free one for 0.
+
+    `documents` maps further paths to the functions that answer GET for them, each called in a
+    thread. One for "/health" replaces the built-in answer, and needs no key either.
 
     Raises: MisuseError (the port cannot be bound).
-
-    `documents`: what else can be got, by path; each is made in a thread. One at "/health" takes the
-    place of ours, and needs no key either.
     """
     connections = _Connections(table, api_key, documents or {})
     try:
@@ -58,29 +58,34 @@ async def serve_ranks(
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
-        connections.closing = True  # one that has been accepted is aborted when it comes
+        # A connection that the kernel accepted already is aborted when it reaches `accept`.
+        connections.closing = True
         await _stop_accepting(server)
         server.close()
         await connections.close()
 
 
 async def _stop_accepting(server: asyncio.Server) -> None:
-    """asyncio leaks the socket of a connection that it has accepted, and has no transport for yet,
-    when its server is closed: what has been accepted gets its transport first, in the next turn of
-    the loop."""
+    """Stop listening, and let asyncio finish the connections that it accepted.
+
+    When its server is closed, asyncio leaks the socket of a connection that it accepted and has no
+    transport for yet. One turn of the loop makes these transports.
+    """
     for listening in server.sockets:
         asyncio.get_running_loop().remove_reader(listening.fileno())
     await asyncio.sleep(0)
 
 
 class _Refused(Exception):  # noqa: N818 - becomes an HTTP answer
+    """A request that is answered with an error."""
+
     def __init__(self, status: HTTPStatus, text: str) -> None:
         super().__init__(text)
         self.status = status
 
 
 class _Connections:
-    """The connections of one registry."""
+    """The open connections of one registry."""
 
     def __init__(self, table: RankTable, api_key: str, documents: Mapping[str, Document]) -> None:
         self._table, self._documents = table, documents
@@ -95,8 +100,8 @@ class _Connections:
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
-        # Not by the task itself, which does nothing at all when it is cancelled before it has
-        # begun.
+        # A callback aborts the transport, because a task that is cancelled before its first step
+        # runs none of its own code.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def close(self) -> None:
@@ -115,7 +120,8 @@ class _Connections:
             OSError,
             TimeoutError,
             asyncio.IncompleteReadError,
-        ) as error:  # the client has disconnected, or is too slow
+        ) as error:
+            # The client disconnected, or is too slow.
             log.debug("a request ended early: %r", error)
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
@@ -174,7 +180,7 @@ class _Connections:
 
 
 def json_answer(document: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Answer:
-    """`document` as an answer."""
+    """Return `document` as a JSON answer."""
     return status, "application/json", msgspec.json.encode(document)
 
 

@@ -1,13 +1,12 @@
-"""How a decode finds the ranks of a prefill: a table of them, and a client that reads it over plain
-HTTP.
+"""Discovery of a prefill's ranks: a table of them, and a client that reads it over plain HTTP.
 
-Each prefill runs its own registry (`server.http.registry`):
+Each prefill runs its own registry (`serve.http.registry`):
 
 PUT /ranks/{rank}  RankInfo as JSON; a restarted rank replaces itself
 GET /ranks         all ranks, by number
 
-A stranger who reaches a registry without a key could point its decodes elsewhere: what it accepts
-is bounded by what it knows already (`RankTable.register`).
+A stranger who reaches a registry without a key could point its decodes elsewhere, so a registry
+accepts only what fits the ranks that it knows already (`RankTable.register`).
 """
 
 from __future__ import annotations
@@ -31,26 +30,27 @@ from kvflow.transports.host.names import HostNames
 MAX_ANSWER_BYTES = 4 << 20  # 1,024 ranks are some 300 KiB
 _LABEL = r"[\w-]{1,63}"
 _NAME = rf"(?=[^:]{{1,253}}:){_LABEL}(?:\.{_LABEL})*\.?"
-# Behind "%", a network interface and its VLAN.
+# A zone may follow the address: "%", a network interface and its VLAN.
 _V6 = r"[0-9A-Fa-f:.]{2,45}(?:%[\w-]{1,15}(?:\.[0-9]{1,4})?)?"
 _ADDRESS = re.compile(rf"(?:\[(?P<v6>{_V6})\]|(?P<name>{_NAME})):(?P<port>[0-9]{{1,5}})", re.ASCII)
 
 
 def registry_address(host: str, port: int) -> str:
-    """What a `RegistryClient` takes for the host name or IP address (IPv6 with or without brackets)
-    of a prefill.
+    """Return the address that `RegistryClient` takes for a prefill's host name or IP address.
 
-    Raises: MisuseError for a host that nothing could resolve.
+    An IPv6 address may stand in brackets or without them.
+
+    Raises: MisuseError for a host that is neither.
     """
     named = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    # The port is the caller's own affair: a prefill's may not be known yet.
+    # The port is not checked: a prefill may not know its own port yet.
     if _parsed(f"{named}:1") is None:
         raise MisuseError(f"{host[:80]!r} is not a host name or IP address")
     return f"{named}:{port}"
 
 
 def _parsed(address: str) -> tuple[str, int] | None:
-    """Host and port of "host:port" or "[address]:port"; None for anything else."""
+    """Return host and port of "host:port" or "[address]:port"; None for anything else."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 1 << 16:
         return None
@@ -63,9 +63,10 @@ def _parsed(address: str) -> tuple[str, int] | None:
 
 
 class RankTable:
-    """The ranks of one prefill, of all its groups.
+    """The ranks of one prefill, in all its groups.
 
-    A rank that registers again is replaced, so a restart never counts twice."""
+    A rank that registers again replaces its entry, so a restart never counts twice.
+    """
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[int, int], RankInfo] = {}  # by group and rank
@@ -75,17 +76,20 @@ class RankTable:
         return f"<RankTable of ranks {[info.rank for info in self.all()]}>"
 
     def put(self, info: RankInfo) -> None:
-        """Add or replace a rank of this process, which cannot be replaced from outside; ranks of
-        another world size are removed."""
+        """Add or replace a rank of this process, and remove ranks of another world size.
+
+        No registration over the network can replace it.
+        """
         self._replace(info)
         self._own.add(_place(info))
 
     def register(self, info: RankInfo, *, is_trusted: bool) -> None:
-        """Add or replace a rank that came over the network; `is_trusted`: with the API key.
+        """Add or replace a rank that was received over the network, with the API key if
+        `is_trusted`.
 
-        Raises: PeerError for a rank that belongs to another prefill, or is another's: of this
-        process; of another world, where some rank of it is this process's, or the sender is a
-        stranger; on another host than before, where it is one.
+        Raises: PeerError for a rank of this process. The same for a rank of another prefill, unless
+        the sender is trusted and this process has no rank in the table; and for a rank that moves
+        to another host, unless the sender is trusted.
         """
         if _place(info) in self._own:
             raise PeerError(
@@ -134,13 +138,15 @@ def _host(info: RankInfo) -> str:
 class RegistryClient:
     """A client of registries.
 
-    Nodes call `resolve` before they link to a prefill, and again after they lost one.
+    Nodes call `resolve` before they link to a prefill, and again after they lose one.
     """
 
     def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
         """`timeout_s` bounds each call as a whole.
 
-        Raises: MisuseError for that, or for a key that no HTTP header can carry."""
+        Raises: MisuseError for a time that is out of range, or for a key that no HTTP header can
+        carry.
+        """
         if not all(" " <= c <= "~" for c in api_key):
             raise MisuseError(
                 "api_key: only printable ASCII characters can be sent in an HTTP header"
@@ -152,7 +158,7 @@ class RegistryClient:
     async def register(self, prefill: str, info: RankInfo) -> None:
         """Register a rank at the registry "host:port".
 
-        Raises: as `resolve`; WireError when it is rejected.
+        Raises: as `resolve`; WireError when the registry rejects it.
         """
         await self._call(
             "PUT", prefill, f"/ranks/{info.rank}", msgspec.json.encode(rank_to_json(info))
@@ -161,8 +167,8 @@ class RegistryClient:
     async def resolve(
         self, prefill: str, room: int | None = None, dp_rank: int | None = None
     ) -> Sequence[RankInfo]:
-        """All ranks of the prefill at "host:port"; for a `room`, those of its group: see
-        `ranks.group_for`.
+        """Return all ranks of the prefill at "host:port"; for a `room`, those of its group (see
+        `ranks.group_for`).
 
         Raises: LostError when the registry does not answer or is incomplete, WireError when its
         answer is malformed, MisuseError for a `prefill` that is not "host:port".
@@ -187,7 +193,8 @@ class RegistryClient:
             )
         url = f"http://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
-        # The answer ends with the connection: it is read to its end, then parsed.
+        # The server then closes the connection after its answer, which is read to the end and
+        # parsed.
         head.append("Connection: close")
         if self._key:
             head.append(f"Authorization: Bearer {self._key}")
@@ -195,7 +202,8 @@ class RegistryClient:
         try:
             async with asyncio.timeout(self._timeout_s):
                 raw = await self._exchanged(*where, request)
-        except OSError as error:  # or TimeoutError, which is one
+        except OSError as error:
+            # A TimeoutError is an OSError, too.
             raise LostError(
                 f"{url}: {str(error) or f'no answer within {self._timeout_s:g} s'}"
             ) from None
@@ -204,7 +212,7 @@ class RegistryClient:
         return _document(url, raw)
 
     async def _exchanged(self, host: str, port: int, request: bytes) -> bytes:
-        """The whole answer, up to one byte above the limit."""
+        """Send a request and return the whole answer, or one byte more than the limit of it."""
         reader, writer = await self._names.connect(host, port, self._timeout_s)
         try:
             writer.write(request)
@@ -216,12 +224,12 @@ class RegistryClient:
                 raw += more
             return bytes(raw)
         finally:
-            # Nothing is left to send, and a graceful close could outlast the time limit.
+            # The request is sent, and a graceful close could outlast the time limit.
             writer.transport.abort()
 
 
 class _Answered:
-    """The one method of a socket that HTTPResponse calls."""
+    """A received answer in the place of a socket, with the one method that HTTPResponse calls."""
 
     def __init__(self, raw: bytes) -> None:
         self._raw = raw
@@ -231,7 +239,7 @@ class _Answered:
 
 
 def _document(url: str, raw: bytes) -> Any:
-    """The JSON of a whole answer. Raises: WireError; LostError when it is cut short."""
+    """Return the JSON of a whole answer. Raises: WireError; LostError when it is cut short."""
     response = HTTPResponse(_Answered(raw))  # type: ignore[arg-type]
     try:
         response.begin()

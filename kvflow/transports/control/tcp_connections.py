@@ -1,15 +1,14 @@
-"""The TCP connections below one ROUTER or DEALER, and what each has sent of a message that it does
-not finish.
+"""The TCP connections below one ROUTER or DEALER, and the bytes of unfinished messages on each.
 
 ZMQ bounds a frame and the number of whole messages that wait, but not the frames of one message,
-which it keeps until the last has come: a stranger who never sends it takes all memory. None of it
-can be read before. So the kernel is asked how many bytes each connection has received since it last
-delivered a whole message, and one above the limits is cut: ZMQ then frees what it kept. A decode
-that is cut reconnects, and Resync repairs what was lost.
+which it keeps until the last one arrives. None of them can be read before, so a stranger who never
+sends the last one takes all memory. Therefore the kernel is asked how many bytes each connection
+received since it last delivered a whole message, and a connection above the limits is cut: ZMQ then
+frees what it kept. A decode whose connection is cut reconnects, and Resync repairs what was lost.
 
-The connections are looked at some at a time, so that thousands of idle ones take no long turn of
-the loop. Neither the look nor a cut needs a descriptor: a stranger who takes all that there are
-switches nothing off.
+One turn of the loop looks at a few connections, so thousands of idle ones do not hold it up.
+Neither a look nor a cut needs a new descriptor: a stranger who takes all that there are disables
+neither.
 """
 
 from __future__ import annotations
@@ -36,11 +35,12 @@ from kvflow.transports.host.descriptors import descriptors_for
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # on loopback some 200 MB can arrive in between
-# Of one connection; the most that ours have under way, and some.
+# Limit for one connection: the most that a kvflow peer has under way, and a margin.
 UNFINISHED_BYTES = MAX_FRAME_BYTES + (1 << 20)
-# Of all; ZMQ's own memory is up to 32 times that, for frames without a byte.
+# Limit for all connections together. ZMQ uses up to 32 times as much memory where frames are empty.
 ALL_UNFINISHED_BYTES = 64 << 20
-UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10  # with more than this a message may not take longer
+# A message of which more than LATE_BYTES arrived must be complete within UNFINISHED_S.
+UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10
 MAX_CONNECTIONS = 2_048  # or half of the descriptors that the process may have, where that is less
 LOOK_WORK = 64  # connections, or events of them, in one turn of the event loop: some 300 us
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
@@ -50,7 +50,11 @@ _names = itertools.count()
 
 
 class TcpConnection:
-    """`received` and `since_s` are of when it last delivered a message, or was opened."""
+    """Counters for one connection.
+
+    `received` and `since_s` are its bytes and the time when it last delivered a message, or was
+    opened.
+    """
 
     __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
 
@@ -61,7 +65,7 @@ class TcpConnection:
 
 
 class _Spare:
-    """A descriptor that is there in advance, to be made that of a connection which is cut."""
+    """A descriptor opened in advance, which a cut borrows for the connection's socket."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +74,8 @@ class _Spare:
 
     @contextmanager
     def borrow(self, descriptor: int) -> Iterator[socket.socket]:
-        """The same socket under a number of our own, since ZMQ may close its at any time.
+        """Yield the same socket under a number of our own, since ZMQ may close its number at any
+        time.
 
         Raises: OSError.
         """
@@ -90,8 +95,10 @@ _spare = functools.cache(_Spare)
 
 
 class _Round:
-    """One look at every connection: those that are left, and whether what they have not delivered
-    is unfinished.
+    """One look at every connection.
+
+    `left` are the connections still to be looked at. `reliable` is True while bytes that a
+    connection did not deliver are known to be an unfinished message.
     """
 
     __slots__ = ("all_had_a_turn", "left", "reliable")
@@ -102,7 +109,10 @@ class _Round:
 
 
 class TcpConnections:
-    """Reads the socket's monitor, and looks at the connections every `LOOK_S` until `close`."""
+    """The connections of one socket, which are looked at every `LOOK_S` until `close`.
+
+    The socket's monitor reports which connections open and close.
+    """
 
     def __init__(
         self,
@@ -111,24 +121,25 @@ class TcpConnections:
         events: int = 0,
         on_event: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Before the socket is bound or connected.
+        """Create it before the socket is bound or connected.
 
         `on_event` is called with those of `events` that happen.
         """
         self._socket, self._on_event = monitored, on_event
         self._port = 0
         self.open: dict[int, TcpConnection] = {}  # by descriptor, oldest first
-        self.cut = 0  # how many were
+        self.cut = 0  # connections that were cut
         address = f"inproc://kvflow-monitor-{next(_names)}"
         monitored.monitor(address, _EVENTS | events)
         self._monitor: zmq.Socket[bytes] = monitored.context.socket(zmq.PAIR)
-        # An event that is lost is a connection that is never looked at.
+        # No limit on events: a connection whose event is lost would never be looked at.
         self._monitor.setsockopt(zmq.RCVHWM, 0)
         self._monitor.connect(address)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._round: _Round | None = None
         self._turn: asyncio.Handle | None = None
+        # Opened here, because at the time of a cut there may be no descriptor left.
         _spare()
 
     def watch(
@@ -138,9 +149,10 @@ class TcpConnections:
         tell_cut: Callable[[], None],
         tell_waits: Callable[[], None],
     ) -> None:
-        """Begin to look at connections to `port`, the one that was bound or connected to.
+        """Begin to look at connections to `port`, which the socket was bound or connected to.
 
-        `tell_waits`: a message waits, and what was to say so may have been used up by the look.
+        `tell_cut` is called after a cut, `tell_waits` when a message waits: the look may have
+        consumed the edge that would have woken the reader.
         """
         self._port, self._incoming, self._tell_cut, self._tell_waits = (
             port,
@@ -159,9 +171,9 @@ class TcpConnections:
         self._monitor.close(linger=0)
 
     def read_events(self) -> bool:
-        """What has happened to connections since the last call.
+        """Read what happened to connections since the last call.
 
-        False when there is more: call again.
+        Return False when there is more: call again.
         """
         for _ in range(LOOK_WORK):
             if self._socket.closed or not int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -169,7 +181,8 @@ class TcpConnections:
             found = parse_monitor_message(self._monitor.recv_multipart())
             event, descriptor = int(found["event"]), int(found["value"])
             if event & _OPENED:
-                # Its predecessor's end was not told: the new one is the youngest.
+                # The monitor did not report the end of the previous connection with this number.
+                # The new one is the youngest, and `open` is in order of age.
                 self.open.pop(descriptor, None)
                 self.open[descriptor] = TcpConnection(self._loop.time())
             elif event & _EVENTS:
@@ -184,7 +197,7 @@ class TcpConnections:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Some connections, or some of what has happened to them; the others in the next turn."""
+        """Read some events, or look at some connections; the next turn of the loop continues."""
         self._turn = None
         if self.read_events():
             if (found := self._round) is None:
@@ -200,8 +213,12 @@ class TcpConnections:
         self._turn = self._loop.call_soon(self._go_on)
 
     def _begin(self) -> _Round:
-        """Whole messages are handed over in turn, one per connection: where none waits, or
-        everybody has had a turn, what a connection has not delivered is unfinished."""
+        """Return a new round over all connections.
+
+        The reader receives whole messages in turn, one per connection. When none waits, or when
+        every connection had a turn since the last round, the bytes that a connection did not
+        deliver are an unfinished message.
+        """
         incoming = self._incoming
         all_had_a_turn = incoming.messages - self._messages >= len(self.open)
         self._messages = incoming.messages
@@ -218,7 +235,8 @@ class TcpConnections:
                 continue  # closed meanwhile
             received = self._received(descriptor)
             if received is None:
-                del self.open[descriptor]  # closed, and ZMQ has not told
+                # The connection closed, and ZMQ has not reported it yet.
+                del self.open[descriptor]
             elif descriptor in delivered or received < connection.received:
                 connection.received, connection.since_s = received, self._loop.time()
                 connection.unfinished_bytes, connection.has_delivered = 0, True
@@ -228,8 +246,11 @@ class TcpConnections:
         delivered.discard(-1)
 
     def _enforce(self) -> None:
-        """Cut what is too large or too late, then the largest until all together are within the
-        limit, then the oldest that never delivered anything where there are too many."""
+        """Cut the connections that are above the limits.
+
+        First those whose message is too large or too late, then the largest until all together are
+        within the limit, then, where there are too many, the oldest that never delivered a message.
+        """
         now, left = self._loop.time(), dict(self.open)
         for descriptor, connection in self.open.items():
             late = (
@@ -278,10 +299,12 @@ class TcpConnections:
         self._tell_cut()
 
     def _received(self, descriptor: int) -> int | None:
-        """Bytes so far; None when the descriptor is no longer a connection of ours."""
+        """Return the bytes received so far; None when the descriptor is no longer a connection of
+        ours.
+        """
         try:
-            # ZMQ may close it at any time, and another file get its number: all that is done with
-            # it is to read.
+            # ZMQ may close the descriptor at any time, and another file may get its number. So
+            # nothing but reads is done with it.
             tcp = socket.socket(
                 socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor
             )
@@ -298,7 +321,10 @@ class TcpConnections:
         return int(_TCP_INFO.unpack(info)[0])
 
     def _is_ours(self, tcp: socket.socket) -> bool:
-        """The number may be another's by now. Raises: OSError."""
+        """Return True when one end of `tcp` has our port; another file may have its number by now.
+
+        Raises: OSError.
+        """
         return any(
             isinstance(end, tuple) and end[1] == self._port
             for end in (tcp.getsockname(), tcp.getpeername())

@@ -1,10 +1,11 @@
-"""The control link over ZMQ: a ROUTER at prefill, a DEALER per prefill rank at decode, one context
-per process.
+"""The control link over ZMQ: a ROUTER at prefill, a DEALER per prefill rank at decode.
 
-Not zmq.asyncio: one await per message costs more than all else here (measured: 28,000 against
-74,000 rooms/s). Instead the loop watches the socket's descriptor, and messages are read without
-blocking until there is none. The descriptor is edge-triggered, and a send or a look at the
-connections can consume the edge, so both read EVENTS and wake the reader.
+All sockets of a process share one context, except a ROUTER that demands a key.
+
+The link does not use zmq.asyncio, because one await per message costs more than all else here
+(measured: 28,000 against 74,000 rooms/s). Instead the loop watches the socket's descriptor, and
+messages are read without blocking until the queue is empty. The descriptor is edge-triggered, and a
+send or a look at the connections can consume the edge, so both read EVENTS and wake the reader.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from kvflow.transports.host.address import bracketed
 BURST_FRAMES = 16  # about a millisecond of work for the handlers
 QUEUE_MESSAGES = 100_000
 RECONNECT_MS = 100
-# In a row, without an error from the peer: it has another key, or is not kvflow.
+# Handshakes that fail in a row without an error from the peer, until it counts as one that has
+# another key or is not kvflow. One failure with an error counts as much.
 FAILED_HANDSHAKES = 4
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HANDSHAKES = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -43,7 +45,7 @@ class ZmqSocket:
         handshakes: _Handshakes | None = None,
         authentication: Authentication | None = None,
     ) -> None:
-        """`connections` are those of `socket` to `port`."""
+        """`connections` looks at the connections of `socket` to `port`."""
         self._socket, self.connections = socket, connections
         self._handshakes, self._authentication = handshakes, authentication
         self._outgoing, self._incoming = (
@@ -53,7 +55,7 @@ class ZmqSocket:
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
         self._burst = 0  # frames received since the loop last ran
-        self._turn_ends = False  # `_end_turn` is scheduled
+        self._turn_ends = False  # True while `_end_turn` is scheduled
         self._loop.add_reader(socket.fileno(), self._wake)
         connections.watch(port, self._incoming, self._tell_cut, self._wake)
 
@@ -63,8 +65,9 @@ class ZmqSocket:
         return "" if self._handshakes is None else self._handshakes.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
-        """Queue a frame, sent as this turn of the loop ends; False when there is no such peer or
-        its queue is full.
+        """Queue a frame, which is sent when this turn of the loop ends, or now if `at_once`.
+
+        Return False when there is no such peer or its queue is full.
         """
         if not self._turn_ends:
             self._turn_ends = True
@@ -72,9 +75,9 @@ class ZmqSocket:
         return self._outgoing.send(frame, peer) if at_once else self._outgoing.add(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """Frames of the next message.
+        """Return frames of the next message.
 
-        The loop runs after `BURST_FRAMES`, of one message or many.
+        After `BURST_FRAMES`, from one message or many, it lets the loop run first.
         """
         if self._burst >= BURST_FRAMES:
             self._burst = 0
@@ -106,13 +109,13 @@ class ZmqSocket:
 
     def _wake(self) -> None:
         if self._waiting is None:
-            # Or the descriptor stays readable, and the loop turns round and round.
+            # Reading EVENTS resets the descriptor; otherwise it stays readable, and the loop spins.
             self._socket.get(zmq.EVENTS)
         elif not self._waiting.done():
             self._waiting.set_result(None)
 
     def _tell_cut(self) -> None:
-        """A connection was cut: what it had sent is counted as a malformed message."""
+        """Count what a cut connection sent as a malformed message."""
         self._incoming.add_malformed()
         self._wake()
 
@@ -125,7 +128,7 @@ class ZmqSocket:
 
 
 class _Handshakes:
-    """How the handshakes of a DEALER's connections went."""
+    """Handshakes of one DEALER's connections."""
 
     def __init__(self, key: ControlKey | None) -> None:
         self._why = (
@@ -149,9 +152,10 @@ class _Handshakes:
 
 
 def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[ZmqSocket, int]:
-    """Prefill's end, on `port` (0: any free one); with a `key`, for decodes that have it.
+    """Bind prefill's end to `port` (0: any free one); with a `key`, only decodes that have it
+    connect.
 
-    Returns the socket, its port.
+    Returns the socket and its port.
 
     Raises: MisuseError (port taken).
     """
@@ -177,8 +181,9 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
 
 
 def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None) -> ZmqSocket:
-    """Decode's end, to the control endpoint "tcp://host:port" of one prefill rank; it connects in
-    the background.
+    """Connect decode's end to the control endpoint "tcp://host:port" of one prefill rank.
+
+    It connects in the background. Raises: MisuseError for an endpoint that ZMQ does not accept.
     """
     socket = _socket(zmq.DEALER, zmq.Context.instance(), ipv6="[" in control)
     if key:
@@ -196,7 +201,8 @@ def connect_dealer(control: str, incarnation: int, key: ControlKey | None = None
         raise MisuseError(
             f"control endpoint {control!r}: {zmq.strerror(error.errno or 0)}"
         ) from None
-    port = int(control.rpartition(":")[2])  # ZMQ takes no other addresses
+    # ZMQ accepted the address, so it ends in a port.
+    port = int(control.rpartition(":")[2])
     return ZmqSocket(socket, connections, port, router=False, handshakes=handshakes)
 
 
