@@ -3,33 +3,33 @@ HCCS or its RDMA.
 
 **Never run on hardware.** The calls were checked against kvcache-ai/Mooncake at 3b5a594
 (2026-08-22), its Python binding (`transfer_engine_py.cpp`) and `ascend_direct_transport`, and are
-tried against a stub of them. It is mooncake's engine, and mooncake's plane, but for this:
+tested against a stub of them. The engine and the plane are mooncake's, with these differences:
 
     initialize(local_hostname, "P2PHANDSHAKE", "ascend", "")
                                   after torch.npu.set_device, in the same thread
     register_memory(buffer_addr, capacity), unregister_memory(..)
                                   want that thread's device too
     transfer_submit_write(target_hostname, buffer, peer_buffer_address, length),
-    transfer_check_status(id)     as on TCP, but a submit never ends within the call, so a peer is
-                                  asked otherwise:
+    transfer_check_status(id)     as on TCP, but a submit never ends within the call, so another
+                                  call probes a peer:
     transfer_sync_read(target_hostname, buffer, peer_buffer_address, length) -> 0, or not
 
-What status means landed?       Only 1 of `transfer_check_status`, handle by handle: the engine says
-                                so when ADXL's TransferSync has returned success. Whether the bytes
-                                are in the target's memory by then is CANN's to say, and was not
-                                tried.
+What status means landed?       Only 1 of `transfer_check_status`, handle by handle: the engine
+                                returns it after the success of ADXL's TransferSync. Whether the
+                                bytes are in the target's memory by then is up to CANN, and was not
+                                tested.
 Can a write outlive its error?  Unknown. A handle ends -1 after ASCEND_TRANSFER_TIMEOUT (3 s),
-                                perhaps after further tries of the same block; nothing says that the
-                                NPU has stopped. So any end but 1 makes the whole write UNPROVEN,
+                                perhaps after further tries of the same block; there is no sign that
+                                the NPU stopped. So any end but 1 makes the whole write UNPROVEN,
                                 and what is in doubt stays in quarantine.
-What fences a peer?             Nothing that can be seen from here: HCCS and the NPU's queues are no
-                                connections of the host. A loan of a writer that is lost stays in
+What fences a peer?             Nothing that can be observed from here: HCCS and the NPU's queues
+                                are no connections of the host. A loan of a lost writer stays in
                                 quarantine until the operator declares it dead.
 
-What it wants, and `kvflow doctor` looks for: a Mooncake built with USE_ASCEND_DIRECT
-(`pip install mooncake-transfer-engine-npu`; any other build takes TCP and says nothing), CANN,
-torch_npu, /etc/hccn.conf, and no MC_FORCE_TCP, which would have it take TCP as well; and a host
-that is an IPv4 address.
+The plane needs, and `kvflow doctor` looks for: a Mooncake built with USE_ASCEND_DIRECT (`pip
+install mooncake-transfer-engine-npu`; any other build takes TCP without notice), CANN, torch_npu,
+/etc/hccn.conf, and no MC_FORCE_TCP, which would make it take TCP as well; and a host that is an
+IPv4 address.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from kvflow.transports.data.mooncake.plane import MooncakePlane, engine_class
 
 WHEEL = "mooncake-transfer-engine-npu"
 _HCCN = Path("/etc/hccn.conf")
-_MARK = b"AscendDirectTransport"  # the name of a class of its own, in every build that has it
+# The name of a class that every build with this transport contains.
+_MARK = b"AscendDirectTransport"
 _PROBE_BYTES = 8
 
 
@@ -67,14 +68,15 @@ class AscendPlane(MooncakePlane):
         make_engine: Callable[[], Any] | None = None,
         set_device: Callable[[int], None] | None = None,
     ) -> None:
-        """`device` is the number of an NPU, 0 without one.
+        """`device` is the number of an NPU, 0 when it is empty.
 
-        `make_engine` and `set_device` are mooncake's and torch's, unless they are given. Raises:
-        MisuseError for what is missing here, TransferError when the engine does not start."""
+        `make_engine` and `set_device` stand in for mooncake's and torch's. Raises: MisuseError for
+        what is missing here, TransferError when the engine does not start.
+        """
         self._make_engine = make_engine
         self._npu = npu_number(device)
         self._set_device = set_device or _set_npu
-        # What a probe reads into: memory of its own, aligned.
+        # A probe reads into this memory: aligned, and apart from the pool.
         self._scratch = mmap.mmap(-1, mmap.PAGESIZE)
         super().__init__(host, rate_limit_bytes_per_s, device)
 
@@ -96,7 +98,7 @@ class AscendPlane(MooncakePlane):
         return ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
 
     def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
-        """Whether some bytes of the peer's pool can be read."""
+        """Return True when some bytes of the peer's pool can be read."""
         return bool(
             engine.transfer_sync_read(session, self._scratch_address, theirs, _PROBE_BYTES) == 0
         )
@@ -105,14 +107,15 @@ class AscendPlane(MooncakePlane):
         return "HCCS and an NPU's RDMA"
 
     def _stop(self) -> None:
-        self._set_device(self._npu)  # in this thread too, or the engine refuses to unregister
+        # The engine refuses to unregister memory in a thread without the device.
+        self._set_device(self._npu)
         super()._stop()
         for engine in self._engines:
             engine.unregister_memory(self._scratch_address)
 
 
 def npu_number(device: str) -> int:
-    """Raises: MisuseError."""
+    """Return the number of an NPU that `device` names. Raises: MisuseError."""
     if device and not (device.isascii() and device.isdigit() and len(device) < 4):
         raise MisuseError(
             f"device {device!r}: the ascend data plane takes the number of an NPU, 0 by default"
@@ -121,7 +124,10 @@ def npu_number(device: str) -> int:
 
 
 def check_ascend(host: str = "") -> None:
-    """Raises: MisuseError that names what this machine lacks for the plane."""
+    """Check that this machine has what the plane needs.
+
+    Raises: MisuseError that names what is missing.
+    """
     if missing := missing_for_ascend():
         raise MisuseError(f"the ascend data plane cannot be used here: {'; '.join(missing)}")
     if ":" in host:
@@ -129,7 +135,7 @@ def check_ascend(host: str = "") -> None:
 
 
 def missing_for_ascend() -> list[str]:
-    """What this machine lacks, a phrase each."""
+    """Return what this machine lacks, a phrase each."""
     found = importlib.util.find_spec("mooncake")
     missing = []
     if found is None:

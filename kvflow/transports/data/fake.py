@@ -1,13 +1,13 @@
-"""Pages within one process, for tests: real bytes, no thread, no clock, and faults one can ask for.
+"""Pages within one process, for tests: real bytes, no thread, no clock, and faults on demand.
 
 What status means landed?       The bytes were copied by `step`, before `landed_bytes` counted them.
-Can a write outlive its error?  When the script says so (`Fault.LATE`): it then lands on
+Can a write outlive its error?  When the script demands it (`Fault.LATE`): it then lands on
                                 `land_late`.
-What fences a peer?             `die`: nothing of that plane is copied any more.
+What fences a peer?             `die`: no byte of that plane is copied any more.
 
 Planes that share a `FakeNetwork` reach each other. Without a script a write lands in the next turn
 of the event loop; `plane.hold()` stops that, and `plane.step(pages)` and `plane.release()` then
-move things on, one write after the other:
+move writes on, one after the other:
 
     network = FakeNetwork()
     prefill, decode = FakePlane(network), FakePlane(network)
@@ -15,7 +15,7 @@ move things on, one write after the other:
     ...
     prefill.step(3); write.cancel()         # exactly 3 pages are in decode's pool
 
-A subclass that overrides `began`, `copied` and `ended` decides when pages move, and sees them
+A subclass that overrides `began`, `copied` and `ended` decides when pages move, and observes them
 (`sim.plane`).
 """
 
@@ -37,13 +37,13 @@ _ALL = 1 << 62
 
 
 class Fault(Enum):
-    """What happens to one scripted write."""
+    """The course of one scripted write."""
 
-    # Half of its pages land, the rest never; UNPROVEN, or CANCELLED if that half is no page.
+    # Half of its pages land, the rest never. It ends UNPROVEN, or CANCELLED if half is no page.
     ERROR = "error"
-    # As ERROR, but the rest lands on `land_late`, with the source's bytes of that moment.
+    # The same, but the rest lands on `land_late`, with the source's bytes of that moment.
     LATE = "late"
-    STUCK = "stuck"  # nothing lands and nothing ends, cancelled or not, until `release`
+    STUCK = "stuck"  # it neither lands nor ends, cancelled or not, until `release`
 
 
 class FakeNetwork:
@@ -64,7 +64,7 @@ class FakePlane:
 
     name = "fake"
     stalled_s = 0.0
-    drains_at_once = True  # a cancelled write has nothing running that would have to be awaited
+    drains_at_once = True  # a cancelled write ends at once, because no copy is running
 
     def __init__(self, network: FakeNetwork) -> None:
         self.address = network.join(self)
@@ -78,24 +78,22 @@ class FakePlane:
         self._dead: asyncio.Event = asyncio.Event()
 
     def script(self, *faults: Fault) -> None:
-        """The next writes meet these faults, one each."""
+        """Give these faults to the next writes, one each."""
         self._script.extend(faults)
 
     def hold(self) -> None:
-        """Writes wait for `step` or `release` from now on."""
+        """Make writes wait for `step` or `release` from now on."""
         self._held = True
 
     def release(self) -> None:
-        """Let everything under way land, stuck writes too, and later writes by themselves."""
+        """Let every write under way land, stuck ones too, and later writes as they come."""
         self._held = False
         for write in list(self.writes):
             write.fault = None if write.fault is Fault.STUCK else write.fault
             write.move(_ALL)
 
     def step(self, pages: int = 1) -> int:
-        """Copy up to `pages` pages of the oldest write that is not stuck; returns the bytes it
-        copied.
-        """
+        """Copy up to `pages` pages of the oldest write that is not stuck; return the bytes."""
         write = next((w for w in self.writes if w.fault is not Fault.STUCK), None)
         if write is None:
             return 0
@@ -104,16 +102,16 @@ class FakePlane:
         return write.landed_bytes - before
 
     def land_late(self) -> int:
-        """The rest of every `Fault.LATE` write arrives now; returns its bytes.
+        """Copy the rest of every `Fault.LATE` write; return its bytes.
 
-        Nothing arrives of a dead plane, which has forgotten them.
+        A dead plane has no such writes any more.
         """
         late, self._late = self._late, []
         return sum(write.copy(_ALL) for write in late)
 
     def die(self) -> None:
-        """The process of this plane is gone: nothing of it is copied any more,
-        its fence resolves.
+        """Stop as a process that dies: no byte of this plane is copied any more, and its fence
+        resolves.
         """
         self._dead.set()
         self._late.clear()
@@ -142,13 +140,11 @@ class FakePlane:
         await peer._dead.wait()
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
-        """Never, as of another host: tests declare the dead and the living dead."""
+        """Return False, as for a writer on another host: tests may then declare any writer dead."""
         return False
 
     async def close(self) -> None:
-        """Cancel what is under way (stuck writes end UNPROVEN) and leave the network as a dead
-        plane does.
-        """
+        """Cancel every write (stuck ones end UNPROVEN), and leave the network as if dead."""
         for write in list(self.writes):
             write.cancel()
         self.die()
@@ -162,13 +158,14 @@ class FakePlane:
         self.began(write)
 
     def began(self, write: FakeWrite) -> None:
+        """Called for a write that begins: it moves in the next turn of the event loop."""
         asyncio.get_running_loop().call_soon(self._turn, write)
 
     def copied(self, write: FakeWrite, size_bytes: int) -> None:
-        """So many bytes more of it are in the peer's memory, proven or not."""
+        """Called when `size_bytes` more of a write are in the peer's memory, proven or not."""
 
     def ended(self, write: FakeWrite, outcome: WriteOutcome) -> None:
-        """Nothing of it runs any more; it is about to say so."""
+        """Called when nothing of a write runs any more, before its `done` resolves."""
 
     def keep_late(self, write: FakeWrite) -> None:
         self._late.append(write)
@@ -225,7 +222,7 @@ class FakeWrite:
             self.end(WriteOutcome.CANCELLED)
 
     def move(self, max_bytes: int) -> None:
-        """Copy, and end when that was the last of it, or where the fault strikes."""
+        """Copy up to `max_bytes`; end after the last byte, or where the fault strikes."""
         if self.done.done() or self.fault is Fault.STUCK:
             return
         if self.cancelled:
@@ -242,12 +239,14 @@ class FakeWrite:
         elif self.fault and self.landed_bytes >= stop_at:
             if self.fault is Fault.LATE:
                 self._plane.keep_late(self)
-            stopped = self.fault is Fault.ERROR and not stop_at  # before a byte of it was under way
+            # A write that failed before its first byte is drained: there is no doubt about any
+            # byte.
+            stopped = self.fault is Fault.ERROR and not stop_at
             outcome = WriteOutcome.CANCELLED if stopped else WriteOutcome.UNPROVEN
             self.end(outcome, f"scripted {self.fault.value}")
 
     def copy(self, max_bytes: int) -> int:
-        """Whole blocks up to `max_bytes`, into the peer's pool; returns the bytes."""
+        """Copy whole blocks up to `max_bytes` into the peer's pool; return the bytes copied."""
         copied = 0
         while max_bytes > copied and self._blocks.left_bytes:
             sources, targets, sizes = self._blocks.take(max_bytes - copied, 1)

@@ -5,27 +5,26 @@ What status means landed?       memmove returned: the bytes are in the target's 
                                 process at once.
 Can a write outlive its error?  No. A copy has no error but the death of its process, and a
                                 cancelled write stops between two blocks. So this plane never
-                                answers UNPROVEN of a write it ran.
-What fences a peer?             Its process has ended (pidfd, checked against its start time). Only
+                                answers UNPROVEN for a write that it ran.
+What fences a peer?             The end of its process (pidfd, checked against its start time). Only
                                 that process has the mapping: children do not inherit it, and its
                                 descriptor was closed once it was mapped.
 
-Nothing from the wire is written to unchecked: the target is the memfd of a process whose identity
-is verified after it is opened, the memory itself says which node's it is, and every offset is
-checked against its real size.
+Every value from the wire is checked before it is used: the target is the memfd of a process whose
+identity is verified after it is opened, the memory itself names the node that it belongs to, and
+every offset is checked against its real size.
 
 Copies hold the GIL, in bursts, and release it with the last block of each. Short bursts (2 MiB) let
-the event loop hear of an abort at once, and stop for it. Beside a thread that runs Python (an
-engine between its kernels) they are hopeless: after each release the copying thread then waits up
-to the switch interval of 5 ms for the GIL. Measured beside a thread that never lets go: 0.01 (4
-KiB) to 0.4 GB/s (2 MiB) with a release per block, 0.4 to 2.2 GB/s in bursts of a slice (alone: 1 to
-6.5). So once the GIL was long in coming back, bursts are as long as a slice for a while, 1 to 3 ms;
-after one of small blocks the release is so short that a waiting thread may need the 5 ms all the
-same.
+the event loop receive an abort, and stop the copy for it. Beside a thread that runs Python (an
+engine between its kernels) they are hopeless: after each release the copying thread waits up to the
+switch interval of 5 ms for the GIL. Measured beside a thread that never lets go: 0.01 (4 KiB) to
+0.4 GB/s (2 MiB) with a release per block, 0.4 to 2.2 GB/s in bursts of a slice (alone: 1 to 6.5).
+So after a long wait for the GIL, bursts are as long as a slice for a while, 1 to 3 ms. After one of
+small blocks the release is so short that a waiting thread may need the 5 ms all the same.
 
-A write of at most 64 KiB is copied on the event loop while nothing of the plane waits before it:
-the copy takes some 10 us, handing it to the thread and back several times that, of both threads.
-What one turn of the loop copies is bounded.
+A write of at most 64 KiB is copied on the event loop while no other write of the plane waits: the
+copy takes some 10 us, a hand-over to the thread and back several times that, in both threads. The
+bytes that one turn of the loop copies are bounded.
 """
 
 from __future__ import annotations
@@ -48,11 +47,12 @@ from kvflow.transports.data.threaded import ThreadedPlane
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, Assignment, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
-_CONNECTS, _CONNECT_S = 4, 120.0  # at a time; a TiB is backed with pages in a minute or two
+# Four pools are mapped at a time. The kernel backs a TiB with pages in a minute or two.
+_CONNECTS, _CONNECT_S = 4, 120.0
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst is one block at least
-_CROWDED_BURSTS = 64  # after which it is found out again
-# Longer than a copy takes at that speed: another thread kept the GIL.
+_CROWDED_BURSTS = 64  # long bursts, before the GIL is tried again
+# A release that takes longer than a copy at this speed had to wait: another thread kept the GIL.
 _LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9
 _MAX_BLOCK_BYTES = 4 << 20
 _ADDRESS = re.compile(r"fd:([0-9]{1,9})\Z", re.ASCII)
@@ -72,7 +72,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
     def __init__(
         self, segment: SharedSegment | None, rate_limit_bytes_per_s: float | None = None
     ) -> None:
-        """`segment`: our own pool's, for peers to write into; a pool that only sends needs none."""
+        """`segment` is our own pool's, for peers to write into; a pool that only sends has none."""
         super().__init__(rate_limit_bytes_per_s)
         self._segment = segment
         self._connecting = Threads("local-connect", _CONNECTS)
@@ -82,7 +82,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return f"<LocalPlane of {pool}: {len(self._routes)} routes>"
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Buffer addresses become offsets in the segment.
+        """Return our address, and the layout with offsets in the segment as buffer addresses.
 
         Without a segment (a user's own tensors) peers can read our layout but not write to us: the
         locator is empty.
@@ -140,7 +140,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return LocalRoute(self._thread, planner, segment, self._routes)
 
     async def fence(self, writer: PlaneAddress) -> None:
-        """Return once the writer's process has ended.
+        """Return once the writer's process is dead.
 
         Raises: TransferError for a process of another host.
         """
@@ -148,7 +148,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
 
 
 def map_peer(address: PlaneAddress) -> SharedSegment:
-    """The peer's segment, mapped, of exactly the process the address names.
+    """Map the peer's segment, of exactly the process that the address names.
 
     Raises: TransferError.
     """
@@ -160,7 +160,7 @@ def map_peer(address: PlaneAddress) -> SharedSegment:
         )
     check_same_host(address.process)
     segment = SharedSegment.open_peer(address.process.pid, int(found[1]), address.owner)
-    # Looked at after opening: a re-used pid would have shown us another's memory.
+    # Checked after opening: a re-used pid would have led to another process's memory.
     if not is_alive(address.process):
         segment.close()
         raise TransferError(f"process {address.process.pid} has ended")
@@ -201,7 +201,7 @@ class LocalRoute(PlannedRoute):
 
 
 class _CopyJob:
-    """Implements `write_thread.WriteJob`: what was submitted has landed."""
+    """Implements `write_thread.WriteJob`: a copied block landed, so no block is ever under way."""
 
     __slots__ = ("_blocks", "_copier", "_write", "error", "landed_bytes", "outcome")
     pause_s = 0.0
@@ -226,21 +226,22 @@ class _CopyJob:
                 moved = self._copier.copy(self._blocks.take(allowed, _BURST_BLOCKS), self._write)
             self.landed_bytes += moved
             allowed -= moved
-        # Blocks that a cancel kept from being copied are taken too.
+        # Not `left_bytes == 0`: blocks may be taken from the queue that a cancel then kept from
+        # being copied.
         if self.landed_bytes == self._write.total_bytes:
             self.outcome = WriteOutcome.LANDED
         return self.landed_bytes - before or -1
 
 
 class _Copier:
-    """Copies on one plane's thread, and finds out how long the GIL may be held."""
+    """Copies on one plane's thread, and measures for how long the GIL may be held."""
 
     def __init__(self) -> None:
-        # Bursts that are still to be copied as beside a thread that keeps the GIL.
+        # Long bursts still to be copied, because another thread keeps the GIL.
         self._crowded = 0
 
     def copy(self, blocks: BlockList, write: Assignment) -> int:
-        """Copy blocks, at least one, until the write is cancelled; returns how many bytes."""
+        """Copy blocks, at least one, until the write is cancelled; return the bytes copied."""
         copied = held = 0
         left = len(blocks.sizes)
         for source, target, size in zip(*blocks, strict=True):

@@ -1,6 +1,4 @@
-"""What a peer is told of a pool whose engine has to describe it: the engine's name, its regions,
-packed bytes.
-"""
+"""Locators of pools that their engine describes: the engine's name, its regions, packed bytes."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ _PRINTABLE = re.compile(r"[!-~]{1,4096}\Z", re.ASCII)
 
 
 def new_name(process: ProcessIdentity) -> str:
-    """For an engine of this process, which no other one has."""
+    """Return a name for an engine of this process, which no other engine has."""
     return f"{_prefix(process)}{secrets.token_hex(8)}"
 
 
 def is_name_of(name: str, process: ProcessIdentity) -> bool:
-    """Whether an engine of that name can be one of `process`."""
+    """Return True when an engine of that name can be one of `process`."""
     return name.startswith(_prefix(process))
 
 
@@ -33,7 +31,7 @@ def _prefix(process: ProcessIdentity) -> str:
 
 
 def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:
-    """Address and size of what the buffers lie in, neighbours joined."""
+    """Return address and size of the memory in which the buffers lie, neighbours joined."""
     joined: list[tuple[int, int]] = []
     for address, size in sorted((b.address, b.size_bytes) for b in layout.buffers):
         if joined and sum(joined[-1]) == address:
@@ -44,7 +42,10 @@ def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:
 
 
 def pack_locator(described: bytes) -> str:
-    """Raises: LayoutError when it is too long for one."""
+    """Return a locator that carries a description.
+
+    Raises: LayoutError when it is too long for one.
+    """
     locator = base64.b85encode(zlib.compress(described, 9)).decode()
     if len(locator) > MAX_LOCATOR:
         raise LayoutError(
@@ -55,9 +56,13 @@ def pack_locator(described: bytes) -> str:
 
 
 def unpack_locator(locator: str) -> bytes:
-    """Raises: ValueError, with what is wrong with it."""
+    """Return the description that a locator carries.
+
+    Raises: ValueError that names what is wrong with it.
+    """
     if not _PRINTABLE.match(locator):
         raise ValueError("not base 85")
+    # A bounded inflation: a few bytes from the wire could expand to gigabytes.
     inflate = zlib.decompressobj()
     try:
         described = inflate.decompress(base64.b85decode(locator), _MAX_BYTES)

@@ -1,8 +1,8 @@
 """Pages through AMD's MORI-IO: RDMA between host memories.
 
 **Never run on hardware.** The calls were checked against ROCm/mori at 624002c (2026-08-21, after
-v1.2.2), its `python/mori/io/engine.py` and `src/pybind/pybind_io.cpp`, and are tried against a stub
-of them:
+v1.2.2), its `python/mori/io/engine.py` and `src/pybind/pybind_io.cpp`, and are tested against a
+stub of them:
 
     IOEngine(key, IOEngineConfig(host, port))
         port 0: a free one, for its control connections
@@ -24,21 +24,20 @@ of them:
 
 What status means landed?       Only SUCCESS of the TransferStatus of a batch: a completion of each
                                 of its work requests was polled, which over a reliable connection
-                                means that the peer's NIC has acknowledged it. That this is the same
-                                as being in memory was not tried.
-Can a write outlive its error?  Unknown. A batch has failed with its first failed completion, while
+                                means that the peer's NIC acknowledged it. That the bytes are in
+                                memory by then was not tested.
+Can a write outlive its error?  Unknown. A batch fails with its first failed completion, while
                                 others of it may be under way in the NIC, and there is no call that
                                 stops one. So any end but SUCCESS makes the whole write UNPROVEN,
                                 and what is in doubt stays in quarantine.
-What fences a peer?             Nothing that can be seen from here: a NIC writes without the host,
-                                and its queues are no connections of the host. A loan of a writer
-                                that is lost stays in quarantine until the operator declares it
-                                dead.
+What fences a peer?             Nothing that can be observed from here: a NIC writes without the
+                                host, and its queues are no connections of the host. A loan of a
+                                lost writer stays in quarantine until the operator declares it dead.
 
-The engine writes the end of a transfer into its TransferStatus, which must live until then: those
-of transfers that were given up are kept for as long as the plane is. Notifications to the receiver
-are switched off: nothing here takes them, and the engine would keep them. The engine's control port
-authenticates no peer.
+The engine writes the end of a transfer into its TransferStatus, which must live until then: the
+plane keeps those of transfers that it gave up for as long as it lives. Notifications to the
+receiver are switched off: they have no reader here, and the engine would keep them. The engine's
+control port authenticates no peer.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ _choosing = threading.Lock()
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs to reach a pool, packed by the engine."""
+    """The packed descriptions of an engine and its memory, which a peer needs to reach a pool."""
 
     engine: bytes
     memory: tuple[bytes, ...]
@@ -98,7 +97,10 @@ class Peer:
     def __init__(
         self, plane: MoriPlane, description: Description, process: ProcessIdentity
     ) -> None:
-        """Raises: TransferError for a description that is none, or another process's."""
+        """Unpack a description.
+
+        Raises: TransferError for bytes that are no description, or for another process's.
+        """
         self._plane, self.description = plane, description
         try:
             self.engine = plane.library.EngineDesc.unpack(description.engine)
@@ -121,7 +123,10 @@ class Peer:
         self.is_broken = False
 
     def prepare(self, blocks: BlockList) -> Transfer:
-        """Raises: LayoutError for blocks outside what is registered."""
+        """Return a transfer, not started, of blocks sorted by the pair of regions that they lie in.
+
+        Raises: LayoutError for blocks outside registered memory.
+        """
         lists: defaultdict[tuple[int, int], tuple[list[int], list[int], list[int]]] = defaultdict(
             lambda: ([], [], [])
         )
@@ -164,8 +169,10 @@ class Peer:
             transfer.why = f"{failed.Code()}: {failed.Message()}"
 
     def release(self, transfer: Transfer) -> None:
-        """Raises: TransferError while any of it is under way: the engine writes its end into what
-        we hold.
+        """Forget a transfer that ended.
+
+        Raises: TransferError while any of it is under way: the engine writes its end into memory
+        that the transfer holds.
         """
         if any(_is_under_way(status) for status in transfer.handle[1]):
             raise TransferError(f"a transfer to {self.name} is under way")
@@ -195,10 +202,10 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         *,
         library: Any = None,
     ) -> None:
-        """Starts the engine: before the event loop serves anything.
+        """Start the engine; call it before the event loop serves anything.
 
-        `host` is the address peers reach its control port at; `device` an RDMA device, mori's
-        choice without one; `library` the module `mori.io`, unless it is given.
+        `host` is the address at which peers reach its control port; `device` names an RDMA device,
+        and mori chooses one without it; `library` stands in for the module `mori.io`.
 
         Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
         not start.
@@ -206,11 +213,11 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         super().__init__(rate_limit_bytes_per_s)
         self.library = mori_library() if library is None else library
         self._host, self._device = host, device
-        self.open: set[Transfer] = set()  # whose end the engine has yet to write
+        self.open: set[Transfer] = set()  # the engine has yet to write their end
         self._peers: dict[str, Peer] = {}
-        self._memory: list[Any] = []  # of our pool
-        self._registered: list[Any] = []  # that, and the scratch
-        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # what a probe reads into
+        self._memory: list[Any] = []  # regions of our pool
+        self._registered: list[Any] = []  # these, and the scratch
+        self._scratch = mmap.mmap(-1, mmap.PAGESIZE)  # a probe reads into it
         try:
             config = self.library.IOEngineConfig(host=host, port=0)
             self._engine = self.library.IOEngine(new_name(own_identity()), config)
@@ -271,7 +278,10 @@ class MoriPlane(EnginePlane[TransfersRoute]):
         return memory
 
     def region_of(self, address: int, size: int) -> tuple[int, int]:
-        """Which of our regions has a block, and where. Raises: LayoutError."""
+        """Return the index of our region that a block lies in, and the offset there.
+
+        Raises: LayoutError.
+        """
         for index, memory in enumerate(self._memory):
             if memory.data <= address and address + size <= memory.data + memory.size:
                 return index, address - memory.data
@@ -293,13 +303,14 @@ class MoriPlane(EnginePlane[TransfersRoute]):
             raise TransferError(
                 f"no mori session with process {pid} within {_CONNECT_S:g} s"
             ) from None
-        if process.is_gone:  # looked at after opening: else another process may have answered
+        if process.is_gone:
+            # Checked after opening: before that, another process may have answered.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def _reach(self, description: Description, process: ProcessIdentity) -> Peer:
-        """Have the peer answer, so that no later write has to connect; blocks.
+        """Wait for the peer's answer, so that no later write has to connect; blocks.
 
         Raises: TransferError.
         """
@@ -313,7 +324,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                     f"mori engine {found.name} is another one: its description differs"
                 )
             if peer is None or peer.is_broken:
-                # Its routes go on with the sessions that they have, for as long as they may.
+                # Routes of the broken peer keep its sessions, for as long as these work.
                 if peer is not None:
                     self._forget(peer)
                 self._peers[found.name] = peer = found
@@ -366,11 +377,12 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                 f"mori cannot reach {peer.name}: {type(error).__name__}: {error}"
             ) from error
         finally:
-            with suppress(TransferError):  # under way yet: it is kept
+            with suppress(TransferError):
+                # A probe that is still under way is kept.
                 peer.release(probe)
 
     def leave(self, peer: Peer) -> None:
-        """A route to it is closed, or was never opened; without one it is forgotten."""
+        """Drop one route to a peer, closed or never opened; the last one's end forgets the peer."""
         with self._opening:
             peer.routes -= 1
             if not peer.routes and self._peers.get(peer.name) is peer:
@@ -378,7 +390,8 @@ class MoriPlane(EnginePlane[TransfersRoute]):
 
     def _forget(self, peer: Peer) -> None:
         del self._peers[peer.name]
-        with suppress(Exception):  # what the engine knows of it is all that is left
+        with suppress(Exception):
+            # The peer is gone from our side; at worst the engine keeps what it knows of it.
             self._engine.deregister_remote_engine(peer.engine)
 
     def _unprovable(self) -> str:
@@ -393,7 +406,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
 
 
 def decode_description(locator: str) -> Description:
-    """Raises: TransferError for what is none."""
+    """Return the description in a locator. Raises: TransferError when it has none."""
     try:
         found = _parse(unpack_locator(locator))
         if not 0 < len(found.memory) <= MAX_REGIONS:
@@ -409,7 +422,7 @@ def decode_description(locator: str) -> Description:
 
 @contextmanager
 def _device_chosen(device: str) -> Iterator[None]:
-    """What mori reads while a backend is made; what the operator has set stays."""
+    """Set the variable that mori reads while a backend is made, unless the operator set it."""
     with _choosing:
         added = bool(device) and _OPERATORS_CHOICE not in os.environ
         if added:
@@ -422,7 +435,7 @@ def _device_chosen(device: str) -> Iterator[None]:
 
 
 def mori_library() -> Any:
-    """The module `mori.io`. Raises: MisuseError, with what to do."""
+    """Return the module `mori.io`. Raises: MisuseError that explains what to do."""
     try:
         return importlib.import_module("mori.io")
     except ModuleNotFoundError as error:

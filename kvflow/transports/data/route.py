@@ -1,6 +1,8 @@
-"""From page lists to blocks for one pair of pools: checks on the event loop, planning on the
-plane's thread (of a write that is copied at once, on the event loop too: see
-`Planner.few_blocks`)."""
+"""Blocks from page lists, for one pair of pools.
+
+The event loop checks the lists, and the plane's thread plans the blocks. The event loop also plans
+a write that is copied at once: see `Planner.few_blocks`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ FEW_BLOCKS = 64
 
 
 class BlockList(NamedTuple):
-    """Parallel lists of Python ints: what ctypes and pybind calls take fastest."""
+    """Parallel lists of Python ints, which ctypes and pybind calls take fastest."""
 
     sources: list[int]
     targets: list[int]
@@ -27,8 +29,9 @@ class BlockList(NamedTuple):
 
 
 class Planner:
-    """A `Pairing` with the target's buffers placed where this plane reaches them, and a short way
-    for one page.
+    """A `Pairing` with the target's buffers placed where this plane reaches them.
+
+    It plans a page with few blocks by a shorter way.
     """
 
     def __init__(
@@ -49,9 +52,8 @@ class Planner:
         self.page_bytes, self.row_bytes = self._pairing.page_bytes, self._pairing.row_bytes
         self._source, self._target = source, target
         self._source_pages, self._target_pages = source.num_pages, target.num_pages
-        # Where the blocks of page 0 lie, and how far those of page 1 are from them: numpy costs a
-        # tiny write more than the write itself, so one page with few blocks is worked out in plain
-        # ints.
+        # The places of page 0's blocks, and the distances to those of page 1: numpy costs a tiny
+        # write more than the write itself, so a page with few blocks is planned in plain ints.
         at_0, at_1 = (
             self._plan(np.array([page], dtype=np.int32), np.array([page], dtype=np.int32))
             for page in (0, 1)
@@ -64,15 +66,17 @@ class Planner:
             self._page = [(s, s1 - s, t, t1 - t, size) for s, s1, t, t1, size in steps]
 
     def from_source(self, source: PoolLayout) -> Planner:
-        """The same from another source, or from the same in another order."""
+        """Return the same planner from another source, or from the same one in another order."""
         target, max_block_bytes, target_bases = self._given
         return Planner(source, target, max_block_bytes=max_block_bytes, target_bases=target_bases)
 
     def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
-        """Raises: LayoutError for lists of different length, an index outside its pool, or a row
-        onto a page.
+        """Check the two page lists of a write.
+
+        Raises: LayoutError for lists of different length, an index outside its pool, or a row onto
+        a page.
         """
-        # The short way, several times as fast.
+        # One page passes this shorter check, which is several times as fast.
         one = source_pages.shape == target_pages.shape == (1,)
         if (
             one
@@ -91,6 +95,7 @@ class Planner:
             raise LayoutError("a row is written onto a page")
 
     def bytes_of(self, source_pages: PageIndices) -> int:
+        """Return the bytes of a write of these pages and rows."""
         if not self._source.num_rows:
             return self.page_bytes * source_pages.size
         split = self._source.split(source_pages)
@@ -99,12 +104,12 @@ class Planner:
     def first_blocks(
         self, source_pages: PageIndices, target_pages: PageIndices
     ) -> BlockList | None:
-        """The whole plan, when it is one page in few blocks; else None: use `blocks`."""
+        """Return the whole plan of one page in few blocks; None for any other: use `blocks`."""
         one = source_pages.size == 1 and source_pages[0] < self._source_pages
         return self.few_blocks(source_pages, target_pages) if one else None
 
     def few_blocks(self, source_pages: PageIndices, target_pages: PageIndices) -> BlockList | None:
-        """The whole plan, page by page, when that makes at most `FEW_BLOCKS`; else None.
+        """Return the whole plan, page by page, when it has at most `FEW_BLOCKS`; else None.
 
         Neighbours are not joined.
         """
@@ -129,7 +134,7 @@ class Planner:
     def blocks(
         self, source_pages: PageIndices, target_pages: PageIndices
     ) -> tuple[Addresses, Addresses, Addresses]:
-        """Sources, targets and sizes, int64 [n] each, no block above the plane's limit."""
+        """Return sources, targets and sizes, int64 [n] each, no block above the plane's limit."""
         source, target = self._source.split(source_pages), self._target.split(target_pages)
         lists = (source.pages, target.pages, source.rows, target.rows)
         return self._pairing.blocks(
@@ -141,18 +146,22 @@ class Planner:
 
 
 class PlannedRoute:
-    """The event loop's half of `protocols.ports.Route`; a back end adds `begin` (see
-    `write_thread.Work`) and what it lets go of at the end (`release`)."""
+    """The event loop's half of `protocols.ports.Route`.
+
+    A back end adds `begin` (see `write_thread.Work`) and `release`.
+    """
 
     def __init__(self, thread: WriteThread, planner: Planner, siblings: set[Self]) -> None:
-        """`siblings`: the open routes of its plane; it leaves them when it is closed."""
+        """`siblings` are the open routes of its plane; the route leaves them when it closes."""
         self.planner = planner
         self.closed = False
         self.thread = thread
         self._siblings = siblings
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> ThreadWrite:
-        """Raises: LayoutError (nothing was started), TransferError after the route or the plane was
+        """Start a write, or make it at once where it is tiny.
+
+        Raises: LayoutError (no write was started), TransferError after the route or the plane
         closed.
         """
         if self.closed:
@@ -166,34 +175,37 @@ class PlannedRoute:
 
     def write_at_once(self, write: ThreadWrite) -> bool:
         """Make a tiny write on the event loop, where `WriteThread.admit` allows it and the back end
-        knows how.
+        can.
+
+        Returns False when the write has to be submitted to the thread.
         """
         return False
 
     def begin(self, write: Assignment) -> WriteJob:
+        """Return the job of a write; see `write_thread.Work`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """See `protocols.ports.Route`. Idempotent."""
+        """Close the route; see `protocols.ports.Route`. Idempotent."""
         if not self.closed:
             self.closed = True
             self._siblings.discard(self)
             self.release()
 
     def release(self) -> None:
-        """Let go of the peer: of what was mapped, opened or taken for this route. Called once."""
+        """Let go of the peer: unmap, close or return what this route holds. Called once."""
         raise NotImplementedError
 
 
 def outcome_of(error: str, landed_bytes: int, total_bytes: int) -> WriteOutcome:
-    """Of a write of which nothing is under way any more."""
+    """Return the outcome of a write of which no block is under way any more."""
     if error:
         return WriteOutcome.UNPROVEN
     return WriteOutcome.LANDED if landed_bytes == total_bytes else WriteOutcome.CANCELLED
 
 
 class BlockQueue:
-    """What is left to submit of one write, handed out in slices of whole blocks."""
+    """The blocks of one write that are still to be submitted, in slices of whole blocks."""
 
     __slots__ = ("_columns", "_ends", "_few", "_given", "_next", "are_small", "left_bytes")
 
@@ -203,7 +215,8 @@ class BlockQueue:
         self._few = planner.first_blocks(source_pages, target_pages)
         self.left_bytes = planner.bytes_of(source_pages)
         self._next = self._given = 0
-        # And many: `take_small` then serves those better that copy by themselves.
+        # True where the blocks are small and many: `take_small` is then faster for a back end that
+        # copies blocks without an engine.
         self.are_small = False
         if self._few is None:
             self._columns = Blocks(*planner.blocks(source_pages, target_pages))
@@ -213,8 +226,9 @@ class BlockQueue:
             self._ends = np.cumsum(self._few.sizes)
 
     def take(self, max_bytes: int, max_blocks: int) -> BlockList:
-        """The next blocks: as many as fit, at least one while there are any and both limits are
-        above 0.
+        """Return the next blocks, as many as fit.
+
+        It is at least one while there are any and both limits are above 0.
         """
         if max_bytes <= 0 or max_blocks <= 0 or not self.left_bytes:
             return _NOTHING
@@ -225,7 +239,9 @@ class BlockQueue:
         )
 
     def take_small(self, max_bytes: int) -> Blocks:
-        """The next blocks, as `take`, of a queue whose blocks are small; `max_bytes` above 0."""
+        """Return the next blocks, as `take`, of a queue whose blocks are small; `max_bytes` above
+        0.
+        """
         start, stop = self._advance(max_bytes, self._ends.size)
         return Blocks(*(column[start:stop] for column in self._columns))
 

@@ -1,4 +1,4 @@
-"""The data plane of a name, alone or for a pool."""
+"""Choice of a data plane by name, alone or for a pool."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvflow.transports.data.nixl.library import nixl_library
 from kvflow.transports.data.nixl.plane import NixlPlane
 
 PLANES = ("local", "mooncake", "nixl", "ascend", "mori")
-# Their fence refuses: what a writer that is lost has left in doubt stays in quarantine.
+# The fence of these planes refuses: pages that a lost writer left in doubt stay in quarantine.
 UNFENCED = ("ascend", "mori")
 
 
 def check_plane(name: str, device: str = "", host: str = "") -> None:
-    """What `open_plane` would refuse of a data plane, before there is a pool for it.
+    """Check what `open_plane` would refuse, before there is a pool for the data plane.
 
     Raises: MisuseError.
     """
@@ -45,12 +45,13 @@ def open_plane(
     host: str = "127.0.0.1",
     device: str = "",
 ) -> DataPlane:
-    """Open one of `PLANES`; takes some milliseconds (a back end may start threads and listen), so
-    do it at start-up.
+    """Open one of `PLANES`.
 
-    `device` names the RDMA device, for planes that have one; for ascend, the number of an NPU.
+    It takes some milliseconds (a back end may start threads and listen), so call it at start-up.
+    `device` names the RDMA device, for planes that have one; for ascend it is the number of an NPU.
+
     Raises: MisuseError for an unknown name, a rate not above 0, or a package that is missing (the
-    text says which).
+    text names it).
     """
     check_plane(name, device, host)
     if name == "local":
@@ -67,9 +68,11 @@ def open_plane(
 def plane_for(
     pool: PagedPool, plane: str | DataPlane, *, receives: bool, host: str = "127.0.0.1"
 ) -> DataPlane:
-    """The data plane of a node over `pool`: one of `PLANES` by name, or the caller's own as it is.
+    """Return the data plane of a node over `pool`: one of `PLANES` by name, or the caller's own as
+    it is.
 
-    `receives`: peers will write into this pool, so the local plane needs it in shared memory.
+    With `receives` peers write into this pool, so the local plane needs it in shared memory.
+
     Raises: MisuseError, as `open_plane`, and for a pool that a plane of that name could not write
     into.
     """

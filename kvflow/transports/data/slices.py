@@ -1,8 +1,8 @@
-"""Which blocks are tiny for a data plane: where widths differ, each token slot of a page has a
-slice for each rank.
+"""Blocks that are tiny for a data plane: where widths differ, each token slot of a page has a slice
+for each rank.
 
-An engine takes a block at a time, and each costs it the same, however little it moves. Bringing
-slices together in staging, and apart again, costs by the byte instead.
+An engine takes one block at a time, and each costs it the same, however few its bytes. Gathering
+slices in staging, and separating them again, costs by the byte instead.
 `kvflow bench transfer --tp 2:1` measures both. GB/s of a room as they are, and through staging, by
 the bytes of a slice (one machine of two cores):
 
@@ -19,17 +19,18 @@ from kvflow.protocols.pages.arrange import Blocks
 TINY_BELOW_BYTES = {"mooncake": 32 << 10, "nixl": 4 << 10, "ascend": 32 << 10, "mori": 4 << 10}
 """By plane: slices of fewer bytes on average go faster through staging.
 
-`ascend` and `mori`, which have not run, have what the planes have whose calls theirs are like.
-`local` copies slices as fast as anything else could."""
+`ascend` and `mori` have not run, and take the numbers of the planes whose calls are like theirs.
+`local` copies slices as fast as any other way could.
+"""
 
 
 def are_tiny(plane: str, blocks: Blocks) -> bool:
-    """Whether these are slices that are worth bringing together before this plane moves them."""
+    """Return True for slices that are worth gathering before this plane moves them."""
     return blocks.in_slices and blocks.mean_bytes < TINY_BELOW_BYTES.get(plane, 0)
 
 
 def remedy(plane: str, blocks: Blocks) -> str:
-    """What to say where they are, and are moved as they are."""
+    """Return a warning with advice, for slices that are tiny and are moved as they are."""
     return (
         f"slices of {blocks.mean_bytes} bytes are slow over {plane}, which is fast from "
         f"{TINY_BELOW_BYTES[plane]} on: where prefill has more shards, start decode with "

@@ -1,16 +1,16 @@
 """A data plane over a pool that it cannot read: each slice of a write passes through staging, host
-memory beside it.
+memory beside the pool.
 
 What status means landed?       What it means to the inner plane, of every slice; a slice is written
-                                when it has been copied out.
+                                after it was copied out.
 Can a write outlive its error?  As on the inner plane. A copy out that fails ends its write as
                                 cancelled and drained.
 What fences a peer?             What fences one of the inner plane.
 
-A write ends when its copies have. While one slice travels the next is copied out, in a thread of
-its own. Every route has memory for a few slices, so a peer that takes no writes keeps no other's. A
+A write ends when its copies end. While one slice travels, a separate thread copies the next one
+out. Every route has memory for a few slices, so a peer that takes no writes keeps no other's. A
 doubtful block may read that memory later: it can only reach target pages that are still on loan, of
-a room that has failed.
+a room that failed.
 
 Where the target takes tiny blocks, slices of each token slot, they are gathered in staging in the
 target's own order, so that what lies together there is one block (`slices`, `pages.arrange`).
@@ -36,13 +36,13 @@ from kvflow.transports.data.threaded import EnginePlane
 from kvflow.transports.data.write_thread import Assignment, WriteJob
 
 _log = logging.getLogger(__name__)
-_SLICES = 3  # of one route: one that travels, one that is copied, and one that waits
-_ROUTES = 8  # for which a small staging has room
+_SLICES = 3  # of one route: one travels, one is copied, and one waits
+_ROUTES = 8  # routes for which a small staging has room
 _WAIT_S = 0.01  # for a copy, which wakes the plane's thread when it ends
 
 
 class StagedPlane:
-    """Implements `protocols.ports.DataPlane` around one whose routes are `PlannedRoute`s."""
+    """Implements `protocols.ports.DataPlane` around a plane whose routes are `PlannedRoute`s."""
 
     def __init__(self, inner: DataPlane, staging: Staging) -> None:
         """`inner` is made for the staging's segment; all of the staging is this plane's."""
@@ -64,12 +64,13 @@ class StagedPlane:
         return self.inner.stalled_s
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
-        """Of the staging: `layout` is its own, or its pool's. Raises: as the inner plane."""
+        """Export the staging: `layout` is its own, or its pool's. Raises: as the inner plane."""
         return self.inner.export(self._staging.host.layout.served)
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> StagedRoute:
-        """Raises: as the inner plane; TransferError when there is no staging left for another
-        route.
+        """Open a route, and take staging for it.
+
+        Raises: as the inner plane; TransferError when there is no staging left for another route.
         """
         inner = await self.inner.connect(address, layout)
         try:
@@ -88,8 +89,11 @@ class StagedPlane:
         return route
 
     def _gather(self, inner: PlannedRoute, target: PoolLayout) -> Pairing | None:
-        """How slices that would be tiny are copied out, for `inner` to write as larger blocks; None
-        where they need not be, or cannot."""
+        """Return the order in which tiny slices are copied out, so that `inner` writes larger
+        blocks.
+
+        It is None where slices need not, or cannot, be gathered.
+        """
         host = self._staging.host.layout.served
         if not are_tiny(self.name, before := blocks_between(host, target)):
             return None
@@ -116,13 +120,14 @@ class StagedPlane:
         return self.inner.sees_alive(writer)
 
     async def close(self) -> None:
-        """As the inner plane's; and what it has left behind copies no more."""
+        """Close the inner plane, then end the copying thread and close the routes that are left."""
         try:
             await self.inner.close()
         finally:
             try:
                 await in_thread(self._copying.shutdown)
-            finally:  # cancelled or not, the thread has ended
+            finally:
+                # The copying thread is over, even when this close is cancelled.
                 for route in list(self._routes):
                     route.close()
 
@@ -130,7 +135,7 @@ class StagedPlane:
 class StagedRoute(PlannedRoute):
     """Implements `protocols.ports.Route`.
 
-    `places`, the staging that no slice uses, are the plane's thread's own.
+    Only the plane's thread touches `places`, the staging that no slice uses.
     """
 
     def __init__(
@@ -142,7 +147,8 @@ class StagedRoute(PlannedRoute):
         siblings: set[StagedRoute],
         out: Pairing | None,
     ) -> None:
-        """`out`: how slices are copied out, where it is not as the staging does by itself.
+        """`out` pairs the pool with the staging, where slices are not copied out in the staging's
+        order.
 
         Raises: TransferError.
         """
@@ -178,7 +184,9 @@ class StagedRoute(PlannedRoute):
         return StagedJob(self, write)
 
     def reserve(self, places: PageIndices) -> PageIndices | None:
-        """Staging for these places of the pool, in their order; None while too little is free."""
+        """Return staging for these places of the pool, in their order; None while too little is
+        free.
+        """
         pool, host, free = self.staging.pool.layout, self.staging.host.layout, self.places
         in_rows = places >= pool.num_pages
         rows = int(in_rows.sum())
@@ -194,12 +202,16 @@ class StagedRoute(PlannedRoute):
         return found
 
     def copy_out(self, write: Assignment, places: PageIndices, staged: PageIndices) -> Future[bool]:
-        """Raises: RuntimeError when no thread is to be had."""
+        """Start to copy places into their staging; the result is False after a cancel.
+
+        Raises: RuntimeError when no thread can be started.
+        """
         return self.copying.submit(
             self.staging.copy_out, places, staged, lambda: write.cancelled, self._out
         )
 
     def give_back(self, staged: PageIndices) -> None:
+        """Return staging to the free places of this route."""
         more = self.staging.host.layout.split(staged)
         both = zip(self.places, more, strict=True)
         self.places = Places(*(np.concatenate(indices, dtype=np.int32) for indices in both))
@@ -235,7 +247,7 @@ class _Slice:
 
 
 class StagedJob:
-    """Implements `write_thread.WriteJob`: slices are copied out, and written, in their order."""
+    """Implements `write_thread.WriteJob`: slices are copied out and written in their order."""
 
     __slots__ = (
         *(
@@ -254,10 +266,10 @@ class StagedJob:
 
     def __init__(self, route: StagedRoute, write: Assignment) -> None:
         self._route, self._write = route, write
-        self._at = 0  # of the write's places, the next to be copied
+        self._at = 0  # index of the next place to copy
         self._slices: list[_Slice] = []
         self._ended_bytes = self.landed_bytes = 0
-        self._worst = WriteOutcome.LANDED  # of slices that have ended
+        self._worst = WriteOutcome.LANDED  # of the slices that ended
         self.error = ""
         self.outcome: WriteOutcome | None = None
         self.pause_s = 0.0
@@ -283,17 +295,19 @@ class StagedJob:
         return max_bytes - left if left < max_bytes or changed or self.outcome is not None else -1
 
     def _copy_next(self) -> bool:
-        """Begin to copy slices while there is staging for them; True when one was begun."""
+        """Begin to copy slices while there is staging for them; return True when one was begun."""
         route, write, begun = self._route, self._write, False
         while self._at < len(write.source_pages) and len(self._slices) < _SLICES:
             places = write.source_pages[self._at : self._at + route.slice_pages]
             staged = route.reserve(places)
-            if staged is None:  # what slices of other writes have comes back
+            if staged is None:
+                # Slices of other writes return their staging when they end.
                 break
             targets = write.target_pages[self._at : self._at + places.size]
             try:
                 copied = route.copy_out(write, places, staged)
-            except RuntimeError as error:  # no thread is to be had
+            except RuntimeError as error:
+                # The system has no thread left; the write ends, drained.
                 route.give_back(staged)
                 self.error, self._worst = (
                     f"no thread copies from the pool: {error}",
@@ -309,7 +323,7 @@ class StagedJob:
         return begun
 
     def _write_on(self, part: _Slice, max_bytes: int, stopped: bool) -> int:
-        """Move a slice on that has been copied out, as `advance`; forget one that has ended."""
+        """Let a slice move on that was copied out, as `advance`; forget it when it ends."""
         if part.job is None and (not self._was_copied(part) or stopped):
             self._end(part, 0, WriteOutcome.CANCELLED)
             return 0
@@ -317,7 +331,7 @@ class StagedJob:
             part.job = part.job or self._route.inner.begin(part)
             moved = part.job.advance(max_bytes, stopped)
         except Exception as error:  # noqa: BLE001
-            # Other slices of this write are still copied: it ends after them.
+            # Other slices of this write are still being copied: the write ends after them.
             self._route.thread.surprises += 1
             self.error = self.error or f"{type(error).__name__}: {error}"
             self._end(part, 0, WriteOutcome.UNPROVEN)
@@ -331,7 +345,7 @@ class StagedJob:
         try:
             return part.copied.result()  # False: it was cancelled
         except Exception as error:  # noqa: BLE001
-            # Whatever a copy raises ends this write, drained, and no other.
+            # An error of a copy ends this write, drained, and no other.
             self.error = (
                 self.error or f"a copy from the pool failed: {str(error) or type(error).__name__}"
             )
@@ -344,4 +358,5 @@ class StagedJob:
         self._worst = max(self._worst, outcome, key=_DOUBT.index)
 
 
+# In order of doubt: a write ends as the worst of its slices.
 _DOUBT = (WriteOutcome.LANDED, WriteOutcome.CANCELLED, WriteOutcome.UNPROVEN)

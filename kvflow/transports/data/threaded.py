@@ -1,9 +1,9 @@
-"""What data planes share whose writes go through a `WriteThread`: their routes, how a peer is
-reached, how they end.
+"""The common part of data planes whose writes go through a `WriteThread`: their routes, how a peer
+is reached, how they close.
 
-There is one way to close, for all of them: no write is taken any more, what runs is cancelled and
-drained, the thread ends, then the routes let go of their peers, and the back end gives back memory,
-sessions and threads of its own.
+All of them close in one way: the plane takes no write any more, cancels and drains those that run,
+and ends the thread; then the routes let go of their peers, and the back end frees its memory,
+sessions and threads.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ThreadedPlane(Generic[R]):
 
     name = ""
     close_grace_s = float("inf")
-    """How long closing waits for what is under way;
-    what a frozen peer holds up ends UNPROVEN then.
+    """How long closing waits for writes under way; then those that a frozen peer holds up end
+    UNPROVEN.
     """
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
@@ -52,14 +52,14 @@ class ThreadedPlane(Generic[R]):
 
     @property
     def under_way(self) -> dict[str, int]:
-        """What is left of writes, by what it is: all 0 when nothing runs."""
+        """Counts of what writes still hold, by name: all 0 when no write runs."""
         return {"writes": self._thread.open_writes}
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
         return is_seen_alive(writer.process)
 
     def _own_layout(self) -> PoolLayout:
-        """Raises: LayoutError before `export`."""
+        """Return our pool's layout. Raises: LayoutError before `export`."""
         if self._layout is None:
             raise LayoutError("export our own pool before connecting to a peer's")
         return self._layout
@@ -67,7 +67,7 @@ class ThreadedPlane(Generic[R]):
     def _keep(self, route: R) -> R:
         """Count a route as open.
 
-        Raises: TransferError when the plane was closed while it was opened.
+        Raises: TransferError when the plane closed while the route was opened.
         """
         if self._thread.is_closing:
             route.close()
@@ -82,30 +82,32 @@ class ThreadedPlane(Generic[R]):
         """
         try:
             await self._thread.close(self.close_grace_s)
-        finally:  # the thread has ended, cancelled or not
+        finally:
+            # The thread is over, even when this close is cancelled.
             for route in list(self._routes):
                 route.close()
             await self._release()
 
     async def _release(self) -> None:
-        """What a back end gives back once nothing of it runs. Idempotent."""
+        """Free what the back end holds, once none of its writes runs. Idempotent."""
 
 
 class EnginePlane(ThreadedPlane[R]):
     """A base of planes that write through a vendor's engine.
 
-    Its calls may block, so they are made in threads, each kind in its own, and never waited for
-    without end."""
+    Its calls may block, so each kind runs in separate threads, and every wait for one has a time
+    limit.
+    """
 
     close_grace_s = CLOSE_GRACE_S
     max_block_bytes = 4 << 20
     connects = 4  # at a time
-    warns_of_slices = True  # that are tiny for it
+    warns_of_slices = True  # about slices that are tiny for it
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
         super().__init__(rate_limit_bytes_per_s)
         self._inbound = InboundConnections()
-        self._opening = threading.Lock()  # of `_layout`, and of what the engine knows of peers
+        self._opening = threading.Lock()  # guards `_layout`, and what the engine knows of peers
         self._connecting = Threads(f"{self.name}-connect", self.connects)
         self._looking, self._closing = (
             Threads(f"{self.name}-fence", 1),
@@ -113,7 +115,7 @@ class EnginePlane(ThreadedPlane[R]):
         )
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> R:
-        """Reach the peer once.
+        """Reach the peer once, and open a route to it.
 
         Raises: LayoutError (the pools do not fit), TransferError (no answer).
         """
@@ -135,25 +137,28 @@ class EnginePlane(ThreadedPlane[R]):
         return self._keep(route)
 
     def _check_address(self, address: PlaneAddress) -> None:
-        """Raises: TransferError for an address that cannot be a peer's."""
+        """Check the form of an address. Raises: TransferError when it cannot be a peer's."""
 
     async def _open(
         self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
     ) -> R:
-        """Have the peer answer, and be sure that it was `process`. Raises: TransferError."""
+        """Open the route after an answer that certainly came from `process`.
+
+        Raises: TransferError.
+        """
         raise NotImplementedError
 
     def _unprovable(self) -> str:
-        """Over what a writer's end cannot be observed; empty where it can be."""
+        """Return the transports over which a writer's end cannot be observed, or ""."""
         raise NotImplementedError
 
     async def fence(self, writer: PlaneAddress) -> None:
-        """Return once the writer's process is dead and our engine has closed every connection that
-        may be its.
+        """Return once the writer's process is dead and our engine closed every connection that may
+        be its own.
 
-        Raises: TransferError for a writer that cannot be observed (another host, say), and over
-        anything that nothing here can see into, RDMA for one; OSError when it cannot be observed
-        just now.
+        Raises: TransferError for a writer that cannot be observed (another host, say), and over a
+        transport that cannot be observed from here, such as RDMA; OSError when the writer cannot be
+        observed just now.
         """
         if over := self._unprovable():
             raise TransferError(f"over {over} the end of a writer's bytes cannot be observed")
@@ -168,7 +173,7 @@ class EnginePlane(ThreadedPlane[R]):
             )
 
     def _stop(self) -> None:
-        """Blocks until the engine has given back the pool, which no peer is reached from any more.
+        """Block until the engine gave back the pool; no peer is reached from it any more.
 
         Idempotent.
         """

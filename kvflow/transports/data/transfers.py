@@ -13,7 +13,7 @@ from kvflow.transports.host.peer_process import PeerProcess
 
 DONE, RUNNING, FAILED = "DONE", "PROC", "ERR"  # as NIXL names them
 WINDOW_BYTES = 16 << 20
-# Of one transfer, some 1 ms: what a cancel waits for.
+# Limits of one transfer: some 1 ms, for which a cancel waits.
 TRANSFER_BYTES = 4 << 20
 TRANSFER_BLOCKS = 1024
 _PAUSE_S = 0.0003  # between looks at what is under way
@@ -26,36 +26,37 @@ class Transfer:
 
     def __init__(self, handle: Any, size_bytes: int) -> None:
         self.handle, self.size_bytes, self.status = handle, size_bytes, ""
-        self.why = ""  # it has not ended well, where the engine says so
+        self.why = ""  # why it did not end well, where the engine reports it
 
 
 class Carrier(Protocol):
-    """What carries blocks to one peer.
+    """The way to one peer.
 
-    Called on the plane's thread; what its calls raise is an error of that write.
+    Its methods are called on the plane's thread; an error that one raises is an error of that
+    write.
     """
 
     @property
     def name(self) -> str:
-        """The peer's, for error texts."""
+        """The peer's name, for error texts."""
 
     def prepare(self, blocks: BlockList) -> Transfer:
-        """A transfer of `blocks`, not started."""
+        """Return a transfer of `blocks`, not started."""
 
     def post(self, transfer: Transfer) -> None:
-        """Start it. Where it raises, whether any of it is under way is unknown."""
+        """Start a transfer. If it raises, it is unknown whether any of it is under way."""
 
     def look(self, transfer: Transfer) -> None:
-        """Update its status."""
+        """Update a transfer's status."""
 
     def release(self, transfer: Transfer) -> None:
-        """Forget a transfer that has ended; raises where it has not, and is asked again."""
+        """Forget a transfer that ended; raises where it did not, and is then called again."""
 
     def failed(self) -> None:
-        """A transfer has not ended well: what is open to this peer may be of no use any more."""
+        """Note that a transfer did not end well: the sessions with this peer may be unusable."""
 
     def leave(self) -> None:
-        """The route is closed."""
+        """Note that the route is closed."""
 
 
 class TransfersRoute(PlannedRoute):
@@ -89,8 +90,9 @@ class TransfersRoute(PlannedRoute):
 class _TransfersJob:
     """Implements `write_thread.WriteJob`.
 
-    A call of the engine that raises is an error like any other: what was submitted before is still
-    followed to its end."""
+    A call of the engine that raises is an error like any other: the job still follows what it
+    submitted before to its end.
+    """
 
     __slots__ = (
         "_blocks",
@@ -130,7 +132,7 @@ class _TransfersJob:
             and not self._write.cancelled
             and not self.error
         ):
-            # Its pid, by which pages are written within a machine, may be another's soon.
+            # Pages are written by pid within a machine, and another process may soon have it.
             if route.process.is_gone:
                 self.error = (
                     f"process {route.process.identity.pid}, to which {route.carrier.name} "
@@ -171,9 +173,7 @@ class _TransfersJob:
             self._transfers.remove(transfer)
 
     def _follow(self) -> int:
-        """Look at what is under way, whichever of it ends first; returns how many transfers have
-        ended.
-        """
+        """Look at the transfers under way, in whatever order they end; return how many ended."""
         before = len(self._transfers)
         for transfer in [t for t in self._transfers if t.status == RUNNING]:
             try:
@@ -189,8 +189,9 @@ class _TransfersJob:
         return before - len(self._transfers)
 
     def _has_ended(self, transfer: Transfer) -> bool:
-        """Whether a transfer is over and released; one that is not released may still read the
-        source's pages.
+        """Return True when a transfer is over and released.
+
+        One that is not released may still read the source's pages.
         """
         route = self._route
         if transfer.status == RUNNING:

@@ -1,17 +1,17 @@
-"""One thread per data plane that moves the blocks of many writes, round robin and slice by slice.
+"""One thread per data plane, which moves the blocks of many writes, round robin and slice by slice.
 
-Fair between rooms (a write moves one slice per turn), and quick to stop: `cancel` takes effect
-between slices. Work arrives through a queue the idle thread blocks on; ends go back to the event
-loop in batches, one wake-up for all that ended since the loop last looked.
+It is fair between rooms (a write moves one slice per turn), and quick to stop: `cancel` takes
+effect between slices. Work arrives through a queue on which the idle thread blocks. Ended writes
+return to the event loop in batches, with one wake-up for all that ended since the loop last looked.
 
 A back end whose tiny writes cost less than this hand-over makes them on the event loop, while no
-write is under way (so they keep their order, and none of a busy plane's overtakes another) and
-within a bound per turn of the loop.
+write is under way (so they keep their order, and do not overtake those of a busy plane) and within
+a bound per turn of the loop.
 
-Rate limit (bytes/s over the whole plane): a slice may start once the bytes before it would have
-been sent at that rate, so by any moment at most one slice more than rate x time has been submitted.
-Idle time is not saved up. Slices shrink with the rate (5 ms worth each), which makes the middle of
-a transfer a place one can reach on purpose.
+The rate limit is in bytes/s over the whole plane: a slice may start once the bytes before it would
+have been sent at that rate, so by any moment at most one slice more than rate x time was submitted.
+Idle time is not saved up. Slices shrink with the rate (5 ms worth each), so that a test can reach
+the middle of a transfer on purpose.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import WriteOutcome
 
-SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: what a cancel, or another room, waits for
+SLICE_BYTES = 8 << 20  # 1 to 3 ms of memmove: a cancel, or another room, waits that long
 AT_ONCE_BYTES = 64 << 10  # the largest write made on the event loop: some 10 us of memmove
-_TURN_BYTES = 4 * AT_ONCE_BYTES  # made on the event loop in one turn of it, where ...
-_BLOCK_COST_BYTES = 4 << 10  # ... a block counts for no less than this
+_TURN_BYTES = 4 * AT_ONCE_BYTES  # limit of one turn of the event loop, ...
+_BLOCK_COST_BYTES = 4 << 10  # ... for which a block counts at least this much
 _LIMITED_SLICE_S = 0.005
 _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
@@ -40,23 +40,21 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
 
 
 class WriteJob(Protocol):
-    """What a back end does for one write, on the plane's thread only."""
+    """The work of a back end for one write, on the plane's thread only."""
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         """Submit at most `max_bytes` (one block at least, unless 0) and follow what is under way.
 
-        Returns how many bytes were submitted; -1 when nothing changed at all.
+        Returns how many bytes were submitted; -1 when there was no change at all.
         """
 
     @property
     def outcome(self) -> WriteOutcome | None:
-        """How it ended; None while anything is under way or left to submit (not cancelled)."""
+        """The outcome; None while blocks are under way, or left to submit and not cancelled."""
 
     @property
     def pause_s(self) -> float:
-        """0 while more can be submitted; else how soon the next look at what is under way is worth
-        its CPU time.
-        """
+        """0 while more can be submitted; else the time after which a look is worth its CPU time."""
 
     @property
     def landed_bytes(self) -> int: ...
@@ -66,7 +64,7 @@ class WriteJob(Protocol):
 
 
 class Assignment(Protocol):
-    """What a job is about: a whole write, or a part of one."""
+    """The subject of a job: a whole write, or a part of one."""
 
     @property
     def source_pages(self) -> PageIndices: ...
@@ -82,7 +80,7 @@ class Assignment(Protocol):
 
 
 class Work(Protocol):
-    """Turns a write into its job, on the plane's thread: planning is not the event loop's work."""
+    """Turns a write into its job, on the plane's thread: planning would hold up the event loop."""
 
     def begin(self, write: ThreadWrite) -> WriteJob: ...
 
@@ -144,12 +142,12 @@ class ThreadWrite:
         return self._cancelled
 
     def end(self) -> None:
-        """Nothing of it is under way any more; on the plane's thread."""
+        """Drop the job, which has no block under way, and keep its count; on the plane's thread."""
         if self.job is not None:
             self._landed_bytes, self.job = self.job.landed_bytes, None
 
     def land(self) -> None:
-        """All of it has landed, on the event loop: it was never handed over."""
+        """End a write that landed as a whole on the event loop, and never went to the thread."""
         self._landed_bytes, self.outcome = self.total_bytes, WriteOutcome.LANDED
         self.done.set_result(WriteOutcome.LANDED)
 
@@ -162,7 +160,7 @@ class ThreadWrite:
 class WriteThread:
     """The thread of one plane.
 
-    Made by the plane, started by the first connect, on the event loop it reports to.
+    The plane makes it, and the first connect starts it, on the event loop that it reports to.
     """
 
     def __init__(
@@ -181,29 +179,32 @@ class WriteThread:
         self.loop: asyncio.AbstractEventLoop
         self._name = name
         self._thread: threading.Thread | None = None
-        self._over: asyncio.Future[None]  # resolves when the thread has ended
+        self._over: asyncio.Future[None]  # resolves when the thread ends
         self._inbox: queue.SimpleQueue[ThreadWrite | None] = queue.SimpleQueue()
         self._ended: deque[ThreadWrite] = deque()
-        self._told = False  # the loop has been woken and has not looked yet
-        self._open: set[ThreadWrite] = set()  # event loop's side
+        self._told = False  # True after a wake-up of the loop, until it looks
+        self._open: set[ThreadWrite] = set()  # touched by the event loop only
         self._closing = False
-        self._turned_at = 0.0  # when a write had its turn, or work came to an idle thread
+        self._turned_at = 0.0  # last turn of a write, or arrival of work at an idle thread
         self._next_slice_at = 0.0
         self._abandon_at = float("inf")
-        self._turn_bytes = 0  # made on the event loop since its turn began
-        self.surprises = 0  # exceptions of a back end, each of which ended its write UNPROVEN
+        self._turn_bytes = 0  # bytes made on the event loop in this turn of it
+        # Exceptions of a back end, each of which ended its write UNPROVEN.
+        self.surprises = 0
 
     def start(self) -> None:
-        """Idempotent; call on the event loop.
+        """Start the thread; call it on the event loop. Idempotent.
 
-        Raises: MisuseError from a second loop, or after `close`; RuntimeError when no thread is to
-        be had."""
+        Raises: MisuseError from a second loop, or after `close`; RuntimeError when the system has
+        no thread left.
+        """
         loop = asyncio.get_running_loop()
         if self._thread is None and not self._closing:
             self.loop, self._over = loop, loop.create_future()
             thread = threading.Thread(target=self._main, name=f"kvflow-{self._name}", daemon=True)
             thread.start()
-            self._thread = thread  # not before it runs: no thread may be to be had
+            # Set only after a successful start: a failed one can then be repeated.
+            self._thread = thread
         elif self._closing or loop is not self.loop:
             raise MisuseError(f"the {self._name} plane is closed, or belongs to another event loop")
 
@@ -216,24 +217,26 @@ class WriteThread:
 
     @property
     def is_closing(self) -> bool:
-        """Whether it takes no write any more."""
+        """True when it takes no write any more."""
         return self._closing
 
     @property
     def open_writes(self) -> int:
-        """Writes of which the event loop has not been told that they have ended."""
+        """Writes whose end the event loop has yet to receive."""
         return len(self._open)
 
     def admit(self, size_bytes: int, blocks: int) -> bool:
-        """Whether a write may be made on the event loop now, instead of being submitted; then it
-        counts as made.
+        """Return True when a write may be made on the event loop now, instead of being submitted.
+
+        Such a write counts as made.
         """
         if self._open or self._closing or size_bytes > self.slice_bytes:
             return False
         cost = max(size_bytes, blocks * _BLOCK_COST_BYTES)
         if self._turn_bytes + cost > _TURN_BYTES:
             return False
-        if self.rate:  # the thread's variable, and the thread has nothing to do
+        if self.rate:
+            # `_next_slice_at` belongs to the thread, which has no work now.
             now = time.monotonic()
             if now < self._next_slice_at:
                 return False
@@ -247,7 +250,7 @@ class WriteThread:
         self._turn_bytes = 0
 
     def submit(self, write: ThreadWrite) -> None:
-        """Hand a write over. Raises: TransferError after `close`."""
+        """Hand a write over to the thread. Raises: TransferError after `close`."""
         if self._closing:
             raise TransferError(f"the {self._name} plane is closed")
         if len(self._open) == len(self._ended):
@@ -256,14 +259,14 @@ class WriteThread:
         self._inbox.put(write)
 
     def wake(self) -> None:
+        """Wake the thread, to look for cancelled writes or finished copies."""
         self._inbox.put(None)
 
     async def close(self, grace_s: float = float("inf")) -> None:
-        """Cancel every write, wait until all have ended, end the thread.
+        """Cancel every write, wait until all end, end the thread.
 
-        A second cancel does not skip the wait (I12).
-
-        What a back end cannot bring to an end within `grace_s` (a frozen peer) ends UNPROVEN.
+        A second cancel of the caller does not skip the wait (I12). Writes that a back end cannot
+        end within `grace_s` (a frozen peer) end UNPROVEN.
         """
         self._abandon_at = min(self._abandon_at, time.monotonic() + grace_s)
         self._closing = True
@@ -280,7 +283,8 @@ class WriteThread:
             thread.join()
             while self._ended:
                 self._deliver()
-            for write in self._open:  # of a thread that died: what became of them is unknown
+            for write in self._open:
+                # The thread died: the fate of these writes is unknown.
                 write.error = "the thread of the data plane died"
                 write.done.set_result(write.outcome)
             self._open.clear()
@@ -289,16 +293,18 @@ class WriteThread:
         try:
             self._run()
         finally:
-            with suppress(RuntimeError):  # the loop is closed, and with it all that waited
+            with suppress(RuntimeError):
+                # The loop is closed, and with it every waiter.
                 self.loop.call_soon_threadsafe(self._over.set_result, None)
 
     def _run(self) -> None:
         active: deque[ThreadWrite] = deque()
         wait_s = 0.0
-        # `close` wakes us after it set the flag.
+        # `close` sets the flag before it wakes this thread, so the flag is seen.
         while active or not (self._closing and self._inbox.empty()):
             if self._collect(active, wait_s):
-                # Look as often as at first: what was stopped may have little under way.
+                # The pauses start again at the shortest: a write that was stopped may have little
+                # under way.
                 wait_s = 0.0
             moved, pause_s = False, _LONGEST_WAIT_S
             now = time.monotonic()
@@ -322,9 +328,10 @@ class WriteThread:
                 wait_s = max(wait_s, min(self._next_slice_at - now, _LONGEST_WAIT_S))
 
     def _collect(self, active: deque[ThreadWrite], wait_s: float) -> bool:
-        """Take what has arrived; False when nothing has.
+        """Take the writes that arrived; return False when there was no item.
 
-        Blocks while there is nothing to do; waits `wait_s` while only others have to act."""
+        Blocks while there is no work; waits `wait_s` while only others have to act.
+        """
         inbox, found = self._inbox, False
         try:
             if not active:
@@ -342,9 +349,9 @@ class WriteThread:
             return found
 
     def _turn(self, write: ThreadWrite) -> bool:
-        """One slice of one write; a finished write has no job afterwards.
+        """Advance one write by one slice; a finished write has no job afterwards.
 
-        True when anything changed.
+        Returns True when anything changed.
         """
         try:
             job = write.job
@@ -356,7 +363,8 @@ class WriteThread:
             if time.monotonic() > self._abandon_at:
                 write.error = "the plane was closed while blocks were under way"
                 write.end()
-                return True  # its outcome still says UNPROVEN
+                # Its outcome is UNPROVEN from the start.
+                return True
             submitted = job.advance(self._allowance(), write.cancelled)
             if submitted > 0 and self.rate:
                 self._next_slice_at = (
@@ -366,7 +374,7 @@ class WriteThread:
                 return submitted >= 0
             write.outcome, write.error = outcome, job.error
         except Exception as error:  # noqa: BLE001
-            # The thread serves other rooms too; this one ends unproven, counted.
+            # The thread serves other rooms too; this write ends unproven, and is counted.
             self.surprises += 1
             write.outcome, write.error = WriteOutcome.UNPROVEN, f"{type(error).__name__}: {error}"
         write.end()
@@ -381,12 +389,14 @@ class WriteThread:
             self._told = True
             try:
                 self.loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed, and with it all that waited for these writes
+            except RuntimeError:
+                # The loop is closed, and with it every waiter for these writes.
                 self._ended.clear()
 
     def _deliver(self) -> None:
-        """Tell some of what has ended, and come again for the rest: what is told wakes rooms, and
-        others wait (I11).
+        """Resolve some of the ended writes, and come again for the rest.
+
+        Each wakes a room, and other callbacks of the loop wait meanwhile (I11).
         """
         for _ in range(min(_TOLD_AT_ONCE, len(self._ended))):
             write = self._ended.popleft()
@@ -394,8 +404,8 @@ class WriteThread:
             if not write.done.done():
                 write.done.set_result(write.outcome)
         self._told = False
-        # More than one turn's worth, or ended since: the thread may have seen `_told` and said
-        # nothing.
+        # There is more than one turn's worth, or a write ended since: the thread may have seen
+        # `_told` and left the loop asleep.
         if self._ended:
             self._told = True
             self.loop.call_soon(self._deliver)

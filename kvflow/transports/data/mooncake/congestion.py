@@ -1,8 +1,8 @@
-"""TCP pacing is for links that are shared; a machine's way to itself is not one.
+"""TCP pacing is for links that are shared, and a machine's connection to itself is not one.
 
 Where the system's congestion control is BBR, every 64 KiB that a sender hands to the kernel arms a
-pacing timer. From a machine to itself that took two thirds of the throughput mooncake has without
-(1.5 against 4 GB/s, two cores). Over a real link the algorithm is the operator's choice and stays.
+pacing timer. From a machine to itself that cost mooncake two thirds of its throughput (1.5 against
+4 GB/s, two cores). Over a real link the algorithm is the operator's choice and stays.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _UNPACED = b"reno"  # the one algorithm that every kernel has and every user may
 
 
 def unpace_local_connections() -> int:
-    """Take pacing off this process's TCP connections whose two ends have one address; returns how
-    many were changed.
+    """Take pacing off this process's TCP connections whose two ends have one address.
 
-    Some 100 us of system calls: not on the event loop.
+    Returns how many it changed. It makes system calls for some 100 us: not on the event loop.
     """
     try:
         names = os.listdir("/proc/self/fd")
-    except OSError:  # no descriptor is left to list them with
+    except OSError:
+        # No descriptor is left to list them with.
         return 0
     return sum(_unpaced(int(name)) for name in names)
 
@@ -33,7 +33,8 @@ def _unpaced(fd: int) -> bool:
     try:
         with borrow(fd) as connection:
             return connection is not None and _unpace(connection)
-    except OSError:  # no descriptor is left, or the connection has no other end, or none any more
+    except OSError:
+        # No descriptor is left, or the connection has no other end.
         return False
 
 

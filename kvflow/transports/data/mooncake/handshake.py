@@ -1,7 +1,9 @@
-"""Ask whether a mooncake engine answers, without one: the engine's own call blocks a thread for up
-to a minute where something accepts connections and says nothing, as a frozen process does.
+"""A probe that asks whether a mooncake engine answers, without an engine.
 
-What is spoken is the engine's handshake (its `transfer_metadata_plugin.cpp`): u64 length,
+The engine's own call blocks a thread for up to a minute when a process accepts connections and
+stays silent, as a frozen one does.
+
+The protocol is that of the engine's handshake (its `transfer_metadata_plugin.cpp`): u64 length,
 little-endian, of what follows; one byte for the kind of request; a JSON object. The answer has the
 same form and kind.
 """
@@ -17,15 +19,16 @@ from kvflow.transports.host.names import HostNames
 _PROBE = 3
 _REQUEST = bytes([_PROBE]) + b"{}"
 _MAX_ANSWER_BYTES = 4 << 10  # some 20 in fact
-# The engine hangs up on whoever has said nothing for so long: on us, where our process was held up.
+# The engine closes a connection that is silent for so long. When our process was held up, that is
+# ours, and the probe is repeated.
 _PATIENCE_S = 5.0
 
 
 async def check_answers(session: str, names: HostNames, within_s: float) -> None:
-    """Return once the engine at `session` ("host:port") has answered a probe.
+    """Return once the engine at `session` ("host:port") answers a probe.
 
-    Raises: TransferError when nobody listens there, what listens is no engine, or nothing has come
-    after `within_s`.
+    Raises: TransferError when no process listens there, when the one that listens is no engine, or
+    when no answer comes within `within_s`.
     """
     host, _, port = session.rpartition(":")
     clock = asyncio.get_running_loop().time
@@ -51,7 +54,10 @@ async def check_answers(session: str, names: HostNames, within_s: float) -> None
 
 
 async def _probe(host: str, port: int, names: HostNames, within_s: float) -> None:
-    """Raises: OSError, OverflowError (no port), EOFError (hung up), ValueError (another answer)."""
+    """Send one probe and read its answer.
+
+    Raises: OSError, OverflowError (no port), EOFError (hung up), ValueError (another answer).
+    """
     reader, writer = await names.connect(host, port, within_s, limit=_MAX_ANSWER_BYTES)
     try:
         writer.write(len(_REQUEST).to_bytes(8, "little") + _REQUEST)
@@ -62,6 +68,7 @@ async def _probe(host: str, port: int, names: HostNames, within_s: float) -> Non
         ):
             raise ValueError("what listens there speaks another language")
     finally:
-        writer.close()  # the engine serves nobody else until we have
+        # The engine serves one connection at a time, and waits for the end of ours.
+        writer.close()
         with suppress(OSError):
             await writer.wait_closed()

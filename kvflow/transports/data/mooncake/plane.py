@@ -2,36 +2,36 @@
 same calls.
 
 What status means landed?       Only 1 of `transfer_check_status`, handle by handle.
-Can a write outlive its error?  Yes. Over TCP blocks that ended -1, or had not ended when the
+Can a write outlive its error?  Yes. Over TCP blocks that ended -1, or that were open when the
                                 engine's time-out passed, were seen to land later, with whatever the
                                 source held by then. So any other end makes the whole write
-                                UNPROVEN, once its other handles have ended; a handle that does not
-                                end is waited for.
-What fences a peer?             Its process is known to be dead (pidfd) and our engine has closed
-                                every connection that may have been its (`inbound`): bytes it sent
-                                before it died are read until then. Another host's process cannot be
-                                observed, so its writes can never be proven over.
+                                UNPROVEN, once its other handles end; the plane waits for a handle
+                                that does not end.
+What fences a peer?             Its process is known to be dead (pidfd), and our engine closed every
+                                connection that may have been its own (`inbound`): until then it
+                                reads bytes that the process sent before it died. Another host's
+                                process cannot be observed, so its writes can never be proven over.
 
 Blocks are submitted one by one into a window that is bounded in handles and in bytes: after an
-abort what is in the window has to land before the pages are free. The engine has no authentication:
-any process that reaches its ports can write into registered memory, and it listens on every
-interface. Keep it on a private network.
+abort the blocks in the window have to land before the pages are free. The engine has no
+authentication: any process that reaches its ports can write into registered memory, and it listens
+on every interface. Keep it on a private network.
 
-A peer is asked whether it answers before the engine is given its address (`handshake`): while the
-engine opens a session it takes no blocks for others, and where nobody answers it waits for a
-minute. A peer that answers us and then leaves the engine waiting can still do that; nothing here
-can stop it.
+A probe asks whether a peer answers before the engine receives its address (`handshake`): while the
+engine opens a session it takes no blocks for others, and it waits for a minute where no answer
+comes. A peer that answers the probe and then leaves the engine waiting can still cause that; kvflow
+cannot prevent it.
 
-The engine closes no connection to a peer that has gone: each process that was written to costs the
-writer one socket in CLOSE_WAIT until it ends itself (12 of 12 decodes that came and went; none was
-given back within a minute). Nothing here can close it: the number is the engine's. So sessions are
-bounded by half of the descriptors that the process may have, and by 16,384; beyond that a new
-decode is refused, with the reason.
+The engine closes no connection to a peer that is gone: each process that was written to costs the
+writer one socket in CLOSE_WAIT until the writer ends (12 of 12 decodes that came and went; no
+socket was closed within a minute). kvflow cannot close it, because the number is the engine's. So
+sessions are bounded by half of the descriptors that the process may have, and by 16,384; beyond
+that a new decode is refused, with the reason.
 
-A route belongs to one process. Once that process is known to have ended, or another one was met at
-its session, nothing more is submitted. What the engine holds by then (one window) it fails within
-about a second; a new process that takes over both ports in that time, with memory registered at the
-same addresses, would be written to.
+A route belongs to one process. Once that process is known to be dead, or another one was met at its
+session, no more blocks are submitted. The engine fails those that it holds by then (one window)
+within about a second; a new process that takes over both ports in that time, with memory registered
+at the same addresses, would be written to.
 """
 
 from __future__ import annotations
@@ -61,18 +61,19 @@ from kvflow.transports.host.tcp_table import listening_ports, rows, sockets
 
 MAX_BLOCK_BYTES = 2 << 20
 MAX_REGIONS = 1024
-# Two threads and five descriptors each; freeing one holds the GIL for a second, so none is.
+# An engine has two threads and five descriptors. To free one holds the GIL for a second, so engines
+# are never freed.
 MAX_ENGINES = 8
 MAX_SESSIONS = 16_384
-# An engine serves one handshake at a time, and gives one that says nothing 5 s.
+# An engine serves one handshake at a time, and waits 5 s for one that stays silent.
 _ANSWER_S, _CONNECT_S = 12.0, 10.0
-_QUESTIONS = 256  # at a time: a descriptor each
+_QUESTIONS = 256  # probes at a time: a descriptor each
 _SESSION = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,255}:[0-9]{1,5}\Z", re.ASCII)
-# Read by the engine when it is imported. A peer that reaches its default limit of queued transfers
-# stays wedged. One that reads nothing for 30 s it gives up, and then nobody can say where the
-# blocks under way have gone: pages lent to it would wait for its process to end. A machine that is
-# moved, or a debugger, may take longer, and then they land as they should; until they have, or the
-# kernel has given the connection up, our pages wait, too.
+# The engine reads these when it is imported. A peer that reaches the default limit of queued
+# transfers stays wedged. By default the engine gives up a peer that reads nothing for 30 s, and the
+# blocks under way are unproven: the pages that it lent would stay in quarantine until our process
+# ends. A machine that is moved, or a debugger, may pause a peer for longer, and its blocks land
+# when it goes on. Until then, or until the kernel gives the connection up, our own pages wait too.
 _ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "600",
     "MC_TCP_STATUS_TIMEOUT_SEC": "600",
@@ -83,7 +84,7 @@ _ENVIRONMENT = {
 
 
 class _Session(NamedTuple):
-    """Who was reached at a session last, and the engines that have met it, the last one's at the
+    """The process reached last at a session, and the engines that met it, the latest one at the
     end.
     """
 
@@ -92,20 +93,21 @@ class _Session(NamedTuple):
 
 
 class MooncakePlane(EnginePlane[MooncakeRoute]):
-    """Implements `protocols.ports.DataPlane`. One engine, as a rule."""
+    """Implements `protocols.ports.DataPlane`, with one engine as a rule."""
 
     name = "mooncake"
     max_block_bytes = MAX_BLOCK_BYTES
-    protocol = ""  # as the engine is told; empty: RDMA with a device, TCP without one
+    protocol = ""  # the engine's name for it; empty: RDMA with a device, TCP without one
 
     def __init__(
         self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = ""
     ) -> None:
-        """Starts the engine, which holds the GIL for some milliseconds: before the event loop
-        serves anything.
+        """Start the engine, which holds the GIL for some milliseconds.
 
-        `host` is the address peers reach us at, of the one family, IPv4 or IPv6, that this
-        process's engines speak; `device` an RDMA device, TCP without one.
+        Call it before the event loop serves anything. `host` is the address at which peers reach
+        us, of the one family, IPv4 or IPv6, that this process's engines speak; `device` names an
+        RDMA device, and TCP is used without one.
+
         Raises: MisuseError when the package cannot be loaded, TransferError when the engine does
         not start.
         """
@@ -116,7 +118,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         self._sessions: dict[str, _Session] = {}
         self._names = HostNames("mooncake")
         self._asking = asyncio.Semaphore(_QUESTIONS)
-        self.engine = self._start_engine()  # the one peers write through
+        self.engine = self._start_engine()  # peers write through this one
         self._session = f"{bracketed(host)}:{self.engine.get_rpc_port()}"
 
     def __repr__(self) -> str:
@@ -124,7 +126,10 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return f"<{type(self).__name__} at {self._session} over {over}: {len(self._routes)} routes>"
 
     def _load(self) -> Callable[[], Any]:
-        """What makes an engine. Raises: MisuseError, with what is missing."""
+        """Return the function that makes an engine.
+
+        Raises: MisuseError that names what is missing.
+        """
         engine: Callable[[], Any] = engine_class(self._host, force_tcp=not self._device)
         return engine
 
@@ -169,7 +174,8 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
     ) -> MooncakeRoute:
         engine = await self._connect(address, self._own_layout(), layout)
-        process.check()  # looked at after opening: else another process may have answered
+        # Checked after opening: before that, another process may have answered.
+        process.check()
         for other in self._routes:
             if other.session == address.locator and other.process.identity != address.process:
                 other.process.is_replaced = True
@@ -179,7 +185,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         )
 
     async def _connect(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
-        """The engine that has a session with a peer. Raises: TransferError."""
+        """Return the engine that has a session with a peer. Raises: TransferError."""
         async with self._asking:
             await check_answers(peer.locator, self._names, _ANSWER_S)
         try:
@@ -192,7 +198,10 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
             ) from None
 
     def _reach(self, peer: PlaneAddress, ours: PoolLayout, theirs: PoolLayout) -> Any:
-        """Open the session, so that no later submit has to connect (up to 5 s)."""
+        """Open the session, so that no later submit has to connect (up to 5 s).
+
+        Returns its engine.
+        """
         _check_owner(peer)
         with self._opening:
             if self._layout is None:
@@ -205,15 +214,19 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return engine
 
     def _probe(self, engine: Any, session: str, ours: int, theirs: int) -> bool:
-        """Whether the peer takes a write of no bytes; addresses of both pools. Blocks."""
+        """Write no bytes to the peer, and return True when it takes that; blocks.
+
+        `ours` and `theirs` are addresses in the two pools.
+        """
         handle = engine.transfer_submit_write(session, ours, theirs, 0)
         return bool(handle) and engine.transfer_check_status(handle) == 1
 
     def _engine_for(self, peer: PlaneAddress, ours: PoolLayout) -> Any:
-        """An engine that has never met another process at this session.
+        """Return an engine that never met another process at this session.
 
-        It never forgets what it learned of a session, so a new process behind a re-used port (one
-        in some 2,000) would be written to at its predecessor's ports."""
+        An engine keeps what it learned of a session, so a new process behind a re-used port (one in
+        some 2,000) would be written to at its predecessor's ports.
+        """
         known = self._sessions.get(peer.locator)
         if known is not None and known.process == peer.process:
             return known.met[-1]
@@ -258,7 +271,8 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return "RDMA" if self._device else ""
 
     def _stop(self) -> None:
-        with self._opening:  # no engine is given the pool from here on
+        # From here on `_reach` gives the pool to no other engine.
+        with self._opening:
             layout, self._layout = self._layout, None
         for b in layout.buffers if layout is not None else ():
             for engine in self._engines:
@@ -266,12 +280,12 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
 
 
 def _spoken() -> str:
-    """The family of addresses that every engine of this process uses."""
+    """Return the family of addresses that every engine of this process uses."""
     return "IPv6" if "MC_USE_IPV6" in os.environ else "IPv4"
 
 
 def _family(host: str) -> str:
-    """Of an IP address; empty for a name."""
+    """Return the family of an IP address; empty for a name."""
     try:
         return (
             f"IPv{ip_address(host.removeprefix('[').removesuffix(']').partition('%')[0]).version}"
@@ -281,15 +295,21 @@ def _family(host: str) -> str:
 
 
 def _check_owner(peer: PlaneAddress) -> None:
-    """A session is the process's that listens there: another's claim to it would end the routes of
-    its owner. Of other hosts and users nothing is known. Raises: TransferError."""
+    """Check that the peer's process listens at its session.
+
+    Another process's claim to a session would end the routes of its owner. A process of another
+    host or user cannot be checked, and passes.
+
+    Raises: TransferError.
+    """
     try:
         check_same_host(peer.process)
     except TransferError:
         return
     pid, port = peer.process.pid, int(peer.locator.rpartition(":")[2])
     try:
-        # The table is read in pieces: a row may be missed that others' coming and going has moved.
+        # The kernel returns the table in pieces, and a row that other sockets' coming and going
+        # moved may be missed. So it is read twice before a peer is refused.
         for _ in range(2):
             held = sockets(pid)
             listening = {
@@ -303,9 +323,9 @@ def _check_owner(peer: PlaneAddress) -> None:
 
 
 def engine_class(host: str = "", *, force_tcp: bool) -> Any:
-    """mooncake.engine.TransferEngine, for peers that use our address `host`.
+    """Return mooncake.engine.TransferEngine, for peers that use our address `host`.
 
-    Raises: MisuseError, with what to do.
+    Raises: MisuseError that explains what to do.
     """
     family = _family(host)
     if "%" in host:
@@ -317,8 +337,8 @@ def engine_class(host: str = "", *, force_tcp: bool) -> Any:
             f"host {host}: mooncake speaks {spoken} in this process (MC_USE_IPV6, read when it is "
             "loaded)"
         )
-    # Else the engine takes RDMA by itself wherever it finds a device, and the fence would prove
-    # nothing.
+    # Without this the engine takes RDMA wherever it finds a device, and the fence would be no
+    # proof.
     if force_tcp:
         os.environ.setdefault("MC_FORCE_TCP", "1")
     for name, value in _ENVIRONMENT.items():

@@ -1,6 +1,4 @@
-"""Writes to one peer through a mooncake engine: a window of handles that the writes of a route
-share.
-"""
+"""Writes to one peer through a mooncake engine: the writes of a route share a window of handles."""
 
 from __future__ import annotations
 
@@ -16,10 +14,10 @@ from kvflow.transports.host.peer_process import PeerProcess
 WINDOW_HANDLES = 128
 WINDOW_BYTES = 32 << 20
 _FIRST_UNPACE_BYTES, _LAST_UNPACE_BYTES = 4 << 20, 256 << 20
-# A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few:
-# it is taken a few times while the window empties, and not before the last of a write can have
-# landed at the best speed seen; twice as often once the write is stopped, because its pages wait
-# for the last of one window.
+# A look at a window takes some 100 us of CPU, which the copying threads lack where cores are few.
+# So the looks are this far apart, closer only where the rest of the write can land sooner at the
+# best speed seen, and twice as often once the write is stopped, because its pages wait for the last
+# block of one window.
 _TCP_PAUSE_S, _RDMA_PAUSE_S = 0.001, 0.0002
 _BEST_BYTES_PER_S = 8e9
 
@@ -48,7 +46,7 @@ class MooncakeRoute(PlannedRoute):
         self.jobs = self.handles = self.bytes = 0  # under way; the plane's thread only
         self.pause_s = _TCP_PAUSE_S if over_tcp else _RDMA_PAUSE_S
         self._next_unpace = _FIRST_UNPACE_BYTES
-        # bytes; RDMA has no connections to look at.
+        # In bytes. RDMA has no connections to look at.
         self._until_unpace = 0 if over_tcp else float("inf")
 
     def begin(self, write: Assignment) -> _WindowJob:
@@ -57,8 +55,10 @@ class MooncakeRoute(PlannedRoute):
         )
 
     def moved(self, submitted_bytes: int) -> None:
-        """The engine opens its connections while it has work, so they are looked for often at
-        first, then seldom.
+        """Count submitted bytes, and unpace connections when enough of them were submitted.
+
+        The engine opens its connections while it has work, so they are looked for often at first,
+        then seldom.
         """
         self._until_unpace -= submitted_bytes
         if self._until_unpace <= 0 and submitted_bytes:
@@ -67,17 +67,18 @@ class MooncakeRoute(PlannedRoute):
             self._next_unpace = min(2 * self._next_unpace, _LAST_UNPACE_BYTES)
 
     def release(self) -> None:
-        """The engine keeps its session: it has no call to drop one (see
-        `MooncakePlane._engine_for`).
+        """Stop watching the process.
+
+        The engine keeps its session: it has no call to drop one (see `MooncakePlane._engine_for`).
         """
         self.process.close()
 
 
 class _WindowJob:
-    """Implements `write_thread.WriteJob`: some handles of the route's window.
+    """Implements `write_thread.WriteJob` with some handles of the route's window.
 
-    A call of the engine that raises is an error like any other: what was submitted before it is
-    still followed to its end, and every slot of the window comes back.
+    A call of the engine that raises is an error like any other: the job still follows what it
+    submitted before to its end, and frees every slot of the window.
     """
 
     __slots__ = (
@@ -113,8 +114,9 @@ class _WindowJob:
         return submitted if submitted or ended else -1
 
     def _follow(self) -> int:
-        """Take what has ended off the front of the window; each handle is asked until it has ended,
-        and never again.
+        """Take ended handles off the front of the window; return how many there were.
+
+        Each handle is asked until it ends, and never again.
         """
         handles, ended = self._handles, 0
         while handles and (status := self._status(handles[0][0])):
@@ -153,7 +155,7 @@ class _WindowJob:
             min(max_bytes, free_bytes), min(share, WINDOW_HANDLES - route.handles)
         )
         for source, target, size in zip(*blocks, strict=True):
-            # Looked at once more per block: after an abort, one window at most may land.
+            # Checked before each block: after an abort, at most one window may land.
             if self._write.cancelled:
                 break
             try:

@@ -1,4 +1,4 @@
-"""One NIXL agent: what it has registered, whom it knows, which transfers it has under way."""
+"""One NIXL agent: its registered memory, the agents that it knows, and its open transfers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvflow.transports.data.transfers import Transfer
 from kvflow.transports.host.tcp_table import rows, sockets
 
 PROBE_BYTES = 8
-# How metadata begins: the agent's name follows, after its length (u64, little-endian).
+# Metadata begins with this. The agent's name follows, after its length (u64, little-endian).
 _NAME_AT = b"nixlSerDes|Agent"
 
 
 def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]:
-    """The agent's name and its metadata.
+    """Return the agent's name and its metadata.
 
-    Raises: TransferError for what is none, or is another process's.
+    Raises: TransferError for a locator without metadata, or with another process's.
     """
     try:
         metadata = unpack_locator(locator)
@@ -42,13 +42,16 @@ def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]
 
 
 class Agent:
-    """An agent without a thread of its own: transfers move on when its owner looks at them.
+    """An agent without a thread: transfers move on when its owner looks at them.
 
-    Thread-safe; calls wait for one another, a post for as long as its copies take."""
+    Thread-safe. Calls wait for one another: for a post, as long as its copies take.
+    """
 
     def __init__(self, name: str, host: str, device: str) -> None:
-        """Raises: MisuseError when the library cannot be loaded, TransferError when the agent does
-        not start.
+        """Start the agent.
+
+        Raises: MisuseError when the library cannot be loaded, TransferError when the agent does not
+        start.
         """
         library = nixl_library()
         before = descriptors()
@@ -77,7 +80,7 @@ class Agent:
         self.event_fds = [fd for fd in ours if _watches_connections(fd)]
 
     def register(self, regions: Iterable[tuple[int, int]]) -> None:
-        """(address, size) each. Raises: LayoutError when NIXL refuses."""
+        """Register regions, (address, size) each. Raises: LayoutError when NIXL refuses."""
         with self._lock:
             try:
                 described = [(address, size, 0, "") for address, size in regions]
@@ -88,7 +91,7 @@ class Agent:
                 ) from error
 
     def metadata(self) -> bytes:
-        """What another agent needs to write into what is registered here."""
+        """Return what another agent needs to write into the memory that was registered last."""
         with self._lock:
             described: bytes = self._agent.get_partial_agent_metadata(
                 self._registered[-1], True, ["UCX"]
@@ -96,9 +99,9 @@ class Agent:
             return described
 
     def add(self, metadata: bytes) -> None:
-        """Get to know another agent.
+        """Add another agent by its metadata.
 
-        What is refused may spoil its name, a random one, for this agent.
+        Metadata that NIXL refuses may make its name, a random one, unusable for this agent.
 
         Raises: TransferError.
         """
@@ -111,16 +114,16 @@ class Agent:
                 ) from error
 
     def remove(self, peer: str) -> None:
-        """Disconnect. What is under way to that peer ends in error."""
+        """Disconnect from a peer. Transfers under way to it end in error."""
         with self._lock:
             self._agent.remove_remote_agent(peer)
 
     def prepare(
         self, operation: str, peer: str, ours: list[int], theirs: list[int], sizes: list[int]
     ) -> Transfer:
-        """A transfer of blocks, not started.
+        """Return a transfer of blocks, not started.
 
-        Raises: what NIXL raises, for blocks outside what is registered too.
+        Raises: what NIXL raises, also for blocks outside registered memory.
         """
         here, there = self._described(ours, sizes), self._described(theirs, sizes)
         with self._lock:
@@ -131,7 +134,8 @@ class Agent:
         return transfer
 
     def prepare_probe(self, peer: str, address: int) -> Transfer:
-        """A transfer that reads some bytes of the peer's pool: done once it has answered.
+        """Return a transfer that reads some bytes of the peer's pool: it is done once the peer
+        answers.
 
         Raises: as `prepare`.
         """
@@ -140,9 +144,10 @@ class Agent:
         )
 
     def post(self, transfer: Transfer) -> None:
-        """Start it; small copies within a machine end within the call.
+        """Start a transfer; small copies within a machine end within the call.
 
-        Raises: what NIXL raises; whether any of it is under way then is unknown."""
+        Raises: what NIXL raises; it is unknown then whether any of it is under way.
+        """
         with self._lock:
             transfer.status = self._agent.transfer(transfer.handle)
 
@@ -152,42 +157,43 @@ class Agent:
         return self._descs(self._dram, table)
 
     def look(self, transfer: Transfer) -> None:
-        """Move things on, and update the transfer's status. Raises: what NIXL raises."""
+        """Let transfers move on, and update the status of one. Raises: what NIXL raises."""
         with self._lock:
             transfer.status = self._agent.check_xfer_state(transfer.handle)
 
     def release(self, transfer: Transfer) -> None:
-        """Forget a transfer that has ended. Raises: what NIXL raises where it has not."""
+        """Forget a transfer that ended. Raises: what NIXL raises where it did not end."""
         with self._lock:
             transfer.handle.release()
             self._open.discard(transfer)
 
     @property
     def open_transfers(self) -> int:
-        """Transfers that were not released."""
+        """Transfers that are not released."""
         return len(self._open)
 
     @property
     def kept_notifications(self) -> int:
-        """Of peers, which nothing here takes: none, for they are dropped."""
+        """Notifications of peers that the agent keeps: 0, as `progress` drops them."""
         agent = self._agent
         return 0 if agent is None else sum(map(len, agent.notifs.values()))
 
     def progress(self) -> None:
-        """Move on what peers have sent; what they say beside it is dropped."""
+        """Let what peers send move on, and drop their notifications."""
         with self._lock:
             self._agent.get_new_notifs()
 
     def close(self) -> None:
-        """Disconnect from all, and stop listening.
+        """Disconnect from all peers, and stop listening. Idempotent.
 
-        Transfers under way are given up: what the kernel has of their bytes may still land.
-        Idempotent."""
+        Transfers under way are given up: bytes that the kernel has of them may still land.
+        """
         with self._lock:
             if self._agent is None:
                 return
             for transfer in self._open:
-                with suppress(Exception):  # it goes with its agent
+                with suppress(Exception):
+                    # A transfer that cannot be released is freed with its agent.
                     transfer.handle.release()
             self._open.clear()
             for registered in self._registered:
@@ -197,15 +203,17 @@ class Agent:
 
 
 def _watches_connections(fd: int) -> bool:
-    """Of UCX's two kinds of epoll descriptor, whether it is the one that is readable when there is
-    work. The other one wakes UCX's own thread, through a pipe among others."""
+    """Return True for the epoll descriptor that is readable when a connection has work.
+
+    UCX has two kinds. The other kind wakes UCX's own thread, through a pipe among others.
+    """
     if _target(fd) != "anon_inode:[eventpoll]":
         return False
     return not any(_target(each).startswith(("pipe:", "anon_inode:")) for each in watched(fd))
 
 
 def watched(event_fd: int) -> set[int]:
-    """The descriptors that an epoll descriptor watches."""
+    """Return the descriptors that an epoll descriptor watches."""
     with suppress(OSError), open(f"/proc/self/fdinfo/{event_fd}", encoding="ascii") as file:
         return {int(line.split()[1]) for line in file if line.startswith("tfd:")}
     return set()
@@ -218,5 +226,5 @@ def _target(fd: int) -> str:
 
 
 def descriptors() -> set[tuple[int, str]]:
-    """Of this process, with what they are."""
+    """Return the descriptors of this process, each with its target."""
     return {(fd, _target(fd)) for fd in map(int, os.listdir("/proc/self/fd"))}

@@ -1,4 +1,4 @@
-"""NIXL's Python package, and the environment in which UCX is to find itself."""
+"""NIXL's Python package, and the environment from which UCX configures itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from typing import Any
 
 from kvflow.protocols.errors import MisuseError
 
-# The second and third are what the first, which chooses by the CUDA version that it finds, is made
-# of.
+# The first one chooses one of the others by the CUDA version that it finds.
 MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
-# Without a device: the ways of writing whose end a fence can prove. Shared memory queues (posix,
-# sysv) are not among them: what a dead writer has left in one is read later, and nothing tells that
-# it was.
+# UCX's transports without a device: those whose end a fence can prove. Shared memory queues (posix,
+# sysv) are not among them, because the reader takes a dead writer's last bytes from one later, and
+# there is no sign of when.
 PROVABLE = ("tcp", "cma", "self")
 # UCX writes its log to standard output, which belongs to the program.
 _LOGGING = {"NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal", "UCX_LOG_FILE": "stderr"}
@@ -31,14 +30,15 @@ _loading = threading.Lock()
 
 
 def nixl_library() -> Any:
-    """The module with `nixl_agent`; takes a second when it is first loaded.
+    """Return the module with `nixl_agent`; the first load takes a second.
 
-    Raises: MisuseError, with what to do.
+    Raises: MisuseError that explains what to do.
     """
     with _loading:
         for name, value in _LOGGING.items():
             os.environ.setdefault(name, value)
-        # Loading it configures logging anew, which closes every handler that this process has.
+        # The module configures logging when it is loaded, which would close every handler of this
+        # process.
         configure, raising = logging.config.dictConfig, logging.raiseExceptions
         logging.config.dictConfig = lambda config: None
         try:
@@ -66,16 +66,18 @@ def _load() -> Any:
 
 
 def transports() -> frozenset[str]:
-    """What UCX may use between agents without a device; the operator's choice, if there is one."""
+    """Return the transports that UCX may use between agents without a device.
+
+    The operator's choice wins, if there is one.
+    """
     return frozenset(os.environ.get("UCX_TLS", ",".join(PROVABLE)).split(","))
 
 
 @contextmanager
 def environment(host: str, device: str) -> Iterator[None]:
-    """What UCX reads while an agent is made: the interface that has the address `host`, or an RDMA
-    device.
+    """Set the variables that UCX reads while an agent is made, except those that the operator set.
 
-    What the operator has set stays.
+    They name the interface that has the address `host`, or an RDMA device.
     """
     chosen = (
         {"UCX_NET_DEVICES": device}
@@ -93,9 +95,10 @@ def environment(host: str, device: str) -> Iterator[None]:
 
 
 def _interface(host: str) -> dict[str, str]:
-    """Restricts UCX to the interface of an address of ours.
+    """Return the variables that restrict UCX to the interface of one of our addresses.
 
-    Any other host (behind an address translation, say) leaves it all."""
+    For any other host (behind an address translation, say) UCX may use every interface.
+    """
     with suppress(OSError, ValueError):
         address = ip_address(str(socket.getaddrinfo(host, None)[0][4][0]).partition("%")[0])
         name = "lo" if address.is_loopback else _interfaces().get(str(address), "")
@@ -105,7 +108,7 @@ def _interface(host: str) -> dict[str, str]:
 
 
 def _interfaces() -> dict[str, str]:
-    """Interface names by IP address."""
+    """Return interface names by IP address."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         rows = bytearray(_ROW_BYTES * _MAX_ROWS)
@@ -114,7 +117,7 @@ def _interfaces() -> dict[str, str]:
         )
         filled = struct.unpack("iP", fcntl.ioctl(any_socket, _LIST_ADDRESSES, pointer))[0]
     for at in range(0, filled, _ROW_BYTES):
-        # Without the label of an alias.
+        # The label of an alias, after ":", is no part of the interface's name.
         name = rows[at : at + 16].partition(b"\0")[0].decode().partition(":")[0]
         found[socket.inet_ntoa(rows[at + 20 : at + 24])] = name
     with suppress(FileNotFoundError), open("/proc/self/net/if_inet6", encoding="ascii") as file:

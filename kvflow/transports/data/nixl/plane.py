@@ -1,26 +1,26 @@
 """Pages through NVIDIA NIXL over UCX: copies within a machine (CMA), TCP between machines, RDMA
 with a device.
 
-What status means landed?       Only DONE, transfer by transfer: UCX has flushed the blocks to the
+What status means landed?       Only DONE, transfer by transfer: UCX flushed the blocks to the
                                 peer's memory.
-Can a write outlive its error?  Yes. Over TCP bytes that a frozen peer has not read land when it
-                                thaws, whatever has become of the transfer, and releasing a transfer
-                                stops none of its blocks. So any end but DONE makes the whole write
-                                UNPROVEN, once its other transfers have ended.
-What fences a peer?             Its process is known to be dead (pidfd) and our agent has closed
-                                every connection that may have been its own: bytes it sent before it
-                                died are read until then. Copies within a machine are system calls
-                                of the writer's and end with it. Deregistering memory is no fence:
-                                over TCP it is the receiver that writes, and it does not look.
+Can a write outlive its error?  Yes. Over TCP bytes that a frozen peer did not read land when it
+                                thaws, however the transfer ended, and releasing a transfer stops
+                                none of its blocks. So any end but DONE makes the whole write
+                                UNPROVEN, once its other transfers end.
+What fences a peer?             Its process is known to be dead (pidfd), and our agent closed every
+                                connection that may have been its own: until then it reads bytes
+                                that the process sent before it died. Copies within a machine are
+                                system calls of the writer's and end with it. Deregistering memory
+                                is no fence: over TCP the receiver writes, and it does not check.
                                 Another host's process cannot be observed, so its writes can never
                                 be proven over.
 
-Two agents: peers write through one, which has a thread that sleeps until they do (`progress`); our
-own writes go through the other, on the plane's thread. An agent of UCX over TCP has no
-authentication, and what reaches its port can write *anywhere* in the process, not only into the
-pool. It listens on the one interface that `host` is an address of.
+There are two agents. Peers write through one, which has a thread that sleeps until they do
+(`progress`); our own writes go through the other, on the plane's thread. An agent of UCX over TCP
+has no authentication, and a process that reaches its port can write *anywhere* in ours, not only
+into the pool. It listens on the one interface that has the address `host`.
 
-A route belongs to one process. Once that process is known to have ended, nothing more is submitted.
+A route belongs to one process. Once that process is known to be dead, no more blocks are submitted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Peer:
     ) -> None:
         self.name, self.process, self.metadata = name, process, metadata
         self.routes = 0
-        self.is_broken = False  # a transfer to it has failed, and with it its connection
+        self.is_broken = False  # True after a transfer to it, and so its connection, failed
         self._plane = plane
         self.post, self.look, self.release = plane.agent.post, plane.agent.look, plane.agent.release
 
@@ -75,12 +75,13 @@ class NixlPlane(EnginePlane[TransfersRoute]):
     def __init__(
         self, host: str = "127.0.0.1", rate_limit_bytes_per_s: float | None = None, device: str = ""
     ) -> None:
-        """Starts both agents, half a second for the first of a process: before the event loop
-        serves anything.
+        """Start both agents, which takes half a second for the first of a process.
 
-        `host` is the address peers reach us at; `device` an RDMA device, TCP and copies within a
-        machine without one. Raises: MisuseError when the package cannot be loaded, TransferError
-        when an agent does not start.
+        Call it before the event loop serves anything. `host` is the address at which peers reach
+        us; `device` names an RDMA device, and TCP and copies within a machine are used without one.
+
+        Raises: MisuseError when the package cannot be loaded, TransferError when an agent does not
+        start.
         """
         super().__init__(rate_limit_bytes_per_s)
         self._host, self._device = host, device
@@ -113,8 +114,8 @@ class NixlPlane(EnginePlane[TransfersRoute]):
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
         """Register the pool, and begin to serve peers.
 
-        Raises: LayoutError when NIXL refuses the memory, or when it has too many buffers to
-        describe.
+        Raises: LayoutError when NIXL refuses the memory, or when the locator cannot describe so
+        many buffers.
         """
         layout.check()
         if self._layout is not None:
@@ -139,13 +140,14 @@ class NixlPlane(EnginePlane[TransfersRoute]):
             )
         except TimeoutError:
             raise TransferError(f"no connection with {name} within {_CONNECT_S:g} s") from None
-        if process.is_gone:  # looked at after opening: else another process may have answered
+        if process.is_gone:
+            # Checked after opening: before that, another process may have answered.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
 
     def reach(self, name: str, process: ProcessIdentity, metadata: bytes, address: int) -> Peer:
-        """Have the peer answer, so that no later write has to connect; blocks.
+        """Wait for the peer's answer, so that no later write has to connect; blocks.
 
         Raises: TransferError.
         """
@@ -161,7 +163,8 @@ class NixlPlane(EnginePlane[TransfersRoute]):
             elif peer.metadata != metadata and peer.routes:
                 raise TransferError(f"nixl agent {name} is another one: its metadata differs")
             elif peer.metadata != metadata or peer.is_broken:
-                peer.is_broken = True  # until it is known again
+                # Broken until `add` succeeds: if it raises, the next call tries again.
+                peer.is_broken = True
                 self.agent.remove(name)
                 self.agent.add(metadata)
                 peer.metadata, peer.is_broken = metadata, False
@@ -174,8 +177,11 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         return peer
 
     def _forget_dead(self) -> None:
-        """Peers that live are kept: a connection to one stays open, by its other end, when NIXL has
-        disconnected.
+        """Forget peers that are dead and have no route.
+
+        Peers that live are kept, because their end keeps a connection open after NIXL disconnects.
+
+        Raises: TransferError when too many are kept.
         """
         for peer in [
             peer for peer in self._peers.values() if not peer.routes and has_died(peer.process)
@@ -188,6 +194,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
             )
 
     def _ask(self, peer: Peer, address: int) -> None:
+        """Read some bytes of the peer's pool. Raises: TransferError."""
         give_up_at_s = time.monotonic() + _ANSWER_S
         try:
             probe = self.agent.prepare_probe(peer.name, address)
@@ -226,7 +233,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
 
 
 def has_died(process: ProcessIdentity) -> bool:
-    """Whether it is known to have ended; another host's never is."""
+    """Return True when a process is known to be dead; another host's never is."""
     try:
         return not is_alive(process)
     except TransferError:

@@ -1,8 +1,8 @@
-"""A thread that moves on what peers send: over TCP a write is carried out by the process that it is
-meant for.
+"""A thread that lets peers' writes move on: over TCP the process that receives a write carries it
+out.
 
-It sleeps until a connection of its agent has something: UCX watches its connections through an
-epoll descriptor, and so does this thread, through the same one. An idle agent costs nothing.
+It sleeps until a connection of its agent has work: UCX watches its connections through an epoll
+descriptor, and the thread polls the same one. An idle agent costs no CPU time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AFTER_ERROR_S = 0.01
 
 
 class ProgressThread:
-    """Started by the plane; ends with `close`."""
+    """The thread of one agent, from its creation until `close`."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -36,7 +36,7 @@ class ProgressThread:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Blocks until the thread has ended. Idempotent."""
+        """End the thread, and block until it ends. Idempotent."""
         if not self._closing:
             self._closing = True
             os.eventfd_write(self._wake_fd, 1)
