@@ -1,8 +1,8 @@
-"""How a host stands beside its port."""
+"""The form of a host beside its port."""
 
 from __future__ import annotations
 
 
 def bracketed(host: str) -> str:
-    """A host name or IP address as it stands before ":port": an IPv6 address in brackets."""
+    """Return a host name or IP address as it stands before ":port": an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -6,6 +6,9 @@ import resource
 
 
 def descriptors_for(most: int) -> int:
-    """At most `most`, and half of all: the other half is for everything else."""
+    """Return `most`, or half of the process's limit if that is less.
+
+    The other half is for everything else.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else min(most, soft // 2)

@@ -1,9 +1,10 @@
-"""Observe the death of another process of this host, so that it is known and not assumed (Linux
+"""Observation of another process's death on this host, so that it is known and not assumed (Linux
 pidfd).
 
-A pid alone proves nothing: it may be re-used. An identity carries the process's start time too, the
-boot and the pid namespace in which the pid means something, and the time namespace in which the
-start time does (elsewhere the kernel shifts it); outside of them a death can never be proven.
+A pid alone is no proof, because it may be re-used. An identity also carries the process's start
+time, the boot and the pid namespace in which the pid means something, and the time namespace in
+which the start time does (elsewhere the kernel shifts it). Outside of them a death can never be
+proven.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from typing import Self
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.ports import ProcessIdentity
 
-# What will not change by waiting; anything else (no descriptors, no memory) is raised as it is, to
-# be tried again.
+# Errors that waiting does not change. Any other (no descriptors, no memory) is raised as it is, so
+# that the caller tries again.
 _NEVER = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM})
 
 
 def own_identity() -> ProcessIdentity:
-    """What others need to observe this process's death.
+    """Return what other processes need to observe this process's death.
 
-    Not cached: a forked child is another process, and may be in another namespace."""
+    Not cached: a forked child is another process, and may be in another namespace.
+    """
     pid = os.getpid()
     _, ticks = _stat(pid)
     return ProcessIdentity(
@@ -36,8 +38,9 @@ def own_identity() -> ProcessIdentity:
 
 
 def check_same_host(identity: ProcessIdentity) -> None:
-    """Raises: TransferError when `identity` belongs to another boot, or to a pid or time namespace
-    other than ours.
+    """Check that `identity` is of this boot, and of our pid and time namespaces.
+
+    Raises: TransferError when it is not.
     """
     if (identity.boot_id, identity.pid_namespace) != (_boot_id(), _namespace("pid")):
         raise TransferError(
@@ -53,7 +56,7 @@ def check_same_host(identity: ProcessIdentity) -> None:
 
 
 def is_alive(identity: ProcessIdentity) -> bool:
-    """Whether that very process still runs; a zombie does not.
+    """Return True while that very process runs; a zombie does not.
 
     Raises: TransferError (another host).
     """
@@ -63,7 +66,7 @@ def is_alive(identity: ProcessIdentity) -> bool:
 
 
 def is_seen_alive(identity: ProcessIdentity) -> bool:
-    """Whether that very process is seen to run; False also where it could not be seen."""
+    """Return True while that very process is seen to run; False also where it cannot be seen."""
     try:
         return is_alive(identity)
     except TransferError:
@@ -73,18 +76,18 @@ def is_seen_alive(identity: ProcessIdentity) -> bool:
 class DeathWatch:
     """An open pidfd on one process.
 
-    Close it, or use it as an `async with`; closing cancels `died`.
+    Close it, or use it in an `async with`; closing cancels `died`.
     """
 
     def __init__(self, identity: ProcessIdentity) -> None:
-        """Call on the event loop.
+        """Open the pidfd; call it on the event loop.
 
         Raises: TransferError when that process can never be observed from here; OSError when it
         cannot be just now.
         """
         self._loop = asyncio.get_running_loop()
         self._fd = open_process(identity)
-        # Resolves when the process has ended.
+        # Resolves when the process ends.
         self.died: asyncio.Future[None] = self._loop.create_future()
         if self._fd < 0:
             self.died.set_result(None)
@@ -97,10 +100,11 @@ class DeathWatch:
 
     @property
     def dead(self) -> bool:
+        """True after the process ended."""
         return self.died.done() and not self.died.cancelled()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop watching. Idempotent."""
         self._release()
         self.died.cancel()
 
@@ -136,35 +140,37 @@ def watch(identity: ProcessIdentity) -> DeathWatch:
 
 
 async def wait_dead(identity: ProcessIdentity) -> None:
-    """Return once that process has ended. Raises: as DeathWatch."""
+    """Return when that process ends, or at once when it ended before. Raises: as DeathWatch."""
     async with watch(identity) as death:
         await asyncio.shield(death.died)
 
 
 def has_ended(pidfd: int) -> bool:
-    """Whether the process of an open pidfd has ended, all of its threads included."""
+    """Return True when the process of an open pidfd ended, with all of its threads."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def open_process(identity: ProcessIdentity) -> int:
-    """A pidfd of exactly that process; -1 when it has ended. Raises: as DeathWatch."""
-    check_same_host(identity)  # elsewhere its pid means another process, or none
+    """Return a pidfd of exactly that process; -1 when it ended. Raises: as DeathWatch."""
+    # Elsewhere its pid is unused, or another process's.
+    check_same_host(identity)
     try:
         fd = os.pidfd_open(identity.pid)
     except ProcessLookupError:
         return -1
-    except OverflowError as error:  # the pid came over the wire: it may be no pid at all
+    except OverflowError as error:
+        # The pid was received over the wire: it may be no pid at all.
         raise TransferError(f"cannot observe process {identity.pid}: {error}") from error
     except OSError as error:
         if error.errno not in _NEVER:
             raise
         raise TransferError(f"cannot observe process {identity.pid}: {error}") from error
     try:
-        # Read after opening: if the start time still fits now, the descriptor can only be that
-        # process's. A zombie counts as living: its other threads may still run, and only the pidfd
-        # knows when the last has ended.
+        # The start time is read after the pidfd is open: if it still fits now, the descriptor can
+        # only be that process's. A zombie counts as living: its other threads may still run, and
+        # only the pidfd shows when the last one ends.
         _, ticks = _stat(identity.pid)
         if ticks == identity.start_ticks:
             return fd
@@ -187,7 +193,7 @@ def _boot_id() -> str:
 
 
 def _namespace(kind: str) -> str:
-    """Which namespace this process is in; empty on a kernel that has none of that kind."""
+    """Return the namespace of this process; empty on a kernel without that kind."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except FileNotFoundError:
@@ -195,8 +201,9 @@ def _namespace(kind: str) -> str:
 
 
 def _stat(pid: int) -> tuple[bytes, int]:
-    """State and start time (fields 3 and 22 of /proc/pid/stat); -1 for the time when there is no
-    such process.
+    """Return state and start time (fields 3 and 22 of /proc/pid/stat).
+
+    The time is -1 when there is no such process.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -1,25 +1,25 @@
-"""Which writer's connections into our engine are over, so that a dead writer's last bytes are known
-to be behind us.
+"""Connections of writers into our engine, and the proof that a dead writer's last bytes are in
+memory.
 
 A killed writer's bytes live on: in the kernel, in the engine's thread that reads its connection,
 and in a child that the writer forked, which holds the same sockets and keeps them open. The
-writer's end of a connection therefore proves nothing. Ours does: once our engine has closed its
-descriptor, nothing reads that connection any more. (The engine closes it after it has put into
-memory what it read before.)
+writer's end of a connection is therefore no proof. Ours is: once our engine closed its descriptor,
+that connection is not read any more. (The engine closes it after it put into memory what it read
+before.)
 
-So after a writer's death every connection that our engine has open counts as that writer's, but for
-those known to be another's:
+So after a writer's death every connection that our engine has open counts as that writer's, except
+those that are known to be another's:
 
-- while the writer lived, its descriptors were looked at, they did not have the connection, and
-  another watched writer's had; or the connection came up after a look in which that other writer
-  was already running, and so was not inherited;
+- while the writer lived, a look at its descriptors did not find the connection, and another watched
+  writer had it; or the connection came up after a look in which that other writer was already
+  running, and so was not inherited;
 - it comes from another machine: not from an address of our network namespace, which is the writer's
   too.
 
-Connections that were seen with the writer, and with no other, are shut down from our side: a child
-may hold them for ever. For the rest we wait, for as long as it takes. That is the right answer for
-what cannot be told apart: a connection behind an address translation, or one that was opened in the
-writer's last moments and that a child holds.
+Connections that were seen with the writer, and with no other, are shut down from our side, because
+a child may hold them for ever. For the rest the fence waits, for as long as it takes. That is the
+right answer for connections that cannot be attributed: one behind an address translation, or one
+that was opened in the writer's last moments and that a child holds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from kvflow.transports.host.tcp_table import (
     sockets,
 )
 
-_LOOK_S = 1.0  # how often the connections of writers that live are looked at
-_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # how often those of a dead one are
+_LOOK_S = 1.0  # between looks at the connections of living writers
+_SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 1.0  # between looks at those of a dead one
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Connection:
     """One descriptor of ours that the engine accepted."""
 
     fd: int
-    ends: Ends | None  # None once it was reset: then only its port is known
+    ends: Ends | None  # None after a reset: then only its port is known
     is_local: bool  # it comes from an address of our own network namespace
     first_look: int  # the look that found it
     holders: dict[ProcessIdentity, int] = field(
@@ -64,17 +64,18 @@ class _Connection:
 
 @dataclass(slots=True)
 class _Writer:
-    """A writer whose death is awaited."""
+    """A writer whose death some fences await."""
 
-    fences: int = 0  # that await it
+    fences: int = 0  # how many fences await its death
     first_look: int = 0  # looks are counted from 1; 0 means that no look has succeeded yet
     last_look: int = 0
-    # Inode to descriptor; fixed after its death, once all are accepted.
+    # Connections that may be its own, inode to descriptor. Fixed after its death, when no
+    # connection waits to be accepted any more.
     suspects: dict[int, int] | None = None
 
 
 class InboundConnections:
-    """The connections that one plane's engines have accepted.
+    """The connections that one plane's engines accepted.
 
     Its methods read /proc: call them in a thread.
     """
@@ -85,20 +86,21 @@ class InboundConnections:
         self._looks = 0
         self._writers: dict[ProcessIdentity, _Writer] = {}
         self._connections: dict[int, _Connection] = {}  # by inode
-        # Inodes that our engine has closed, and a child of ours perhaps has not.
+        # Inodes that our engine closed; a child of ours may still have them open.
         self._closed: set[int] = set()
-        # Inodes of this process's other sockets, and of what it has connected to itself.
+        # Inodes of this process's other sockets, and of its connections to itself.
         self._others: set[int] = set()
 
     def add_ports(self, ports: set[int]) -> None:
-        """Our engines listen there."""
+        """Add ports on which our engines listen."""
         with self._lock:
             self._ports |= ports
             self._others.clear()
 
     def watch(self, writer: ProcessIdentity) -> None:
-        """Find out, look by look, which connections are this writer's, until `forget` was called as
-        often.
+        """Find out, look by look, which connections are this writer's.
+
+        Every call needs one of `forget`; the last of these ends the watch.
         """
         with self._lock:
             self._writers.setdefault(writer, _Writer()).fences += 1
@@ -110,7 +112,7 @@ class InboundConnections:
                 del self._writers[writer]
 
     def look(self) -> None:
-        """See what has come up and who has it.
+        """Record which connections there are, and which watched writers have them.
 
         Raises: OSError when there are no descriptors to look with.
         """
@@ -118,10 +120,10 @@ class InboundConnections:
             self._look()
 
     def count_open(self, dead_writer: ProcessIdentity) -> int:
-        """How many connections that may be the dead writer's can still be read, by our engine or
-        once it accepts them.
+        """Return how many connections that may be the dead writer's can still be read.
 
-        The writer is one that is watched. Raises: OSError as `look`.
+        Those that our engine has yet to accept count too. The writer must be watched. Raises:
+        OSError as `look`.
         """
         with self._lock:
             writer = self._writers[dead_writer]
@@ -133,14 +135,15 @@ class InboundConnections:
                 }
                 self._look()
                 self._closed &= readable
-                # Our descriptors were read after the table: what was accepted between the two is
-                # among them.
+                # `_look` reads our descriptors after the table, so it finds what was accepted
+                # between the two.
                 if pending := readable - self._connections.keys() - self._closed - self._others:
                     return len(pending)
                 writer.suspects = self._suspects(dead_writer)
             if any(_is_open(fd, inode) for inode, fd in writer.suspects.items()):
                 return len(writer.suspects)
-            ours = self._own_sockets()  # a descriptor that is gone may have been a duplicate
+            # These descriptors are closed, but each may have been a duplicate.
+            ours = self._own_sockets()
             writer.suspects = {inode: ours[inode] for inode in writer.suspects if inode in ours}
             return len(writer.suspects)
 
@@ -180,7 +183,7 @@ class InboundConnections:
             if namespace not in far_ends:
                 far_ends[namespace] = self._far_ends(identity, here)
             held = sockets(identity.pid)
-            # Looked at after: else the pid may be another process's by now.
+            # Checked after its descriptors were read: by then the pid may be another process's.
             if not held or not is_alive(identity):
                 continue
             writer.first_look = writer.first_look or self._looks
@@ -191,11 +194,11 @@ class InboundConnections:
                     connection.holders.setdefault(identity, writer.first_look)
 
     def _far_ends(self, identity: ProcessIdentity, here: str) -> dict[Ends, int]:
-        """The far ends of our connections that lie in a writer's network namespace, with their
-        inodes.
+        """Return the far ends of our connections that lie in a writer's network namespace, with
+        their inodes.
         """
         is_here = identity.network_namespace == here
-        # In another namespace an address of ours means another machine: its own loopback, for one.
+        # In another namespace an address of ours means another machine, as its own loopback does.
         wanted = {
             c.ends.reversed()
             for c in self._connections.values()
@@ -250,7 +253,8 @@ class InboundConnections:
             try:
                 far_address, far_port = ours.getpeername()[:2]
             except OSError:
-                # Reset: our engine has yet to read what came before that, and to close it.
+                # The connection was reset: our engine has yet to read what arrived before, and to
+                # close it.
                 return _Connection(fd, None, True, self._looks)
             ends = Ends(encode_address(address), port, encode_address(far_address), far_port)
             is_local = ends.far_address in own or is_loopback(ends.far_address)
@@ -269,8 +273,9 @@ def _is_open(fd: int, inode: int) -> bool:
 async def wait_ended(
     inbound: InboundConnections, looking: Threads, writer: ProcessIdentity
 ) -> None:
-    """Return once the writer's process is dead and every connection that may be its is closed,
-    however long that takes.
+    """Return once the writer's process is dead and every connection that may be its own is closed.
+
+    There is no time limit.
 
     Raises: TransferError for a writer that can never be observed, OSError when it cannot be just
     now.
@@ -279,7 +284,7 @@ async def wait_ended(
         inbound.watch(writer)
         try:
             while not death.dead:
-                # No descriptor to look with: what is not known only makes us wait.
+                # Without a descriptor to look with the fence knows less, and only waits longer.
                 with suppress(OSError):
                     await looking.run(inbound.look)
                 await asyncio.wait([death.died], timeout=_LOOK_S)
@@ -293,7 +298,8 @@ async def _wait_closed(
 ) -> None:
     pause_s = _SHORTEST_POLL_S
     while True:
-        with suppress(OSError):  # no descriptor to look with: look again
+        with suppress(OSError):
+            # Without a descriptor to look with, it looks again.
             if not await looking.run(lambda: inbound.count_open(dead_writer)):
                 return
         await asyncio.sleep(pause_s)

@@ -1,6 +1,4 @@
-"""Host names to addresses, in threads of their own: a name server that does not answer holds up
-nothing else.
-"""
+"""Host name lookups in separate threads: a silent name server holds up only its callers."""
 
 from __future__ import annotations
 
@@ -11,17 +9,18 @@ from ipaddress import ip_address
 
 from kvflow.aio import Threads
 
-LOOKUPS = 4  # at a time; each may take as long as the resolver of the system lets it
+LOOKUPS = 4  # at a time; each may take as long as the system's resolver lets it
 
 
 class HostNames:
-    """Looks up names for one owner, `LOOKUPS` at a time."""
+    """Name lookups for one owner, `LOOKUPS` at a time."""
 
     def __init__(self, name: str) -> None:
         self._threads = Threads(f"{name}-names", LOOKUPS)
 
     async def addresses(self, host: str, within_s: float) -> list[str]:
-        """The IP addresses of a host, in the system's order; an address is its own.
+        """Return the IP addresses of a host, in the system's order; an IP address is returned as it
+        is.
 
         Raises: OSError, TimeoutError.
         """
@@ -36,9 +35,11 @@ class HostNames:
     async def connect(
         self, host: str, port: int, within_s: float, limit: int = 1 << 16
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """As `asyncio.open_connection`, whose own lookup shares its threads with everything.
+        """Connect as `asyncio.open_connection` does, whose lookup would use the threads of the
+        whole loop.
 
-        Raises: OSError, TimeoutError."""
+        Raises: OSError, TimeoutError.
+        """
         error: OSError = OSError(f"{host} has no address")
         for address in await self.addresses(host, within_s):
             try:

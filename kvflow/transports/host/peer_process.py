@@ -10,19 +10,19 @@ from kvflow.transports.host.identity import has_ended, open_process
 
 
 class PeerProcess:
-    """The process that a route was opened to, for as long as it is known to be the one behind the
-    session.
-    """
+    """The process that a route was opened to, while it is known to be behind the session."""
 
     def __init__(self, identity: ProcessIdentity) -> None:
-        """Raises: TransferError when it has ended,
-        or when no descriptor is left to watch it with.
+        """Begin to watch the process.
+
+        Raises: TransferError when it ended, or when no descriptor is left to watch it with.
         """
         self.identity = identity
-        self.is_replaced = False  # another process was met at its session
+        self.is_replaced = False  # True after another process was met at its session
         try:
             self._fd = open_process(identity)
-        except TransferError:  # of another host: its end shows when a successor is met
+        except TransferError:
+            # A process of another host cannot be watched: its end shows when a successor is met.
             self._fd = -1
             return
         except OSError as error:
@@ -34,15 +34,16 @@ class PeerProcess:
 
     @property
     def is_gone(self) -> bool:
+        """True after the process is known to have ended."""
         return self.is_replaced or (self._fd >= 0 and has_ended(self._fd))
 
     def check(self) -> None:
-        """Raises: TransferError when it is gone."""
+        """Check that the process is not gone. Raises: TransferError when it is."""
         if self.is_gone:
             raise TransferError(f"process {self.identity.pid} has ended")
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop watching. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -2,8 +2,8 @@
 process.
 
 Addresses stay as the tables print them: hexadecimal, four bytes at a time in the machine's byte
-order, with IPv4-mapped IPv6 addresses shortened to IPv4. File input and output: call it in a
-thread.
+order, with IPv4-mapped IPv6 addresses shortened to IPv4. The functions that list anything read
+files: call them in a thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 _LISTEN = "0A"
-# ESTABLISHED, SYN_RECV, CLOSE_WAIT: states in which we may still read.
+# ESTABLISHED, SYN_RECV, CLOSE_WAIT: the states in which our side may still read.
 _READABLE = frozenset({"01", "03", "08"})
 _MAPPED_IPV4 = "0" * 16 + f"{int.from_bytes(bytes([0, 0, 255, 255]), sys.byteorder):08X}"
 _LOCAL_IPV4 = re.compile(r"\|-- (\d+\.\d+\.\d+\.\d+)\n\s+/32 host LOCAL")
@@ -37,8 +37,9 @@ class Ends(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One socket; its inode is 0 while no process has accepted it, and after its last descriptor
-    was closed.
+    """One socket.
+
+    Its inode is 0 until a process accepts it, and after its last descriptor is closed.
     """
 
     ends: Ends
@@ -55,15 +56,17 @@ class Row(NamedTuple):
 
 
 def rows(process: int | str = "self", ports: Collection[int] | None = None) -> Iterator[Row]:
-    """TCP sockets in the network namespace of a process: all, or those with one of `ports` at
-    either end.
+    """Yield the TCP sockets in the network namespace of a process.
+
+    `ports` limits them to those with one of these at either end.
     """
     words = None if ports is None else [f":{port:04X} " for port in ports]
     for table in (f"/proc/{process}/net/tcp", f"/proc/{process}/net/tcp6"):
         try:
             with open(table, encoding="ascii", buffering=1 << 20) as file:
                 lines = file.readlines()[1:]
-        except (FileNotFoundError, ProcessLookupError):  # no such process, or a kernel without IPv6
+        except (FileNotFoundError, ProcessLookupError):
+            # There is no such process, or the kernel has no IPv6.
             continue
         for line in lines:
             if words is not None and not any(word in line for word in words):
@@ -76,9 +79,9 @@ def rows(process: int | str = "self", ports: Collection[int] | None = None) -> I
 
 
 def sockets(process: int | str = "self") -> dict[int, int]:
-    """The sockets of a process: inode to (one) descriptor.
+    """Return the sockets of a process: inode to (one) descriptor.
 
-    Empty when it has ended, or may not be looked at.
+    Empty when it ended, or may not be looked at.
     """
     found: dict[int, int] = {}
     folder = f"/proc/{process}/fd"
@@ -91,7 +94,7 @@ def sockets(process: int | str = "self") -> dict[int, int]:
                 continue
             if target.startswith("socket:["):
                 found[int(target[8:-1])] = int(name)
-        # A process that ends loses all at once: then what was read is not the whole.
+        # A process that ends loses all descriptors at once, so the list may be incomplete.
         ended = not os.listdir(folder)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return {}
@@ -100,8 +103,11 @@ def sockets(process: int | str = "self") -> dict[int, int]:
 
 @contextmanager
 def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
-    """A duplicate of a descriptor of ours that the engine may close meanwhile; None when it is no
-    socket, or no longer that one. Raises: OSError when no descriptor is left for the duplicate."""
+    """Yield a duplicate of a descriptor of ours, which the engine may close meanwhile.
+
+    It is None when the descriptor is no socket, or no longer that one. Raises: OSError when no
+    descriptor is left for the duplicate.
+    """
     try:
         duplicate = os.dup(fd)
     except OSError as error:
@@ -120,13 +126,13 @@ def borrow(fd: int, inode: int | None = None) -> Iterator[socket.socket | None]:
 
 
 def listening_ports() -> set[int]:
-    """TCP ports this process listens on."""
+    """Return the TCP ports that this process listens on."""
     ours = sockets()
     return {row.ends.port for row in rows() if row.is_listening and row.inode in ours}
 
 
 def own_addresses() -> set[str]:
-    """Addresses of this network namespace; see also `is_loopback`."""
+    """Return the addresses of this network namespace; see also `is_loopback`."""
     found: set[str] = set()
     try:
         with open("/proc/self/net/fib_trie", encoding="ascii") as file:
@@ -139,12 +145,12 @@ def own_addresses() -> set[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it lies in 127.0.0.0/8, of which `own_addresses` lists only one."""
+    """Return True for an address in 127.0.0.0/8, of which `own_addresses` has only one."""
     return len(address) == 8 and int(address, 16).to_bytes(4, sys.byteorder)[0] == 127
 
 
 def encode_address(text: str) -> str:
-    """As the tables print it. A zone (`%eth0`) is dropped, as they have none."""
+    """Return an address as the tables print it, without its zone (`%eth0`), which they lack."""
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
     return _short(_encode(socket.inet_pton(family, text.partition("%")[0])))
 
