@@ -1,4 +1,4 @@
-"""What a user passes, checked where it is passed: each error names the field, the value and the
+"""Checks of the arguments that a user passes; each error names the field, the value and the
 limit.
 """
 
@@ -17,10 +17,11 @@ from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES, MAX_PAGES_PER_ROOM
 
 
 class CheckedPrompt(NamedTuple):
-    """What a room needs of a prompt.
+    """The length and the digest of a prompt, which is all that a room needs of it.
 
-    Passed in its place, it is not worked out again: the digest of a million tokens takes some 3 ms,
-    and `check_prompt` may run in a thread."""
+    A caller that passes it instead of the prompt avoids the computation on the event loop: the
+    digest of a million tokens takes some 3 ms, and `check_prompt` may run in a thread.
+    """
 
     tokens: int
     digest: bytes
@@ -32,7 +33,10 @@ _CLIENT_GONE = Cause(Code.CLIENT_GONE)
 
 
 def check_cause(cause: Cause | None) -> Cause:
-    """Why a user ends a room; without a cause, because its client has gone. Raises: MisuseError."""
+    """Return the cause with which a user ends a room, CLIENT_GONE if it gave no cause.
+
+    Raises: MisuseError.
+    """
     if cause is None:
         return _CLIENT_GONE
     if not isinstance(cause, Cause):
@@ -41,17 +45,18 @@ def check_cause(cause: Cause | None) -> Cause:
 
 
 def check_handoff(handoff: bytes) -> bytes:
-    """What prefill hands to decode with the last chunk. Raises: MisuseError."""
+    """Return the bytes that prefill hands over with the last chunk. Raises: MisuseError."""
     if not isinstance(handoff, bytes):
         raise MisuseError(f"the hand-over must be bytes, not {type(handoff).__name__}: encode it")
     return handoff
 
 
 def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
-    """Token count and digest of a prompt. Raises: MisuseError."""
+    """Return token count and digest of a prompt. Raises: MisuseError."""
     if isinstance(prompt, CheckedPrompt):
         return prompt
     ids = np.asarray(prompt)
+    # Every unsigned type of at most 32 bits holds only valid ids, so they need no check.
     if ids.dtype.kind == "u" and ids.itemsize <= 4 and ids.ndim == 1 and ids.size:
         return CheckedPrompt(ids.size, prompt_digest(ids))
     if ids.ndim == 1 and not ids.size:
@@ -60,6 +65,7 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
         raise MisuseError(
             f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}"
         )
+    # A negative or too large id changes its value here, so one comparison checks both bounds.
     narrow = ids.astype(np.uint32)
     if np.count_nonzero(narrow != ids):
         low, high = int(ids.min()), int(ids.max())
@@ -68,7 +74,8 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
 
 
 def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
-    """Pages for what decode does not have of a prompt, and a row where the pool has rows.
+    """Return how many places decode needs for the part of a prompt that it does not have: its
+    pages, and a row where the pool has rows.
 
     Raises: MisuseError naming the prefix, CapacityError.
     """
@@ -88,7 +95,8 @@ def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> int:
 def own_pages(
     pages: Sequence[int] | PageIndices, layout: PoolLayout, room: int, wanted: int
 ) -> PageIndices:
-    """A user's pages, and their row, for a room that needs `wanted` of the pool, as int32 [n].
+    """Return a user's own pages, and their row, for a room that needs `wanted` places, as
+    int32 [n].
 
     Raises: MisuseError.
     """
@@ -107,10 +115,10 @@ def own_pages(
 def check_chunk(
     room: int, layout: PoolLayout, pages: PageIndices, left: int, last: bool, handoff_bytes: int
 ) -> None:
-    """A chunk of our `pages` for a room of which `left` of decode's places are to be filled, the
-    row by the last chunk.
+    """Check a chunk of our `pages` for a room that still has to fill `left` of decode's places. The
+    last chunk fills the row.
 
-    Raises: MisuseError (other than the pages that are left, a hand-over before the last chunk),
+    Raises: MisuseError (more or fewer pages than are left, a hand-over before the last chunk),
     CapacityError (a hand-over that is too large).
     """
     if len(pages) != left if last else len(pages) > left - bool(layout.num_rows):
@@ -138,7 +146,7 @@ def _counted(layout: PoolLayout, indices: PageIndices) -> str:
 
 
 def _needed(layout: PoolLayout, count: int) -> str:
-    """Of `count` places of a room, the last of which is a row where the pool has rows."""
+    """Return `count` places of a room in words; the last is a row where the pool has rows."""
     return f"{count - 1} pages and 1 row" if layout.num_rows else str(count)
 
 
@@ -147,13 +155,14 @@ def _row_hint(layout: PoolLayout, where: str) -> str:
 
 
 def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str) -> PageIndices:
-    """A user's list or array of page numbers as int32 [n].
+    """Return a user's list or array of page numbers as int32 [n].
 
-    Raises: MisuseError saying what is wrong with it.
+    Raises: MisuseError describing the first fault.
     """
     array = np.asarray(pages)
+    # Tiny rooms are common, and a list of one page is checked a few times as fast without numpy.
     if array.shape == (1,) and array.dtype == np.int32 and 0 <= array[0] < num_pages:
-        return array.copy()  # the short way, a few times as fast
+        return array.copy()
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise MisuseError(
             f"{what}: pages must be a list of integers, not shape {array.shape} of {array.dtype}"
@@ -162,5 +171,5 @@ def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str)
         raise MisuseError(
             f"{what}: page {low if low < 0 else int(array.max())} is outside 0..{num_pages - 1}"
         )
-    # A copy: the caller may change its own meanwhile.
+    # `astype` copies: the caller may change its array while the room uses these numbers.
     return array.astype(np.int32) if array.size else NO_PAGES

@@ -1,8 +1,8 @@
-"""What an endpoint asks its shell to do.
+"""Commands of an endpoint to its shell.
 
-Shells run commands in order; none of them decides anything.
+A shell runs them in order and decides nothing.
 
-An engine without an event loop that drives an endpoint by itself does the same: see
+An engine without an event loop can drive an endpoint directly and run the commands instead: see
 `examples/bare_endpoints.py`.
 """
 
@@ -18,9 +18,9 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 
 class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
-    """One prefill rank as decode knows it: who it says it is, and where.
+    """One prefill rank as decode knows it: its incarnation, and its control endpoint.
 
-    Either alone can be claimed by another.
+    Another process can claim either of them alone, so the key has both.
     """
 
     incarnation: Incarnation
@@ -33,18 +33,20 @@ class PeerKey(msgspec.Struct, frozen=True, order=True, gc=False):
 class SendToPrefill(msgspec.Struct, frozen=True, gc=False):
     peer: PeerKey
     frame: bytes
-    # An Abort, for whose answer pages wait: send it before what follows is run.
+    # True for an Abort: pages wait for its answer, so it leaves before the next command runs.
     at_once: bool = False
 
 
 class Dial(msgspec.Struct, frozen=True, gc=False):
-    """Connect to `peer.control`; what is received there is fed in with this key."""
+    """Connect to `peer.control`, and feed every frame received there to the endpoint with this
+    key.
+    """
 
     peer: PeerKey
 
 
 class HangUp(msgspec.Struct, frozen=True, gc=False):
-    """Close the connection; what was sent just before still goes out."""
+    """Close the connection after the frames that were sent before."""
 
     peer: PeerKey
 
@@ -57,22 +59,22 @@ class WatchWriter(msgspec.Struct, frozen=True):
 
 
 class StopWatch(msgspec.Struct, frozen=True, gc=False):
-    """The peer owes nothing any more; from here on `writer_died` is not to be called."""
+    """End the watch of a peer that has no more loans; do not call `writer_died` afterwards."""
 
     peer: PeerKey
 
 
 class WatchEarlierWriter(msgspec.Struct, frozen=True):
     """Await the data plane's fence for a writer to which an earlier node over this pool lent pages,
-    then call `earlier_writer_died`. Both endpoints ask for it."""
+    then call `earlier.writer_died` of the endpoint. Both endpoints send it."""
 
     writer: int
     address: PlaneAddress
 
 
 class StopEarlierWatch(msgspec.Struct, frozen=True):
-    """This writer's loans have all ended: end its watch, if there is one, and tell other nodes over
-    the pool.
+    """End the watch of this writer, if there is one, and notify the other nodes over the pool: all
+    its loans ended.
     """
 
     writer: int
@@ -81,17 +83,17 @@ class StopEarlierWatch(msgspec.Struct, frozen=True):
 
 
 class Linked(msgspec.Struct, frozen=True, gc=False):
-    """Every rank of the room is registered: take its pages and call `lend`, or `close_room` when
-    there are none.
+    """Take the pages of the room and call `lend`, or `close_room` when there are no free pages:
+    every rank of the room is registered.
     """
 
     grant: GrantId
 
 
 class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
-    """Compute the checksum of what the rank has `served` of pages `first` to `first + count` of the
-    room, and bring it to where it is used when that is not where prefill writes; then call
-    `chunk_summed`."""
+    """Compute the checksum of the part that the rank `served` of pages `first` to `first + count`
+    of the room, then call `chunk_summed`. A decode that lends host memory also copies that part to
+    the room's own pages."""
 
     grant: GrantId
     rank: int  # index among the room's ranks
@@ -102,50 +104,51 @@ class VerifyChunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class StopVerifying(msgspec.Struct, frozen=True, gc=False):
-    """The room has ended: its checksums are of no use."""
+    """Cancel the checksums of a room that ended."""
 
     grant: GrantId
 
 
 class RoomBegun(msgspec.Struct, frozen=True, gc=False):
-    """Every rank has a place for the whole prompt of a room that was announced: its pages may be
-    lent.
+    """Report that every rank has a place for the whole prompt of an announced room: its pages may
+    be lent.
     """
 
     grant: GrantId
 
 
 class RoomLanded(msgspec.Struct, frozen=True, gc=False):
-    """Every page from every rank is there: the room's user may read them."""
+    """Report that every page of every rank landed: the room's user may read them."""
 
     grant: GrantId
     handoff: bytes
 
 
 class RoomFailed(msgspec.Struct, frozen=True, gc=False):
-    """The room's user has its error; the room itself may still wait for its loans."""
+    """Report the error to the room's user; the room itself may still wait for its loans."""
 
     grant: GrantId
     cause: Cause
 
 
 class RoomEnded(msgspec.Struct, frozen=True, gc=False):
-    """The room is in no table any more."""
+    """Forget the room: the endpoint removed it from its tables."""
 
     grant: GrantId
 
 
 class QuarantinePages(msgspec.Struct, frozen=True, gc=False):
-    """The room has ended, and some rank may still write into its pages."""
+    """Keep the pages of a room that ended: some rank may still write into them."""
 
     grant: GrantId
 
 
 class FreePages(msgspec.Struct, frozen=True, gc=False):
-    """Nothing can write into the room's pages any more.
+    """Free the room's pages: no rank can write into them any more.
 
-    The only way back for a page that was lent, by this node or by an earlier one over the same
-    pool."""
+    No other command frees a page that was lent, by this node or by an earlier one over the same
+    pool.
+    """
 
     grant: GrantId
 
@@ -176,7 +179,8 @@ DecodeCommand = (
 class SendToDecode(msgspec.Struct, frozen=True, gc=False):
     peer_id: bytes  # its routing id
     frame: bytes
-    at_once: bool = False  # an AbortAck, for which pages wait: send it before what follows is run
+    # True for an AbortAck: decode's pages wait for it, so it leaves before the next command runs.
+    at_once: bool = False
 
 
 class OpenRoute(msgspec.Struct, frozen=True):
@@ -189,7 +193,7 @@ class OpenRoute(msgspec.Struct, frozen=True):
 
 
 class CloseRoute(msgspec.Struct, frozen=True, gc=False):
-    """No write runs on it. The watch of this decode's process ends too."""
+    """Close the route to a decode and end the watch of its process. No write runs on the route."""
 
     peer: Incarnation
 
@@ -202,8 +206,8 @@ class WatchProcess(msgspec.Struct, frozen=True):
 
 
 class StartWrite(msgspec.Struct, frozen=True, gc=False):
-    """Write the source pages, which are held, onto the target's pages, then let go of them and call
-    `write_ended`.
+    """Write the source pages, which are held, onto the target's pages; when the write ends, end the
+    hold and call `write_ended`.
     """
 
     write: int
@@ -214,34 +218,38 @@ class StartWrite(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelWrite(msgspec.Struct, frozen=True, gc=False):
-    """Submit nothing more of it; `write_ended` follows all the same."""
+    """Submit no more blocks of the write; `write_ended` follows all the same."""
 
     write: int
 
 
 class RoomMatched(msgspec.Struct, frozen=True, gc=False):
-    """Decode's half is here; it has the first `prefix_tokens` of the prompt already."""
+    """Report that decode's half arrived; decode already has the first `prefix_tokens` of the
+    prompt.
+    """
 
     serial: int
     prefix_tokens: int
 
 
 class RoomDone(msgspec.Struct, frozen=True, gc=False):
-    """Every write has landed."""
+    """Report success to the engine: every write landed."""
 
     serial: int
 
 
 class RoomStopped(msgspec.Struct, frozen=True, gc=False):
-    """The engine has its error; nothing more can be sent, though writes may still be draining."""
+    """Report the error to the engine. No chunk can be sent any more, though writes may still be
+    draining.
+    """
 
     serial: int
     cause: Cause
 
 
 class RoomReleased(msgspec.Struct, frozen=True, gc=False):
-    """The room is in no table any more, and none of its writes runs: its source pages are free to
-    be used.
+    """Release the room's source pages: the endpoint removed the room from its tables, and all its
+    writes ended.
     """
 
     serial: int

@@ -2,8 +2,8 @@
 their node is closed.
 
 The next node over the pool, of either role, takes them into its own ledger as loans of a writer
-that it is not linked to. They end as every loan in doubt ends: by the data plane's fence, or by an
-operator's word.
+that it is not linked to. They end as every loan in doubt ends: by the data plane's fence, or when
+an operator declares the writer dead.
 """
 
 from __future__ import annotations
@@ -50,20 +50,21 @@ class EarlierLoans:
     def __init__(
         self, ledger: Ledger[Any], outbox: list[Any], take_grant: Callable[[], GrantId]
     ) -> None:
-        """`ledger` is the endpoint's own: the sources of its other loans are never looked at here,
-        nor these there.
+        """Use the endpoint's `ledger`. The loans of its rooms have links as sources, these have
+        `EarlierWriter`s, and neither part looks at the sources of the other.
         """
         self._ledger, self._outbox, self._take_grant = ledger, outbox, take_grant
         self._by_name: dict[tuple[int, PlaneAddress | None], EarlierWriter] = {}
-        self.writers: dict[int, EarlierWriter] = {}  # those whose loans have not ended, by number
+        self.writers: dict[int, EarlierWriter] = {}  # with loans left, by number
         self._last_number = 0
-        # Of writers that have ended.
+        # A dead writer may have thousands of loans. They wait here, and each tick ends a few, so
+        # that the event loop stays free.
         self.tasks: deque[tuple[EarlierWriter, deque[GrantId]]] = deque()
 
     def inherit(self, loans: Sequence[UnprovenLoan]) -> dict[GrantId, LeaseId]:
-        """Take over `loans`, and ask for one watch of every writer.
+        """Take over `loans`, and command one watch for every new writer.
 
-        Returns the grants under which their pages stand here: `FreePages` names them."""
+        Returns the grants under which the ledger keeps their pages: `FreePages` names them."""
         leases: dict[LeaseId, dict[EarlierWriter, UnprovenLoan]] = {}
         for loan in loans:
             leases.setdefault(loan.lease, {})[self._writer(loan)] = loan
@@ -93,11 +94,11 @@ class EarlierLoans:
         return [writer for writer in self.writers.values() if writer.incarnation == incarnation]
 
     def owed_by(self, writer: EarlierWriter) -> tuple[int, int]:
-        """The number of loans of a writer, and of pages that they keep in quarantine."""
+        """Return how many loans a writer has, and how many pages they keep in quarantine."""
         return self._ledger.owed_by(writer)
 
     def declare_dead(self, incarnation: int) -> tuple[int, int]:
-        """End the loans of a writer by an operator's word.
+        """End the loans of a writer that an operator declares dead.
 
         Returns how many end, and how many pages they keep in quarantine."""
         loans = pages = 0
@@ -108,9 +109,9 @@ class EarlierLoans:
         return loans, pages
 
     def writer_died(self, number: int) -> None:
-        """The data plane's fence: no write of this writer can reach our pool any more.
+        """End the loans of a fenced writer: none of its writes can reach our pool any more.
 
-        `tick` ends its loans.
+        The next ticks do the work.
         """
         if (writer := self.writers.get(number)) is not None:
             self._end(writer)
@@ -121,7 +122,7 @@ class EarlierLoans:
             self.tasks.append((writer, deque(self._ledger.grants_of(writer))))
 
     def work(self, limit: float) -> None:
-        """End up to `limit` loans of writers that have ended."""
+        """End up to `limit` loans of dead writers."""
         while self.tasks and limit > 0:
             limit -= 1
             writer, grants = self.tasks[0]
@@ -137,7 +138,7 @@ class EarlierLoans:
             self._outbox.append(FreePages(grant))
 
     def _drop_if_idle(self, writer: EarlierWriter) -> None:
-        """Stop watching a writer, unless another node has closed meanwhile and left more loans of
+        """Stop watching a writer, unless another node closed meanwhile and left more loans of
         it.
         """
         if self._ledger.owes(writer):

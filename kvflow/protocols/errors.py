@@ -1,18 +1,18 @@
-"""One tree of errors, by who has to act.
+"""One tree of errors, sorted by the party that has to act.
 
 KvflowError
 ├── MisuseError            the caller broke a rule of the API; nothing was sent
 │   ├── LayoutError        a pool that cannot be described, or two that do not fit together
-│   ├── OwnershipError     double free, foreign free, pages given to somebody else
+│   ├── OwnershipError     double free, foreign free, pages that another owner has
 │   ├── RoomInUseError     a room id whose last room is open, or drains
 │   └── CapacityError      more pages, rooms or bytes than there are (retry later may help)
-│       ├── QuarantineError  too many pages wait for proof that nobody writes into them
+│       ├── QuarantineError  too many pages wait for proof that no peer writes into them
 │       └── HostMemoryError  the host memory for snapshots is full
-├── PeerError              the peer said something it must not say
+├── PeerError              the peer broke the protocol
 │   ├── WireError          bytes that are no message
 │   └── RefusedError       the peer understood, and declined
-├── TransferError          the data plane failed, or cannot say what landed
-├── AbortedError           the room was ended on purpose, by one of the two sides
+├── TransferError          the data plane failed, or does not know what landed
+├── AbortedError           one of the two sides ended the room on purpose
 └── LostError              the peer, or the link to it, is gone
 """
 
@@ -26,7 +26,7 @@ MAX_CAUSE_TEXT = 2048
 
 
 class Code(StrEnum):
-    """Why a room ended, as it travels on the wire and stands in metrics."""
+    """The kind of a room's ending, as the wire and the metrics spell it."""
 
     CLIENT_GONE = "client_gone"
     ABORTED = "aborted"
@@ -52,14 +52,14 @@ class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
     text: str = ""
 
     def __post_init__(self) -> None:
-        # As a tuple, because mypy takes the declared types for granted and calls a plain check
-        # redundant.
+        # The tuple hides the declared types from mypy, which would call a plain check redundant.
         given: tuple[object, object] = (self.code, self.text)
         if not isinstance(given[0], Code) or not isinstance(given[1], str):
             raise MisuseError(
                 f"a cause is a kvflow.Code and a text, not {self.code!r} and {self.text!r}"
             )
-        if len(self.text) > MAX_CAUSE_TEXT:  # causes are kept, and some come from peers
+        # Causes are kept for a long time, and a peer chooses the length of some of them.
+        if len(self.text) > MAX_CAUSE_TEXT:
             msgspec.structs.force_setattr(self, "text", self.text[:MAX_CAUSE_TEXT])
 
     def __str__(self) -> str:
@@ -67,12 +67,15 @@ class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class KvflowError(Exception):
-    """Root of everything kvflow raises on purpose."""
+    """Base class of every error that kvflow raises on purpose."""
 
     code: Code = Code.ENGINE_ERROR
 
     def cause(self) -> Cause:
-        """What travels; of an error made from a cause, that cause again."""
+        """Return the cause to send to the peer; for an error that `room_error` made from a cause,
+        an equal cause.
+        """
+        # `str(Cause)` puts the code before the text, and a second code would be noise.
         text = str(self)
         return Cause(self.code, "" if text == self.code else text.removeprefix(f"{self.code}: "))
 
@@ -88,17 +91,17 @@ class LayoutError(MisuseError):
 
 
 class OwnershipError(MisuseError):
-    """A page was freed twice, or by somebody who does not own it."""
+    """A page was freed twice, or freed or given by a caller that does not own it."""
 
 
 class RoomInUseError(MisuseError):
-    """A room of that id is open, or drains."""
+    """A room with that id is still open, or its writes still drain."""
 
     code = Code.ROOM_IN_USE
 
 
 class CapacityError(MisuseError):
-    """More was asked for than there is."""
+    """The caller asked for more pages, rooms or bytes than there are."""
 
     code = Code.CAPACITY
 
@@ -108,7 +111,7 @@ class CapacityError(MisuseError):
 
 
 class QuarantineError(CapacityError):
-    """Too many pages wait for proof that nobody writes into them any more."""
+    """Too many pages wait for proof that no peer writes into them any more."""
 
     def __init__(self, quarantined: int, limit: int) -> None:
         super().__init__("pages in quarantine", quarantined, limit)
@@ -120,7 +123,7 @@ class QuarantineError(CapacityError):
 
 
 class HostMemoryError(CapacityError):
-    """The host memory for snapshots is full, or was never as large."""
+    """The host memory for snapshots is full, or smaller than the snapshot."""
 
     def __init__(self, unit: str, asked: int, free: int, limit_bytes: int) -> None:
         super().__init__(f"{unit}s of host memory", asked, free)
@@ -131,13 +134,13 @@ class HostMemoryError(CapacityError):
 
 
 class PeerError(KvflowError):
-    """The peer said something it must not say."""
+    """The peer broke the protocol."""
 
     code = Code.PROTOCOL_ERROR
 
 
 class WireError(PeerError):
-    """Bytes that are no message."""
+    """The bytes received are no message."""
 
 
 class RefusedError(PeerError):
@@ -147,7 +150,7 @@ class RefusedError(PeerError):
 
 
 class TransferError(KvflowError):
-    """The data plane failed, or cannot say what landed."""
+    """The data plane failed, or does not know what landed."""
 
     code = Code.TRANSFER_ERROR
 
@@ -159,7 +162,7 @@ class LostError(KvflowError):
 
 
 class AbortedError(KvflowError):
-    """The room was ended on purpose by one of its two sides."""
+    """One of the two sides ended the room on purpose."""
 
     code = Code.CLIENT_GONE
 
@@ -177,8 +180,8 @@ _BY_CODE: dict[Code, type[KvflowError]] = {
 
 
 def room_error(cause: Cause) -> KvflowError:
-    """The exception a user of a room sees for `cause`: a class per kind of ending, the first cause
-    as its code.
+    """Return the exception that a room's user receives for `cause`: its class follows from the
+    kind of ending, and its code is that of the cause.
     """
     error = _BY_CODE.get(cause.code, RefusedError)(str(cause))
     error.code = cause.code

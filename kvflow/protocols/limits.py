@@ -1,4 +1,4 @@
-"""Times and bounds of the control plane, one place for both roles."""
+"""Times and bounds of the control plane, for both roles."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import msgspec
 from kvflow.protocols.errors import MisuseError
 
 MAX_TIME_S = 30 * 86_400
-LEAST_WAIT_S = 0.001  # of what is repeated: a shorter wait would keep the event loop busy
+# Messages that are repeated after a shorter wait would keep the event loop busy.
+LEAST_WAIT_S = 0.001
 
 
 def check_time(name: str, value_s: float, least_s: float = 0) -> float:
-    """Seconds that a user passes.
+    """Return a number of seconds that a user passes, if it is within its limits.
 
-    Raises: MisuseError naming them and their limits, also for NaN.
+    Raises: MisuseError naming it and its limits, also for NaN.
     """
     try:
+        # NaN fails every comparison, so it needs no check.
         if least_s <= value_s <= MAX_TIME_S:
             return value_s
     except TypeError:
@@ -26,7 +28,7 @@ def check_time(name: str, value_s: float, least_s: float = 0) -> float:
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds.
+    """Times of the control plane, in seconds.
 
     Deadlines measure liveness: a peer that answers heartbeats is never lost, however loaded it is.
     """
@@ -36,11 +38,11 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     lost_after_s: float = 5.0
     # Register, Announce, Abort and Resync are repeated after this long without an answer.
     repeat_after_s: float = 0.4
-    # How long half a room waits for a partner that has not announced itself.
+    # One half of a room waits this long for the other, if that was never announced.
     rendezvous_s: float = 5.0
-    # How long prefill keeps a decode's announcement, if its engine's half never comes.
+    # Prefill keeps a decode's announcement this long if the engine's half never arrives.
     announced_s: float = MAX_TIME_S
-    register_s: float = 10.0  # how long an opening room waits for a prefill that does not answer
+    register_s: float = 10.0  # an opening room waits this long for a prefill that does not answer
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -48,27 +50,30 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is remembered, how much one request may ask for, and how much of a pool may wait for
-    proof.
+    """Limits on what a node remembers, on what one request may ask for, and on how much of a pool
+    may wait for proof.
     """
 
     closed_grants: int = 65_536  # per peer
-    kept_bytes: int = 256 << 20  # of hand-overs that decodes may still ask for, over all of them
+    # Hand-overs that decodes may still request again, in bytes over all decodes.
+    kept_bytes: int = 256 << 20
     ended_halves: int = 65_536
     targets: int = 1_024  # decodes registered at one prefill
-    decodes_per_process: int = 64  # of them, lives that one process claims: each costs a descriptor
-    decodes_per_address: int = 256  # of them, those whose connections come from one network address
-    rooms: int = 32_768  # at prefill; decodes open none above it
-    links: int = 512  # prefill ranks one decode is connected to
+    # Decodes that name one process as theirs: prefill opens a descriptor for each of them.
+    decodes_per_process: int = 64
+    decodes_per_address: int = 256  # decodes whose connections have one network address
+    rooms: int = 32_768  # at prefill; a decode never opens more
+    links: int = 512  # prefill ranks that one decode is connected to
     ranks_per_room: int = 64
     quarantine_share: float = 0.5  # of decode's pages: above it no room is opened
     pinned_share: float = (
-        # Of prefill's pages, read by writes of one decode's ended rooms: above it, none of its own.
+        # Share of prefill's pages that writes of one decode's ended rooms may read: above it,
+        # prefill refuses the rooms of that decode.
         1.0
     )
 
     def pinned_limit(self, num_pages: int) -> int:
-        """Of a pool of so many pages."""
+        """Return `pinned_share` as pages of a pool of `num_pages`."""
         return int(self.pinned_share * num_pages)
 
     def __post_init__(self) -> None:

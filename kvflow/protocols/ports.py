@@ -1,4 +1,7 @@
-"""What the handlers need from the world, as `typing.Protocol`s: time, links, pages, data planes."""
+"""Interfaces between the handlers and the world, as `typing.Protocol`s: links, pages, data planes.
+
+Protocols, not base classes: an engine that embeds kvflow passes its own objects.
+"""
 
 from __future__ import annotations
 
@@ -12,42 +15,46 @@ from kvflow.protocols.errors import Cause
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 
+# A peer chooses these texts and we keep them: the bound keeps a hostile peer from filling memory.
 Word = Annotated[str, msgspec.Meta(max_length=4096)]
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """The result of work under way, as far as ports need one: every `asyncio.Future` is such a
-    result. Nobody cancels it; a coroutine that awaits it does so through `asyncio.shield`."""
+    """The result of work under way. Every `asyncio.Future` is one.
+
+    It must not be cancelled: a coroutine awaits it through `asyncio.shield`.
+    """
 
     def done(self) -> bool:
-        """True when the result is there."""
+        """Return True when the result is available."""
 
     def result(self) -> T_co:
-        """The result, once it is there."""
+        """Return the result; call only when `done` returns True."""
 
     def add_done_callback(self, fn: Callable[[Any], object], /) -> None:
-        """Call `fn` with this object, on the event loop, when the result is there."""
+        """Call `fn` with this object, on the event loop, when the result is available."""
 
     def __await__(self) -> Generator[Any, None, T_co]: ...
 
 
 class WriteOutcome(Enum):
-    """How a write ended. Only the first two prove where the bytes are."""
+    """The end of a write. Only the first two values prove where the bytes are."""
 
     LANDED = "landed"  # every block is in the target's memory
-    # And drained: every block that was submitted has landed, nothing else will be.
+    # The write is drained: every block that was submitted landed, and no other will arrive.
     CANCELLED = "cancelled"
-    UNPROVEN = "unproven"  # some block ended in error or time-out: it may land now, later, or never
+    # Some block ended in an error or a timeout: it may arrive now, later or never.
+    UNPROVEN = "unproven"
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
-    """Identifies a process so that another one of the same host can observe its death (Linux
+    """A process, identified so that another one on the same host can observe its death (Linux
     pidfd).
 
-    `pid` means something only under the same `boot_id` and `pid_namespace`; `start_ticks` tells a
-    re-used pid apart, and means something only in the same `time_namespace`. `network_namespace`
-    says where its connections are listed.
+    `pid` is valid only under the same `boot_id` and `pid_namespace`. `start_ticks` distinguishes a
+    re-used pid, and is valid only in the same `time_namespace`. `network_namespace` is the one that
+    lists its connections.
     """
 
     boot_id: Word
@@ -59,12 +66,12 @@ class ProcessIdentity(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where a data plane reaches this process.
+    """The address at which a data plane reaches this process.
 
-    What `locator` means is up to the back end: a Mooncake session, a shared segment's file
-    descriptor. `owner` is the incarnation that has named it: the endpoint that receives an address
-    sets it, whatever was sent, and a back end that can tell whose a pool is refuses another's; 0 is
-    not asked for.
+    Each back end defines its `locator`: a Mooncake session, the file descriptor of a shared
+    segment. `owner` is the incarnation that sent the address. The endpoint that receives it sets
+    `owner`, whatever the peer sent, and a back end that knows the owner of a pool refuses any other
+    incarnation. With 0 the owner is not checked.
     """
 
     backend: Word
@@ -74,20 +81,20 @@ class PlaneAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 LeaseId = tuple[int, int]
-"""Names one room's pages for every node over a pool: the incarnation of the decode that lent them,
-and its grant.
+"""The name of one room's pages for every node over a pool: the incarnation of the decode that lent
+them, and its grant.
 """
 
 
 class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
-    """Pages that a writer, lost or frozen, may still write into: a loan that outlived the node that
-    lent them.
+    """A loan that outlived the node that lent it: a lost or frozen writer may still write into its
+    pages.
 
-    Only proof that the writer has ended makes them usable again, or an operator's word for it.
-    Every rank of a room has a loan of its own, over the same pages.
+    The pages become usable again only by proof that the writer ended, or when an operator declares
+    it dead. Every rank of a room has a separate loan of the same pages.
     """
 
-    # None where it has named none: then only an operator's word ends the loan.
+    # None where the writer sent no address: then only an operator can end the loan.
     writer: PlaneAddress | None
     incarnation: int  # of the writer, as its control endpoint and its rank are
     control: str
@@ -98,8 +105,8 @@ class UnprovenLoan(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False
 
 
 class RoomEnding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """How one half of a room ended, and when it got how far, by the node's clock; None for what it
-    never reached.
+    """The end of one half of a room, with the times of its stages by the node's clock; None for a
+    stage that it did not reach.
     """
 
     phase: IntEnum  # the terminal one
@@ -112,23 +119,23 @@ class RoomEnding(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Observer(Protocol):
-    """Counts what happens at one node."""
+    """Counters for the events of one node."""
 
     def room_opened(self) -> None: ...
 
     def room_ended(self, ending: RoomEnding, now: float) -> None: ...
 
     def message_dropped(self, why: str) -> None:
-        """A message changed nothing.
+        """Count a message that changed nothing.
 
         `why`: "malformed", "foreign" (another peer's), "stale" (too late).
         """
 
     def pages_moved(self, count: int) -> None:
-        """Pages of a room that has succeeded."""
+        """Count the pages of a room that succeeded."""
 
     def chunk_mismatched(self) -> None:
-        """The checksum of a chunk differs from prefill's."""
+        """Count a chunk whose checksum differs from prefill's."""
 
     def peer_declared_dead(self) -> None: ...
 
@@ -145,19 +152,20 @@ class Write(Protocol):
 
     @property
     def error(self) -> str:
-        """What went wrong: what the data plane said, or why there is no checksum.
+        """The error: the data plane's text, or the reason why there is no checksum.
 
-        Empty after LANDED, and after a cancellation."""
+        Empty after LANDED, and after a cancellation.
+        """
 
     @property
     def done(self) -> Pending[WriteOutcome]:
-        """Resolves, on the event loop, when nothing of this write runs any more.
+        """The outcome; resolves, on the event loop, when this write no longer reads or writes.
 
-        Never an exception.
+        It never holds an exception.
         """
 
     def cancel(self) -> None:
-        """Submit nothing more; `done` resolves when what was submitted has ended.
+        """Submit no more blocks; `done` resolves when those already submitted end.
 
         Idempotent, returns at once.
         """
@@ -166,18 +174,18 @@ class Write(Protocol):
 class Route(Protocol):
     """A checked pairing of our pool with one peer's pool, over one data plane.
 
-    Validity ends with `close`; a route belongs to one incarnation of the peer.
+    It is valid until `close`, and belongs to one incarnation of the peer.
     """
 
     def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
         """Start copying our `source_pages` onto the peer's `target_pages` (same length, int32 [n],
-        indices in range; of a pool with rows, row r is `num_pages + r`).
+        indices in range; row r of a pool with rows is `num_pages + r`).
 
-        Returns at once; planning and copying happen on the plane's own thread, but for a tiny
-        write, which may have ended already: then `done` is resolved. The caller keeps both page
-        lists allocated until `done`, and the target's on loan until proof if the outcome is
-        UNPROVEN. Raises: LayoutError for lists of different length or indices outside either pool.
-        Whatever it raises, nothing was started.
+        Returns at once; the plane's thread plans and copies. A tiny write may be made before this
+        returns: then `done` is already resolved. The caller keeps both page lists allocated until
+        `done`, and the target's on loan until proof if the outcome is UNPROVEN. Raises: LayoutError
+        for lists of different length or indices outside either pool. After any exception, no copy
+        was started.
         """
 
     def close(self) -> None:
@@ -187,19 +195,20 @@ class Route(Protocol):
 class DataPlane(Protocol):
     """One way of moving pages between processes.
 
-    Every back end answers three questions in its module docstring: what status means landed,
-    whether a write can outlive its error, and what fences a peer."""
+    The module docstring of every back end answers three questions: which status means landed,
+    whether a write can outlive its error, and what fences a peer.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def stalled_s(self) -> float:
-        """For how long its own worker has moved nothing on though it had work; endless when the
-        worker has died.
+        """Seconds for which the plane's worker thread made no progress although it had work;
+        infinite when the thread died.
 
-        About us, never about peers: a write that waits for a frozen one has its turns, and is no
-        stall.
+        It measures our own thread, never a peer: a write that waits for a frozen peer still has
+        its turns, and is not a stall.
         """
 
     def export(self, layout: PoolLayout) -> tuple[PlaneAddress, PoolLayout]:
@@ -208,29 +217,29 @@ class DataPlane(Protocol):
         layout with addresses as the peer must use them (plain addresses for mooncake, offsets in
         the shared segment for local).
 
-        Raises: LayoutError when the memory cannot be reached that way.
+        Raises: LayoutError when the plane cannot reach the memory.
         """
 
     async def connect(self, address: PlaneAddress, layout: PoolLayout) -> Route:
-        """Open the way from our pool into the peer's, as it exported them; slow work runs in a
-        thread.
+        """Open the route from our pool to the pool that the peer exported as `address` and
+        `layout`; slow work runs in a thread.
 
-        Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached).
-        Where something of ours is short that another peer's route holds, a CapacityError or the
-        system's OSError (EMFILE ...) is its cause.
+        Raises: LayoutError (the pools do not fit), TransferError (the peer cannot be reached). Its
+        cause is a CapacityError or the system's OSError (EMFILE ...) where we ran out of something
+        that a route of another peer holds.
         """
 
     async def fence(self, writer: PlaneAddress) -> None:
         """Return once no write of `writer` can reach our pool any more, however long that takes
         (the caller cancels).
 
-        Raises: TransferError when this back end can never prove it for that writer (another host,
-        say).
+        Raises: TransferError when this back end can never prove it for that writer (on another
+        host, for example).
         """
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
-        """Whether that writer's process is seen to run;
-        False where that cannot be told from here.
+        """Return True when this host shows that the writer's process runs; False when it does not,
+        or when that cannot be observed from here.
         """
 
     async def close(self) -> None:
@@ -242,18 +251,19 @@ class ChecksumTask(Protocol):
 
     @property
     def done(self) -> Pending[bytes]:
-        """Resolves, on the event loop, to the checksum, or to nothing when it was cancelled,
-        failed, or took too long. Never an exception."""
+        """The checksum; resolves on the event loop. Empty after a cancellation, an error or a
+        timeout. It never holds an exception.
+        """
 
     @property
     def error(self) -> str:
-        """Why there is no checksum, once `done`; empty when there is one, and when it was
-        cancelled.
+        """Why there is no checksum, valid once `done`; empty when there is one, and after a
+        cancellation.
         """
 
     @property
     def released(self) -> Pending[None]:
-        """Resolves when nothing reads the pages any more: with `done`, or later where a thread
+        """Resolves when the task no longer reads the pages: with `done`, or later if its thread
         hangs.
         """
 
@@ -267,64 +277,70 @@ class Checksums(Protocol):
     """
 
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> ChecksumTask:
-        """Sum `pages` in their order, in a thread: at decode, what a rank has `served` of them, as
-        that rank has it; at prefill, what it sends. The caller keeps them allocated until
-        `released`. Never raises."""
+        """Sum `pages` in their order, in a thread.
+
+        Prefill sums what it sends. Decode sums what one rank `served` of the pages, in that rank's
+        order of bytes. The caller keeps the pages allocated until `released`. Never raises.
+        """
 
     async def close(self) -> None:
-        """Cancel and drain: nothing reads the pool any more, but for threads that hang, whose
-        memory stays mapped.
+        """Cancel and drain. Afterwards only threads that hang read the pool, and its memory stays
+        mapped for them.
         """
 
 
 class Arrivals(Protocol):
-    """Pages of host memory that a decode lends in the place of its own, which no peer can write;
-    what has landed there is brought to where it is used."""
+    """Pages of host memory that a decode lends instead of pool pages, which no peer can then write;
+    a copy brings what landed there to the pages that the engine reads.
+    """
 
     @property
     def lent(self) -> PageStore:
-        """Who owns what can be lent."""
+        """The owners of the pages that can be lent."""
 
     @property
     def layout(self) -> PoolLayout:
-        """Of the pool with the decode's own pages."""
+        """The layout of the pool with decode's own pages."""
 
     def begin(
         self, lent: PageIndices, pages: PageIndices, served: tuple[Served, ...]
     ) -> ChecksumTask:
-        """Bring what a rank has `served` of `lent` to `pages`, in a thread.
+        """Copy what a rank `served` of `lent` to `pages`, in a thread.
 
-        Its answer is the checksum of that where transfers are verified, else any word. The caller
-        keeps both allocated until `released`. Never raises."""
+        The task resolves to the checksum of that part where transfers are verified, and to any
+        non-empty bytes elsewhere. The caller keeps both page lists allocated until `released`.
+        Never raises.
+        """
 
     async def close(self) -> None:
-        """As `Checksums.close`."""
+        """Cancel and drain, as `Checksums.close` does."""
 
 
 class ControlSocket(Protocol):
-    """One end of the control link; a peer is a routing id,
-    empty on the side that knows only one.
+    """One end of the control link. A peer is a routing id, empty on the side that has only one
+    peer.
     """
 
     @property
     def lockout_reason(self) -> str:
-        """Why the other end rejects us, as far as is known; empty while no handshake has failed."""
+        """The reason why the other end rejects us, as far as it is known; empty while no handshake
+        fails.
+        """
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
-        """Queue a frame; False when it cannot be delivered (no such peer, queue full).
+        """Queue a frame. Returns False when it cannot be delivered (no such peer, queue full);
+        Resync repairs the loss.
 
-        Resync repairs what is lost.
-
-        `at_once`: do not wait for what else is sent in this turn of the event loop.
+        `at_once`: do not wait for the other frames of this turn of the event loop.
         """
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
-        """The next burst of (peer, frame); at least one, at most a few hundred so that the loop
-        stays free.
+        """Return the next burst of (peer, frame): at least one, and at most a few hundred, so that
+        the loop stays free.
         """
 
     def sender_address(self) -> str:
-        """The network address from which the burst received last has come; empty where that is not
+        """Return the network address that sent the burst received last; empty where it is not
         known.
         """
 
@@ -338,53 +354,54 @@ class PageStore(Protocol):
     def free_pages(self) -> int: ...
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """`count` free pages, now owned by `owner`. Raises: CapacityError (nothing is taken)."""
+        """Take `count` free pages for `owner`. Raises: CapacityError (no page is taken)."""
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """`count` places for a room: as `take`;
-        of a pool with rows one of them is a row, the last.
+        """Take `count` places for a room, as `take` does; in a pool with rows the last one is a
+        row.
         """
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Change the owner.
+        """Change the owner of `pages`.
 
-        Raises: OwnershipError when a page is not `owner`'s (nothing is moved).
+        Raises: OwnershipError when a page is not `owner`'s (no page is moved).
         """
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Return pages to the free list, or, for pages that are held, as soon as the last hold ends
+        """Return pages to the free list; pages that are held follow when their last hold ends
         (I13).
 
-        Raises: OwnershipError for pages that are free already or somebody else's (nothing is given
+        Raises: OwnershipError for pages that are already free or another owner's (no page is given
         back).
         """
 
     def hold(self, pages: PageIndices) -> None:
-        """A reader or writer that cannot be stopped uses these pages: a model step, a running
-        write. Counted.
+        """Keep pages from new owners while a reader or writer that cannot be stopped uses them: a
+        model step, a running write. Holds are counted.
         """
 
     def unhold(self, pages: PageIndices) -> None:
-        """That use has ended. Raises: OwnershipError when it was not held."""
+        """End one hold. Raises: OwnershipError when a page is not held."""
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep these pages from every new owner until they are unheld, whoever has them now.
+        """Keep these pages, owned or free, from every new owner until `unhold`. Counted, as holds
+        are.
 
-        Counted, as `hold`.
-
-        Another node over the pool calls it, and then `unhold`, possibly from a thread of its own.
-        Raises: OwnershipError for a page outside the pool (nothing is withheld).
+        Another node over the pool calls it, and later `unhold`, possibly from another thread.
+        Raises: OwnershipError for a page outside the pool (no page is withheld).
         """
 
 
 class Heir(Protocol):
-    """A node that runs over a pool, as the other nodes over it see one. Called from any thread."""
+    """A running node, as the other nodes over the same pool see it. Called from any thread."""
 
     def inherit(self, quarantine: Quarantine, loans: Sequence[UnprovenLoan]) -> None:
-        """Another node has closed, and left these loans."""
+        """Take over the loans that another node left when it closed."""
 
     def writer_ended(self, incarnation: int, writer: PlaneAddress | None) -> None:
-        """Another node has the proof, or an operator's word, that this writer writes no more."""
+        """End the loans of a writer: another node has proof that it writes no more, or an operator
+        declared it dead.
+        """
 
 
 class Quarantine(Protocol):
@@ -395,37 +412,38 @@ class Quarantine(Protocol):
 
     @property
     def leases(self) -> Collection[LeaseId]:
-        """The names of the pages whose loans have not all ended."""
+        """Names of the pages that still have a loan."""
 
     def standing(self, loans: Sequence[UnprovenLoan]) -> list[UnprovenLoan]:
-        """Those of `loans` that have not ended meanwhile."""
+        """Return those of `loans` that did not end meanwhile."""
 
     def check(self, pages: PageIndices) -> None:
-        """Raises: OwnershipError for pages that a writer
-        of an earlier node may still write into.
+        """Raises: OwnershipError for pages that a writer of an earlier node may still write
+        into.
         """
 
     def join(self, heir: Heir, store: PageStore) -> list[UnprovenLoan]:
-        """A node runs over the pool, and hands out pages of `store`.
+        """Register a node that runs over the pool and hands out pages of `store`.
 
-        Returns the loans that it is to watch.
+        Returns the loans whose writers it has to watch.
         """
 
     def leave(self, heir: Heir) -> None:
-        """The node runs no more. Idempotent."""
+        """Remove a node that closes. Idempotent."""
 
     def add(self, loans: Sequence[UnprovenLoan], lender: PageStore) -> None:
-        """A node closes with these loans, whose pages `lender` has not given back: no store hands
-        them out from here on, and every node that runs watches their writers."""
+        """Keep the loans of a node that closes; `lender` still counts their pages as owned.
+
+        No store hands these pages out from here on, and every running node watches their writers.
+        """
 
     def free(self, lease: LeaseId) -> None:
-        """Every loan of these pages has ended: stores may hand them out again.
+        """Let stores hand out these pages again, after the last loan of them ended.
 
         No effect the second time.
         """
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
-        """All loans of this writer have ended: what they alone kept is free.
-
-        Other nodes are told.
+        """End all loans of this writer, free the pages that had no other loan, and notify the
+        nodes.
         """

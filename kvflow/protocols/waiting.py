@@ -1,9 +1,9 @@
-"""Rooms that wait for pages which all of them share: which is next when some come back.
+"""The queue of rooms that wait for pages of one pool.
 
-A room that fits may pass those before it: one large room would keep all small ones waiting. It may
-do so for a while only: then the oldest has what comes back to itself until it fits, or small rooms
-would keep it waiting. A room that needs more than can come back without a proof, because the rest
-is in quarantine, has nothing to itself: when that ends is not known.
+A room that fits may pass the rooms before it, since one large room would otherwise keep all small
+ones waiting. After `PASSED_FOR_S` no room may pass the oldest one, since small rooms would
+otherwise keep it waiting for ever. A room that needs pages in quarantine may always be passed,
+since the end of a quarantine is not known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 import msgspec
 
 K = TypeVar("K", bound=Hashable)
-PASSED_FOR_S = 1.0  # others may pass a room for so long
+PASSED_FOR_S = 1.0  # others may pass a waiting room for this long
 
 
 class _Wait(NamedTuple):
@@ -24,8 +24,10 @@ class _Wait(NamedTuple):
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Rooms that wait for pages: how many, what they want together, and for how long the oldest has
-    waited. Those that are `stuck` want more than there is without what is in quarantine."""
+    """Figures of the rooms that wait for pages: how many there are, how many pages they want
+    together, and how long the oldest waits. A `stuck` room wants more pages than the pool has
+    outside of quarantine.
+    """
 
     rooms: int
     pages: int
@@ -34,16 +36,18 @@ class Waits(msgspec.Struct, frozen=True):
 
 
 class Waiting(Generic[K]):
-    """Keys in the order in which they came, by how many pages each wants.
+    """Waiting keys in order of arrival, each with the number of pages that it wants.
 
     Each call costs O(distinct sizes).
     """
 
     def __init__(self) -> None:
         self._sizes: dict[K, int] = {}
+        # The oldest key of a size fits whenever any key of that size does, so a search looks only
+        # at the first of each size.
         self._by_size: dict[int, OrderedDict[K, _Wait]] = {}
         self._turn = 0
-        self.pages = 0  # that all of them want
+        self.pages = 0  # wanted by all keys together
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -52,7 +56,7 @@ class Waiting(Generic[K]):
         return key in self._sizes
 
     def add(self, key: K, wanted: int, now: float) -> None:
-        """No effect on one that waits already: it keeps its turn."""
+        """Add a key that wants `wanted` pages. A key that waits already keeps its turn."""
         if key not in self._sizes:
             self._turn += 1
             self._sizes[key] = wanted
@@ -60,7 +64,7 @@ class Waiting(Generic[K]):
             self.pages += wanted
 
     def discard(self, key: K) -> bool:
-        """Take out a key. Returns False for one that does not wait."""
+        """Remove a key. Returns False for a key that does not wait."""
         wanted = self._sizes.pop(key, None)
         if wanted is None:
             return False
@@ -72,8 +76,10 @@ class Waiting(Generic[K]):
         return True
 
     def next(self, free: int, can_come_back: int, now: float) -> K | None:
-        """The key that may have its pages now, out of `free` ones; `can_come_back` counts all that
-        no quarantine keeps. None where every key has to wait."""
+        """Return the key that may take its pages now, or None when every key has to wait.
+
+        `free`: pages free now. `can_come_back`: all pages that are not in quarantine.
+        """
         oldest = self._oldest(can_come_back)
         if oldest is None:
             return None
@@ -96,7 +102,7 @@ class Waiting(Generic[K]):
         self.pages = 0
 
     def _oldest(self, most: int) -> tuple[K, _Wait] | None:
-        """The oldest of the keys that want at most `most` pages."""
+        """Return the oldest of the keys that want at most `most` pages."""
         firsts = [
             next(iter(keys.items())) for wanted, keys in self._by_size.items() if wanted <= most
         ]
