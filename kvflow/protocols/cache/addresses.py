@@ -1,5 +1,5 @@
-"""Where cache events are published: one address is configured, and each rank or worker of a machine
-has its own.
+"""Addresses of cache events: one is configured, and each rank or worker of a machine derives its
+own from it.
 """
 
 from __future__ import annotations
@@ -8,14 +8,16 @@ from ipaddress import ip_address
 
 from kvflow.protocols.errors import MisuseError
 
-# vLLM's and SGLang's port; theirs is open to every interface.
+# The port of vLLM and SGLang. They bind every interface; ours reaches this machine only, because
+# events contain the tokens of prompts.
 DEFAULT_ADDRESS = "tcp://127.0.0.1:5557"
 LAST_PORT = 65535
 
 
 def numbered_address(name: str, address: str, number: int) -> str:
-    """That of rank or worker `number`: port + number, where * or 0 is any free one; for what has no
-    port a suffix. `name`: of the setting. Raises: MisuseError."""
+    """Return the address of rank or worker `number`: port + number, or any free port for * and 0;
+    an address without a port gets a suffix. `name` is the setting, for errors. Raises: MisuseError.
+    """
     scheme, found, rest = address.partition("://")
     if not found or scheme not in ("tcp", "ipc", "inproc") or not rest:
         raise MisuseError(f"{name} {address!r} is not tcp://host:port, ipc://path or inproc://name")
@@ -35,7 +37,7 @@ def numbered_address(name: str, address: str, number: int) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine reach a "tcp://host:port" that is bound."""
+    """Return True if only processes of this machine reach a socket bound to "tcp://host:port"."""
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return ip_address(host).is_loopback

@@ -1,7 +1,8 @@
-"""What can be chosen of a prefix cache, by the names that settings have.
+"""Choices for a prefix cache, spelled as in the settings.
 
-The code beside each choice says what it does: `policies`, `kvflow.serve.cache.tiers`,
-`kvflow.serve.engine.scheduler.prefetch`."""
+The modules that implement them describe them: `policies`, `kvflow.serve.cache.tiers`,
+`kvflow.serve.engine.scheduler.prefetch`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +12,6 @@ EvictionPolicy: TypeAlias = Literal["lru", "lfu", "slru", "priority", "depth"]
 WritePolicy: TypeAlias = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy: TypeAlias = Literal["best_effort", "timeout", "wait_complete"]
 Dialect: TypeAlias = Literal["vllm", "sglang"]
-"""By whose names events call the media of the tiers: see
+"""The engine whose names for the tiers events use: see
 `kvflow.protocols.wire.kv_events.media_of`.
 """

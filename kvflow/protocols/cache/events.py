@@ -1,4 +1,4 @@
-"""Events of the prefix cache (I10): which pages a tier has from now on, and which no more."""
+"""Events of the prefix cache (I10): pages that a tier has from now on, and pages that it lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflow.protocols.cache.hashes import Namespace
 class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
-    STORAGE = 2  # no page numbers here: what is stored is found by page hash
+    STORAGE = 2  # without page numbers: a stored page is found by its hash
 
 
 Digests: TypeAlias = NDArray[np.int64]  # big-endian [pages, 4]: page hashes of 32 bytes
@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
     tier: Tier
     digests: Digests
-    parent: int | None  # event hash of the page before them; None: they begin the prompt
+    parent: int | None  # event hash of the page before; None for the first page of a prompt
     tokens: bytes  # of these pages, see `hashes.token_bytes`
     namespace: Namespace
 
@@ -46,7 +46,7 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """Nothing can be read any more, in any tier."""
+    """All pages of all tiers can no longer be read."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared
@@ -54,6 +54,7 @@ CLEARED = Cleared()
 
 
 def event_hashes(digests: Digests) -> list[int]:
-    """What events call these pages: the first 64 bits of each digest as a signed number."""
+    """Return the names of pages in events: the first 64 bits of each digest as a signed number."""
+    # The array is big-endian int64, so its first column already is that number.
     hashes: list[int] = digests[:, 0].tolist()
     return hashes

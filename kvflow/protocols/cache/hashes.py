@@ -18,17 +18,17 @@ DIGEST_BYTES = 32
 
 
 class Namespace(NamedTuple):
-    """Prompts of different namespaces share nothing, whatever their tokens."""
+    """A part of the cache: prompts of different namespaces share no page, whatever their tokens."""
 
     salt: str = ""
     lora: str = ""
 
 
-ANY = Namespace()  # of all requests that name neither salt nor LoRA
+ANY = Namespace()  # for requests with neither salt nor LoRA
 
 
 def token_bytes(ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
-    """Token ids as u32 little-endian, 4 bytes each. Raises: MisuseError."""
+    """Return token ids as u32 little-endian, 4 bytes each. Raises: MisuseError."""
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise MisuseError(
@@ -42,25 +42,26 @@ def token_bytes(ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
 
 
 def chain_root(namespace: Namespace) -> bytes:
-    """What stands before the first page in its hash: nothing, or 32 bytes that no other namespace
-    has.
+    """Return the digest before the first page: empty for `ANY`, otherwise 32 bytes that no other
+    namespace has.
     """
     if namespace == ANY:
         return b""
     salt, lora = namespace.salt.encode(), namespace.lora.encode()
+    # Without the length, salt "ab" with LoRA "c" and salt "a" with LoRA "bc" would be the same.
     return sha256(b"kvflow namespace" + len(salt).to_bytes(8, "little") + salt + lora).digest()
 
 
 def page_hashes(tokens: bytes, page_size: int, previous: bytes = b"") -> list[bytes]:
-    """The digest of every whole page of `tokens`; `previous` is the digest before them, or
+    """Return the digest of every whole page of `tokens`; `previous` is the digest before them, or
     `chain_root`.
     """
     size = page_size * TOKEN_BYTES
-    # bytes of each, cut in one call.
+    # One call of numpy cuts all pages, which costs less than a slice of `tokens` for each.
     pages = np.frombuffer(tokens, f"V{size}", len(tokens) // size).tolist()
     return [previous := sha256(previous + page).digest() for page in pages]
 
 
 def event_hash(digest: bytes) -> int:
-    """The first 64 bits of a digest as a signed number: what events call a block's hash."""
+    """Return the name of a page in events: the first 64 bits of its digest as a signed number."""
     return int.from_bytes(digest[:8], "big", signed=True)

@@ -1,6 +1,6 @@
-"""What of a prompt is cached, and where: the one door to the index.
+"""The interface of the prefix index: match prompts, insert pages, copy and evict them.
 
-No clock and no pool of its own.
+It has neither a clock nor a pool: the caller passes times and page numbers.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 class Match(NamedTuple):
     """The longest cached prefix of a prompt.
 
-    A node names the prefix that ends with it; it is None for an empty one.
+    A node stands for the prefix that ends with it; None stands for the empty one.
 
-    Where a state is needed, both ends have one. `branch_pages`: where the prompt leaves what is
-    cached, and one would be of use if there is none."""
+    In an index that needs states, both ends have one. `branch_pages` is the number of pages at
+    which the prompt leaves the cached tokens: a state put there would lengthen the match.
+    """
 
     num_pages: int = 0  # cached on device or host
-    end: Node | None = None  # where that prefix ends
-    # int32 [n]: of those, the first n that can be read on the device.
+    end: Node | None = None  # of that prefix
+    # int32 [n]: the first n of those pages, which can be read on the device.
     device_pages: PageIndices = NO_PLACES
     device_end: Node | None = None
     state: int | None = None  # at `device_end`
@@ -52,16 +53,17 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What came of pages that were handed over."""
+    """The result of an insertion."""
 
     end: Node | None
-    # Not taken: the cache has others for the same tokens, and the caller frees these.
+    # Pages that the cache did not take, as it has others for the same tokens: the caller frees
+    # them.
     duplicates: PageIndices
 
 
 class Stats(NamedTuple):
-    """Pages per tier (device, host, storage), those on their way and those that a flush could not
-    free yet included.
+    """Figures of an index. Pages are per tier (device, host, storage), and include those that a
+    copy is writing and those that a flush could not free yet.
     """
 
     num_pages: tuple[int, ...]
@@ -77,9 +79,9 @@ class Stats(NamedTuple):
 class PrefixIndex:
     """One prefix cache.
 
-    Page numbers are the caller's: the index holds what it was given until it gives it back, as
-    duplicates or as Freed, each exactly once. Time is what the caller says it is, in seconds, and
-    never goes back.
+    Page numbers are the caller's: the index keeps every page that it receives until it returns it,
+    exactly once, as a duplicate or in Freed. The caller passes the time, in seconds, which never
+    goes back.
     """
 
     def __init__(
@@ -90,10 +92,11 @@ class PrefixIndex:
         needs_state: bool = False,
         events: bool = False,
     ) -> None:
-        """`page_size`: tokens of a page.
+        """`page_size`: tokens of a page. `needs_state`: match only prefixes that end in a state.
+        `events`: record events for `take_events`.
 
-        `needs_state`: a prefix is of use only where a state was put. `events`: record what comes
-        and goes, for `take_events`. Raises: MisuseError."""
+        Raises: MisuseError.
+        """
         if page_size < 1:
             raise MisuseError(f"page_size {page_size}: at least 1 token is needed")
         self.page_size, self._page_bytes, self._needs_state = (
@@ -106,16 +109,14 @@ class PrefixIndex:
         self._writes = Writes(self._residents)
         self._now_s = float("-inf")
         self.epoch = 0
-        """How often it has been flushed: what was matched in another epoch is not
-        in it any more.
-        """
+        """Number of flushes so far: a match of an earlier epoch is no longer in the index."""
 
     def match(
         self, tokens: bytes, now_s: float, namespace: Namespace = ANY, *, hit: bool = True
     ) -> Match:
-        """The longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`), marked
-        as used now, and with `hit` counted as used once more: who looks again and again for one
-        prompt says so once, with `hit`.
+        """Return the longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`),
+        and mark it as used now. With `hit` also count one more use: a caller that matches one
+        prompt repeatedly passes `hit` once.
 
         Raises: MisuseError.
         """
@@ -143,6 +144,7 @@ class PrefixIndex:
                     device_end = node
                 else:
                     contiguous = False
+        # A state may be evicted before its pages, so the device may end at a node without one.
         if self._needs_state:
             while device_end is not None and device_end.state is None:
                 device.pop()
@@ -161,15 +163,14 @@ class PrefixIndex:
         shared: int = 0,
         priority: int = 0,
     ) -> Inserted:
-        """Hand over the device pages of a finished request: int32, one for each whole page of
-        `tokens` after the first `shared`, which are the cache's own, matched and locked by the
-        request. The array is kept and must not change. Raises: MisuseError, and then nothing was
-        taken.
+        """Insert the device pages of a finished request: int32, one for each whole page of `tokens`
+        after the first `shared`, which are the cache's own, matched and locked by the request. The
+        array is kept and must not change. Raises: MisuseError (no page is taken).
         """
         root, path, total = self._given(tokens, pages, now_s, namespace, shared)
         self._check_shared(path, shared)
         duplicates: list[PageIndices] = []
-        gathered = Gathered()  # nothing comes back when pages are given
+        gathered = Gathered()  # stays empty: an insertion frees no page
         for node in path:
             node.used_s = now_s
             if priority > node.priority:
@@ -193,8 +194,8 @@ class PrefixIndex:
         return Inserted(end, joined(duplicates))
 
     def put_state(self, tokens: bytes, state: int, namespace: Namespace = ANY) -> bool:
-        """Keep `state`, a number of the caller's, at the end of the last page of `tokens`, which is
-        cached. Returns whether it is taken: not where there is one, or the pages are not there."""
+        """Keep `state`, a number of the caller's, at the end of the last page of `tokens`. Returns
+        False, and does not keep it, when there is one already or the pages are not cached."""
         root = self._residents.roots.get(namespace)
         path = [] if root is None else self._walk(root, tokens)
         if not path or path[-1].depth * self._page_bytes != len(tokens):
@@ -202,7 +203,7 @@ class PrefixIndex:
         return self._residents.states.put(path[-1], state)
 
     def lock_state(self, node: Node) -> None:
-        """Keep the state at the end of `node`, whose pages are locked, as often as called.
+        """Keep the state at the end of `node`, whose pages are locked. Locks are counted.
 
         Raises: MisuseError.
         """
@@ -213,7 +214,7 @@ class PrefixIndex:
         self._residents.states.unlock(node)
 
     def evict_states(self, count: int) -> Freed:
-        """Free `count` states, first what the policy names first; fewer if the rest is locked.
+        """Free `count` states in the order of the policy; fewer if the rest is locked.
 
         Their pages stay.
         """
@@ -228,9 +229,11 @@ class PrefixIndex:
         *,
         start: int,
     ) -> PageIndices:
-        """Hand over host pages that were read from storage: int32, one for each whole page of
-        `tokens` from page `start` on. Returns those that are not taken: the host has others, or
-        will, or what they follow is gone. Raises: MisuseError, and then nothing was taken."""
+        """Insert host pages that were read from storage: int32, one for each whole page of `tokens`
+        from page `start` on. Returns the pages that are not taken: the host has others, a copy is
+        bringing others, or the pages before them were evicted. Raises: MisuseError (no page is
+        taken).
+        """
         root, path, total = self._given(tokens, pages, now_s, namespace, start)
         end = path[-1] if path else root
         if end.depth < start or not total - start:
@@ -252,7 +255,7 @@ class PrefixIndex:
         return joined(duplicates)
 
     def _from_storage(self, node: Node) -> None:
-        """It has come to the host from there."""
+        """Count a node as stored, as its host pages were read from storage."""
         if node.phase[Tier.STORAGE] is RunPhase.ABSENT:
             self._residents.feed(node, Tier.STORAGE, RunKind.GIVEN, None, Gathered())
         self._residents.offer(node)
@@ -263,25 +266,29 @@ class PrefixIndex:
             node.hits += 1
 
     def arrives(self, end: Node) -> bool:
-        """Whether a copy writes pages of the prefix that ends with `end` to the device."""
+        """Return True while a copy writes pages of the prefix that ends with `end` to the
+        device.
+        """
         return any(node.phase[Tier.DEVICE] is RunPhase.ARRIVING for node in upwards(end))
 
     def stored_pages(self, end: Node) -> list[int]:
-        """Which pages up to the end of `end` count as stored, ascending."""
+        """Return the numbers of the pages up to the end of `end` that count as stored,
+        ascending.
+        """
         stored = (node for node in upwards(end) if node.phase[Tier.STORAGE] is RunPhase.PRESENT)
         found = [range(node.depth - node.num_pages, node.depth) for node in stored]
         return [page for pages in reversed(found) for page in pages]
 
     def page_hashes(self, end: Node) -> list[bytes]:
-        """The digest of every page up to the end of `end`, of 32 bytes each: the keys of its pages
-        in storage.
+        """Return the digest of every page up to the end of `end`, 32 bytes each: the keys of the
+        pages in storage.
         """
         path = [*upwards(end)][::-1]
         found = b"".join(digests_of(node, self.page_size).tobytes() for node in path)
         return [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
 
     def lock(self, node: Node) -> None:
-        """Keep the device pages of the prefix that ends with `node`, as often as it is called.
+        """Keep the device pages of the prefix that ends with `node`. Locks are counted.
 
         Raises: MisuseError.
         """
@@ -295,7 +302,10 @@ class PrefixIndex:
             self._residents.pin(node)
 
     def unlock(self, node: Node) -> Freed:
-        """End one lock. What comes back was flushed meanwhile. Raises: MisuseError."""
+        """End one lock, and return the pages that only it kept from a flush.
+
+        Raises: MisuseError.
+        """
         if not node.locks or node.locks == node.state_locks:
             raise MisuseError("cannot unlock a prefix that is not locked, or whose state is")
         node.locks -= 1
@@ -307,7 +317,7 @@ class PrefixIndex:
         return gathered.freed()
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """How many pages of the prefix that ends with `end` a write would copy at most.
+        """Return how many pages of the prefix that ends with `end` a write would copy at most.
 
         Raises: MisuseError.
         """
@@ -322,26 +332,26 @@ class PrefixIndex:
         *,
         count: int | None = None,
     ) -> Write:
-        """Begin to copy what `target` lacks of the prefix that ends with `end`: its first
-        len(pages) pages, into `pages` (int32), which are the index's from now on; to storage the
-        first `count`. Its end must be told by `ack` or `fail`, once nothing reads or writes these
-        pages any more. Raises: MisuseError, and then nothing was taken.
+        """Begin to copy the pages that `target` lacks of the prefix that ends with `end`: the first
+        len(pages) of them, into `pages` (int32), which the index owns from now on; to storage the
+        first `count`. The caller must report the end with `ack` or `fail`, once these pages are no
+        longer read or written. Raises: MisuseError (no page is taken).
         """
         return self._writes.begin(
             end, source, target, pages, len(pages) if count is None else count
         )
 
     def ack(self, number: int) -> Freed:
-        """The write has landed. A write that has ended already is counted, and nothing changes."""
+        """End a write that landed. A second end of a write is counted and has no other effect."""
         return self._writes.end(number, RunKind.ACK)
 
     def fail(self, number: int) -> Freed:
-        """The write has ended, and may have left anything in its target: those pages come back."""
+        """End a write that may have left anything in its target pages, and return these pages."""
         return self._writes.end(number, RunKind.FAIL)
 
     def evict(self, tier: Tier, count: int) -> Freed:
-        """Free `count` pages of device or host, first what the policy names first; fewer if the
-        rest is in use. A state goes with the last copy of its page. Raises: MisuseError."""
+        """Free `count` pages of device or host in the order of the policy; fewer if the rest is in
+        use. A state leaves with the last copy of its page. Raises: MisuseError."""
         if tier not in PAGED:
             raise MisuseError("only device and host have pages that can be evicted")
         gathered = Gathered()
@@ -349,24 +359,25 @@ class PrefixIndex:
         return gathered.freed()
 
     def evict_copied(self, count: int) -> tuple[Freed, list[Node]]:
-        """Free `count` pages of the device, as `evict`, but only what the host has too.
+        """Free `count` pages of the device, as `evict` does, but only those that the host has too.
 
-        Where it has not, the ends of the prefixes that would have gone are returned, to be copied:
-        nothing leaves before that."""
+        Also returns the ends of the prefixes that `evict` would have freed without a copy on the
+        host: the caller copies them first.
+        """
         gathered, uncopied = Gathered(), list[Node]()
         self._residents.evict(Tier.DEVICE, count, gathered, uncopied)
         return gathered.freed(), uncopied
 
     def lost(self, end: Node, first: int) -> int:
-        """Storage turns out to lack page `first` of the prefix that ends with `end`: nothing from
-        there on counts as stored any more, in no prompt that goes on from there. Returns how many
-        pages have counted as stored."""
+        """Stop counting pages as stored, from page `first` of the prefix that ends with `end` on
+        and in every prompt that continues it: storage turned out to lack that page. Returns how
+        many pages counted as stored before.
+        """
         return self._residents.lost(end, first)
 
     def flush(self) -> Freed:
-        """Forget everything: nothing of it is matched any more.
-
-        Pages that a lock or a write still holds come back when it ends."""
+        """Forget every cached prompt. Pages that a lock or a write still uses are returned when it
+        ends."""
         self.epoch += 1
         gathered = Gathered()
         self._residents.flush(gathered)
@@ -374,10 +385,11 @@ class PrefixIndex:
 
     @property
     def evictable_pages(self) -> int:
-        """Pages of the device that `evict` would free.
+        """Device pages that `evict` would free.
 
-        With a host tier it may be fewer: what is on the device alone stays while host pages follow
-        it."""
+        With a host tier `evict` may free fewer: a node without a copy on the host stays while nodes
+        below it are on the host.
+        """
         return self._residents.num_pages[Tier.DEVICE] - self._residents.num_pinned
 
     def stats(self) -> Stats:
@@ -394,14 +406,15 @@ class PrefixIndex:
         )
 
     def take_events(self) -> list[Event]:
-        """What has become readable and what has stopped to be since the last call, in order;
-        nothing where events are off. They are kept until they are taken."""
+        """Return, in order, the events since the last call; empty when events are off. Events are
+        kept until they are taken."""
         return [] if self._recorder is None else self._recorder.take()
 
     def snapshot_events(self) -> list[Event]:
-        """What subscribers are told of now, as events for one that knows nothing: parents first.
+        """Return all announced pages as events for a new subscriber, parents first.
 
-        Events that have not been taken yet are in it; take them first."""
+        The snapshot contains the effect of events that were not taken yet: take them first.
+        """
         return (
             []
             if self._recorder is None
@@ -409,16 +422,15 @@ class PrefixIndex:
         )
 
     def _walk(self, node: Node, tokens: bytes) -> list[Node]:
-        """The nodes of the longest common path; where the tokens leave a node in its middle it is
-        split.
-
-        The child that was taken last is compared first: where prompts go on as others did, that is
-        all there is to do.
+        """Return the nodes of the longest common path. A node that the tokens leave in its middle
+        is split.
         """
         size, at, last = self._page_bytes, 0, len(tokens) - self._page_bytes
         same_at = tokens.startswith
         path: list[Node] = []
         while at <= last:
+            # Most prompts continue as the last one did. Then one comparison finds the child, and
+            # the look-up with its slice and hash is not needed.
             child = node.taken
             if child is None or not same_at(child.tokens, at):
                 child = node.children.get(tokens[at : at + size])
@@ -438,9 +450,9 @@ class PrefixIndex:
     def _given(
         self, tokens: bytes, pages: PageIndices, now_s: float, namespace: Namespace, start: int
     ) -> tuple[Root, list[Node], int]:
-        """Where pages belong that are handed over from page `start` of the tokens on: a root, which
-        may be new, what is cached of the tokens, and how many pages they have. Raises:
-        MisuseError."""
+        """Return the place of pages that are inserted from page `start` of the tokens on: a root,
+        which may be new, the nodes of the cached prefix, and the number of whole pages of the
+        tokens. Raises: MisuseError."""
         self._check(tokens, now_s)
         check_pages(pages)
         total = len(tokens) // self._page_bytes
@@ -460,7 +472,9 @@ class PrefixIndex:
         priority: int,
         tier: Tier,
     ) -> Node:
-        """A new run below `parent`, of all whole pages that are left of `tokens`."""
+        """Add a run below `parent` with all whole pages that are left of `tokens`; return its
+        node.
+        """
         at, run = parent.depth * self._page_bytes, Run(parent.run.namespace)
         own = tokens[at : at + len(pages) * self._page_bytes]
         node = Node(parent, run, 0, own, len(pages))

@@ -1,6 +1,4 @@
-"""Nodes of the tree: each is a part of one run, the same in every tier from its first page to its
-last.
-"""
+"""Nodes of the tree: each is a part of one run, and all its pages have the same phase in a tier."""
 
 from __future__ import annotations
 
@@ -23,7 +21,8 @@ _START = attrgetter("start")
 class Run:
     """Pages that were inserted together.
 
-    Those that are left are a prefix of it, cut into nodes, in order.
+    Eviction goes from the end, so the pages left are a prefix of the run. `nodes` are its parts, in
+    order.
     """
 
     __slots__ = ("namespace", "nodes")
@@ -33,24 +32,24 @@ class Run:
         self.nodes: list[Node] = []
 
     def between(self, start: int, stop: int) -> list[Node]:
-        """The nodes of pages [start, stop), both of which were ends of nodes once."""
+        """Return the nodes of pages [start, stop), both of which were ends of nodes once."""
         first = bisect_left(self.nodes, start, key=_START)
         return self.nodes[first : bisect_left(self.nodes, stop, lo=first, key=_START)]
 
 
 class Node:
-    """A handle to one place in the tree, the end of its last page: a split puts another node before
-    it.
+    """A place in the tree, the end of its last page. A split puts a new node before it, so a handle
+    to a node keeps its place.
 
-    `children` by the bytes of their first page; `taken`: the one that a prompt was last found in,
-    whole, if it still is as it was then; `below[tier]`: how many of them are not ABSENT there;
-    `readers[tier]`: copies that read it; `pins`: what keeps it on the device, itself or as a parent
-    (see `Residents.pin`); `depth`: pages from the root to its end; `queued`: a bit per tier whose
-    queue it is in, and one for that of states; `state`: what a request keeps beside its pages, at
-    the end of the last one (see `states`); `state_locks`: who reads that; `frayed`: `tokens` go on
-    after its last page; `told`: a bit per tier in which subscribers know of it; `digests`: its page
-    hashes, once they are needed (big-endian int64 [num_pages, 4]: the first number of each is its
-    event hash).
+    `children`: by the bytes of their first page. `taken`: the child that a prompt last passed
+    through whole; None after a split or a removal of that child. `below[tier]`: how many children
+    are not ABSENT there. `readers[tier]`: copies that read it. `pins`: uses that keep it on the
+    device, its own and its children's (see `Residents.pin`). `depth`: pages from the root to its
+    end. `queued`: a bit per tier whose queue it is in, and one for the queue of states. `state`:
+    the state at the end of its last page (see `states`). `state_locks`: readers of the state.
+    `frayed`: `tokens` go on after its last page. `told`: a bit per tier in which subscribers know
+    of it. `digests`: its page hashes, None until they are needed (big-endian int64 [num_pages, 4]:
+    the first number of each is its event hash).
     """
 
     __slots__ = (
@@ -108,11 +107,11 @@ class Node:
 
     @property
     def removed(self) -> bool:
-        """It is no node of the tree any more: evicted, or flushed and freed."""
+        """True after the node left the tree: evicted, or flushed and freed."""
         return self.parent is None
 
     def evictable(self, tier: Tier) -> bool:
-        """It may leave `tier` now."""
+        """Return True if the node may leave `tier` now."""
         if self.phase[tier] is not RunPhase.PRESENT or self.below[tier] or self.readers[tier]:
             return False
         if tier is Tier.DEVICE and self.locks:
@@ -121,8 +120,8 @@ class Node:
 
     @property
     def held(self) -> bool:
-        """A request or a copy still uses its pages; what a copy writes to, it reads in another
-        tier.
+        """True while a request or a copy uses the pages. `readers` count every copy, because a copy
+        that writes a node in one tier reads it in another.
         """
         return bool(self.locks or any(self.readers))
 
@@ -135,12 +134,13 @@ class Root(Node):
     def __init__(self, namespace: Namespace) -> None:
         super().__init__(None, Run(namespace), 0, b"", 0)
         self.namespace = namespace
-        # There is nothing to tell: it is the parent of every first page.
+        # Subscribers know a child only after its parent. A root has no pages, so it counts as
+        # known from the beginning.
         self.told = (1 << len(Tier)) - 1
 
 
 def upwards(end: Node) -> Iterator[Node]:
-    """The nodes of the prefix that ends with `end`, the last one first, without the root."""
+    """Yield the nodes of the prefix that ends with `end`, the last one first, without the root."""
     node = end
     while node.parent is not None:
         yield node
@@ -148,13 +148,14 @@ def upwards(end: Node) -> Iterator[Node]:
 
 
 def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
-    """Cut the first `keep` pages off `node`, into a new node before it, and return that.
+    """Move the first `keep` pages of `node` into a new node before it, and return the new node.
 
-    Locks and state belong to the last page and stay; the copies that are under way name offsets of
-    the run and are not touched.
+    Locks and state belong to the last page and stay with `node`. Copies under way name offsets of
+    the run and do not change.
 
-    With `fray` the new node keeps bytes of tokens that are not its own, until `mend`: cutting a
-    long node short bit by bit does not copy all that is left each time.
+    With `fray` the new node may keep the bytes of tokens after its last page, until `mend`:
+    otherwise an eviction that cuts a long node bit by bit would copy the rest of its tokens each
+    time.
     """
     parent = node.parent
     assert parent is not None
@@ -170,7 +171,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
         node.detached,
     )
     upper.told = node.told
-    # Copied when the tokens are, so that a short rest does not keep a long array.
+    # A slice of numpy keeps the whole array alive. A short rest copies its digests, so that it does
+    # not keep a long array.
     if node.digests is not None:
         upper.digests = node.digests[:keep].copy() if fray and not shared else node.digests[:keep]
         node.digests = node.digests[keep:]
@@ -191,8 +193,8 @@ def split(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node
 
 
 def digests_of(node: Node, page_size: int) -> Digests:
-    """Its page hashes, worked out where they are not known yet; those of its parent are, unless
-    that is a root.
+    """Return the page hashes of a node; compute them the first time. Its parent must have its
+    hashes already, unless it is a root.
     """
     if node.digests is None:
         above = None if node.parent is None else node.parent.digests
@@ -205,13 +207,13 @@ def digests_of(node: Node, page_size: int) -> Digests:
 
 
 def mend(node: Node, page_bytes: int) -> None:
-    """Let go of the tokens that are not its own."""
+    """Drop the tokens after the last page of a frayed node."""
     node.tokens, node.frayed = node.tokens[: node.num_pages * page_bytes], False
 
 
 def common_pages(node: Node, tokens: bytes, at: int, page_bytes: int) -> int:
-    """How many pages of `node` stand in `tokens` from byte `at`; less than all of them, and at
-    least the first.
+    """Return how many of the first pages of `node` are equal to `tokens` from byte `at` on. The
+    caller knows that the first page is, and that not all are.
     """
     own = node.tokens
     low, high = 1, node.num_pages  # the first `low` are equal, the first `high` are not

@@ -1,6 +1,6 @@
-"""Which run is evicted first: the one with the smallest key.
+"""Eviction policies: the node with the smallest key is evicted first.
 
-A key may only grow while its node lives.
+A key may only grow while its node lives, because the queues of `Residents` may hold an old one.
 
 lru        the longest unused
 lfu        the least often matched, of these the longest unused
@@ -31,7 +31,7 @@ POLICIES: dict[EvictionPolicy, Key] = {
 
 
 def policy_key(name: str) -> Key:
-    """Raises: MisuseError."""
+    """Return the key function of a policy. Raises: MisuseError for an unknown name."""
     try:
         return POLICIES[name]  # type: ignore[index]  # any text may come
     except KeyError:

@@ -1,13 +1,13 @@
-"""What subscribers are told of the cache (I10): pages that can be read in a tier from now on, and
-pages that cannot.
+"""Events for the subscribers of the cache (I10): pages that can be read in a tier from now on, and
+pages that no longer can.
 
-**A page is told of when it is there, and its parent is told of in the same tier.** Copies end in
-any order, and a hole may be filled late: pages below one that is missing are held back until it
-comes, with no list of them, since the tree knows its children. A page that leaves takes nothing
-with it: in every tier leaves go first. So what has been told is, per tier, a tree that hangs
-together from the first page of its prompts, after each single event.
+**A page is announced when it is present and its parent is announced in the same tier.** Copies end
+in any order, and a hole may be filled late: pages below a missing one wait until it arrives. No
+list of them is needed, since the tree knows its children. A page that leaves has no announced page
+below it: in every tier leaves go first. So after each single event, the announced pages of a tier
+form a tree without holes from the first page of every prompt.
 
-**Hashes are computed when a page is first told of**, from its parent's, and stay with its node:
+**Hashes are computed when a page is first announced**, from its parent's, and stay with its node:
 page hashes of `hashes.py`, 32 bytes each.
 """
 
@@ -24,17 +24,15 @@ _PRESENT = RunPhase.PRESENT
 
 
 class Recorder:
-    """Hears of every change of a phase, after it, and keeps the events until they are taken."""
+    """Turns every change of a phase into events, and keeps them until `take`."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size, self._page_bytes = page_size, page_size * TOKEN_BYTES
         self._events: list[Event] = []
 
     def moved(self, node: Node, tier: Tier) -> None:
-        """`node` has another phase in `tier` than before.
-
-        What a flush has forgotten is not spoken of again.
-        """
+        """Record a change of the phase of `node` in `tier`, after it happened."""
+        # A flush already announced the end of every page, these included.
         if node.detached:
             return
         bit = 1 << tier
@@ -42,13 +40,16 @@ class Recorder:
             if node.told & bit:
                 assert node.digests is not None
                 node.told &= ~bit
+                # The last page first: subscribers too must never see a page without its parent.
                 self._events.append(Removed(tier, node.digests[::-1]))
             return
         assert node.parent is not None
+        # The node waits here until its parent is announced, which announces its children below.
         if not node.parent.told & bit:
-            return  # held back until its parent is told of
+            return
         found = [node]
-        for current in found:  # it grows meanwhile: each stands after its parent
+        # The list grows while the loop runs, so every node follows its parent.
+        for current in found:
             current.told |= bit
             self._events.append(self._stored(current, tier))
             if current.children:
@@ -57,17 +58,19 @@ class Recorder:
                 )
 
     def cleared(self) -> None:
-        self._events = [CLEARED]  # what was not taken yet does not matter any more
+        # CLEARED replaces the events that were not taken: it undoes whatever they announced.
+        self._events = [CLEARED]
 
     def take(self) -> list[Event]:
         events, self._events = self._events, []
         return events
 
     def snapshot(self, roots: Iterable[Root]) -> list[Event]:
-        """All that has been told and not removed, in events that need none before them."""
+        """Return every announced page as events that need no earlier ones."""
         nodes: list[Node] = [*roots]
         events: list[Event] = []
-        for node in nodes:  # it grows meanwhile: each stands after its parent
+        # The list grows while the loop runs, so every node follows its parent.
+        for node in nodes:
             nodes.extend(child for child in node.children.values() if child.told)
             if node.parent is not None:
                 events.extend(self._stored(node, tier) for tier in Tier if node.told & 1 << tier)

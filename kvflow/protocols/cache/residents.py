@@ -1,6 +1,6 @@
-"""Which nodes are in which tier, and which of them leave it first.
+"""The nodes in each tier, and the order in which they leave it.
 
-O(log n) per node that is taken out.
+An eviction costs O(log n) per node.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 
 class Freed(NamedTuple):
-    """What the index no longer holds, and the caller gives back to its pools: page numbers, and
-    states.
+    """Page numbers and states that the index no longer holds; the caller gives them back to its
+    pools.
     """
 
     device: PageIndices = NO_PLACES
@@ -34,7 +34,7 @@ NOTHING = Freed()
 
 
 class Gathered:
-    """What becomes one Freed."""
+    """Pages and states of one call, collected for one `Freed`."""
 
     __slots__ = ("pages", "states")
 
@@ -60,27 +60,29 @@ def check_pages(pages: object) -> None:
 
 
 def joined(parts: list[PageIndices]) -> PageIndices:
-    """int32 [n]."""
+    """Return the concatenation of `parts`, int32 [n]."""
     if len(parts) < 2:
         return parts[0] if parts else NO_PLACES
-    try:  # in a third of np.concatenate's time
-        # Arrays are buffers.
+    # Every match joins arrays, and joining them as buffers takes a third of the time of
+    # `np.concatenate`. It fails for arrays that are not contiguous.
+    try:
         return np.frombuffer(bytearray().join(parts), np.int32)  # type: ignore[arg-type]
-    except TypeError:  # some were given with gaps
+    except TypeError:
         return np.concatenate(parts)
 
 
 class Residents:
-    """Feeds the table of runs, counts, and keeps a queue per tier of what may leave it.
+    """The tree's nodes in their tiers: feeds the table of runs, keeps the counts, and keeps a queue
+    per tier of the nodes that may leave it.
 
-    A queue holds keys of the time they were put there. Keys only grow, so the first one that is
-    still true is the smallest; the others are put back with the new key, once per use at most.
+    A queue holds each node with its key at the time of the push. Keys only grow, so the first one
+    that is still true is the smallest; a node with an old key is pushed again with its new key, at
+    most once per use.
     """
 
     def __init__(self, policy: str, page_bytes: int, recorder: Recorder | None = None) -> None:
-        """`page_bytes`: of the tokens of one page.
-
-        `recorder`: hears what comes and goes. Raises: MisuseError.
+        """`page_bytes`: size of the tokens of one page. `recorder` receives every change of a
+        phase. Raises: MisuseError.
         """
         self._page_bytes, self._recorder = page_bytes, recorder
         self._key = policy_key(policy)
@@ -88,16 +90,14 @@ class Residents:
         self._queues: tuple[list[tuple[Any, int, Node]], ...] = ([], [])
         self._pushed = 0
         self.roots: dict[Any, Root] = {}
-        self.num_pages = [0, 0, 0]  # per tier, those on their way included
-        # Pages of the device that cannot be evicted now, even with what is below them.
+        self.num_pages = [0, 0, 0]  # per tier, ARRIVING ones included
+        # Device pages that cannot be evicted now, not even together with the nodes below them.
         self.num_pinned = 0
         self.num_nodes = 0
         self.num_evicted = [0, 0]
 
     def offer(self, node: Node) -> None:
-        """Something about `node` has changed: put it in the queue of every tier that it may leave
-        now.
-        """
+        """Put `node`, which changed, in the queue of every tier that it may leave now."""
         if node.detached:
             return
         for tier in PAGED:
@@ -110,9 +110,12 @@ class Residents:
         heapq.heappush(self._queues[tier], (self._key(node), self._pushed, node))
 
     def pin(self, node: Node) -> None:
-        """Something begins to keep `node` on the device: its first lock, its first reader, a copy
-        that writes it. It keeps its parents too, each of which is told once: O(1) per node where
-        the path is in use already."""
+        """Count a use that keeps `node` and its parents on the device: its first lock, its first
+        reader, a copy that writes it.
+
+        A node with pins counts as one pin of its parent, so the walk ends at the first parent that
+        is in use already.
+        """
         for above in upwards(node):
             above.pins += 1
             if above.pins > 1:
@@ -120,7 +123,7 @@ class Residents:
             self._count_pinned(above, 1)
 
     def unpin(self, node: Node) -> None:
-        """That has ended."""
+        """End a use that `pin` counted."""
         for above in upwards(node):
             above.pins -= 1
             if above.pins:
@@ -134,15 +137,17 @@ class Residents:
     def feed(
         self, node: Node, tier: Tier, kind: RunKind, pages: PageIndices | None, gathered: Gathered
     ) -> bool:
-        """One event of one node; `pages` are the ones it brings.
+        """Apply one event to one node; `pages` are the pages that come with it.
 
-        Return whether they were duplicates and come back.
+        Returns True when they are duplicates, which the caller keeps.
         """
         move = TABLE.moves[node.phase[tier], kind]
         assert move is not None
         if RunCommand.RETURN_DUPLICATE in move.commands:
             return True
         there = move.phase is not RunPhase.ABSENT
+        # The counts include ARRIVING nodes, so they change only when a node enters or leaves
+        # ABSENT.
         if there is (node.phase[tier] is RunPhase.ABSENT):
             change = 1 if there else -1
             self.num_pages[tier] += change * node.num_pages
@@ -178,14 +183,18 @@ class Residents:
         self, tier: Tier, wanted: int, gathered: Gathered, uncopied: list[Node] | None = None
     ) -> None:
         """Take `wanted` pages out of a tier, from the ends of leaves; fewer when the others are in
-        use. With `uncopied`, of the device: what the host lacks stays, and is added to it as if it
-        had gone."""
+        use.
+
+        With `uncopied` (device only), a node that the host lacks stays, is added to `uncopied`, and
+        its pages count as taken.
+        """
         queue = self._queues[tier]
         while wanted > 0 and queue:
             key, _, node = heapq.heappop(queue)
             node.queued &= ~(1 << tier)
+            # The call that ends its use or removes its last child offers it again.
             if not node.evictable(tier):
-                continue  # it is offered again when that ends
+                continue
             if self._key(node) != key:
                 self._push(node, tier)
                 continue
@@ -216,15 +225,17 @@ class Residents:
         if (kept := first - (top.depth - top.num_pages)) > 0:
             self.split(top, kept)
         nodes = [top]
-        for node in nodes:  # it grows meanwhile: each node stands after its parent
+        # The list grows while the loop runs, so every node follows its parent.
+        for node in nodes:
             nodes.extend(node.children.values())
+        # Children first: subscribers must never see a page without its parent.
         gone = [node for node in reversed(nodes) if node.phase[Tier.STORAGE] is RunPhase.PRESENT]
         for node in gone:
-            self.feed(node, Tier.STORAGE, RunKind.EVICT, None, Gathered())  # it has no pages here
+            self.feed(node, Tier.STORAGE, RunKind.EVICT, None, Gathered())
         return sum(node.num_pages for node in gone)
 
     def _prune(self, node: Node, gathered: Gathered) -> None:
-        """Remove `node` if it can be read nowhere; it has no children then."""
+        """Remove `node` from the tree if it is in neither paged tier; then it has no children."""
         if node.phase[Tier.DEVICE] is RunPhase.ABSENT and node.phase[Tier.HOST] is RunPhase.ABSENT:
             self._remove(node, gathered)
 
@@ -232,7 +243,7 @@ class Residents:
         parent = node.parent
         assert parent is not None and not node.children
         if node.phase[Tier.STORAGE] is RunPhase.PRESENT:
-            # The index forgets it; the store keeps it.
+            # Only the index forgets the page; the store keeps it, and a later look-up finds it.
             self.feed(node, Tier.STORAGE, RunKind.EVICT, None, gathered)
         if (state := self.states.take(node)) is not None:
             gathered.states.append(state)
@@ -251,8 +262,8 @@ class Residents:
             del self.roots[parent.namespace]
 
     def released(self, node: Node, gathered: Gathered) -> None:
-        """A lock or a copy of `node` has ended: it may be evicted again; if flushed, it is freed
-        with what is above.
+        """Let `node` be evicted again after a lock or a copy ended; if it was flushed, free it and
+        the parents that only it kept.
         """
         if not node.detached:
             self.offer(node)
@@ -275,9 +286,10 @@ class Residents:
         self._remove(node, gathered)
 
     def flush(self, gathered: Gathered) -> None:
-        """Forget everything; what is in use is freed when that ends."""
+        """Forget everything; nodes in use are freed when their use ends."""
         nodes: list[Node] = list(self.roots.values())
-        for node in nodes:  # it grows meanwhile: each node stands after its parent
+        # The list grows while the loop runs, so every node follows its parent.
+        for node in nodes:
             nodes.extend(node.children.values())
             node.detached, node.queued = True, 0
         self.roots = {}

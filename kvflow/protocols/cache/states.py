@@ -1,8 +1,9 @@
 """States at page boundaries, for models that keep one for each request (see
 `protocols.pages.kinds`, rows).
 
-A state belongs to the end of a page: to the node that ends there, and to its lower part when that
-is split. It goes with that page, or before it, in the order of the policy: pages stay without it.
+A state belongs to the end of a page: to the node that ends there, and to the lower part when that
+node is split. It leaves with that page, or earlier, in the order of the policy: pages may stay
+without their state.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ class States:
 
     def __init__(self, key: Callable[[Node], Any]) -> None:
         self._key = key
-        self._queue: list[tuple[Any, int, Node]] = []  # as those of `Residents`
+        self._queue: list[tuple[Any, int, Node]] = []  # works as a queue of `Residents`
         self._pushed = self.count = self.num_evicted = 0
 
     def put(self, node: Node, state: int) -> bool:
-        """Whether it is taken: not where there is one."""
+        """Keep `state` at the end of `node`. Returns False, and does not keep it, when the node has
+        a state or was flushed.
+        """
         if node.state is not None or node.detached:
             return False
         node.state = state
@@ -33,13 +36,13 @@ class States:
         return True
 
     def take(self, node: Node) -> int | None:
-        """Its state, which it has no more."""
+        """Remove and return the state of `node`, None if it has none."""
         state, node.state = node.state, None
         self.count -= state is not None
         return state
 
     def lock(self, node: Node) -> None:
-        """Raises: MisuseError."""
+        """Keep the state of `node` until `unlock`. Locks are counted. Raises: MisuseError."""
         if node.state is None or not node.locks:
             raise MisuseError(
                 "cannot lock a state that is not there, or whose pages are not locked: match it "
@@ -48,20 +51,21 @@ class States:
         node.state_locks += 1
 
     def unlock(self, node: Node) -> None:
-        """Raises: MisuseError."""
+        """End one lock. Raises: MisuseError."""
         if not node.state_locks:
             raise MisuseError("cannot unlock a state that is not locked")
         node.state_locks -= 1
         self._offer(node)
 
     def evict(self, count: int) -> tuple[int, ...]:
-        """Take `count` of them out; fewer when the others are locked."""
+        """Remove and return `count` states; fewer when the others are locked."""
         gone: list[int] = []
         while len(gone) < count and self._queue:
             key, _, node = heapq.heappop(self._queue)
             node.queued &= ~STATE_QUEUED
+            # Either its pages took the state with them, or `unlock` offers it again.
             if node.state is None or node.state_locks:
-                continue  # its pages have gone; or it is offered again when it is unlocked
+                continue
             if self._key(node) != key:
                 self._offer(node)
                 continue
@@ -72,7 +76,7 @@ class States:
         return tuple(gone)
 
     def flush(self) -> None:
-        """Every node is detached: their states go with their pages."""
+        """Empty the queue: every node is detached, and its state leaves with its pages."""
         self._queue = []
 
     def _offer(self, node: Node) -> None:

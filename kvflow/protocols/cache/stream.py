@@ -1,14 +1,14 @@
-"""One stream of cache events: which batch comes next, which are kept for replay, and what is sent
-where they are not.
+"""One stream of cache events: the next batch to send, the batches kept for replay, and the snapshot
+that replaces lost ones.
 
-**A gap is announced, in words that every subscriber knows**: AllBlocksCleared, and then all that is
-cached as stored blocks. So a stream begins, whatever an earlier process has sent from its address;
-so it goes on where events have been recorded faster than they are sent, in batches with the numbers
-that follow; and so a replay begins that asks for batches which are not kept any more, all of it in
-one batch with the number that was asked for.
+**A gap is announced in terms that every subscriber knows**: AllBlocksCleared, and then the whole
+cache as stored blocks. A stream begins this way, since an earlier process may have sent other
+events from its address. It continues this way when the source records events faster than they are
+sent, in batches with the numbers that follow. A replay begins this way when it requests batches
+that are no longer kept; then the whole snapshot is one batch with the requested number.
 
-Events are about sets: who applies those up to the newest batch after a snapshot that is newer than
-they, has what the newest says.
+Events describe sets: a subscriber may apply a snapshot first and older batches after it, and has
+the right set once it applied the newest batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from kvflow.protocols.cache.events import CLEARED, Cleared, Event, Stored
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder
 
-BATCH_BYTES = 256 * 1024  # of tokens and hashes, in memory: about a third of a millisecond of work
+# Tokens and hashes in one batch: encoding them blocks the event loop for about a third of a
+# millisecond.
+BATCH_BYTES = 256 * 1024
 
 
 class EventSource(Protocol):
@@ -38,16 +40,16 @@ class Batch(NamedTuple):
 
 
 class StreamLimits(NamedTuple):
-    """How much is kept for replays, and how much may wait to be sent before it is replaced by a
-    snapshot.
+    """Limits on the batches kept for replays, and on the events that may wait to be sent before a
+    snapshot replaces them.
     """
 
     kept_batches: int = 10_000
     kept_bytes: int = 64 << 20
-    waiting_bytes: int = 256 << 20  # as BATCH_BYTES counts
+    waiting_bytes: int = 256 << 20  # counted as for BATCH_BYTES
 
     def check(self) -> StreamLimits:
-        """Raises: MisuseError."""
+        """Return these limits. Raises: MisuseError for one below 1."""
         for name, value in zip(self._fields, self, strict=True):
             if value < 1:
                 raise MisuseError(f"{name} {value}: at least 1 is needed")
@@ -55,7 +57,9 @@ class StreamLimits(NamedTuple):
 
 
 class EventStream:
-    """Numbers batches from `first_seq` and keeps the last ones. No socket, no clock."""
+    """A stream of batches, numbered from `first_seq`, of which the last are kept. It has no socket
+    and no clock.
+    """
 
     def __init__(
         self,
@@ -76,14 +80,15 @@ class EventStream:
         self._waiting: deque[Event] = deque()
         self._waiting_bytes = self._may_wait = 0
         self.next_seq = first_seq
-        # Times that events were replaced by a snapshot, the beginning not counted.
-        self.num_resets = 0
+        self.num_resets = 0  # snapshots that replaced events, without the one at the beginning
         self._begin_anew()
 
     def next_batch(self, ts: float) -> Batch | None:
-        """Take what the source has recorded; the next batch to send, if there is anything to say.
+        """Take the events that the source recorded, and return the next batch to send, None if no
+        event waits.
 
-        `ts`: seconds since the epoch."""
+        `ts`: seconds since the epoch.
+        """
         events = self._source.take_events()
         self._waiting.extend(events)
         self._waiting_bytes += sum(map(_num_bytes, events))
@@ -98,6 +103,8 @@ class EventStream:
             batch.append(self._waiting.popleft())
             size += _num_bytes(batch[-1])
         self._waiting_bytes -= size
+        # A snapshot may be larger than the limit, and then one snapshot would replace the other for
+        # ever. So its size is allowed on top of the limit until all of it is sent.
         if not self._waiting:
             self._may_wait = self._limits.waiting_bytes
         return self._numbered(self.encoder.encode(batch, ts))
@@ -107,26 +114,28 @@ class EventStream:
         return bool(self._waiting)
 
     def heartbeat(self, ts: float) -> Batch:
-        """A batch of no events: who has missed the last one before it sees that by its number."""
+        """Return a batch without events; its number shows a subscriber that it missed the one
+        before.
+        """
         return self._numbered(self.encoder.encode((), ts))
 
     def kept_from(self, seq: int) -> list[Batch] | None:
-        """All batches from number `seq` on; None if not all of them are kept."""
+        """Return all batches from number `seq` on; None if some of them are no longer kept."""
         if seq >= self.next_seq:
             return []
         oldest = self._kept[0].seq if self._kept else self.next_seq
         return None if seq < oldest else list(islice(self._kept, seq - oldest, None))
 
     def snapshot(self) -> list[Event]:
-        """What a subscriber should know that has applied all batches up to the newest.
-
-        Only while nothing waits.
+        """Return the events that stand for all batches up to the newest. Call it only while no
+        event waits.
         """
         assert not self._waiting
         return [CLEARED, *self._source.snapshot_events()]
 
     def _begin_anew(self) -> None:
-        self._source.take_events()  # they are in the snapshot
+        # The snapshot contains the effect of these events.
+        self._source.take_events()
         self._waiting = deque([CLEARED, *self._source.snapshot_events()])
         self._waiting_bytes = sum(map(_num_bytes, self._waiting))
         self._may_wait = self._waiting_bytes + self._limits.waiting_bytes

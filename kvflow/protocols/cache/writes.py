@@ -1,5 +1,5 @@
-"""Copies of cached pages from one tier to another, by run and offset: what happens to the tree is
-nothing to them.
+"""Copies of cached pages from one tier to another, by run and offset, so that splits of the tree do
+not affect them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Piece(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One copy: page source_pages[i] of `source` to page target_pages[i] of `target` (none for
-    storage). `offsets` say which pages of the prompt they are, piece by piece; what the target has
-    already lies between pieces."""
+    """One copy: page source_pages[i] of `source` to page target_pages[i] of `target` (empty for
+    storage). `offsets` are the numbers of these pages in the prompt, piece by piece; between pieces
+    lie the pages that the target already has.
+    """
 
     number: int
     source: Tier
@@ -44,26 +45,26 @@ class Write(NamedTuple):
 
 
 class Writes:
-    """Every write that has not ended. Numbers are never used twice."""
+    """The writes under way. Numbers are never used twice."""
 
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
         self._open: dict[int, Write] = {}
         self._begun = 0
-        self.num_stale = 0  # ends of writes that had ended already
+        self.num_stale = 0  # second ends of writes
 
     def __len__(self) -> int:
         return len(self._open)
 
     def missing(self, end: Node, source: Tier, target: Tier) -> int:
-        """Pages up to the end of `end` that `source` has and `target` does not.
+        """Return how many pages up to the end of `end` are in `source` and not in `target`.
 
         Raises: MisuseError.
         """
         return sum(node.num_pages for node in self._path(end, source, target))
 
     def begin(self, end: Node, source: Tier, target: Tier, pages: PageIndices, count: int) -> Write:
-        """See PrefixIndex.begin_write."""
+        """Begin a copy; see PrefixIndex.begin_write."""
         check_pages(pages)
         path = self._path(end, source, target)
         left = sum(node.num_pages for node in path)
@@ -73,7 +74,7 @@ class Writes:
             )
         if target is not Tier.STORAGE and len(pages) != count:
             raise MisuseError(f"{len(pages)} pages given for a write of {count}")
-        gathered = Gathered()  # nothing comes back when a copy begins
+        gathered = Gathered()  # stays empty: the beginning of a copy frees no page
         sources, offsets, pieces, at = [], [], [], 0
         for node in path:
             if at == count:
@@ -98,7 +99,7 @@ class Writes:
         return write
 
     def end(self, number: int, kind: RunKind) -> Freed:
-        """See PrefixIndex.ack and fail."""
+        """End a copy; see PrefixIndex.ack and fail."""
         write = self._open.pop(number, None)
         if write is None:
             self.num_stale += 1
@@ -113,12 +114,13 @@ class Writes:
                 self._residents.feed(node, write.target, kind, None, gathered)
                 self._residents.released(node, gathered)
                 if above is not None and not above.removed and kind is RunKind.FAIL:
-                    # It may have lost the last node below it in this tier.
+                    # This may have been the last node below it in the target tier, which kept the
+                    # parent from being evicted there.
                     self._residents.offer(above)
         return gathered.freed()
 
     def _path(self, end: Node, source: Tier, target: Tier) -> list[Node]:
-        """Nodes up to `end` that are to be copied, the first of the prompt first."""
+        """Return the nodes up to `end` that a copy has to bring, in the order of the prompt."""
         if source not in PAGED or source is target:
             raise MisuseError(
                 f"no copy from {source.name.lower()} to {target.name.lower()}: a source is device "
