@@ -1,1 +1,1 @@
-"""Pools described, and copies planned."""
+"""Descriptions of pools, and plans for copies between them."""

@@ -1,9 +1,9 @@
-"""Page-first layouts of the same bytes in another order, in which what one peer sends or takes of a
-page lies together.
+"""Page-first layouts of the same bytes in another order, in which the bytes that one peer sends or
+receives of a page lie together.
 
-Between pools of other widths the heads of one rank are a small block for every slot. In memory that
-nothing but copies reads, staging, the same bytes may lie in any order: a pool's components are cut
-into parts, and the parts sorted.
+Between pools of different width, the heads of one rank are a small block in every slot. Staging is
+read only by copies, so its bytes may lie in any order: a pool's components are cut into parts, and
+the parts are sorted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ from kvflow.protocols.pages.layout import MAX_COMPONENTS, NO_PLACES, PoolLayout,
 from kvflow.protocols.pages.plan import Pairing
 
 _Cut = Callable[[Component], Iterable[int]]
+# Parts that the target lacks are sorted behind all others.
 _LAST = (1 << 62, 0)
 
 
 class Blocks(NamedTuple):
-    """In which a page is written, or where pages hold nothing a row: their mean size in bytes, and
-    whether some are slices of token slots."""
+    """Figures of the blocks in which a page is written, or a row where pages are empty: their mean
+    size in bytes, and True if some are slices of token slots.
+    """
 
     mean_bytes: int
     in_slices: bool
 
 
 def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
-    """Raises: LayoutError when the pools do not fit."""
+    """Return the blocks of a write from `source` to `target`. Raises: LayoutError when the pools do
+    not fit.
+    """
     pairing, first = Pairing(source, target, partly=True), np.zeros(1, np.int32)
     lists = (first, first) if pairing.page_bytes else (NO_PLACES, NO_PLACES, first, first)
     sizes = pairing.blocks(*lists, max_block_bytes=1 << 62).sizes
@@ -41,15 +45,15 @@ def blocks_between(source: PoolLayout, target: PoolLayout) -> Blocks:
 
 
 def by_shard(layout: PoolLayout, shards: int) -> PoolLayout:
-    """`layout`, page-first, with what each of `shards` shards has of a page in one stretch; of each
-    stage, in one.
+    """Return `layout`, page-first, in an order in which the bytes of each of `shards` shards lie in
+    one stretch of a page, and in it those of each pipeline stage.
     """
 
     return _rearranged(layout, lambda c: _bounds(c, shards), lambda c: _shard(c, shards))
 
 
 def from_shards(layout: PoolLayout, shards: int) -> Blocks:
-    """How a prefill of `shards` shards would write a page of `layout`."""
+    """Return the blocks in which a prefill of `shards` shards would write a page of `layout`."""
     one = resized(layout, num_pages=1, num_rows=min(1, layout.num_rows))
     parts = by_shard(one, shards).components
     first = min((_shard(c, shards) for c in parts), default=0)
@@ -61,13 +65,14 @@ def from_shards(layout: PoolLayout, shards: int) -> Blocks:
 
 
 def as_in(target: PoolLayout, source: PoolLayout) -> PoolLayout:
-    """`source`, page-first, cut where `target` is and in its order: what lies together there does
-    so here.
+    """Return `source`, page-first, cut where `target` is cut and in its order, so that neighbours
+    in `target` are neighbours here.
     """
     bounds: dict[str, set[int]] = {}
     places: dict[tuple[str, int], tuple[int, int]] = {}
     for s, t, first, end in overlaps(source.components, target.components):
         bounds.setdefault(s.name, set()).update((first, end))
+        # The target may have several copies of a part; the first one in memory decides.
         at = t.offset + (first - t.start) * t.size_bytes // t.shape[t.axis]
         places[s.name, first] = min((t.buffer, at), places.get((s.name, first), _LAST))
     return _rearranged(
@@ -84,10 +89,11 @@ def _whole(c: Component) -> int:
 
 
 def _bounds(c: Component, shards: int) -> range:
-    """Where the entries of shards begin.
+    """Return the entries at which the shards begin.
 
-    Nothing is cut where they cannot all have as many, or one each, nor what is a vector, such as
-    the keys of an indexer: that is no shard's."""
+    A component is cut only if the number of entries divides by the number of shards, or the
+    reverse. A vector, such as the keys of an indexer, is never cut: every shard has all of it.
+    """
     whole = _whole(c)
     if len(c.shape) < 2 or (whole % shards and shards % whole):
         return range(0)
@@ -95,9 +101,10 @@ def _bounds(c: Component, shards: int) -> range:
 
 
 def _rearranged(layout: PoolLayout, cut: _Cut, order: Callable[[Component], Any]) -> PoolLayout:
-    """In the buffers that `layout` has: one for pages, one for rows.
+    """Cut and sort the components in the buffers that `layout` has: one for pages, one for rows.
 
-    As it is where its pages are opaque, or the parts would be too many."""
+    Returns `layout` unchanged if its pages are opaque, or if there would be too many parts.
+    """
     pieces = [piece for c in layout.components for piece in _pieces(c, cut(c))]
     if layout.tag or len(pieces) > MAX_COMPONENTS:
         return layout
@@ -110,6 +117,7 @@ def _rearranged(layout: PoolLayout, cut: _Cut, order: Callable[[Component], Any]
 
 def _pieces(c: Component, bounds: Iterable[int]) -> Iterator[Component]:
     edges = [c.start, *sorted(b for b in set(bounds) if c.start < b < c.end), c.end]
+    # A component that no bound cuts must not become a part of itself: its `whole` stays 0.
     if len(edges) == 2:
         yield c
         return

@@ -1,5 +1,5 @@
-"""What a page or a row holds: components, which may be parts of a larger one, and the buffers they
-lie in.
+"""The components of a page or a row, which may be parts of larger ones, and the buffers that hold
+them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import msgspec
 from kvflow.protocols.errors import LayoutError
 from kvflow.protocols.pages.kinds import OPAQUE, PAGE, ROW, SLOT, check_kind, check_unit, unit_bytes
 
-MAX_WHOLE = 1 << 20  # entries of which a component is a part
+MAX_WHOLE = 1 << 20  # entries of the larger component that one is a part of
 MAX_REPLICAS = 1024
 
 
 class Part(NamedTuple):
-    """Which entries of a larger component one is: `start` and as many as its shape has along
-    `axis`, of `whole` (0: it is all of it); and which copy, where `replicas` ranks of a group hold
-    the same bytes.
+    """The place of a component in a larger one: the entries from `start` on, as many as its shape
+    has along `axis`, of `whole` (0: it is all of it). Where `replicas` ranks of a group hold the
+    same bytes, it is copy number `replica` of them.
 
     Shard 1 of 2 has K/V heads 4 to 7 of 8: `Part(start=4, whole=8)`. Both shards have the whole
     latent of MLA: `Part(replica=0, replicas=2)` and `Part(replica=1, replicas=2)`. Peers state the
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 ALL = Part()
-"""All of a component, in one copy."""
+"""The part that is all of a component, in one copy."""
 
 
 class Component(msgspec.Struct, frozen=True, array_like=True):
@@ -44,8 +44,9 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
     `buffer`.
 
     `shape` is that of one unit; a page holds `page_size` slots. In an opaque pool `dtype` is
-    "opaque" and `shape` is `(size_bytes,)`. `format` says what the bytes mean where `dtype` does
-    not. The rest is its `Part`: components of one name are parts, or copies, of one thing.
+    "opaque" and `shape` is `(size_bytes,)`. `format` names the meaning of the bytes where `dtype`
+    does not. The fields from `start` on are its `Part`: components of one name are parts, or
+    copies, of one thing.
     """
 
     name: str
@@ -72,24 +73,24 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """The entry after its last."""
+        """The entry after the last one of this component."""
         return self.start + self.shape[self.axis]
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of what it is a part of."""
+        """The shape of the component that this one is a part of."""
         if not self.whole:
             return self.shape
         return (*self.shape[: self.axis], self.whole, *self.shape[self.axis + 1 :])
 
     @property
     def span(self) -> tuple[str, int, int]:
-        """Name, first entry and the one after the last: what all its copies have in common."""
+        """Name, first entry and the entry after the last: equal for all its copies."""
         return self.name, self.start, self.end
 
     @property
     def label(self) -> str:
-        """For errors: the name, and which entries and which copy where there are others."""
+        """The name for errors, with entries and copy number where there are others."""
         entries = f"[{self.start}:{self.end} of {self.whole}]" if self.whole else ""
         return (
             self.name
@@ -99,11 +100,10 @@ class Component(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Buffer(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of memory.
+    """One stretch of memory, with pages or rows as its `unit`.
 
-    Page (or row) p begins at `address + p * page_bytes`; the address is the owner's.
-
-    `unit` says whether it holds pages or rows.
+    Page (or row) p begins at `address + p * page_bytes`; the address is valid in the process that
+    owns the pool.
     """
 
     name: str
@@ -125,19 +125,19 @@ def by_name(components: Iterable[Component]) -> dict[str, list[Component]]:
 
 
 def in_order(components: Iterable[Component]) -> list[Component]:
-    """In an order that depends on names and entries only: "9.v" stands before "10.k",
-    as in memory.
+    """Sort components by names and entries only, so that both sides have the same order; "9.v"
+    comes before "10.k", as in memory.
     """
     return sorted(components, key=lambda c: (len(c.name), c.name, c.start, c.replica))
 
 
 def served(components: Iterable[Component]) -> tuple[Component, ...]:
-    """What a prefill rank sends: what it alone has, and of what others have too, in as many copies,
-    every so many.
+    """Return the components that a prefill rank sends: all that it alone has, and its share of
+    those that `replicas` ranks have.
 
     Names are numbered among those of the same shape, so that the bytes are spread evenly; copy
     number r of `replicas` sends those whose number modulo `replicas` is r. Ranks with copies of one
-    thing have the same names, so each is sent by exactly one of them, whatever decode it goes to.
+    thing have the same names, so exactly one rank sends each component, to any decode.
     """
     every, numbers = tuple(components), dict[str, int]()
     counts: Counter[tuple[object, ...]] = Counter()
@@ -150,7 +150,7 @@ def served(components: Iterable[Component]) -> tuple[Component, ...]:
 
 
 def check_component(c: Component, page_size: int, *, opaque: bool) -> None:
-    """Its own arithmetic, wherever it lies. Raises: LayoutError."""
+    """Check the sizes of one component, apart from its place in a buffer. Raises: LayoutError."""
     if opaque:
         check_unit(c.name, c.unit)
         if c.dtype != OPAQUE or c.size_bytes < 1 or c.shape != (c.size_bytes,):
@@ -196,10 +196,11 @@ def _check_part(c: Component) -> None:
 
 
 def check_together(components: Sequence[Component]) -> None:
-    """Components of one name are parts and copies of one thing, and no two are the same.
+    """Check that components of one name are parts and copies of one thing, and all different.
 
     Raises: LayoutError.
     """
+    # Most pools have only different names; then there is no group to check.
     if len({c.name for c in components}) == len(components):
         return
     for name, group in by_name(components).items():
@@ -229,5 +230,5 @@ def _differs(a: Component, b: Component) -> str | None:
 
 
 def copies_of(components: Iterable[Component]) -> list[list[Component]]:
-    """Components by their span, in order: the copies of each."""
+    """Group components by their span, in order: each group holds the copies of one part."""
     return [list(group) for _, group in groupby(in_order(components), key=lambda c: c.span)]

@@ -1,5 +1,5 @@
-"""Which bytes of one pool which others hold: what overlaps, what nobody has,
-and what comes twice.
+"""Overlaps between pools: the entries that two of them share, that no rank sends, and that two
+ranks send.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ MAX_SHOWN = 5  # in a refusal
 Span = tuple[int, int]
 """The first entry, and the one after the last."""
 Spans = Mapping[str, Sequence[Span]]
-"""By name, in order."""
-_PAGE: Spans = {"": ((0, 1),)}  # of an opaque pool, whose components peers need not have in common
+"""Spans by name, in order."""
+# Peers with opaque pools may cut a page into different components, so only the whole page counts:
+# one entry without a name.
+_PAGE: Spans = {"": ((0, 1),)}
 _Entry = Annotated[int, Meta(ge=0, le=1 << 40)]
 
 
 class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a prefill rank sends of each page, or row: entries `start` to `end` of one name.
-
-    Of an opaque pool it sends all, as the one entry of no name."""
+    """The part of each page, or row, that a prefill rank sends: entries `start` to `end` of one
+    name. A rank with an opaque pool sends all of it, as one entry without a name.
+    """
 
     name: Annotated[str, Meta(max_length=MAX_LABEL)]
     start: _Entry
@@ -34,8 +36,8 @@ class Served(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Overlap(NamedTuple):
-    """What one source component has of one target component: entries `first` to `end` of what both
-    are parts of.
+    """The entries that a source and a target component share: `first` to `end` of the component
+    that both are parts of.
     """
 
     source: Component
@@ -47,8 +49,11 @@ class Overlap(NamedTuple):
 def overlaps(
     source: Iterable[Component], target: Iterable[Component], only: Spans | None = None
 ) -> Iterator[Overlap]:
-    """For each target component, copies included, the parts of it that the source has, each from
-    one copy: the one of its own number if there is one. `only`: of these entries."""
+    """Yield, for each target component and each of its copies, the parts that the source has.
+
+    Each part comes from one copy in the source, the one with the same number if there is one.
+    `only`: restrict the parts to these entries.
+    """
     there: dict[str, list[list[Component]]] = {}
     for copies in copies_of(source):
         there.setdefault(copies[0].name, []).append(copies)
@@ -62,7 +67,7 @@ def overlaps(
 
 
 def spans_of(components: Iterable[Component]) -> Mapping[str, list[Span]]:
-    """The entries of each name, in order, copies once."""
+    """Return the entries of each name, in order, and copies only once."""
     return {
         name: sorted({(c.start, c.end) for c in group})
         for name, group in by_name(components).items()
@@ -70,13 +75,15 @@ def spans_of(components: Iterable[Component]) -> Mapping[str, list[Span]]:
 
 
 def within(spans: Sequence[Span], limits: Sequence[Span]) -> list[Span]:
-    """What of `spans` is in `limits`."""
+    """Return the parts of `spans` that are in `limits`."""
     both = ((max(first, low), min(end, high)) for first, end in spans for low, high in limits)
     return [(first, end) for first, end in both if first < end]
 
 
 def without(wanted: Sequence[Span], given: Sequence[Span]) -> list[Span]:
-    """What of `wanted` is not in `given`; both in order, and `wanted` without overlaps."""
+    """Return the parts of `wanted` that are not in `given`; both are in order, and `wanted` has no
+    overlaps.
+    """
     left: list[Span] = []
     for first, end in wanted:
         at = first
@@ -91,13 +98,14 @@ def without(wanted: Sequence[Span], given: Sequence[Span]) -> list[Span]:
 
 
 def served_of(layout: PoolLayout) -> tuple[Served, ...]:
-    """What a prefill sends that sends all of `layout`; see `PoolLayout.served`."""
+    """Return what a prefill serves that sends all of `layout`; see `PoolLayout.served`."""
     spans = _PAGE if layout.tag else spans_of(layout.components)
     return tuple(Served(name, *span) for name, group in spans.items() for span in group)
 
 
 def sends_all(layout: PoolLayout, what: tuple[Served, ...]) -> bool:
-    """All of this pool was served, cut as the pool is."""
+    """Return True if `what` is all of this pool, cut as the pool is."""
+    # The order almost always matches, and comparing tuples costs less than building sets.
     return what == (served := served_of(layout)) or set(what) == set(served)
 
 
@@ -109,8 +117,8 @@ def spans_served(what: Iterable[Served]) -> Spans:
 
 
 def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
-    """Why what `ranks` serve, by number, is not every byte of a pool exactly once; empty when it is
-    (I8).
+    """Return why the parts that `ranks` serve, by number, do not make every byte of a pool exactly
+    once; empty when they do (I8).
     """
     wanted: Spans = _PAGE if layout.tag else spans_of(layout.components)
     given: dict[str, list[tuple[int, int, int]]] = {name: [] for name in wanted}
@@ -131,8 +139,8 @@ def uncovered(layout: PoolLayout, ranks: Sequence[tuple[Served, ...]]) -> str:
 
 
 def first_few(found: list[str]) -> list[str]:
-    """What a refusal names, and how many more there are: two models of 32 layers differ in all of
-    them.
+    """Return the first differences for a refusal, and the number of the others: two models may
+    differ in each of 32 layers.
     """
     more = len(found) - MAX_SHOWN
     return found if more <= 0 else [*found[:MAX_SHOWN], f"and {more} more"]

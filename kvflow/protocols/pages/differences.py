@@ -1,4 +1,4 @@
-"""Whether what lies in one pool can be copied into another, and if not, what differs."""
+"""Differences between two pools that prevent a copy from one into the other."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def differences(
     partly: bool = False,
     only: Spans | None = None,
 ) -> list[str]:
-    """Why pages and rows of `source` cannot be copied into `target`, in words a person can act on;
-    empty when they can. `sides` is what the two are called. `partly`: the target may have more,
-    which comes from elsewhere. `only` these entries are looked at. The first few are named.
+    """Return why pages and rows of `source` cannot be copied into `target`, in words for an
+    operator; empty when they can. Only the first few differences are named.
+
+    `sides`: the names of the two. `partly`: the target may have more, which other ranks send.
+    `only`: compare these entries only.
     """
     found: list[str] = []
     if source.fingerprint != target.fingerprint:
@@ -83,6 +85,7 @@ def _kinds_differ(c: Component, other: Component, sides: Sides) -> str | None:
 def _parts_differ(
     ours: list[Component], theirs: list[Component], sides: Sides, partly: bool, only: Spans | None
 ) -> Iterator[str]:
+    # Most pools are not split, and both sides have the same one part.
     if len(ours) == len(theirs) == 1 and ours[0].span == theirs[0].span:
         return
     name = ours[0].name
@@ -97,8 +100,8 @@ def _parts_differ(
 
 
 def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) -> Iterator[str]:
-    """Equal tags and sizes are enough; but a stream that both sides name must be the same bytes of
-    the page.
+    """Yield the differences of two opaque pools. Equal tags and sizes are enough, but a stream that
+    both sides name must be the same bytes of the page.
     """
     fits = True
     for what, ours, theirs in (
@@ -109,6 +112,7 @@ def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) ->
         if ours != theirs:
             fits = False
             yield _differ(what, ours, theirs, sides)
+    # Offsets in pages of different size or meaning cannot be compared.
     if not fits:
         return
     there = {(c.name, c.in_rows): stretch for c, stretch in stretches(target)}
@@ -123,8 +127,8 @@ def _opaque_differences(source: PoolLayout, target: PoolLayout, sides: Sides) ->
 
 
 def stretches(layout: PoolLayout) -> Iterator[tuple[Component, tuple[int, int]]]:
-    """Where each component begins and ends in the concatenation of all those of a page, or of a
-    row, in their order.
+    """Yield each component with its first byte, and the one after its last, in the concatenation of
+    all components of a page, or of a row.
     """
     ends = {False: 0, True: 0}
     for c in layout.components:

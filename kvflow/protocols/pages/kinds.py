@@ -1,14 +1,15 @@
-"""What a pool holds for a request, one descriptor a stream: everything that a model keeps is one of
-three units.
+"""Streams of a pool, one descriptor each. Everything that a model keeps for a request comes in one
+of three units.
 
 slot    once per token K and V, the latent of MLA, a sparse-attention indexer's keys, scales per
         token, a draft model's K and V
 page    once per page        scales of a quantised page, summaries of a block
 row     once per request     the state of conv, ssm and linear-attention layers
 
-A pool has pages, which slots and pages share, and rows. A stream whose bytes mean more than its
-dtype says (packed 4-bit values, a swizzled scale) is `uint8` with a `format`, which peers compare
-as it is. A new kind of state is a new list of descriptors; no class knows about any of them.
+Streams of the units slot and page lie in the pages of a pool, those of the unit row in its rows. A
+stream whose dtype does not describe its bytes (packed 4-bit values, a swizzled scale) is `uint8`
+with a `format`, which peers compare for equality. A new kind of state needs only a new list of
+descriptors, and no change of a class.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ DTYPE_BYTES = {
 class StateKind(NamedTuple):
     """One stream: `shape` elements of `dtype` for each `unit`.
 
-    The rest says which part of a larger stream it is, and which copy: see `components.Part`."""
+    The fields from `start` on describe the part and the copy of a larger stream that it is: see
+    `components.Part`.
+    """
 
     name: str
     dtype: str
@@ -52,7 +55,7 @@ class StateKind(NamedTuple):
 
 
 def unit_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of one slot, page or row of a stream."""
+    """Return the size in bytes of one slot, page or row of a stream."""
     size = DTYPE_BYTES[dtype]
     for n in shape:
         size *= n
@@ -60,7 +63,7 @@ def unit_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def check_kind(name: str, dtype: str, unit: str) -> None:
-    """Raises: LayoutError for a dtype or a unit that is not known."""
+    """Check the dtype and the unit of a stream. Raises: LayoutError for an unknown one."""
     if dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         raise LayoutError(
@@ -71,6 +74,6 @@ def check_kind(name: str, dtype: str, unit: str) -> None:
 
 
 def check_unit(name: str, unit: str) -> None:
-    """Raises: LayoutError."""
+    """Check the unit of a stream. Raises: LayoutError for an unknown one."""
     if unit not in UNITS:
         raise LayoutError(f"{name!r}: unknown unit {unit!r}; use {', '.join(UNITS)}")

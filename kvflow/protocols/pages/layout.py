@@ -1,17 +1,16 @@
-"""What a paged pool looks like, in bytes: shared by the pools that own memory and the planes that
-move it.
+"""The layout of a paged pool in bytes, shared by the pools that own memory and the planes that move
+it.
 
-A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for what a request keeps
-once. What a page or a row holds is a list of *components* (one layer's K, one layer's V, a scale
+A pool is `num_pages` pages of `page_size` token slots, and `num_rows` rows for the state that a
+request keeps once. A page or a row is a list of *components* (one layer's K, one layer's V, a scale
 stream, a layer's ssm state ...), each with its shape per unit: token slot, page or row (see
 `kinds`). Components lie in *buffers*: page-first pools have one buffer in which a page is one
 block, and one for rows; layer-first pools have one buffer per component. Transfers are planned
 component by component and merged where bytes are adjacent on both sides, so either kind can be
 copied into the other.
 
-An *opaque* pool has a tag in place of shapes: its components are stretches of bytes, a page is
-their concatenation in the order in which they are listed, and the tag stands for everything that
-those bytes mean.
+An *opaque* pool has a tag instead of shapes: its components are stretches of bytes, a page is their
+concatenation in the listed order, and the tag stands for the meaning of those bytes.
 """
 
 from __future__ import annotations
@@ -42,17 +41,20 @@ MAX_COMPONENTS = 4096
 MAX_PAGES = 1 << 26
 MAX_ROWS = 1 << 20
 MAX_PAGE_SIZE = 1 << 16
-# Characters of a name, a tag, a fingerprint, a format: refusals quote them, and refusals are
-# bounded.
+# Characters of a name, a tag, a fingerprint or a format: refusals quote them, and the length of a
+# refusal is bounded.
 MAX_LABEL = 256
-MANY_PAGES = 256  # so many are looked up in ascending order: a million took 40 ms in any other
-_BITMAP_PAGES = 1 << 21  # a larger bitmap leaves the processor's caches, and sorting is faster
+# Lists of at least this many pages are looked up in ascending order: a million pages took 40 ms in
+# any other.
+MANY_PAGES = 256
+# A larger bitmap leaves the processor's caches, and sorting is faster.
+_BITMAP_PAGES = 1 << 21
 
 
 class Places(NamedTuple):
-    """Pages and rows of one pool that belong together, int32 [n] each: what one request holds.
+    """Pages and rows of one request in one pool, int32 [n] each.
 
-    Where one list must hold both (a room's), rows are numbered on from the pages: row r is
+    In a list of both, such as a room's, the numbers of rows follow those of the pages: row r is
     `num_pages + r`.
     """
 
@@ -65,11 +67,11 @@ NO_PLACES: PageIndices = np.empty(0, dtype=np.int32)
 
 
 class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
-    """The descriptor two peers exchange once.
+    """The description of a pool that two peers exchange once.
 
     `tag` makes the pages opaque: two such pools fit when their tags are equal. `fingerprint` names
-    the model whose KV lies in the pool (model, dtype, tensor-parallel split, in whatever words both
-    sides use); peers compare it as it is.
+    the model whose KV lies in the pool (model, dtype, tensor-parallel split, in any words on which
+    both sides agree); peers compare it for equality.
     """
 
     page_size: int
@@ -102,12 +104,14 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
         return ", ".join(dict.fromkeys(c.dtype for c in self.components))
 
     def count_of(self, part: Component | Buffer) -> int:
-        """How many pages, or rows, a component or buffer has."""
+        """Return how many pages, or rows, a component or buffer has."""
         return self.num_rows if part.in_rows else self.num_pages
 
     @property
     def served(self) -> PoolLayout:
-        """What a prefill sends of this pool: see `components.served`. It may be nothing."""
+        """The layout of the components that a prefill sends, possibly empty: see
+        `components.served`.
+        """
         found = served(self.components)
         return (
             self
@@ -117,34 +121,36 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_places(self) -> int:
-        """Pages and rows."""
+        """The number of pages and rows together."""
         return self.num_pages + self.num_rows
 
     def numbered(self, places: Places) -> PageIndices:
-        """Pages, then rows, in one list. See `Places`."""
+        """Return pages, then rows, in one list. See `Places`."""
         return np.concatenate(
             (places.pages, places.rows + np.int32(self.num_pages)), dtype=np.int32
         )
 
     def split(self, indices: PageIndices) -> Places:
-        """The pages and the rows of one list, each in its order."""
+        """Return the pages and the rows of one list, each in its order."""
         if not self.num_rows or not (in_rows := indices >= self.num_pages).any():
             return Places(indices, NO_PLACES)
         return Places(indices[~in_rows], indices[in_rows] - np.int32(self.num_pages))
 
     def places_for(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """What a room lends for `tokens` tokens: the pages, then a row where the pool has rows."""
+        """Return how many places a room lends for `tokens` tokens: the pages, and a row where the
+        pool has rows.
+        """
         size = self.page_size
         return -(-tokens // size) - -(-prefix_tokens // size) + bool(self.num_rows)
 
     def room_bytes(self, count: int) -> int:
-        """Bytes of a room that has lent `count` places, as `places_for` counts them."""
+        """Return the bytes of a room that lends `count` places, as `places_for` counts them."""
         rows = bool(self.num_rows and count)
         return (count - rows) * self.page_bytes + rows * self.row_bytes
 
     def check_places(self, indices: PageIndices, *, last: bool = True) -> None:
-        """What a room of a pool with rows lends, or a chunk of it sends: its one row is the last of
-        all.
+        """Check the places that a room lends, or a chunk sends, in a pool with rows: the one row of
+        the room is its last place, and belongs to the last chunk.
 
         Raises: LayoutError.
         """
@@ -157,13 +163,13 @@ class PoolLayout(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def pages_for(self, tokens: int, prefix_tokens: int = 0) -> int:
-        """Pages of `tokens` tokens, less those that the first `prefix_tokens` of them take."""
+        """Return the pages of `tokens` tokens, less those that the first `prefix_tokens` of them
+        take.
+        """
         return -(-tokens // self.page_size) - -(-prefix_tokens // self.page_size)
 
     def check(self) -> None:
-        """Refuse a descriptor whose arithmetic does not hold.
-
-        Called on everything that came over the wire.
+        """Check the arithmetic of a layout. Every layout that comes over the wire is checked.
 
         Raises: LayoutError naming the field.
         """
@@ -234,7 +240,7 @@ def _check_buffer(b: Buffer, count: int) -> None:
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """`value` as a Python int (numpy's integers are welcome, and do not survive on the wire).
+    """Return `value` as a Python int; numpy's integers are allowed, but the wire cannot carry them.
 
     Raises: LayoutError.
     """
@@ -283,7 +289,7 @@ def opaque_layout(
     fingerprint: str = "",
 ) -> PoolLayout:
     """Lay out `streams` (name -> bytes per page) and `rows` (name -> bytes per row) that only the
-    engine can read; `tag` says how it reads them.
+    engine can read; `tag` names their format.
 
     Raises: LayoutError.
     """
@@ -305,7 +311,7 @@ def opaque_layout(
 
 
 def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
-    """A page-first layout of the same components for so many pages and rows.
+    """Return a page-first layout of the same components for `num_pages` and `num_rows`.
 
     Raises: LayoutError.
     """
@@ -317,12 +323,12 @@ def resized(layout: PoolLayout, *, num_pages: int, num_rows: int) -> PoolLayout:
 
 
 def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayout:
-    """`empty` with these components, each given its place, and with the buffers they need."""
+    """Return `empty` with these components, each in its place, and with the buffers for them."""
     if order not in ("page_first", "layer_first"):
         raise LayoutError(f"order {order!r} is neither 'page_first' nor 'layer_first'")
     components: list[Component] = []
     buffers: list[Buffer] = []
-    at: dict[str, int] = {}  # where the one buffer of each unit stands
+    at: dict[str, int] = {}  # index of the buffer, by unit
     for c in sized:
         unit = ROW if c.in_rows else PAGE
         if order == "layer_first" or unit not in at:
@@ -342,22 +348,25 @@ def _placed(sized: list[Component], order: Order, empty: PoolLayout) -> PoolLayo
 
 
 def pack_pages(pages: PageIndices) -> bytes:
-    """Page indices as they travel: little-endian int32, packed."""
+    """Return page indices in the format of the wire: little-endian int32, packed."""
     return np.ascontiguousarray(pages, dtype="<i4").tobytes()
 
 
 def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
-    """The indices in `packed`, each checked against the pool, none twice.
+    """Return the indices in `packed`, checked against the pool.
 
     Raises: LayoutError for a ragged length, an index outside 0..num_pages-1, or a page named twice.
     """
     if len(packed) % 4:
         raise LayoutError(f"pages: {len(packed)} bytes are not a list of int32 indices")
     pages = np.frombuffer(packed, dtype="<i4")
+    # Rooms of one page are common, and the checks below cost several times as much.
     if pages.size == 1 and 0 <= pages[0] < num_pages:
-        return pages  # the short way, several times as fast
+        return pages
     if pages.size:
-        ascending = bool((pages[1:] > pages[:-1]).all())  # as decode's allocator gives them
+        # Decode's allocator hands out ascending pages where it can. Then the ends are the bounds,
+        # and no page is named twice.
+        ascending = bool((pages[1:] > pages[:-1]).all())
         low, high = (
             (int(pages[0]), int(pages[-1])) if ascending else (int(pages.min()), int(pages.max()))
         )
@@ -371,18 +380,20 @@ def unpack_pages(packed: bytes, num_pages: int) -> PageIndices:
 
 
 def names_twice(pages: PageIndices, low: int, high: int) -> bool:
-    """Whether an index occurs twice among `pages`, which are low..high: a million of them take 5 ms
-    at most (`np.unique` takes a second)."""
+    """Return True if an index occurs twice among `pages`, which lie in low..high.
+
+    A million of them take 5 ms at most (`np.unique` takes a second).
+    """
     if (pages[1:] > pages[:-1]).all():
         return False
     if high - low < _BITMAP_PAGES:
         seen = np.zeros(high - low + 1, dtype=np.bool_)
-        # numpy would copy an index of another type to this one.
+        # numpy converts an index of any other type to intp in a second pass.
         seen[np.subtract(pages, low, dtype=np.intp)] = True
         return int(np.count_nonzero(seen)) < pages.size
     return not ascends(np.sort(pages))
 
 
 def ascends(pages: NDArray[np.integer[Any]]) -> bool:
-    """Whether every index is larger than the one before it."""
+    """Return True if every index is larger than the one before it."""
     return bool((pages[1:] > pages[:-1]).all())

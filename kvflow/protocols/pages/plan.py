@@ -1,5 +1,5 @@
-"""Turn lists of pages and rows into block copies, with numpy and never a Python loop per page and
-layer.
+"""Plans that turn lists of pages and rows into block copies, with numpy and without a Python loop
+per page and layer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Blocks(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """The same stretch of every page (or row) on both sides, int64 arrays [segments]; stride is the
-    page's step in memory. What lies in equal steps within a page, as some of the heads of each slot
-    do, is a segment per step."""
+    """The stretches of a page (or row) to copy, int64 arrays [segments]; a stride is the step from
+    page to page. A stretch that repeats within a page, such as some of the heads of each slot, is
+    one segment per repetition.
+    """
 
     source_base: Addresses
     source_stride: Addresses
@@ -46,7 +47,7 @@ class _Segments(NamedTuple):
 
 
 class Pairing:
-    """Two pools that fit together, worked out once; `blocks` then plans each write."""
+    """Two pools that fit together, compared once; `blocks` then plans each write."""
 
     def __init__(
         self,
@@ -57,10 +58,10 @@ class Pairing:
         partly: bool = False,
         only: Spans | None = None,
     ) -> None:
-        """`sides` is what errors call the two; `partly`: the target may have more, which is left as
-        it is; `only` these entries are copied.
+        """`sides`: the names of the two in errors. `partly`: the target may have more components,
+        which writes leave unchanged. `only`: copy these entries only.
 
-        Raises: LayoutError that says what differs.
+        Raises: LayoutError naming the differences.
         """
         if found := differences(source, target, sides, partly=partly, only=only):
             raise LayoutError("pools do not fit: " + "; ".join(found))
@@ -69,9 +70,9 @@ class Pairing:
             _segments(source, target, only, in_rows=in_rows) for in_rows in (False, True)
         )
         self.page_bytes, self.row_bytes = int(self._pages.size.sum()), int(self._rows.size.sum())
-        """What is written of each page, and of each row: copies at the target count each."""
+        """Bytes written per page, and per row; every copy at the target counts."""
         self.in_slices = self._pages.in_slices or self._rows.in_slices
-        """Some of it is a part of each token slot by itself: the two sides differ in width."""
+        """True if some blocks are a part of one token slot: the two sides differ in width."""
 
     def check(
         self,
@@ -80,7 +81,9 @@ class Pairing:
         source_rows: PageIndices = NO_PLACES,
         target_rows: PageIndices = NO_PLACES,
     ) -> None:
-        """Raises: LayoutError for lists of different length or an index outside its pool."""
+        """Check the lists of a write. Raises: LayoutError for lists of different length or an index
+        outside its pool.
+        """
         source, target = self.source, self.target
         _check_lists("page", source_pages, target_pages, source.num_pages, target.num_pages)
         _check_lists("row", source_rows, target_rows, source.num_rows, target.num_rows)
@@ -127,13 +130,13 @@ def _check_lists(
 def _blocks(
     s: _Segments, source_list: PageIndices, target_list: PageIndices, moved: Addresses | None
 ) -> Blocks:
-    """`moved` (int64 [target buffers]): how far each target buffer lies from
-    where the layout says.
+    """Plan blocks for `s`. `moved` (int64 [target buffers]): the distance of each target buffer
+    from its address in the layout.
     """
     source, target = source_list.astype(np.int64), target_list.astype(np.int64)
     target_base = s.target_base if moved is None else s.target_base + moved[s.target_buffer]
     lengths = np.ones(source.size, dtype=np.int64)
-    # Whole pages.
+    # Adjacent pages can be one block only where a segment is a whole page on both sides.
     if source.size > 1 and ((s.size == s.source_stride) & (s.size == s.target_stride)).all():
         starts = np.flatnonzero(np.r_[True, (np.diff(source) != 1) | (np.diff(target) != 1)])
         lengths = np.diff(np.r_[starts, source.size])
@@ -149,7 +152,7 @@ def _addresses(layout: PoolLayout) -> Addresses:
 
 
 class _Stretch(NamedTuple):
-    """`size` bytes to copy of every page, or row, and so `repeats` times in equal steps."""
+    """`size` bytes to copy of every page, or row, `repeats` times in equal steps."""
 
     source_buffer: int
     source_offset: int
@@ -161,7 +164,7 @@ class _Stretch(NamedTuple):
     target_step: int = 0
 
     def followed_by(self, other: _Stretch) -> bool:
-        """They are one, on both sides."""
+        """Return True if `other` continues this stretch on both sides, so that one copy does."""
         places = (
             other.source_buffer,
             other.source_offset,
@@ -180,12 +183,13 @@ class _Stretch(NamedTuple):
 def _stretches(
     source: PoolLayout, target: PoolLayout, only: Spans | None, in_rows: bool
 ) -> list[_Stretch]:
-    """What to copy of every page, or row, with neighbours on both sides merged."""
+    """Return the stretches to copy of every page, or row, with neighbours on both sides merged."""
     found: list[_Stretch] = []
     if source.tag:
         every = _opaque_stretches(source, target, in_rows)
     else:
         every = _typed_stretches(source, target, only, in_rows)
+    # Sorted by their place in the source, stretches that can be merged follow each other.
     for stretch in sorted(every):
         if found and found[-1].followed_by(stretch):
             found[-1] = found[-1]._replace(size=found[-1].size + stretch.size)
@@ -199,11 +203,13 @@ def _typed_stretches(
 ) -> Iterator[_Stretch]:
     ours = (c for c in source.components if c.in_rows == in_rows)
     for c, o, first, end in overlaps(ours, target.components, only):
-        # A component is so many times all of its entries, an entry so many bytes.
+        # With shape (heads, dim) and `axis` 0, an entry is one head, and every slot of the page
+        # repeats all heads.
         entry = unit_bytes(c.dtype, c.shape[c.axis + 1 :])
         size, steps = (end - first) * entry, [part.shape[c.axis] * entry for part in (c, o)]
         starts = [part.offset + (first - part.start) * entry for part in (c, o)]
         repeats = c.size_bytes // steps[0]
+        # All entries of both sides are copied: the repetitions are adjacent and make one stretch.
         if steps == [size, size]:
             size, repeats = size * repeats, 1
         yield _Stretch(
@@ -218,7 +224,9 @@ def _typed_stretches(
 
 
 def _opaque_stretches(source: PoolLayout, target: PoolLayout, in_rows: bool) -> Iterator[_Stretch]:
-    """A page is a string of bytes, which the two sides may have cut at different places."""
+    """Yield the stretches of an opaque page: the same bytes on both sides, which the two sides may
+    cut at different places.
+    """
     ours, theirs = (
         [c for c in layout.components if c.in_rows == in_rows] for layout in (source, target)
     )
@@ -250,7 +258,7 @@ def _segments(
         source_step,
         target_step,
     ) = found.T
-    # The stretch of each segment, and its number within that.
+    # Each repetition of a stretch becomes a segment: `of` is its stretch, `nth` its number there.
     of = np.repeat(np.arange(len(found)), repeats)
     nth: Addresses = np.arange(of.size) - (np.cumsum(repeats) - repeats)[of]
     source_strides, target_strides = (
