@@ -1,1 +1,1 @@
-"""HTTP in front of an engine and a node."""
+"""HTTP servers in front of an engine and a node."""

@@ -1,4 +1,4 @@
-"""One completion as it grows: engine tokens in, pieces of text with their ids and logprobs out."""
+"""One completion as it grows: tokens of the engine in, pieces of text with ids and logprobs out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvflow.serve.http.tokenizer import Detokenizer
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one engine step added: a token, or none where only the prompt was asked for.
+    """The addition of one engine step: a token, or no token for a request of the prompt alone.
 
     `finish` is "length", "stop", "abort" or None; `matched` is the stop string or token id.
     """
@@ -26,27 +26,27 @@ class Delta(msgspec.Struct, frozen=True):
     tokens: tuple[TokenOut, ...]
     finish: str | None = None
     matched: str | int | None = None
-    hidden_states: PackedArray | None = None  # of the last token alone, where they were asked for
-    cached_tokens: int = 0  # with the first one: of the prompt
+    hidden_states: PackedArray | None = None  # if requested: of the last token only
+    cached_tokens: int = 0  # in the first delta: cached tokens of the prompt
 
 
 class Completion:
     """The sum of the deltas of one choice.
 
-    Tokens are counted and not kept: what an answer says of each, its call encodes as it comes, in a
-    tenth of the memory that the log-probabilities of a token take as objects."""
+    Tokens are counted and not kept: their `CompletionCall` encodes what the answer needs of each
+    one as it arrives, in a tenth of the memory of a token's log-probabilities as objects."""
 
     def __init__(self) -> None:
         self.generated = 0  # tokens
         self.finish: str | None = None
         self.matched: str | int | None = None
         self.hidden_states: PackedArray | None = None
-        self.cached_tokens = 0  # of the prompt, as soon as the first token is there
+        self.cached_tokens = 0  # of the prompt; known with the first token
         self._text = io.StringIO()
 
     @property
     def text(self) -> str:
-        """A copy: ask for it once."""
+        """The text so far. Each access makes a copy."""
         return self._text.getvalue()
 
     def add(self, delta: Delta) -> None:
@@ -68,7 +68,8 @@ async def detokenize(
     *,
     prompt_only: bool,
 ) -> AsyncGenerator[Delta, None]:
-    """The deltas of one choice; closes the engine's iterator as soon as a stop string is complete.
+    """Yield the deltas of one choice, and close the engine's iterator once a stop string is
+    complete.
 
     A token that ends the completion by its id carries no text, unless the text is to include its
     end. The prompt's log-probabilities go to `scored` before the first delta.
@@ -80,7 +81,8 @@ async def detokenize(
                 if token.prompt_logprobs is not None:
                     await scored(token.prompt_logprobs)
                     token = msgspec.structs.replace(token, prompt_logprobs=None)
-                # Those of a long answer are too many to keep.
+                # Callers keep tokens for a while, and the hidden states of a long answer are too
+                # large for that.
                 if (hidden := token.hidden_states) is not None:
                     token = msgspec.structs.replace(token, hidden_states=None)
                 if prompt_only:
@@ -109,5 +111,6 @@ async def detokenize(
         except AbortedError as error:
             if error.code is not Code.ABORTED:
                 raise
-            # prefill has met /abort_request, maybe before this leg was known here.
+            # Prefill received /abort_request, perhaps before this leg arrived here. The client then
+            # gets an answer with the reason "abort", as for an abort at this worker.
             yield Delta("", (), ABORT)

@@ -1,7 +1,6 @@
-"""What the HTTP layer needs from a prefill or a decode: tokens for a request, refusals and a
-report.
+"""The interface between the HTTP layer and a prefill or decode: tokens, refusals and a report.
 
-`launch/roles.py` makes the real ones.
+`engine_services` and `group_service` implement it, and `launch/roles.py` makes the objects.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = ""
     context_length: int
     vocab_size: int
-    sampling_defaults: dict[str, float] = {}  # of the OpenAI routes, where a body does not say
+    sampling_defaults: dict[str, float] = {}  # of the OpenAI routes, for fields that a body omits
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion to generate: the room its KV moves through, its prompt, its sampling."""
+    """One completion to generate: the room of its KV, its prompt and its sampling."""
 
     room: int
     prefill: str  # "host:port" of the bootstrap registry; a prefill ignores it
-    # The group of its ranks that serves the room; `room % dp_size` where None.
+    # The group of prefill's ranks that serves the room; `room % dp_size` if None.
     prefill_dp_rank: int | None = None
     prompt: PromptIds
     params: SamplingParams
@@ -54,8 +53,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The live part of one rank of a worker over several; what another one has last told, if it is
-    `up`.
+    """Live figures of one rank of a worker over several ranks: the last status that it sent, if
+    it is `up`.
     """
 
     rank: int
@@ -66,8 +65,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     pages_at_rest: bool = False
     pinned_pages: int = 0
     rooms: dict[str, int] = {}  # open ones, by state
-    requests: int = 0  # whose pages it computes, or will
-    tickets: int = 0  # requests of the group of which something is left there
+    requests: int = 0  # the rank computes their pages, or will
+    tickets: int = 0  # requests of the group that did not end at the rank yet
     bytes_moved: int = 0
     internal_errors: dict[str, int] = {}
     messages_dropped: int = 0
@@ -75,22 +74,20 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(NodeReport, frozen=True, kw_only=True):
-    """The live part of /server_info and the source of every gauge; cheap enough to be taken every
-    second.
-    """
+    """Live figures for /server_info and every gauge; cheap enough to make every second."""
 
-    queue_seconds: Histogram | None = None  # it goes on being filled
+    queue_seconds: Histogram | None = None  # shared with the engine, which still fills it
     running: int = 0
     waiting: int = 0
-    optimism: EngineOptimism | None = None  # of a prefill
-    cache: CacheStats | None = None  # of prefixes, where they are cached
-    # Where events of that cache are published, and how many.
+    optimism: EngineOptimism | None = None  # prefill only
+    cache: CacheStats | None = None  # if prefixes are cached
+    # Addresses and counters of the publisher of cache events.
     kv_events: dict[str, Any] | None = None
-    retraction: EngineRetractions | None = None  # of a decode, as is what follows
-    decode_steps: int | None = None
+    retraction: EngineRetractions | None = None  # decode only
+    decode_steps: int | None = None  # decode only
     pp_size: int = 1
     tp_size: int = 1
-    ranks: tuple[RankReport, ...] = ()  # of a worker over several
+    ranks: tuple[RankReport, ...] = ()  # empty for a worker of one rank
 
 
 class CompletionService(Protocol):
@@ -104,15 +101,15 @@ class CompletionService(Protocol):
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no request can be served now; empty while requests can be served."""
+        """The reason why no request can be served now; empty while requests can be served."""
 
     @property
     def limits(self) -> EngineLimits:
-        """What one request may ask for when it has the pool to itself."""
+        """Limits of a single request that has the whole pool."""
 
     def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
-        """The tokens of `request`: prefill yields the first one once its KV has landed at decode,
-        decode yields all.
+        """Yield the tokens of `request`: prefill the first one, once its KV landed at decode;
+        decode all.
 
         Closing the iterator aborts the room. Raises: KvflowError.
         """
@@ -120,30 +117,31 @@ class CompletionService(Protocol):
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         """End a room whose request never reached `tokens`, so that the other leg gets the cause.
 
-        `prefill` is where its registry is, empty when unknown, `dp_rank` the group there; prefill
-        itself does not look at them. Never raises."""
+        `prefill` is the address of its registry, empty when unknown, and `dp_rank` the group there;
+        a prefill ignores both. Never raises."""
 
     def abort(self, request: GenerationRequest) -> None:
-        """The tokens of `request` are about to be closed: where that would look like a failure to
-        the other leg, it gets `Code.ABORTED`."""
+        """Announce that the caller is about to close the tokens of `request`.
+
+        Where that would look like a failure to the other leg, it gets `Code.ABORTED` instead."""
 
     def end_requests(self) -> None:
-        """Accept none from here on, and end every one that runs or waits with `Code.SHUTDOWN`, at
-        both legs.
+        """Accept no more requests, and end all that run or wait with `Code.SHUTDOWN`, at both
+        legs.
         """
 
     def report(self) -> Report: ...
 
     def rooms(self) -> Sequence[dict[str, Any]]:
-        """Open and recently ended rooms, one entry each."""
+        """Return open and recently ended rooms, one entry each."""
 
     def story(self, room: int) -> dict[str, Any] | None:
-        """What happened in a room: events with times, bytes landed of bytes to move; None for an
-        unknown room.
+        """Return the events of a room with their times, and the bytes landed of those to move;
+        None for an unknown room.
         """
 
     def peers(self) -> Sequence[dict[str, Any]]:
-        """The nodes of the other role that this one knows, one entry each."""
+        """Return the nodes of the other role that this one knows, one entry each."""
 
     def declare_dead(self, incarnation: int, why: str) -> None:
         """Record an operator's assurance that a prefill writes no more (see `Node.declare_dead`).
@@ -152,4 +150,4 @@ class CompletionService(Protocol):
         """
 
     async def flush_cache(self) -> None:
-        """Forget every cached prefix; requests that read one keep it until they end."""
+        """Drop every cached prefix; requests that read one keep it until they end."""

@@ -1,6 +1,4 @@
-"""The two completion services: an engine and a node behind the interface
-that the HTTP layer calls.
-"""
+"""The completion services of both roles: an engine and a node behind the interface for HTTP."""
 
 from __future__ import annotations
 
@@ -49,12 +47,12 @@ class RecentRooms:
             self._rooms.popitem(last=False)
 
     def close(self, cause: Cause) -> None:
-        """End those that are open."""
+        """End all open rooms."""
         for room in list(self._rooms.values()):
             room.close(cause)
 
     def summaries(self) -> list[dict[str, Any]]:
-        """The latest first."""
+        """Return one entry for each room, the latest first."""
         return [_summary(room) for room in reversed(self._rooms.values())]
 
     def story(self, room_id: int) -> dict[str, Any] | None:
@@ -70,7 +68,8 @@ class RecentRooms:
             }
             for line in room.story()
         ]
-        # Stories of two processes of one machine, or of two with clocks that agree, merge by this.
+        # With the time of day, the stories of both halves of a room can be merged, if the clocks of
+        # their machines agree.
         opened_unix_s = time.time() - (time.monotonic() - room.opened_at_s)
         return {**_summary(room), "opened_unix_s": round(opened_unix_s, 6), "events": events}
 
@@ -90,7 +89,7 @@ def _summary(room: PrefillRoom | DecodeRoom) -> dict[str, Any]:
 
 
 def owned_by_kind(pages: PageAllocator) -> dict[str, int]:
-    """Pages (or rows) that are not free, by kind of owner."""
+    """Count the pages (or rows) that are not free, by kind of owner."""
     kinds: dict[str, int] = {}
     for owner, count in pages.owned().items():
         kind = owner[0] if isinstance(owner, tuple) else type(owner).__name__.lower()
@@ -100,7 +99,7 @@ def owned_by_kind(pages: PageAllocator) -> dict[str, int]:
 
 
 class EngineService(Generic[N, E]):
-    """What both roles have in common, over one node and one engine."""
+    """The common part of both roles, over one node and one engine."""
 
     def __init__(self, card: ModelCard, node: N, engine: E, timeout_s: float) -> None:
         self.card = card
@@ -155,11 +154,11 @@ class EngineService(Generic[N, E]):
         )
 
     def _optimism(self) -> EngineOptimism | None:
-        """Of prompts that were begun early; None where none is computed."""
+        """Return counters of prompts that began before decode lent pages; None for a decode."""
         return None
 
     def _retraction(self) -> EngineRetractions | None:
-        """What over-commitment has led to; None where nothing is over-committed."""
+        """Return counters of retracted requests; None for a prefill, which retracts no request."""
         return None
 
     def _decode_steps(self) -> int | None:
@@ -175,13 +174,13 @@ class EngineService(Generic[N, E]):
         return self._node.peers()
 
     def declare_dead(self, incarnation: int, why: str) -> None:
-        """A prefill is told of one, too: it may have become one, over pages that it lent as a
-        decode.
-        """
+        """See `CompletionService.declare_dead`."""
+        # A prefill takes the declaration as well: it may have been a decode before a switch of
+        # role, and its pool may still have pages that it lent then.
         self._node.declare_dead(incarnation, why)
 
     def abort(self, request: GenerationRequest) -> None:
-        """Of a room that decode has withdrawn, prefill's leg has no answer that is read."""
+        """Do nothing: when decode aborts, no router reads the answer of prefill's leg."""
 
     async def flush_cache(self) -> None:
         if (cache := self._engine.cache) is not None:
@@ -189,18 +188,20 @@ class EngineService(Generic[N, E]):
 
 
 class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
-    """Prefill: a request is one prompt computed, its KV moved to decode, and the first token."""
+    """The service of a prefill: it computes one prompt per request, moves its KV to decode, and
+    yields the first token.
+    """
 
     def __init__(
         self, card: ModelCard, node: PrefillNode, engine: PrefillEngine, timeout_s: float
     ) -> None:
         super().__init__(card, node, engine, timeout_s)
-        # By `id` of the request: a room may follow one of its number.
+        # By `id` of the request, since a later request may use the number of a room again.
         self._open_rooms: dict[int, PrefillRoom] = {}
 
     @property
     def rank(self) -> RankInfo:
-        """What is registered at the bootstrap registry."""
+        """The entry of this rank in the bootstrap registry."""
         return self._node.info
 
     def _optimism(self) -> EngineOptimism:
@@ -222,6 +223,8 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
             )
         finally:
             del self._open_rooms[id(request)]
+        # A prefill's completion ends with its first token, and a router expects an answer that is
+        # finished.
         if first.finish_reason is None:
             first = msgspec.structs.replace(first, finish_reason="length")
         yield first
@@ -235,7 +238,9 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
-    """Decode: a request is pages lent to prefill, and all tokens once they have landed."""
+    """The service of a decode: it lends pages to prefill, and yields all tokens once they
+    landed.
+    """
 
     def _retraction(self) -> EngineRetractions:
         return self._engine.retraction
@@ -250,8 +255,8 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             )
             self._node.counts.room_refused(error.cause())
             raise error
-        # Announced before it waits for pages: prefill's leg waits for as long as this decode lives,
-        # or is told why not.
+        # The room is announced before it waits for pages: prefill's leg then waits as long as this
+        # decode lives, or receives the cause of its end.
         prompt = request.checked or request.prompt
         try:
             room = self._node.announce(
@@ -277,7 +282,9 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
                 prefix.release()
             if admission is not None:
                 admission.release()
-            if isinstance(error, DpRankError):  # found out when its registry had answered
+            # The groups of an unknown prefill are known only after its registry answered, so
+            # `offer` can raise this as well as `announce`.
+            if isinstance(error, DpRankError):
                 raise self._refused_group(request, error) from None
             raise
         tokens = self._engine.generate(room, request.prompt, request.params, admission, prefix)
@@ -285,6 +292,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             async for token in tokens:
                 yield token
         except KvflowError as error:
+            # A room counts its failures until it succeeds; later ones are counted here.
             if room.phase is DecodePhase.SUCCESS:
                 self._node.counts.engine_failed(error.code)
             raise
@@ -292,7 +300,9 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
             await tokens.aclose()
 
     def _refused_group(self, request: GenerationRequest, error: DpRankError) -> RequestError:
-        """The error of this leg. Prefill's leg may wait at any group: it is told there."""
+        """Refuse the room at prefill, whose leg may wait at any group, and return the error of this
+        leg.
+        """
         refused = RequestError(f"disagg_prefill_{error}", param="disagg_prefill_dp_rank")
         self.refuse(request.room, request.prefill, refused.cause(), request.prefill_dp_rank)
         return refused
@@ -313,11 +323,13 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         try:
             return await waiting
         except asyncio.CancelledError:
+            # The admission may arrive in the turn of the loop in which this task is cancelled, and
+            # would otherwise keep its place.
             if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                # It came in the turn of the loop in which this was cancelled.
                 waiting.result().release()
+            # `stop_waiting` cancelled the wait because the room ended; `opened` raises the cause.
             if room.ended:
-                await room.opened()  # raises what ended it
+                await room.opened()
             raise
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Every request field that OpenAI, SGLang or vLLM know, and what this server does with it.
+"""A table of every request field of OpenAI, SGLang or vLLM, with the treatment by this server.
 
-This table is what refuses a body: a field that would change the answer, is not implemented and is
-not at its default is a 400 that names it, since the answer without it would be wrong. FIELDS.md
-beside this file is printed from it:
+The server refuses bodies by this table: a field that would change the answer, is not implemented
+and is not at its default is a 400 that names it, since the answer without it would be wrong.
+FIELDS.md beside this file is printed from the table:
 
     python -m kvflow.serve.http.fields kvflow/serve/http/FIELDS.md
 
@@ -34,7 +34,8 @@ UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 class Field(NamedTuple):
     """One field. `bodies` and `known_to` are letters of `BODIES` and `SOURCES`.
 
-    `accepts` are the values at which a refused field changes nothing; `example` is none of them.
+    `accepts` are the values at which a refused field has no effect; `example` is another value, for
+    tests.
     """
 
     name: str
@@ -45,7 +46,8 @@ class Field(NamedTuple):
     example: Any = True
 
     def changes_nothing(self, value: Any) -> bool:
-        """Whether a refused field may have this value; False and 0 are two values."""
+        """Return True for a value at which a refused field has no effect."""
+        # In Python False == 0, but a field that accepts one need not accept the other.
         return any(
             value == one and isinstance(value, bool) == isinstance(one, bool)
             for one in self.accepts
@@ -341,12 +343,12 @@ TABLE = {WORKS: _WORKS, REFUSED: _REFUSED, HARMLESS: _HARMLESS}
 
 
 def names_of(standing: str, body: str) -> frozenset[str]:
-    """The names of one standing in one body."""
+    """Return the names of all fields of one standing in one body."""
     return frozenset(field.name for field in TABLE[standing] if body in field.bodies)
 
 
 def refused_in(body: str) -> dict[str, Field]:
-    """The refused fields of one body, by name."""
+    """Return the refused fields of one body, by name."""
     return {field.name: field for field in _REFUSED if body in field.bodies}
 
 
@@ -374,7 +376,7 @@ _HEAD = (
 
 
 def render() -> str:
-    """FIELDS.md."""
+    """Return the content of FIELDS.md."""
     lines = [*_HEAD]
     for standing, fields in TABLE.items():
         lines += [
@@ -398,7 +400,7 @@ def _named(letters: str, names: dict[str, str]) -> str:
 
 
 def main(arguments: Iterable[str]) -> None:
-    """Write the page to each of the paths."""
+    """Write FIELDS.md to each of the paths."""
     for path in arguments:
         Path(path).write_text(render(), encoding="utf-8")
 

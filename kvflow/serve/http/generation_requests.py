@@ -1,6 +1,6 @@
-"""From a request body to generation requests: prompts times choices, each with its room, checked
-against the limits.
-"""
+"""Conversion of a request body into generation requests, one per prompt and choice.
+
+Each has its room, and is checked against the limits."""
 
 from __future__ import annotations
 
@@ -40,43 +40,49 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_ID_DIGITS = 10
 MAX_SALT = 512  # characters
 MAX_ANSWER_ID = 512  # characters: every event of a stream repeats it
-# Of the log-probabilities of all prompts of a body, packed: a fifth of their JSON.
+# Packed size of the log-probabilities of all prompts of a body: a fifth of their JSON.
 MAX_SCORES_BYTES = 1 << 24
-# Tokens from here on are hashed in a thread: it costs less than 100 us on the event loop below.
+# Prompts with this many tokens are hashed in a thread; shorter ones take less than 100 us of the
+# event loop.
 LONG_PROMPT = 1 << 15
 T = TypeVar("T")
-# What a model's generation_config.json may recommend, at the values that change nothing.
+# Fields that a model's generation_config.json may set, with the values that have no effect.
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _NO_SAMPLING = GenerateSampling()
 _NOT_ASKED: HiddenStates = False
 _DP_RANKS = ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank")
-_NO_DP_RANK = -1  # of a body whose own is none: a refusal is told to every group
+# Stands for an invalid group in a body: no group has this number, so a refusal goes to all of them.
+_NO_DP_RANK = -1
 _ROOM_MASK = (1 << 63) - 1
-# golden-ratio step: rooms derived from one id do not collide with those of another.
+# A step by the golden ratio spreads the derived rooms, so that rooms derived from different ids
+# hardly ever collide.
 _ROOM_STEP = 0x9E3779B97F4A7C15
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """What one request may ask of this role."""
+    """Limits and defaults of this role for a request."""
 
     engine: EngineLimits
     generates: bool  # decode keeps prompt and completion in its pool, prefill only the prompt
-    bootstrap_port: int  # used where a body names a prefill's host alone
-    sampling_defaults: Mapping[str, float]  # of the OpenAI routes, where a body does not say
+    bootstrap_port: int  # used where a body gives a prefill's host without a port
+    sampling_defaults: Mapping[str, float]  # of the OpenAI routes, for fields that a body omits
     low_priority_first: bool = False
 
     def tokens_left(self, prompt: PromptIds) -> int:
-        """New tokens that fit behind `prompt`; defaults stay below it."""
+        """Return how many new tokens fit after `prompt`; defaults do not exceed it."""
         return max(1, min(self.engine.context_length, self.engine.pool_tokens) - len(prompt))
 
     def priority(self, given: int | None) -> int:
-        """A body's priority as the engine's, of which the larger one starts first."""
-        # ~: -n has no place for the smallest one.
+        """Convert a body's priority to the engine's, where the larger one starts first."""
+        # `~n` keeps the order of `-n`, and unlike it fits into 64 bits for the smallest `n`.
         return ~(given or 0) if self.low_priority_first else given or 0
 
     def check(self, body: Rendezvous, prompt: PromptIds, params: SamplingParams) -> None:
-        """Raises: RequestError (400): what can never fit is the client's to change, also where the
-        engine calls it a lack of capacity (503)."""
+        """Check a request against the limits.
+
+        Raises: RequestError (400)."""
+        # The engine reports a request that is too large as a lack of capacity (503). One that can
+        # never fit is an error of the client, and must not be retried.
         with _refused(_prompt_field(body)):
             self.engine.check_prompt(prompt)
         with _refused(None):
@@ -87,7 +93,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def _refused(param: str | None) -> Iterator[None]:
-    """What the engine refuses as a RequestError about `param`."""
+    """Convert refusals of the engine in the block to a RequestError about `param`."""
     try:
         yield
     except CapacityError as error:
@@ -109,7 +115,7 @@ def _limit_field(body: Rendezvous) -> str:
 
 
 def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
-    """How many completions each prompt of a /generate body gets. Raises: RequestError."""
+    """Return the number of completions per prompt of a /generate body. Raises: RequestError."""
     given = {
         _of_prompt("sampling_params", body.sampling_params, i, prompts, _NO_SAMPLING).n
         for i in range(prompts)
@@ -122,8 +128,10 @@ def choices_of_generate(body: GenerateRequest, prompts: int) -> int:
 async def params_of_generate(
     body: GenerateRequest, prompts: list[PromptIds], limits: RequestLimits
 ) -> list[SamplingParams]:
-    """The sampling of each prompt of a /generate body. Raises: RequestError."""
-    made: dict[int, dict[str, Any]] = {}  # by identity: prompts share the object, or have one each
+    """Return the sampling of each prompt of a /generate body. Raises: RequestError."""
+    # By identity of `sampling_params`: a body may have one object for thousands of prompts, and its
+    # fields are converted once.
+    made: dict[int, dict[str, Any]] = {}
     return [
         _params_of_prompt(body, i, prompts, limits, made)
         async for i in in_turns(range(len(prompts)))
@@ -153,7 +161,8 @@ def _params_of_prompt(
     if most is None:
         most = min(DEFAULT_MAX_NEW_TOKENS, limits.tokens_left(prompt))
     start = _of_prompt("logprob_start_len", body.logprob_start_len, index, count, -1)
-    scored_from = start if scored and start != -1 else None  # SGLang's default: none of the prompt
+    # The default of SGLang, -1, asks for no log-probabilities of the prompt.
+    scored_from = start if scored and start != -1 else None
     return SamplingParams(
         **fields,
         max_new_tokens=most,
@@ -166,7 +175,9 @@ def _params_of_prompt(
 
 
 def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
-    """Raises: RequestError for those of every token: a prompt's do not fit into a hand-over."""
+    """Return True if the body asks for the hidden states of the last token.
+
+    Raises: RequestError for those of every token: a prompt's do not fit into a hand-over."""
     given = _of_prompt(
         "return_hidden_states", body.return_hidden_states, index, prompts, _NOT_ASKED
     )
@@ -180,7 +191,7 @@ def _wants_hidden(body: GenerateRequest, index: int, prompts: int) -> bool:
 
 
 def _asked_ids(given: list[Any] | None, index: int, prompts: int) -> tuple[int, ...]:
-    """Ids for every prompt, or a list of such lists."""
+    """Return the ids for one prompt; `given` has ids for every prompt, or one list for each."""
     if not given or all(isinstance(one, int) for one in given):
         return tuple(given or ())
     if not all(isinstance(one, list) for one in given):
@@ -190,7 +201,7 @@ def _asked_ids(given: list[Any] | None, index: int, prompts: int) -> tuple[int, 
 
 
 def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, unset: T) -> T:
-    """What a field says of one prompt: it has one value for all of them, or a list."""
+    """Return the value of a field for one prompt; it has one value for all prompts, or a list."""
     if isinstance(value, list):
         if len(value) != prompts:
             raise RequestError(
@@ -203,7 +214,7 @@ def _of_prompt(name: str, value: T | list[T] | None, index: int, prompts: int, u
 def params_of_chat(
     body: ChatRequest, prompt: PromptIds, bad_words: BadWords, limits: RequestLimits
 ) -> SamplingParams:
-    """The sampling of a chat body; without a limit the answer may fill the context."""
+    """Return the sampling of a chat body; without a limit the answer may fill the context."""
     most = body.max_completion_tokens or body.max_tokens or limits.tokens_left(prompt)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -215,7 +226,7 @@ def params_of_chat(
 def params_of_completion(
     body: CompletionRequest, prompts: list[PromptIds], bad_words: BadWords, limits: RequestLimits
 ) -> list[SamplingParams]:
-    """The sampling of each prompt of a completions body."""
+    """Return the sampling of each prompt of a completions body."""
     fields = _openai_fields(body, bad_words, limits)
     fields["logprobs"] = body.logprobs
     fields["prompt_logprobs_from"] = 0 if body.echo and body.logprobs is not None else None
@@ -261,7 +272,8 @@ def _sampling_fields(
 
 
 def _biases(given: dict[str, float]) -> LogitBias:
-    """Raises: RequestError for a key that is not a token id."""
+    """Convert `logit_bias`. Raises: RequestError for a key that is not a token id."""
+    # One entry beyond the limit is enough for `LogitBias` to refuse the whole, however large.
     for key in itertools.islice(given, MAX_LOGIT_BIAS + 1):
         if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
             raise RequestError(
@@ -273,8 +285,9 @@ def _biases(given: dict[str, float]) -> LogitBias:
 
 
 def check_count(prompts: int, choices: int) -> None:
-    """Raises: RequestError for more completions than a body may ask for, before their prompts are
-    looked at.
+    """Check the number of completions, before their prompts are read.
+
+    Raises: RequestError for more than a body may ask for.
     """
     if not 1 <= prompts * choices <= MAX_COMPLETIONS:
         text = (
@@ -291,9 +304,9 @@ def generation_requests(
     choices: int,
     limits: RequestLimits,
 ) -> list[GenerationRequest]:
-    """One request per prompt and choice, prompt by prompt.
+    """Make one request per prompt and choice, prompt by prompt.
 
-    Raises: RequestError naming what does not fit.
+    Raises: RequestError naming the field that is wrong.
     """
     check_count(len(prompts), choices)
     total = len(prompts) * choices
@@ -306,6 +319,7 @@ def generation_requests(
     for i in range(total):
         prompt, sampling = prompts[i // choices], params[i // choices]
         choice = i % choices
+        # With the same seed all choices would be the same text.
         if choice and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
         room, prefill = _rendezvous(body, i, total, limits.bootstrap_port)
@@ -325,13 +339,14 @@ def generation_requests(
 
 
 def _namespace(body: Rendezvous, index: int, prompts: int) -> Namespace:
-    """What its prompt shares cached pages with. Raises: RequestError."""
+    """Return the namespace in which a prompt shares cached pages. Raises: RequestError."""
     parts = []
     for name in ("cache_salt", "extra_key"):
         part = _of_prompt(name, getattr(body, name), index, prompts, "")
         if len(part) > MAX_SALT:
             raise RequestError(f"{name}: {len(part)} characters, limit {MAX_SALT}", param=name)
-        if "\0" in part:  # it stands between the two
+        # `namespace_of` joins the two with a NUL.
+        if "\0" in part:
             raise RequestError(f"{name}: it has a NUL character", param=name)
         parts.append(part)
     return namespace_of(*parts)
@@ -344,7 +359,9 @@ def _check_scores(
     choices: int,
     limits: RequestLimits,
 ) -> None:
-    """Every choice has the log-probabilities of its prompt: in its hand-over, and in the answer."""
+    """Check the size of the log-probabilities of all prompts. Raises: RequestError."""
+    # Every choice has those of its prompt, in its hand-over and in the answer, so they count once
+    # per choice.
     scores = (
         limits.engine.scores_bytes(len(prompt), one)
         for prompt, one in zip(prompts, params, strict=True)
@@ -362,15 +379,16 @@ def _check_scores(
 
 
 def _check_dp_ranks(body: Rendezvous, *, is_decode: bool) -> None:
-    """A worker is one DP group, number 0; which of its groups an embedded prefill has, decode hears
-    of its registry.
-    """
+    """Check the data-parallel ranks of a body. Raises: RequestError."""
+    # A worker is one group, number 0. A prefill embedded in another engine may have more; decode
+    # learns them from its registry, and here only the bound of all groups can be checked.
     role = "decode" if is_decode else "prefill"
     for name in _DP_RANKS:
         if (given := getattr(body, name)) is None:
             continue
         of_another = is_decode and name == "disagg_prefill_dp_rank"
         most = MAX_RANKS - 1 if of_another else 0
+        # `isinstance` would accept True, which JSON can also contain.
         if type(given) is not int or not 0 <= given <= most:
             text = f"{name}: {str(given)[:40]!r} is not an integer in 0..{most}"
             raise RequestError(
@@ -389,7 +407,7 @@ def _check_answer_ids(body: Rendezvous, total: int) -> None:
 
 
 async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-    """The same requests; each long prompt's digest is worked out once, and in a thread."""
+    """Return the requests with the digests of long prompts, each computed once and in a thread."""
     checked: dict[int, CheckedPrompt] = {}
     for request in requests:
         if len(request.prompt) >= LONG_PROMPT and id(request.prompt) not in checked:
@@ -405,14 +423,17 @@ async def with_digests(requests: list[GenerationRequest]) -> list[GenerationRequ
 
 
 def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str, int | None]]:
-    """Every valid room id in a body, "host:port" of its prefill's registry (empty where the body
-    names none) and the group there, for refusals before there are generation requests."""
+    """Return every valid room id in a body, "host:port" of its prefill's registry (empty if the
+    body has none) and the group there.
+
+    For refusals before there are generation requests."""
     group = body.disagg_prefill_dp_rank
     if group is not None and type(group) is not int:
         group = _NO_DP_RANK
     named = body.bootstrap_room
     total = len(named) if isinstance(named, list) else 0 if named is None else 1
-    if total > MAX_COMPLETIONS:  # no leg takes such a body, so that none waits
+    # No leg accepts such a body, so no room of it waits.
+    if total > MAX_COMPLETIONS:
         return []
     found = []
     for index in range(total):
@@ -422,8 +443,8 @@ def rooms_of(body: Rendezvous, default_port: int) -> list[tuple[int, str, int | 
 
 
 def _rendezvous(body: Rendezvous, index: int, total: int, default_port: int) -> tuple[int, str]:
-    """The room of one completion, and "host:port" of its prefill's registry (empty where the body
-    names no host).
+    """Return the room of one completion, and "host:port" of its prefill's registry (empty if the
+    body has no host).
     """
     room = _entry("bootstrap_room", body.bootstrap_room, index, total)
     host = _entry("bootstrap_host", body.bootstrap_host, index, total)
@@ -435,6 +456,8 @@ def _rendezvous(body: Rendezvous, index: int, total: int, default_port: int) -> 
         )
     if not 0 <= room < 1 << 64:
         raise RequestError(f"bootstrap_room: {room} is not an unsigned 64-bit integer")
+    # A router may name one room for a body with several completions. Both legs derive the same
+    # further rooms from it.
     if total > 1 and not isinstance(body.bootstrap_room, list):
         room = (room + index * _ROOM_STEP) & _ROOM_MASK if index else room
     if host is None:
@@ -456,8 +479,8 @@ def _entry(name: str, value: Any, index: int, total: int) -> Any:
 
 
 def prompt_ids(value: Any, most: int = MAX_COMPLETIONS) -> tuple[list[PromptIds], bool]:
-    """`[1, 2]` or `[[1, 2], [3]]` as a list of at most `most` prompts, and whether it was a list of
-    them.
+    """Convert `[1, 2]` or `[[1, 2], [3]]` to a list of at most `most` prompts; also return True if
+    it was a list of lists.
 
     Raises: RequestError for a mixture, or more.
     """

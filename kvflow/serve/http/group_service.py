@@ -1,6 +1,4 @@
-"""The completion services of workers over several ranks: a prefill's group, and the shards of a
-decode.
-"""
+"""The completion services of workers over several ranks: a prefill group, and a sharded decode."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ if TYPE_CHECKING:  # importing the engines imports torch
 
 
 class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
-    """As `PrefillService`: a request is opened, computed and sent by every rank, and ends on all of
-    them as one.
+    """A `PrefillService` over several ranks: every rank opens, computes and sends a request, and it
+    ends on all of them together.
     """
 
     def __init__(
@@ -46,7 +44,10 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         others: Mapping[int, Status],
         world: tuple[int, int],
     ) -> None:
-        """`others`: the last status of each other rank. `world`: stages and shards."""
+        """Make the service of the first rank.
+
+        `others`: the last status of each other rank, which the group updates. `world`: numbers of
+        stages and shards."""
         super().__init__(card, node, engine, timeout_s)
         self._group, self._own_status, self._others = group, own_status, others
         self._world = world
@@ -54,7 +55,7 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 
     @property
     def rank(self) -> RankInfo:
-        """What is registered at the bootstrap registry of this rank."""
+        """The entry of this rank in the bootstrap registry."""
         return self._node.info
 
     @property
@@ -69,7 +70,7 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         return self._engine.optimism
 
     def opened(self, room: PrefillRoom) -> None:
-        """This rank's half of a request has been opened."""
+        """Remember this rank's half of a request, which the group opened."""
         self._recent_rooms.add(room)
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
@@ -92,6 +93,7 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
                 namespace=request.namespace,
             )
         except KvflowError as error:
+            # A room that was opened counts its own failure.
             if not was_opened:
                 self._node.counts.room_refused(error.cause())
             raise
@@ -109,10 +111,12 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         self._group.refuse(room, cause)
 
     async def flush_cache(self) -> None:
-        """On every rank."""
+        """Drop every cached prefix on every rank."""
+        # The engine also flushes the other ranks, which a flush of this rank's cache would not.
         self._engine.flush()
 
     def end_requests(self) -> None:
+        # Closing a request of the group ends its rooms on every rank; `super` ends this rank's.
         for opened in list(self._open.values()):
             opened.close(Cause(Code.SHUTDOWN, "the prefill is shutting down"))
         super().end_requests()
@@ -148,8 +152,8 @@ def _rank_report(rank: int, status: Status | None) -> RankReport:
 
 
 class ShardedDecodeService(DecodeService):
-    """As `DecodeService`: requests, rooms and pages are the first shard's, the others run its steps
-    over the same pages."""
+    """A `DecodeService` over several shards: the first one has the requests, rooms and pages, and
+    the others run its steps over the same pages."""
 
     def __init__(
         self,
@@ -164,7 +168,7 @@ class ShardedDecodeService(DecodeService):
         self._shards = shards
 
     def break_off(self, cause: Cause) -> None:
-        """No step can follow: end every request with `cause`, at both legs."""
+        """End every request with `cause`, at both legs, after a loss that ends all steps."""
         self._engine.break_off(cause)
         self._recent_rooms.close(cause)
         self._node.leave()
@@ -183,6 +187,7 @@ class ShardedDecodeService(DecodeService):
             bytes_moved=whole.bytes_moved,
             internal_errors=whole.internal_errors,
         )
+        # The other shards use the page numbers of the first one, so its figures hold for them.
         others = tuple(
             RankReport(rank=shard.number, up=False)
             if not shard.is_up

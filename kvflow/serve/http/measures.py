@@ -1,4 +1,4 @@
-"""What completions cost, as their clients see it: latencies, lengths, outcomes.
+"""Measures of completions from the view of their clients: latencies, lengths, outcomes.
 
 Plain numbers, read at each scrape.
 """
@@ -87,7 +87,7 @@ class Throughput:
     """Tokens per second over the last whole seconds."""
 
     def __init__(self) -> None:
-        self._seconds: deque[tuple[int, int]] = deque()  # a second and its tokens
+        self._seconds: deque[tuple[int, int]] = deque()  # seconds, each with its tokens
 
     def add(self, tokens: int, now: float) -> None:
         second = int(now)
@@ -100,6 +100,7 @@ class Throughput:
 
     def per_second(self, now: float) -> float:
         this = int(now)
+        # The current second is left out: it is not over, and would pull the rate down.
         return (
             sum(n for at, n in self._seconds if this - THROUGHPUT_WINDOW_S <= at < this)
             / THROUGHPUT_WINDOW_S
@@ -107,7 +108,7 @@ class Throughput:
 
 
 class CompletionMeasures:
-    """The completions of one role; where it says so, by whether they were streamed."""
+    """Measures of all completions of one role; some are split into streamed (True) and not."""
 
     def __init__(self) -> None:
         self.first_token_seconds = {stream: Histogram(REQUEST_SECONDS) for stream in (False, True)}
@@ -115,35 +116,39 @@ class CompletionMeasures:
         self.inter_token_seconds = Histogram(INTER_TOKEN_SECONDS)
         self.prompt_tokens = Histogram(TOKEN_COUNTS)
         self.generated_tokens = Histogram(TOKEN_COUNTS)
-        # "finished", "failed", "aborted" by the client.
+        # By outcome ("finished", "failed", or "aborted" by the client) and streaming.
         self.outcomes: Counter[tuple[str, bool]] = Counter()
         self.prompt_tokens_total: Counter[bool] = Counter()
         self.tokens_sent: Counter[bool] = Counter()
         self.throughput = Throughput()
+        # Prometheus cannot compute the rate of a series that appears with its first event, so all
+        # of them exist from the start.
         for outcome in ("finished", "failed", "aborted"):
             for stream in (False, True):
                 self.outcomes[outcome, stream] = 0
 
 
 class RequestMeter:
-    """Measures the completions of one HTTP request, from its arrival to the end of this block."""
+    """A meter for the completions of one HTTP request, from its arrival to the end of the block.
+
+    Used as a context manager, which records the outcome."""
 
     def __init__(self, measures: CompletionMeasures, arrived_at_s: float, *, stream: bool) -> None:
-        """`arrived_at_s` is by `time.perf_counter`."""
+        """Make a meter for a request that arrived at `arrived_at_s`, by `time.perf_counter`."""
         self._measures, self._arrived_at_s, self._stream = measures, arrived_at_s, stream
         self._prompts: list[int] = []
         self._counts: list[int] = []
         self._last_at_s: list[float] = []
-        self.failed = False  # set where an error does not leave the block
-        self.aborted: set[int] = set()  # completions that were asked to end
+        self.failed = False  # set by the caller for an error that it handles inside the block
+        self.aborted: set[int] = set()  # completions that a client aborted
 
     @property
     def elapsed_s(self) -> float:
-        """Since the request arrived."""
+        """Time since the request arrived."""
         return time.perf_counter() - self._arrived_at_s
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
-        """The completions are known, and no more refused."""
+        """Set the completions of the request, which are accepted now."""
         self._prompts = [len(request.prompt) for request in requests]
         self._counts = [0] * len(requests)
         self._last_at_s = [self._arrived_at_s] * len(requests)
@@ -152,10 +157,11 @@ class RequestMeter:
             trace.prompt_tokens = sum(self._prompts)
 
     def add(self, index: int, tokens: int, now: float) -> None:
-        """A completion has got `tokens` more, at once: each took its share of the time since the
-        last ones.
-        """
-        if not tokens:  # text that was held back, or what prefill says of the prompt
+        """Record that a completion got `tokens` more at once.
+
+        Each of them counts with an equal share of the time since the last ones."""
+        # A delta has no token if it is text that was held back, or the answer of a prompt alone.
+        if not tokens:
             return
         measures, since_s = self._measures, now - self._last_at_s[index]
         if self._counts[index]:
@@ -178,6 +184,8 @@ class RequestMeter:
             trace.completion_tokens = sum(self._counts)
         measures, stream = self._measures, self._stream
         if error is not None or self.failed:
+            # aiohttp cancels the handler of a client that disconnected; a write to it raises
+            # ConnectionError.
             left = isinstance(error, asyncio.CancelledError | ConnectionError)
             measures.outcomes["aborted" if left else "failed", stream] += len(self._prompts)
             return

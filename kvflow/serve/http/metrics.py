@@ -1,4 +1,4 @@
-"""Prometheus metrics of a role: kvflow's own names with base units, and on request the names that
+"""Prometheus metrics of a role: kvflow's names with base units, and optionally the names that
 SGLang dashboards read.
 """
 
@@ -22,7 +22,7 @@ from kvflow.serve.http.sglang_metrics import sglang_families
 
 
 class RoleMetrics(HttpMetrics):
-    """Metrics of a prefill or a decode. What it reports is read at each scrape."""
+    """Metrics of a prefill or a decode, made from a new report at each scrape."""
 
     def __init__(
         self,
@@ -32,16 +32,19 @@ class RoleMetrics(HttpMetrics):
         model: str = "",
         sglang: bool = False,
     ) -> None:
-        """`sglang`: with the names that SGLang's dashboards read, too."""
+        """Make the metrics of `role`; `report` returns its figures, and may be set later.
+
+        `sglang`: also export the names that SGLang's dashboards read."""
         super().__init__(self._of_role)
         self.completions = CompletionMeasures()
         self._report, self._role, self._model, self._sglang = report, role, model, sglang
 
     def reports(self, role: str, report: Callable[[], Report]) -> None:
-        """From here on these are the role's figures."""
+        """Use the figures of `report`, and its role, from now on."""
         self._role, self._report = role, report
 
     def _of_role(self, refusals: Counter[str]) -> Iterator[Metric]:
+        # The metrics exist before the role starts, and `reports` sets its report then.
         if self._report is None:
             return
         report = self._report()
@@ -107,9 +110,9 @@ _RANK_CACHE = (
 
 
 def _ranks(report: Report) -> Iterator[Metric]:
-    """Of each rank of a worker over several; without a label,
-    the other names are of the first one.
-    """
+    """Yield the metrics of each rank of a worker over several, labelled with the rank.
+
+    Metrics without this label are those of the first rank."""
     up = GaugeMetricFamily(
         "kvflow_rank_up", "Whether a rank of the group is there.", labels=["rank"]
     )
@@ -135,6 +138,7 @@ def _ranks(report: Report) -> Iterator[Metric]:
     for rank in report.ranks:
         number = [str(rank.rank)]
         up.add_metric(number, rank.up)
+        # A rank that is down has no figures; zeros would look like an empty pool.
         if not rank.up:
             continue
         for field, family in gauges.items():
@@ -277,7 +281,7 @@ def _storage(found: StorageState) -> Iterator[Metric]:
 def _each(
     family: type[CounterMetricFamily | GaugeMetricFamily], *rows: tuple[str, str, float]
 ) -> Iterator[Metric]:
-    """One family without labels for each name, text and value."""
+    """Yield one family without labels for each name, text and value."""
     for name, text, value in rows:
         yield family(f"kvflow_{name}", text, value=value)
 

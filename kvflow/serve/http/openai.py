@@ -30,11 +30,11 @@ from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, StreamOpti
 from kvflow.serve.http.text_logprobs import TextLogprobs, TokenBytes
 from kvflow.telemetry.requests import CURRENT
 
-_ECHO_CHARACTERS = 1 << 14  # encoded at a time: some 20 us
+_ECHO_CHARACTERS = 1 << 14  # encoded at once: some 20 us
 
 
 class _OpenAICall:
-    """What chat and completions share: ids, choices, usage."""
+    """The common part of chat and completions: ids, choices, usage."""
 
     kind = ""
     chunk_kind = ""
@@ -63,12 +63,12 @@ class _OpenAICall:
         """Encode the prompt's log-probabilities."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Encode what only the whole body will need, token by token: all at once would hold up the
-        event loop.
-        """
+        """Encode the parts of a token that only a whole body has.
+
+        This is done token by token: at once, it would hold up the event loop."""
 
     def answer(self, completions: list[Completion]) -> Any:
-        """The whole body."""
+        """Return the whole body."""
         choices = [self._choice(i, completion) for i, completion in enumerate(completions)]
         return {
             **self._head,
@@ -81,8 +81,10 @@ class _OpenAICall:
         return []
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """One chunk per delta."""
+        """Return one chunk per delta."""
         chunks = [self._event(index, delta) for delta in deltas]
+        # `completion` counts all these deltas already, but the usage in a chunk includes only the
+        # deltas up to it.
         count = completion.generated - sum(len(delta.tokens) for delta in deltas)
         for delta, chunk in zip(deltas, chunks, strict=True):
             count += len(delta.tokens)
@@ -92,13 +94,13 @@ class _OpenAICall:
     def _count(
         self, index: int, tokens: int, chunk: dict[str, Any], cached: int = 0
     ) -> dict[str, Any]:
-        """`chunk` with the usage of its choice so far, where the body asks for it."""
+        """Add the usage of its choice so far to `chunk` if the body asks for it."""
         if self._options.continuous_usage_stats:
             chunk["usage"] = _usage(len(self._requests[index].prompt), tokens, cached)
         return chunk
 
     def closing(self, completions: list[Completion]) -> list[Any]:
-        """The usage event, when the body asks for it."""
+        """Return the usage event if the body asks for it."""
         return (
             [{**self._chunk([]), "usage": self._usage(completions)}]
             if self._options.include_usage
@@ -116,14 +118,15 @@ class _OpenAICall:
         raise NotImplementedError
 
     def _usage(self, completions: list[Completion]) -> dict[str, Any]:
+        # The choices of a prompt follow each other. The tokens of a prompt count once, as do those
+        # that its first choice found cached at prefill.
         prompts = sum(len(request.prompt) for request in self._requests[:: self._choices])
         cached = sum(completion.cached_tokens for completion in completions[:: self._choices])
         return _usage(prompts, sum(completion.generated for completion in completions), cached)
 
 
 def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Of a prompt that is shared by several choices the tokens count once, and those that its first
-    one found cached at prefill."""
+    """Return a `usage` object."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -143,7 +146,7 @@ class ChatCall(_OpenAICall):
         self._logprobs: defaultdict[int, GrowingArray] = defaultdict(GrowingArray)
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """One per choice; the conversation is rendered by the chat template."""
+        """Make one request per choice; the chat template renders the conversation."""
         body = self.body
         prompt = await pipeline.tokenizer.encode_chat(body.messages, template_variables(body))
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
@@ -154,7 +157,7 @@ class ChatCall(_OpenAICall):
         return self._requests
 
     def opening(self) -> list[Any]:
-        """The role of each choice."""
+        """Return one chunk for each choice, with its role."""
         start = {"role": "assistant", "content": ""}
         choices = [
             {"index": i, "delta": start, "logprobs": None, "finish_reason": None}
@@ -200,22 +203,23 @@ def _spelled(token: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 class TextCompletionCall(_OpenAICall):
-    """One text completion, of one prompt or several."""
+    """One text completion body, with one prompt or several."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, body: CompletionRequest, model: str, token_bytes: TokenBytes) -> None:
         super().__init__(body, model, token_bytes)
         self.body = body
-        # By choice; of a stream, those that have not been sent.
+        # By choice. A stream removes each after sending it.
         self._echoes: dict[int, GrowingText] = {}
         self._logprobs: defaultdict[int, TextLogprobs] = defaultdict(
             lambda: TextLogprobs(token_bytes)
         )
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        """One per prompt and choice; prompts are a text, a list of texts, token ids, or a list of
-        those.
+        """Make one request per prompt and choice.
+
+        The prompts are a text, a list of texts, token ids, or a list of lists of token ids.
         """
         body = self.body
         given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -257,7 +261,7 @@ class TextCompletionCall(_OpenAICall):
                 self._logprobs[index].add(token)
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """One chunk per delta, after one of the prompt when the body asks for an echo."""
+        """Return one chunk per delta, the first after a chunk of the prompt if it is echoed."""
         chunks = super().events(index, deltas, completion)
         if (echo := self._echoes.pop(index, None)) is None:
             return chunks
@@ -287,16 +291,17 @@ class TextCompletionCall(_OpenAICall):
 
 
 async def _encoded(text: str) -> GrowingText:
-    """A prompt to be echoed, encoded a bit at a time, and once for all its choices."""
+    """Encode a prompt to be echoed in turns of the loop, once for all its choices."""
     echo = GrowingText()
     async for start in in_turns(range(0, len(text), _ECHO_CHARACTERS)):
         echo.add(text[start : start + _ECHO_CHARACTERS])
+    # The closed block is shared by the choices instead of being copied for each.
     echo.close_block()
     return echo
 
 
 def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """/v1/chat/completions, /v1/completions, /v1/models."""
+    """Return the routes /v1/chat/completions, /v1/completions and /v1/models."""
     name, began = pipeline.service.card.name, int(time.time())
 
     async def chat(http: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The routes for routers and operators: health, description, load, rooms, metrics, peers."""
+"""Routes for routers and operators: health, description, load, rooms, metrics, peers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _pool_info(report: Report) -> dict[str, object]:
 def server_info(
     pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
 ) -> dict[str, object]:
-    """/server_info: first the keys that routers read, then kvflow's own."""
+    """Return the body of /server_info: the keys that routers read, then those of kvflow alone."""
     service, report = pipeline.service, pipeline.service.report()
     card = service.card
     return {
@@ -89,7 +89,7 @@ def server_info(
 def routes(
     pipeline: CompletionPipeline, *, host: str, role_switch: RoleSwitch
 ) -> list[web.RouteDef]:
-    """Everything but completions. `host` is shown in /server_info."""
+    """Return all routes but those of completions. /server_info shows `host`."""
     return [
         *_description(pipeline, host, role_switch),
         *_state(pipeline),
@@ -101,7 +101,7 @@ def routes(
 def _description(
     pipeline: CompletionPipeline, host: str, role_switch: RoleSwitch
 ) -> list[web.RouteDef]:
-    """What this server serves."""
+    """Return the routes that describe the server and its model."""
 
     async def info(_: web.Request) -> web.StreamResponse:
         return json_response(server_info(pipeline, host, role_switch))
@@ -127,12 +127,12 @@ def _description(
 
 
 def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Health, load, metrics."""
+    """Return the routes of health, load, metrics and the cache flush."""
 
     async def health(_: web.Request) -> web.StreamResponse:
         if pipeline.draining:
             return Failure(503, "draining", pipeline.draining_reason).response()
-        # 503 makes routers send their requests elsewhere.
+        # Routers send no requests to a worker whose health is a 503.
         if reason := pipeline.service.unavailable_reason:
             return Failure(503, "degraded", reason).response()
         return json_response(
@@ -146,7 +146,9 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             report.running + report.waiting,
             report.waiting,
         )
-        if pipeline.draining:  # full, so that routers which balance by load send it nothing more
+        # A worker that drains reports a full load, so that routers which balance by load choose
+        # another one.
+        if pipeline.draining:
             pages, requests, waiting = (
                 report.pages_total,
                 pipeline.max_requests,
@@ -175,7 +177,7 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 
 def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """Open and recently ended rooms, and the story of one."""
+    """Return the routes of open and recently ended rooms, and of the story of one."""
 
     async def rooms(_: web.Request) -> web.StreamResponse:
         return json_response({"rooms": list(pipeline.service.rooms())})
@@ -196,7 +198,7 @@ def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 
 def _peers(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    """The nodes of the other role, and an operator's declaration that one of them is dead."""
+    """Return the routes of the nodes of the other role, and of declaring one of them dead."""
 
     async def peers(_: web.Request) -> web.StreamResponse:
         return json_response({"peers": list(pipeline.service.peers())})

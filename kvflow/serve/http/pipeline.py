@@ -1,14 +1,14 @@
 """The path of every completion request through a role: admission, generation, tokens, and cleanup
 at its end.
 
-The routes differ in how they read a body and how they write an answer; that is a `CompletionCall`.
-The rest is here.
+A `CompletionCall` is the part that differs between the routes: how they read a body and write an
+answer. The rest is here.
 
-What a router may rely on: an error that is known before anything has been sent is a status. Headers
-of a stream are sent with the first token, or, by decode, after `headers_after_s` without one. Until
-the first token nothing follows them but empty lines (or comments), so a stream whose first event is
-`{"error": {"code": ...}}` has produced nothing, and stands for the answer with the status of that
-code (`errors.STATUS_OF_CODE`): a router that would retry that status on another pair may retry this
+Guarantees for a router: an error before the first byte of the answer is a status. A stream sends
+its headers with the first token or, at decode, after `headers_after_s` without one. Until the first
+token only empty lines (or comments) follow them. So a stream whose first event is `{"error":
+{"code": ...}}` produced no token, and is equivalent to an answer with the status of that code
+(`errors.STATUS_OF_CODE`): a router that would retry that status on another pair may retry this
 request as well.
 """
 
@@ -51,14 +51,14 @@ from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
 _log = logging.getLogger("kvflow.http")
 B = TypeVar("B", bound=Rendezvous)
-ANY_MODEL = "default"  # what SGLang's clients ask for when they name no model
+ANY_MODEL = "default"  # sent by SGLang's clients if the user gives no model
 ERROR_EVENT_TIMEOUT_S = 1.0  # for the last event of a stream that fails
 _COMPLETIONS = "completions that run or wait"
 _ABORTED = Cause(Code.ABORTED, "ended by /abort_request before it began")
 
 
 class CompletionCall(Protocol):
-    """One parsed body of one API (/generate, chat, completions), and how its answer is written."""
+    """One parsed body of one API (/generate, chat, completions), and the writer of its answer."""
 
     stream: bool
 
@@ -72,28 +72,26 @@ class CompletionCall(Protocol):
         """Take the log-probabilities of a choice's prompt, before its first delta."""
 
     def add(self, index: int, delta: Delta) -> None:
-        """Every delta of every choice, in order, before it is asked for below."""
+        """Take a delta of a choice; called for all of them in order, before the methods below."""
 
     def answer(self, completions: list[Completion]) -> Any:
-        """The JSON body when nothing is streamed."""
+        """Return the JSON body of an answer without streaming."""
 
     def opening(self) -> list[Any]:
-        """Events before the first token."""
+        """Return the events before the first token."""
 
     def events(self, index: int, deltas: list[Delta], completion: Completion) -> list[Any]:
-        """The events of what a choice has got since the last ones: one delta, or more when the
-        client is slow.
-        """
+        """Return the events for the new deltas of a choice; a slow client gets several at once."""
 
     def id_of(self, index: int) -> str:
-        """The id of a choice's answer, by which it can be aborted."""
+        """Return the id of a choice's answer, by which a client can abort it."""
 
     def closing(self, completions: list[Completion]) -> list[Any]:
-        """Events after the last token."""
+        """Return the events after the last token."""
 
 
 class CompletionPipeline(Drainable):
-    """What the completion routes of one role share."""
+    """The common part of the completion routes of one role."""
 
     def __init__(
         self,
@@ -112,7 +110,7 @@ class CompletionPipeline(Drainable):
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.choices = RunningChoices()
-        self.max_requests = max_requests  # completions that run or wait; a body may ask for many
+        self.max_requests = max_requests  # completions that run or wait; a body may have several
         self._bootstrap_port, self._low_priority_first = bootstrap_port, low_priority_first
         self._timeout_s = request_timeout_s
         self._longest_silence_s = headers_after_s
@@ -120,7 +118,7 @@ class CompletionPipeline(Drainable):
         self.take_over(service)
 
     def take_over(self, service: CompletionService) -> None:
-        """Further requests are for `service`; there are none that run."""
+        """Send further requests to `service`. Called only while no request runs."""
         is_decode = service.role == "decode"
         self.service = service
         self.metrics.reports(service.role, service.report)
@@ -131,14 +129,14 @@ class CompletionPipeline(Drainable):
             service.card.sampling_defaults,
             self._low_priority_first,
         )
-        # Routers wait for prefill's whole answer, and sglang_router takes headers for a success: it
-        # would not retry.
+        # A prefill never sends headers early. Routers wait for its whole answer anyway, and
+        # sglang_router treats headers as a success, after which it would not retry.
         self._headers_after_s = self._longest_silence_s if is_decode else float("inf")
 
     async def serve(self, http: web.Request, call: CompletionCall) -> web.StreamResponse:
         """Answer one call.
 
-        Errors before the first token are raised; later ones are written into the stream.
+        Errors before the headers of a stream are raised; later ones are written into the stream.
         """
         arrived = time.perf_counter()
         try:
@@ -148,6 +146,8 @@ class CompletionPipeline(Drainable):
             raise
         ends = asyncio.get_running_loop().time() + self._timeout_s
         with contextlib.ExitStack() as stack:
+            # The body counts as one completion until its prompts are read: a switch of role must
+            # not find the worker idle meanwhile.
             stack.enter_context(self.count_running())
             meter = stack.enter_context(
                 RequestMeter(self.metrics.completions, arrived, stream=call.stream)
@@ -184,12 +184,14 @@ class CompletionPipeline(Drainable):
         self.service.end_requests()
 
     async def read(self, http: web.Request, kind: type[B]) -> B:
-        """A body as `kind`.
+        """Read a body as `kind`.
 
-        A body that is refused may still name a room whose other leg waits: that room is ended.
+        A body that is refused may still name a room whose other leg waits; that room is ended.
         """
         raw = await http.read()
         try:
+            # Decoding a large body at once would hold up the loop for tens of milliseconds, so its
+            # long values are taken out and decoded in steps.
             raw, long_values = await take_apart(raw, MAX_ADDED_BYTES)
             body = long_values.put_back(parse(raw, kind))
             self.check_model(getattr(body, "model", None))
@@ -201,21 +203,26 @@ class CompletionPipeline(Drainable):
             raise
 
     def check_model(self, name: str | None) -> None:
-        """Raises: UnknownModelError (404) for another model than the one that is served."""
+        """Check the model of a body. Raises: UnknownModelError (404) for another than the served
+        one.
+        """
         served = self.service.card.name
         if name and name not in (served, ANY_MODEL):
             raise UnknownModelError(name, served)
 
     def _admit(self, http: web.Request) -> None:
         self.refuse_when_draining()
+        # A router may have chosen this worker before it switched its role.
         if http.headers.get(ROLE_HEADER, self.service.role) != self.service.role:
             raise refusal(f"this worker is a {self.service.role} now")
         if self.running >= self.max_requests:
             raise OverloadError(_COMPLETIONS, self.running + 1, self.max_requests)
 
     def _check_room_for(self, completions: int) -> None:
-        """Raises: OverloadError for a body whose completions are too many beside the others, of
-        which it counts as one so far; RequestError where they are too many even alone."""
+        """Check that `completions` of one body fit beside those of other bodies.
+
+        The body counts as one of `running` so far. Raises: OverloadError if they do not fit now;
+        RequestError if they could never fit."""
         if completions > self.max_requests:
             limit = (
                 f"limit {self.max_requests} (--max-running-requests and --max-queued-requests "
@@ -232,7 +239,7 @@ class CompletionPipeline(Drainable):
         self._end_rooms(body, error)
 
     def _end_rooms(self, body: Rendezvous, error: KvflowError) -> None:
-        """End the body's rooms: their other legs wait, and get the cause."""
+        """End the body's rooms, whose other legs wait and get the cause."""
         rooms = rooms_of(body, self.request_limits.bootstrap_port)
         name_rooms(room for room, _, _ in rooms)
         for room, prefill, dp_rank in rooms:
@@ -269,9 +276,11 @@ class CompletionPipeline(Drainable):
                         await self._write(
                             events, call, arrivals, [Completion() for _ in sources], meter
                         )
+            # A client that left reads no error event.
             except ConnectionError:
                 raise
             except Exception as error:
+                # Before the headers, an error is still a status.
                 if not events.response.prepared:
                     raise
                 if not isinstance(error, KvflowError | TimeoutError):
@@ -293,8 +302,8 @@ class CompletionPipeline(Drainable):
         completions: list[Completion],
         meter: RequestMeter,
     ) -> None:
-        """Deltas as events, and empty ones during silence: writing one is how a client that left is
-        noticed.
+        """Write deltas as events, and empty events during silence: only a write shows that a client
+        left.
         """
         opened = False
         async for batch in arrivals:
@@ -306,6 +315,8 @@ class CompletionPipeline(Drainable):
             if not batch:
                 await events.keepalive()
                 continue
+            # A stream that fails before its first token must have no other event than the error, so
+            # the opening waits for the first token.
             found = [] if opened else call.opening()
             opened = True
             for index, deltas in self._add(batch, call, completions, meter).items():
@@ -316,10 +327,13 @@ class CompletionPipeline(Drainable):
     def _listed(
         self, call: CompletionCall, arrivals: Arrivals[Delta], requests: list[GenerationRequest]
     ) -> contextlib.AbstractContextManager[None]:
-        """The choices of a call can be aborted until the block ends."""
+        """List the choices of a call as running until the block ends, so that clients can abort
+        them.
+        """
 
         def stop(index: int) -> None:
             request = requests[index]
+            # `tokens` of a choice that has not begun never runs, and so would not end the room.
             if arrivals.has_begun(index):
                 self.service.abort(request)
             else:
@@ -339,10 +353,11 @@ class CompletionPipeline(Drainable):
         completions: list[Completion],
         meter: RequestMeter,
     ) -> dict[int, list[Delta]]:
-        """Count and add up a batch; returns its deltas by choice."""
+        """Add the deltas of a batch to all sums, and return them by choice."""
         by_choice: dict[int, list[Delta]] = {}
         for index, delta in batch:
-            if completions[index].finish is not None:  # it was aborted as it came to its end
+            # The choice was aborted just as it ended, and has two last deltas.
+            if completions[index].finish is not None:
                 continue
             completions[index].add(delta)
             call.add(index, delta)
@@ -357,9 +372,7 @@ class CompletionPipeline(Drainable):
     async def _send_error_event(
         self, http: web.Request, events: EventStream, failure: Failure
     ) -> None:
-        """Write the error as the last event; the connection of a client that does not read is cut
-        instead.
-        """
+        """Write the error as the last event; cut the connection if the client does not read it."""
         try:
             async with asyncio.timeout(ERROR_EVENT_TIMEOUT_S):
                 await events.fail(failure)

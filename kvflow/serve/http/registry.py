@@ -1,6 +1,6 @@
-"""The bootstrap registry beside each prefill, as an HTTP application: which rank serves where.
+"""The bootstrap registry beside each prefill: an HTTP application with the addresses of its ranks.
 
-Its table and its client are in `transports.control.registry`, which tells the routes.
+Its table and its client are in `transports.control.registry`, which describes the routes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from kvflow.transports.control.registry import RankTable
 
 
 def registry_app(table: RankTable, metrics: RoleMetrics, keys: Keys = NO_KEYS) -> web.Application:
-    """The registry as an application of its own port."""
+    """Return the application, which has a separate port.
+
+    Its routes: PUT /ranks/{rank}, GET /ranks, GET /health."""
 
     async def put(http: web.Request) -> web.StreamResponse:
         try:

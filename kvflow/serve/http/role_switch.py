@@ -1,11 +1,11 @@
-"""POST /switch_role: a prefill becomes a decode, or the other way round, with the model and the
-pool it has.
+"""POST /switch_role: a prefill becomes a decode, or the other way round, and keeps its model and
+its pool.
 
-It is for a worker at rest: nothing runs, nothing is lent, nothing is read by a write. With
-`drain_timeout_s` it refuses requests for at most so long, to come to rest; what runs is not ended
-for a switch. The new role is started beside the old one, which only waits: where that fails, the
-old one goes on as if nothing had been. Until the old one has been closed /health answers 503, and
-other workers get the requests.
+A worker can switch only at rest: without requests, lent pages, and pages that writes read. With
+`drain_timeout_s` it first refuses new requests for at most that long, and waits for rest; a switch
+ends no running request. The new role starts beside the old one, which waits: if the start fails,
+the old role continues unchanged. Until the old one is closed /health answers 503, so that other
+workers get the requests.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from kvflow.serve.http.pipeline import CompletionPipeline
 
 PATH = "/switch_role"
 WorkerRole = Literal["prefill", "decode"]
-REST_CHECK_S = 0.01  # between two looks at pages that a room which has ended still lends
+# Interval of checks while no request runs. Rooms that ended may still lend pages, or have writes
+# that read pages, and no event reports their end here.
+REST_CHECK_S = 0.01
 _log = logging.getLogger("kvflow.serve")
 
 
 class SwitchRequest(msgspec.Struct, frozen=True):
-    """The body."""
+    """The body of a switch."""
 
     role: WorkerRole
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
@@ -49,19 +51,21 @@ class RunningRole(Protocol):
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Of a prefill, where its registry listens."""
+        """Port of the registry of a prefill; None for a decode."""
 
     async def close(self) -> None: ...
 
 
 class SwitchFailedError(KvflowError):
-    """The new role has not started; the old one serves."""
+    """The new role did not start, and the old one serves again."""
 
     code = Code.ENGINE_ERROR
 
 
 class RoleSwitch:
-    """The role of one worker, and how it is exchanged for the other one. `close` ends what runs."""
+    """The role of one worker, which it can exchange for the other one. `close` ends both a switch
+    and the role.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,9 @@ class RoleSwitch:
         running: RunningRole,
         start: Callable[[WorkerRole], Awaitable[RunningRole]],
     ) -> None:
-        """`start` starts a role beside the running one. Raises: whatever keeps it from starting."""
+        """Manage the role `running`. `start` starts another one beside it, and may raise any
+        error.
+        """
         self._pipeline, self._running, self._start = pipeline, running, start
         self._started_as = running.service.role
         self._switching: asyncio.Task[float] | None = None
@@ -85,7 +91,7 @@ class RoleSwitch:
         return self._running.bootstrap_port
 
     def describe(self) -> dict[str, Any]:
-        """For /server_info."""
+        """Return the entries of /server_info about switches."""
         return {
             "started_as": self._started_as,
             "switching_to": self._switching_to or None,
@@ -93,9 +99,10 @@ class RoleSwitch:
         }
 
     async def switch(self, role: WorkerRole, drain_timeout_s: float = 0.0) -> dict[str, Any]:
-        """Return when the worker has this role. Cancelling it does not stop the switch.
+        """Switch to `role`, and return when the worker has it. A cancellation does not stop the
+        switch.
 
-        Raises: ConflictError (409, nothing has been tried), SwitchFailedError (500).
+        Raises: ConflictError (409, before any attempt), SwitchFailedError (500).
         """
         if self._switching_to:
             raise ConflictError(f"a switch to {self._switching_to} is under way")
@@ -108,6 +115,7 @@ class RoleSwitch:
                 self._switch(role, drain_timeout_s), name="kvflow-switch-role"
             )
             self._switching.add_done_callback(_retrieve)
+            # A client that disconnects must not leave the worker between two roles.
             seconds = round(await asyncio.shield(self._switching), 3)
         incarnation = f"{self._running.service.report().incarnation:016x}"
         return {
@@ -125,7 +133,7 @@ class RoleSwitch:
         await self._running.close()
 
     async def _switch(self, role: WorkerRole, drain_timeout_s: float) -> float:
-        """Returns the seconds it took."""
+        """Switch, and return the seconds that it took."""
         began_s, before = time.monotonic(), self.role
         self._pipeline.pause(f"this worker switches from {before} to {role}")
         try:
@@ -151,18 +159,17 @@ class RoleSwitch:
         return time.monotonic() - began_s
 
     async def _exchange(self, started: RunningRole) -> None:
-        """From here on `started` is the worker;
-        how the old role ends changes nothing about that.
-        """
+        """Make `started` the worker's role, and close the old one."""
         old, self._running = self._running, started
         self._pipeline.take_over(started.service)
+        # From here the new role serves, and an error of the old one cannot undo the switch.
         try:
             await old.close()
         except Exception:  # noqa: BLE001 - logged; the new role is there
             _log.exception("the old role, %s, has not ended in order", old.service.role)
 
     async def _come_to_rest(self, timeout_s: float) -> None:
-        """Raises: ConflictError, with what keeps the worker busy."""
+        """Wait until the worker is at rest. Raises: ConflictError, with the reasons why not."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         while reason := self._busy_with():
@@ -178,7 +185,7 @@ class RoleSwitch:
                 await asyncio.sleep(min(REST_CHECK_S, left_s))
 
     def _busy_with(self) -> str:
-        """What a switch has to wait for; empty at rest."""
+        """Return what a switch has to wait for, as text; empty at rest."""
         report, service = self._running.service.report(), self._running.service
         found = {
             "requests": max(self._pipeline.running, report.running + report.waiting),
@@ -199,13 +206,14 @@ class RoleSwitch:
 
 
 def _retrieve(task: asyncio.Task[float]) -> None:
-    """Of a switch whose caller has left: how it ended is in the log."""
+    """Retrieve the error of a switch."""
+    # asyncio would log the error of a switch whose caller left, and `_switch` logged it already.
     if not task.cancelled():
         task.exception()
 
 
 def routes(role_switch: RoleSwitch) -> list[web.RouteDef]:
-    """The route of the switch."""
+    """Return the route of the switch."""
 
     async def switch(http: web.Request) -> web.StreamResponse:
         request = decoded(await http.read(), SwitchRequest)

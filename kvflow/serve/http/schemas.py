@@ -1,7 +1,7 @@
-"""The request bodies: /generate, chat completions, completions.
+"""The request bodies: /generate, chat completions, completions, /tokenize and /detokenize.
 
-Routers and clients send many more fields, most of them with default values: `fields.py` says which
-are refused.
+Routers and clients send many more fields, most of them with default values: `fields.py` lists the
+ones that are refused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
-# 0: the prompt alone, for its log-probabilities or an echo.
+# With 0 the request is of the prompt alone, for its log-probabilities or an echo.
 TokensOrNone = Annotated[int, Meta(ge=0, le=1 << 24)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Choices = Annotated[int, Meta(ge=1, le=128)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
-# Unsigned 64-bit, wider than the limits msgspec can state; checked in generation_requests.py.
+# Unsigned 64-bit, which exceeds the bounds that msgspec can express, so `generation_requests`
+# checks it.
 Room = int
 HiddenStates = bool | Literal["last"]
 BootstrapPort = Annotated[int, Meta(ge=1, le=65535)]
@@ -41,20 +42,21 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that the table of fields knows."""
+    """A body with a column in the table of fields."""
 
-    letter: ClassVar[str] = ""  # of `fields.BODIES`
+    letter: ClassVar[str] = ""  # key of `fields.BODIES`
 
 
 class Rendezvous(Body, frozen=True, kw_only=True):
-    """The fields a router adds so that both legs use one room; lists when the body asks for several
+    """The fields that a router adds so that both legs use one room; lists in a body with several
     completions.
     """
 
     bootstrap_host: str | list[str | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: Room | list[Room] | None = None
-    # These are checked in generation_requests.py too: where one is wrong, the room is read.
+    # `generation_requests` checks these. With a type here, a wrong one would keep the body from
+    # being decoded, and then the room could not be read and refused.
     routed_dp_rank: Any = None
     data_parallel_rank: Any = None
     disagg_prefill_dp_rank: Any = None
@@ -182,7 +184,7 @@ class DetokenizeRequest(Body, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
-# Objects with refused fields of their own.
+# Fields whose value is an object that can itself contain refused fields.
 _NESTED = {"sampling_params": "s", "stream_options": "o"}
 
 T = TypeVar("T", bound=Body)
@@ -190,6 +192,7 @@ T = TypeVar("T", bound=Body)
 
 _NOT_SET = msgspec.Raw(b"null")
 _REFUSED = {body: refused_in(body) for body in BODIES}
+# Structs with the refused fields only, undecoded, so that the second pass over a body is cheap.
 _GIVEN = {
     body: msgspec.defstruct(
         "_GivenFields",
@@ -201,7 +204,9 @@ _MAX_DEFAULT_BYTES = 64  # of JSON; a longer value cannot mean "not set"
 
 
 def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
-    """Raises: RequestError. `raw` is a JSON object; `body` is a letter of `fields.BODIES`."""
+    """Refuse a body with fields that this server does not support. Raises: RequestError.
+
+    `raw` is a JSON object, `body` a letter of `fields.BODIES`, and `where` its path."""
     given_fields = msgspec.structs.asdict(read_json(raw, _GIVEN[body]))
     for name, field in _REFUSED[body].items():
         given = bytes(given_fields[name])
@@ -225,14 +230,14 @@ def _refuse_unsupported(raw: bytes, body: str, where: str = "") -> None:
 
 
 def parse(raw: bytes, kind: type[T]) -> T:
-    """A body as `kind`. Raises: RequestError (400) naming the field."""
+    """Decode a body as `kind`. Raises: RequestError (400) naming the field."""
     request = decoded(raw, kind)
     _refuse_unsupported(raw, kind.letter)
     return request
 
 
 def stops_of(stop: str | list[str] | None) -> StopStrings:
-    """Stop strings; empty ones, which some clients send to mean "none", are left out.
+    """Return the stop strings without empty ones, which some clients send instead of no list.
 
     Raises: RequestError.
     """

@@ -1,17 +1,16 @@
-"""The metric names that SGLang's dashboards read, with the labels and buckets they have there
-(SGLang 0.5).
+"""The metric names that SGLang's dashboards read, with SGLang's labels and buckets (SGLang 0.5).
 
-A worker over several ranks has samples for each, by `tp_rank` and `pp_rank`: of those that are not
-the first, what they tell the first one, which is their pools, rooms and caches. HiCache's names are
-those that a cache here can fill: of tokens on the host and in storage, and of those that went
-between them. Its durations and bandwidths are not measured.
+A worker over several ranks has samples for each, by `tp_rank` and `pp_rank`; the ranks after the
+first have only the figures that they send to it, of their pools, rooms and caches. Of HiCache's
+names there are those that a cache of kvflow can fill: tokens on the host and in storage, and those
+moved between them. Its durations and bandwidths are not measured.
 
-Where a measure exists under a name of kvflow's own, see there for what it means. `cache_hit_rate`
-is the share of all prompt tokens since the start; SGLang's is that of its last batch.
-`num_used_tokens` leaves out cached pages that no request reads, as there. `num_retracted_reqs` are
-retracted now; SGLang's were in its last log interval. `mamba_usage` is of state rows, which not
-every model has. Milliseconds, MB and GB are SGLang's units: the latter two are 2**20 and 2**30
-bytes.
+A measure that kvflow also exports under another name is described there. `cache_hit_rate` is the
+share of all prompt tokens since the start; SGLang's is that of its last batch. `num_used_tokens`
+excludes cached pages that no request reads, as in SGLang. `num_retracted_reqs` counts requests that
+are retracted now; SGLang's counts those of its last log interval. `mamba_usage` is about state
+rows, which not every model has. Milliseconds, MB and GB are SGLang's units: MB is 2**20 and GB
+2**30 bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvflow.telemetry.histogram import QUEUE_SECONDS, Histogram
 _SCHEDULER_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")
 _CACHE_LABELS = ("cache_type", "tp_rank", "pp_rank")
 _STORAGE_LABELS = ("storage_backend", "tp_rank", "dp_rank", "pp_rank", "pp_size")
-_CACHE_TYPE = "PrefixCache"  # SGLang has the name of its class here
+_CACHE_TYPE = "PrefixCache"  # SGLang's value is the name of its class
 _LABELS = ("model_name", "engine_type")
 _MS, _MB, _GB = 1e-3, 1 << 20, 1 << 30
 _STEP_MS = (1, 2, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
@@ -64,7 +63,7 @@ _INTER_TOKEN_S = (
     *(1, 2, 4, 6, 8),
 )
 _FIRST_LENGTH = 100
-# States of rooms that no page has moved in.
+# States of rooms before their first page moves.
 _BEFORE = ("bootstrapping", "expected", "announced", "bootstrapped")
 _NONE = Histogram(())
 
@@ -72,32 +71,32 @@ _NONE = Histogram(())
 def sglang_families(
     report: Report, completions: CompletionMeasures, role: str, model: str, now: float
 ) -> Iterator[Metric]:
-    """`now` is by `time.perf_counter`."""
+    """Yield all metrics under SGLang's names. `now` is by `time.perf_counter`."""
     yield from _scheduler(report, completions, role, model, now)
     yield from _transfers(report, role, (model, role, "0", "0", "0"))
     yield from _requests(completions, (model, role))
 
 
 class _Rank(NamedTuple):
-    """What is known of each rank."""
+    """The figures of one rank."""
 
     tp_rank: str
     pp_rank: str
     pages_free: int
     pages_total: int
-    rooms: Mapping[str, int] | None  # by state; None: the first rank's are the worker's
+    rooms: Mapping[str, int] | None  # by state; None if the first rank's are those of all
     cache: CacheStats | None
 
 
 def _ranks(report: Report, role: str) -> list[_Rank]:
-    """The ranks that are there, the first one by the report itself."""
+    """Return the ranks that are up, the first one from the report itself."""
     found = [
         _Rank("0", "0", report.pages_free, report.pages_total, report.rooms_by_state, report.cache)
     ]
     for rank in report.ranks:
         if rank.rank and rank.up:
             stage, shard = divmod(rank.rank, report.tp_size)
-            # The shards of a decode work on the first one's.
+            # The shards of a decode have no rooms: they work on those of the first one.
             rooms = rank.rooms if role == "prefill" else None
             found.append(
                 _Rank(str(shard), str(stage), rank.pages_free, rank.pages_total, rooms, rank.cache)
@@ -107,6 +106,7 @@ def _ranks(report: Report, role: str) -> list[_Rank]:
 
 def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
     cache = rank.cache
+    # SGLang does not count cached pages that can be evicted as used.
     free = rank.pages_free + (cache.evictable_pages if cache else 0)
     used, most = (rank.pages_total - free) * page_size, rank.pages_total * page_size
     gauges: dict[str, float] = {
@@ -133,9 +133,7 @@ def _gauges_of(rank: _Rank, role: str, page_size: int) -> dict[str, float]:
 
 
 def _caches(ranks: Iterable[_Rank], page_size: int, pp_size: int) -> Iterator[Metric]:
-    """Counters of tokens that left the device, came back,
-    were stored and were read from storage.
-    """
+    """Yield counters of tokens evicted from the device, copied back, stored, and read again."""
     tiers = {
         name: CounterMetricFamily(f"sglang:{name}", f"See kvflow_cache_{pages}.", labels=labels)
         for name, pages, labels in (
@@ -210,13 +208,14 @@ def _scheduler(
 
 
 def _transfers(report: Report, role: str, values: tuple[str, ...]) -> Iterator[Metric]:
-    """As in SGLang the sender measures a transfer: decode has the names, and no samples.
-
-    A prefill waits for pages to compute in, decode for pages to offer."""
+    """Yield histograms of transfers. As in SGLang, decode has the names without samples: the sender
+    measures.
+    """
     measures = report.transfers
     if measures is None:
         return
     sent = role == "prefill"
+    # A prefill waits for pages in which it computes, a decode for pages that it lends.
     alloc = (
         report.queue_seconds
         if sent and report.queue_seconds is not None

@@ -1,4 +1,4 @@
-"""The logprobs of a text completion, in the form that /v1/completions has for them."""
+"""The logprobs of a text completion, in the form of /v1/completions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TokenBytes = Callable[[int], bytes]
 
 
 class TextLogprobs:
-    """Four arrays, of the prompt's tokens where the body asks for an echo, and of the new ones."""
+    """Four arrays with an entry for each new token, after those of the prompt if it is echoed."""
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
-        self._end = 0  # of the text so far, in characters
+        self._end = 0  # end of the text so far, in characters
         self._arrays = {
             name: GrowingArray()
             for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -30,12 +30,12 @@ class TextLogprobs:
             self._arrays[name].add(element)
 
     async def add_prompt(self, scores: PromptLogprobs, prompt: PromptIds) -> None:
-        """Add the prompt, a bit at a time: it may be long."""
+        """Add the tokens of the prompt, which may be long, in turns of the loop."""
         async for token in in_turns(scores.tokens(prompt)):
             self.add(token)
 
     def alone(self, tokens: Iterable[TokenOut]) -> dict[str, Any]:
-        """Those of the next tokens, for a chunk of their own."""
+        """Return the arrays of the next tokens alone, for one chunk of a stream."""
         found = [self._next(token) for token in tokens]
         return {name: [one[name] for one in found] for name in self._arrays}
 
@@ -46,21 +46,23 @@ class TextLogprobs:
         spelled, start = self._token_bytes(token.token_id), self._end
         self._end += _characters(spelled)
         top: dict[str, float] = {}
-        # Of two tokens with one label the more likely one is named.
+        # `top_logprobs` has the most likely token first, and of two tokens with the same label
+        # only that one is kept.
         for token_id, logprob in token.top_logprobs:
             top.setdefault(_label(self._token_bytes(token_id)), logprob)
         return {
             "tokens": _label(spelled),
             "token_logprobs": token.logprob,
+            # The first token of a prompt has no log-probability, and so no top ones.
             "top_logprobs": None if token.logprob is None else top,
             "text_offset": start,
         }
 
 
 def _label(token: bytes) -> str:
-    """A token as a key; a part of a character in OpenAI's way, so that two of them do not become
-    one.
-    """
+    """Return a token as a key of `top_logprobs`."""
+    # A token may be a part of a character. With U+FFFD two of them would become one key, so these
+    # are written as OpenAI writes them.
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -68,5 +70,5 @@ def _label(token: bytes) -> str:
 
 
 def _characters(token: bytes) -> int:
-    """How many characters begin in these bytes of UTF-8."""
+    """Return how many characters begin in these bytes of UTF-8."""
     return sum(byte & 0xC0 != 0x80 for byte in token)

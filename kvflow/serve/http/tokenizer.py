@@ -1,5 +1,5 @@
-"""Text at both ends of a request: prompts to token ids in a thread,
-token ids to text as they come.
+"""Conversion between text and tokens: prompts to token ids in a thread, and token ids to text as
+they arrive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Detokenizer(Protocol):
 
     @property
     def include_stop(self) -> bool:
-        """Whether what ends the text is part of it."""
+        """True if the text includes the stop string or token that ends it."""
 
     def feed(self, token_id: int) -> str: ...
 
@@ -35,7 +35,7 @@ class Detokenizer(Protocol):
 
 
 class NullDetokenizer:
-    """For a model without a tokenizer: the text is always empty."""
+    """A detokenizer for a model without a tokenizer: the text is always empty."""
 
     stopped: str | None = None
     include_stop = False
@@ -48,8 +48,8 @@ class NullDetokenizer:
 
 
 class ThreadedTokenizer:
-    """A tokenizer on a thread of its own: encoding a long prompt takes long, and fast tokenizers
-    are not re-entrant.
+    """A tokenizer on a single separate thread: encoding a long prompt takes long, and fast
+    tokenizers are not re-entrant.
     """
 
     def __init__(self, tokenizer: Any | None, context_length: int = 1 << 20) -> None:
@@ -60,14 +60,14 @@ class ThreadedTokenizer:
             else 1
         )
         self._context_length = context_length
-        # More cannot fit, and encoding more takes gigabytes of memory.
+        # A longer text cannot fit the context, and encoding it could take gigabytes of memory.
         self._max_characters = context_length * longest
-        self._token_bytes: dict[int, bytes] = {}  # at most one for each token of the vocabulary
+        self._token_bytes: dict[int, bytes] = {}  # bounded by the vocabulary
         self._bytes_of: Callable[[int], bytes] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvflow-text")
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool = True) -> PromptIds:
-        """Token ids of a plain prompt, which `param` of the body gave.
+        """Return the token ids of a plain prompt, which is the value of `param` in the body.
 
         Raises: RequestError when the model has no tokenizer, or the text cannot fit.
         """
@@ -90,26 +90,26 @@ class ThreadedTokenizer:
         return await self._run(encode_long if self._is_long(text) else encode)
 
     def _is_long(self, text: str) -> bool:
-        """Whether `text` may be several times what fits: the backend counts its tokens without
-        making Python objects of them, for which the event loop would wait. It does so where it
-        neither cuts nor pads of its own accord."""
+        """Return True if `text` may exceed the context, and the backend can count its tokens."""
+        # The backend counts tokens without making Python objects of them, which would hold the GIL
+        # and so the event loop. Truncation or padding by the backend would falsify the count.
         if len(text) <= self._context_length:
             return False
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return backend is not None and backend.truncation is None and backend.padding is None
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of token ids. Raises: RequestError when the model has no tokenizer."""
+        """Return the text of token ids. Raises: RequestError when the model has no tokenizer."""
         tokenizer = self._require()
         return await self._run(
             lambda: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
         )
 
     async def encode_words(self, words: Sequence[str]) -> BadWords:
-        """Token ids of each word as it starts a text, and as it follows a space where that is as
-        many other tokens.
+        """Return the token ids of each word at the start of a text, and after a space if those are
+        different tokens of the same number, as vLLM does.
 
-        As vLLM does. Raises: RequestError.
+        Raises: RequestError.
         """
         if not words:
             return BadWords()
@@ -145,7 +145,7 @@ class ThreadedTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> PromptIds:
-        """Token ids of a conversation, rendered by the model's chat template, which also sees
+        """Return the token ids of a conversation, rendered by the model's chat template with
         `variables`.
 
         Raises: RequestError when there is no template, or the template refuses the messages.
@@ -172,6 +172,8 @@ class ThreadedTokenizer:
             )
             return np.array(made["input_ids"], dtype=np.uint32)
 
+        # A template is code of the model, and fails with any of these on messages that it does not
+        # expect: the client's error, not the server's.
         try:
             return await self._run(render)
         except RecursionError:
@@ -195,7 +197,7 @@ class ThreadedTokenizer:
             raise _too_long(characters, "characters", self._max_characters, param)
 
     def detokenizer(self, params: SamplingParams) -> Detokenizer:
-        """A new one, for one completion.
+        """Make a detokenizer for one completion.
 
         Raises: RequestError for stop strings without a tokenizer.
         """
@@ -204,6 +206,7 @@ class ThreadedTokenizer:
                 text = "stop strings need a tokenizer, and this model has none; use stop_token_ids"
                 raise RequestError(text, param="stop")
             return NullDetokenizer()
+        # Imported here, since a server without a tokenizer need not have its packages.
         from kvflow.serve.engine.scheduler.text import TextStream
 
         return TextStream(
@@ -215,8 +218,8 @@ class ThreadedTokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for, for logprobs; remembered, since they name twenty for every
-        token.
+        """Return the bytes that one token stands for, for logprobs, which may list twenty for each
+        token; so the result is kept.
         """
         found = self._token_bytes.get(token_id)
         if found is None:
@@ -224,7 +227,7 @@ class ThreadedTokenizer:
         return found
 
     def token_text(self, token_id: int) -> str:
-        """One token alone; a part of a character is U+FFFD."""
+        """Return the text of one token alone; a part of a character becomes U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def _find_bytes(self, token_id: int) -> bytes:
@@ -254,7 +257,7 @@ def _too_long(count: int, units: str, limit: int, param: str) -> RequestError:
 
 
 def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Content parts of type text joined; templates of text models expect a string."""
+    """Join the content parts of type text, since templates of text models expect a string."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return {**message, "content": content or ""}
@@ -278,7 +281,9 @@ def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
-    """Raises: RequestError for a name that the tokenizer would take for an argument of its own."""
+    """Check the names of template variables.
+
+    Raises: RequestError for a name that is an argument of the tokenizer's method."""
     known = inspect.signature(tokenizer.apply_chat_template).parameters if variables else {}
     for name in variables:
         if name in known and name != "documents":
