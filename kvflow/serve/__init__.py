@@ -1,1 +1,1 @@
-"""Our own engine for Hugging Face models, and the servers around it."""
+"""kvflow's engine for Hugging Face models, and the servers around it."""

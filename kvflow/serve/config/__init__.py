@@ -1,1 +1,1 @@
-"""The settings of all roles, and where they are read."""
+"""The settings of all roles, and the code that reads them."""

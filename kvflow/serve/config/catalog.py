@@ -1,4 +1,4 @@
-"""Which role has which setting, and how a setting is named, grouped and described."""
+"""The settings of each role, and the name, group and description of a setting."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
         *_ROUTER,
     ),
 }
-# Where a setting stands in the help of its roles. One that stands in no group fails at import.
+# Headings of the help, with their settings in order. A setting without a group fails at import.
 GROUPS: dict[str, tuple[str, ...]] = {
     "serving": (
         "host",
@@ -170,10 +170,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+# The help shows settings by group, so a new setting without one would be missing from it.
 if ungrouped := set(Settings.__struct_fields__) - _GROUP_OF.keys():
     raise AssertionError(
         f"settings that stand in no group of config.GROUPS: {', '.join(sorted(ungrouped))}"
     )
+# Other names of settings, accepted wherever the canonical name is.
 ALIASES: dict[str, tuple[str, ...]] = {
     "model_path": ("model",),
     "disaggregation_bootstrap_port": ("bootstrap_port",),
@@ -186,17 +188,18 @@ FIELDS = {field.name: field for field in msgspec.structs.fields(Settings)}
 
 
 def flag_of(name: str) -> str:
-    """`page_size` as it is written on a command line."""
+    """Return the flag of a setting: --page-size for `page_size`."""
     return "--" + name.replace("_", "-")
 
 
 def env_of(name: str) -> str:
-    """`page_size` as it is written in the environment."""
+    """Return the environment variable of a setting: KVFLOW_PAGE_SIZE for `page_size`."""
     return ENV_PREFIX + name.upper()
 
 
 def describe(name: str) -> str:
-    """The help text of a setting."""
+    """Return the help text of a setting."""
+    # The first argument of an `Annotated` is the type; the rest are its `Meta`.
     for meta in get_args(HINTS[name])[1:]:
         if isinstance(meta, Meta) and meta.description:
             return meta.description
@@ -204,7 +207,7 @@ def describe(name: str) -> str:
 
 
 def limits_of(name: str) -> list[str]:
-    """What a number may be, as [">= 1", "<= 65536"]."""
+    """Return the limits of a number, as [">= 1", "<= 65536"]."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     metas = [meta for meta in get_args(HINTS[name])[1:] if isinstance(meta, Meta)]
     limits = [(sign, getattr(meta, bound)) for meta in metas for bound, sign in signs.items()]
@@ -212,15 +215,16 @@ def limits_of(name: str) -> list[str]:
 
 
 def default_of(name: str, role: str) -> Any:
-    """The value of a setting that is not given."""
+    """Return the default of a setting for a role."""
+    # The port is the one setting whose default depends on the role.
     return DEFAULT_PORTS[role] if name == "port" else FIELDS[name].default
 
 
 def group_of(name: str) -> str:
-    """The heading, in lower case, under which the help shows a setting."""
+    """Return the heading, in lower case, under which the help shows a setting."""
     return _GROUP_OF[name]
 
 
 def base_type(name: str) -> Any:
-    """The Python type below the limits: int, float, bool, str, tuple, or a Literal."""
+    """Return the Python type without limits: int, float, bool, str, tuple, or a Literal."""
     return get_args(HINTS[name])[0]

@@ -15,11 +15,11 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where events of the prefix cache go: to this machine alone, where no other address is given.
+    """The publication of cache events; by default it is reachable only from this machine.
 
-    `hwm` and `max_queue_size` are accepted: what a subscriber does not take is dropped, and
-    announced, by limits of kvflow's own. Two fields are kvflow's: `positional`, events as arrays,
-    which is the older form; `dialect`, by whose names events call the media of the tiers.
+    `hwm` and `max_queue_size` are accepted without effect: kvflow has other limits for a slow
+    subscriber, and announces dropped events. Two fields are kvflow's: `positional` (events as
+    arrays, the older form) and `dialect` (the engine whose names the media of the tiers have).
     """
 
     publisher: Literal["zmq", "null"] | None = "zmq"
@@ -35,21 +35,25 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def parse(text: str) -> KvEvents | None:
-        """None where nothing is to be published. Raises: MisuseError."""
+        """Parse the value; None if no events are to be published. Raises: MisuseError."""
         try:
             found = msgspec.json.decode(text, type=KvEvents)
         except msgspec.DecodeError as error:
             raise MisuseError(str(error)) from None
         for name in ("endpoint", "replay_endpoint"):
+            # Even a publisher that is switched off must be valid: a wrong address would fail later,
+            # when it is switched on.
             if (given := getattr(found, name)) is not None:
                 _own_address(name, given, 0)
         return found if found.enable_kv_cache_events and found.publisher == "zmq" else None
 
     def check_workers(self, count: int) -> None:
-        """Whether so many workers of one machine have ports of their own. Raises: MisuseError."""
+        """Check that `count` workers of one machine get different ports. Raises: MisuseError."""
         self.of_worker(count - 1)
         if self.replay_endpoint is None:
             return
+        # Worker n binds both ports plus n, so the two ranges of `count` ports must not overlap.
+        # Port 0 or * is a free one for each.
         first, other = (
             address.rpartition(":")[2] for address in (self.endpoint, self.replay_endpoint)
         )
@@ -66,9 +70,9 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
     def of_worker(self, number: int) -> str:
-        """As text, for worker `number` of one machine: ports after those of the workers before it.
+        """Return the value for worker `number` of one machine, with each port moved by `number`.
 
-        Raises: MisuseError where there is none left."""
+        Raises: MisuseError if a port would be too high."""
         moved = {
             name: _own_address(name, address, number)
             for name in ("endpoint", "replay_endpoint")
@@ -78,7 +82,8 @@ class KvEvents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _own_address(name: str, address: str, number: int) -> str:
-    """Of TCP only: subscribers may be on other machines. Raises: MisuseError."""
+    """Return `address` with its port moved by `number`. Raises: MisuseError."""
+    # ZMQ has other transports, but subscribers may be on other machines.
     if not address.startswith("tcp://"):
         raise MisuseError(f"{name} {address!r} is not tcp://host:port")
     return numbered_address(name, address, number)

@@ -1,9 +1,7 @@
-"""What can be set: one typed Struct with the settings of all roles.
+"""All settings of all roles, in one typed Struct; `catalog` lists those of each role.
 
-`catalog` says which role has which.
-
-Limits are declared at the fields. Flags, KVFLOW_* variables, keys of the config file and help texts
-follow from them.
+Each field declares its limits and its description. Flags, KVFLOW_* variables, keys of the config
+file and help texts follow from them.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ ENV_PREFIX = "KVFLOW_"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a role. Zero or empty means "choose a value" where the help says so."""
+    """The settings of a role. Zero or empty means "choose a value" where a description states it."""
 
     host: Annotated[str, Meta(description="Address to listen on.", min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(description="HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
@@ -591,5 +589,5 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def model_name(self) -> str:
-        """The model's name for clients."""
+        """Name of the model for clients."""
         return self.served_model_name or self.model_path

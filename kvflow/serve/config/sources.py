@@ -1,4 +1,4 @@
-"""Where settings come from: flags of the command line, KVFLOW_* variables, a TOML file, defaults.
+"""The sources of settings: flags of the command line, KVFLOW_* variables, a TOML file, defaults.
 
 Precedence: flag > environment > the role's table in the file > the file's top level > default. A
 value outside its limit is refused with one line that names the setting, its source, the value, the
@@ -32,14 +32,16 @@ from kvflow.serve.config.catalog import (
 from kvflow.serve.config.kv_events import KvEvents
 from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Role, Settings
 
-# Variables that are no settings of a role: the config file, what `up` and a prefill tell their
-# children, what the client of examples/chat.py and `declare-dead` call, the seed of the tests.
+# Variables that are no settings of a role: the path of the config file, the three by which `up` and
+# a prefill start their children, the URL for examples/chat.py and `declare-dead`, and the seed of
+# the tests.
 _OTHER_VARIABLES = ("CONFIG", "READY_FD", "PARENT_PID", "RANK", "URL", "SEED")
 _LAST_PORT = 65535
 _SECRETS = ("api_key", "admin_api_key")
 _BALANCE = ("balance_abs_threshold", "balance_rel_threshold")
 _PASSED_LIMIT = re.compile(r"^Expected `(int|float)` [<>]")
-_LOCAL = ("/", "./", "../", "~")  # begins what can be no name on a hub
+# A path that begins with one of these cannot be a name on a hub, so it must exist here.
+_LOCAL = ("/", "./", "../", "~")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?", re.ASCII)
 
 
@@ -54,11 +56,12 @@ def resolve(
     env: Mapping[str, str] | None = None,
     config: str | None = None,
 ) -> Settings:
-    """The settings of one role. `flags` maps field names to values, None meaning "not given".
+    """Return the settings of one role. `flags` maps field names to values; None means "not given".
 
     Raises: ConfigError, one line, naming the setting and its source.
     """
     env = os.environ if env is None else env
+    # A misspelt variable would otherwise be ignored silently.
     if unknown := unknown_variables(env):
         raise ConfigError(f"environment {unknown[0]}")
     given = {name: value for name, value in flags.items() if value is not None}
@@ -67,6 +70,7 @@ def resolve(
     for name, (value, source) in _from_file(role, config or env.get(ENV_PREFIX + "CONFIG")).items():
         values[name] = _convert(name, value, source)
     for name in allowed:
+        # The canonical name comes last, so that it wins over its aliases.
         for key in (*ALIASES.get(name, ()), name):
             if env_of(key) in env:
                 values[name] = _convert(name, env[env_of(key)], f"environment {env_of(key)}")
@@ -79,11 +83,13 @@ def resolve(
 
 
 def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = None) -> Settings:
-    """The settings of a worker that becomes `other`: of its own flags, those that both roles have.
+    """Return the settings of a worker that becomes `other`, from those of its flags that both roles
+    have.
 
     Raises: ConfigError.
     """
     mode = "disaggregation_mode"
+    # The mode names the role of the start, and would be refused as a contradiction.
     flags = {
         name: value
         for name, value in flags.items()
@@ -96,7 +102,7 @@ def resolve_other(other: Role, flags: Mapping[str, Any], config: str | None = No
 
 
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
-    """The KVFLOW_* variables that nothing reads, each with the closest name that is read."""
+    """Return the KVFLOW_* variables without a meaning, each with the closest known name."""
     known = {env_of(name): name.upper() for name in (*FIELDS, *CANONICAL, *_OTHER_VARIABLES)}
     unknown = [
         key.removeprefix(ENV_PREFIX)
@@ -110,7 +116,7 @@ def unknown_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _closest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A hint for a misspelt name; empty when no known one is close."""
+    """Return a hint for a misspelt name; empty when no known name is close."""
     found = difflib.get_close_matches(name, sorted(known), 1)
     return f"; did you mean {prefix}{found[0]}?" if found else ""
 
@@ -125,8 +131,8 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     found: dict[str, tuple[Any, str]] = {}
-    # prefill and decode name tables as well as settings of the router: a table is a dict, the
-    # setting a list.
+    # `prefill` and `decode` are names of tables, and also of settings of the router. A table is a
+    # dict, the setting a list.
     tables = {
         key: value
         for key, value in document.items()
@@ -134,7 +140,8 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
     }
     common = {key: value for key, value in document.items() if key not in tables}
     own = tables.pop(role, {})
-    # Other roles' tables: names only.
+    # In tables of other roles only the names are checked, so that a typo is found by every role.
+    # The order is that of precedence: the role's table comes last and wins.
     for table_role, table in (*tables.items(), ("", common), (role, own)):
         where = f"config file {path}: {f'[{table_role}] ' if table_role else ''}"
         for key, value in table.items():
@@ -145,7 +152,7 @@ def _from_file(role: str, path: str | None) -> dict[str, tuple[Any, str]]:
 
 
 def _name_in_file(key: str, table_role: str, where: str) -> str:
-    """The setting that `key` means in the table of a role, or at the top level.
+    """Return the setting named `key` in the table of a role, or at the top level.
 
     Raises: ConfigError.
     """
@@ -168,15 +175,19 @@ def _convert(name: str, value: Any, source: str) -> Any:
     if base_type(name) == tuple[str, ...] and from_text:
         value = tuple(part.strip() for part in value.split(",") if part.strip())
     try:
+        # Flags and variables are text, and a TOML file has types: there "16" is no number.
         return msgspec.convert(value, hint, strict=not from_text)
     except msgspec.ValidationError as error:
+        # The message may end up in a log.
         shown = "***" if name in _SECRETS else repr(value)
         raise ConfigError(f"{source}: {shown}: {_expected(name, str(error))}") from None
 
 
 def _expected(name: str, error: str) -> str:
-    """What a setting may be, where msgspec tells the one limit that was passed."""
+    """Return the error text for a value that msgspec refused."""
     kind = base_type(name)
+    # msgspec names only the limit that the value exceeds, and for a Literal no choices; the user
+    # needs the whole range.
     if get_origin(kind) is Literal:
         return f"expected one of {', '.join(repr(choice) for choice in get_args(kind))}"
     if _PASSED_LIMIT.search(error):
@@ -208,7 +219,7 @@ def _check_storage(role: Role, settings: Settings) -> None:
 
 
 def _check_effect(role: Role, settings: Settings) -> None:
-    """Refuse what is given, and would change nothing."""
+    """Refuse settings that have no effect beside the others. Raises: ConfigError."""
     store = tuple(name for name in FIELDS if name.startswith("mooncake_"))
     for needed, is_there, names in (
         ("a prefix cache", settings.prefix_cache != "off", ("cache_state_bytes",)),
@@ -234,6 +245,8 @@ def _check_effect(role: Role, settings: Settings) -> None:
         ),
     ):
         for name in names:
+            # A value equal to the default cannot be told from one that is not given, and is
+            # harmless.
             if not is_there and (value := getattr(settings, name)) != FIELDS[name].default:
                 raise ConfigError(
                     f"{flag_of(name)} {value} without {needed}: it has no effect; leave it out"
