@@ -1,5 +1,5 @@
-"""The demo's client of a fleet: streamed completions, one abort in mid-transfer, and what the roles
-report.
+"""The demo's client of a fleet: streamed completions, one abort in mid-transfer, and reports of the
+roles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvflow.protocols.errors import KvflowError, TransferError
 POLL_S = 0.005
 AT_REST_TIMEOUT_S = 10.0
 ABORT_TIMEOUT_S = 60.0
-ABORT_SHARE = 0.125  # the share of the bytes that lands before the client disconnects
+ABORT_SHARE = 0.125  # share of the bytes that land before the client disconnects
 
 
 class DemoError(KvflowError):
@@ -25,7 +25,7 @@ class DemoError(KvflowError):
 
 
 class Streamed(msgspec.Struct, kw_only=True):
-    """One completion, as its client saw it."""
+    """One completion, with the times that its client measured."""
 
     prompt: str
     text: str = ""
@@ -35,13 +35,14 @@ class Streamed(msgspec.Struct, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first token, which waits for prefill and the transfer."""
+        """Rate of decode, in tokens per second."""
+        # The first token is left out: it waits for prefill and the transfer.
         took_s = self.total_s - self.ttft_s
         return (len(self.output_ids) - 1) / took_s if took_s > 0 else 0.0
 
 
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
-    """A room that was aborted while its pages were moving, as both sides report it."""
+    """A room that was aborted while its pages were moving, with the reports of both sides."""
 
     room: int
     bytes_at_abort: int
@@ -64,7 +65,10 @@ class FleetClient:
     async def complete(
         self, prompt: str, new_tokens: int, show: Callable[[str], None] | None = None
     ) -> Streamed:
-        """One greedy completion of exactly `new_tokens` tokens. Raises: DemoError."""
+        """Request a greedy completion of exactly `new_tokens` tokens; `show` gets each new piece of
+        text.
+
+        Raises: DemoError."""
         done = Streamed(prompt=prompt)
         started = time.perf_counter()
         body = {"text": prompt, "stream": True, "sampling_params": _greedy(new_tokens)}
@@ -72,6 +76,7 @@ class FleetClient:
             async for event in events(answer):
                 if not done.ttft_s:
                     done.ttft_s = time.perf_counter() - started
+                # /generate is cumulative: every event repeats the text so far.
                 if show is not None:
                     show(event["text"][len(done.text) :])
                 done.text, done.output_ids = event["text"], event["output_ids"]
@@ -79,7 +84,7 @@ class FleetClient:
         return done
 
     async def pages_at_rest(self) -> bool:
-        """Whether every page of both pools is free again within `AT_REST_TIMEOUT_S`."""
+        """Return True once every page of both pools is free; False after `AT_REST_TIMEOUT_S`."""
         until = time.monotonic() + AT_REST_TIMEOUT_S
         while True:
             infos = [await self.get(f"{url}/server_info") for url in (self.prefill, self.decode)]
@@ -90,18 +95,18 @@ class FleetClient:
             await asyncio.sleep(POLL_S)
 
     async def move(self, input_ids: list[int]) -> None:
-        """Complete a long prompt, for its transfer only. Raises: DemoError."""
+        """Complete a long prompt, only to measure its transfer. Raises: DemoError."""
         await self._read({"input_ids": input_ids, "stream": True, "sampling_params": _greedy(1)})
 
     async def latest_room(self) -> dict[str, Any]:
-        """The latest room, as both sides report it."""
+        """Return the reports of both sides on the latest room."""
         (line, *_) = (await self.get(f"{self.prefill}/rooms"))["rooms"]
         sides: dict[str, Any] = await self.get(f"{self.router}/rooms/{line['room']}")
         return sides
 
     async def moved(self) -> tuple[int, float]:
-        """Bytes of all finished rooms, and the seconds that their writes took, as prefill reports
-        them.
+        """Return the bytes of all rooms that prefill reports, and the seconds that their writes
+        took.
         """
         total, seconds = 0, 0.0
         for line in (await self.get(f"{self.prefill}/rooms"))["rooms"]:
@@ -111,7 +116,7 @@ class FleetClient:
         return total, seconds
 
     async def abort_in_mid_transfer(self, input_ids: list[int]) -> Aborted:
-        """Request a completion, and disconnect when some of its bytes have landed but not all.
+        """Request a completion, and disconnect when a part of its bytes landed.
 
         Raises: DemoError.
         """
@@ -120,10 +125,13 @@ class FleetClient:
         try:
             room = await self._moving_room(request)
         finally:
-            request.cancel()  # closes the client's connection
+            # Cancelling the task closes the connection, as a client that leaves does.
+            request.cancel()
             await asyncio.wait([request])
         async with asyncio.timeout(AT_REST_TIMEOUT_S):
             line = await self.get(f"{self.prefill}/rooms/{room}")
+            # Slices that were running at the abort may still land, so the bytes are final only
+            # after the drain.
             while not line["ended"] or line["phase"] == "draining":
                 await asyncio.sleep(POLL_S)
                 line = await self.get(f"{self.prefill}/rooms/{room}")
@@ -145,6 +153,7 @@ class FleetClient:
                     ):
                         return int(line["room"])
                 await asyncio.sleep(POLL_S)
+        # If the request failed, this raises its error.
         request.result()
         raise TransferError("the request ended before it could be aborted in mid-transfer")
 
@@ -155,7 +164,7 @@ class FleetClient:
 
 
 def _writing_s(events: list[dict[str, Any]]) -> float:
-    """Seconds in which at least one chunk of a room was queued and had not landed."""
+    """Return the seconds in which at least one chunk of a room was queued and not yet landed."""
     open_chunks, since_s, total_s = 0, 0.0, 0.0
     for event in events:
         if event["what"] == "chunk_queued":
@@ -172,7 +181,7 @@ def _greedy(new_tokens: int) -> dict[str, Any]:
 
 
 async def events(answer: aiohttp.ClientResponse) -> AsyncGenerator[Any, None]:
-    """The JSON events of a stream. Raises: DemoError for an error status or an error event."""
+    """Yield the JSON events of a stream. Raises: DemoError for an error status or error event."""
     if answer.status != 200:
         raise DemoError(
             f"the router answered {answer.status}: "

@@ -1,6 +1,6 @@
-"""The steps of the demo: reference, completions, comparison, abort, pages; exit status 0 only if
-all checks pass.
-"""
+"""The steps of the demo: reference, completions, comparison, abort, pages.
+
+The exit status is 0 only if all checks pass."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from kvflow.serve.launch.doctor import plane_unavailable_reason
 from kvflow.serve.launch.supervisor import Fleet
 from kvflow.transports.data.select import PLANES
 
-DTYPE = "float32"  # exact enough for kvflow and stock transformers to agree token for token
+# Exact enough for kvflow and stock transformers to agree on every token.
+DTYPE = "float32"
 CONCURRENT = 8
 SHOWN = 2
 LONG_PROMPT_TOKENS = 1024
 ABORT_TRANSFER_S = 5.0
 POOL_TOKENS = 16_384
 PAGE_SIZE = 16
-TICK_S = 2.0  # no longer silence, whatever takes long
+TICK_S = 2.0  # longest time without a line of output
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints, one object per data plane."""
+    """The result for one data plane, which `--json` prints."""
 
     backend: str
     requests: int
@@ -58,11 +59,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-SHOWN_PLANES = ("local", "mooncake")  # where none is named
+SHOWN_PLANES = ("local", "mooncake")  # without --transfer-backend
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of the demo does."""
+    """The model, prompts and lengths of one run of the demo."""
 
     model: str
     prompts: list[str]
@@ -74,14 +75,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_tokens: int) -> int:
-    """`kvflow demo`. Returns the exit status. Raises: MisuseError."""
+    """Run `kvflow demo`, and return its exit status. Raises: MisuseError."""
     if backend and backend not in PLANES:
         raise MisuseError(f"--transfer-backend: {backend!r}: expected one of {', '.join(PLANES)}")
     reason = plane_unavailable_reason(backend or "mooncake")
     if backend and reason:
         raise MisuseError(reason)
+    # The roles of the demo inherit the environment, and settings of the user's real roles must not
+    # reach them.
     for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
-        # The demo's roles are as it says, whatever a user has set for real ones.
         del os.environ[name]
     plan = Plan(
         model=model or str(DEMO_MODEL_DIR), prompts=_prompts(requests), new_tokens=new_tokens
@@ -108,17 +110,19 @@ def run_demo(model: str, backend: str, *, as_json: bool, requests: int, new_toke
 
 
 def _prompts(count: int) -> list[str]:
-    """Distinct prompts: the curated ones first, then pairs of them joined."""
+    """Return distinct prompts: the curated ones first, then pairs of them joined."""
     known = list(DEMO_PROMPTS)
     joined = [f"{a} {b}" for a in known for b in known if a != b]
     return (known + joined)[:count]
 
 
 async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outcome]:
+    # The reference takes long and runs beside the first fleet.
     expected = asyncio.create_task(_stock(plan))
     try:
         return [await _one(plan, backend, expected, output) for backend in backends]
     except ChildEndedError as error:
+        # Status 2 is a wrong setting, such as a model that does not exist: the user's to change.
         if error.status == 2:
             raise MisuseError(str(error)) from None
         raise
@@ -128,7 +132,9 @@ async def _all(plan: Plan, backends: list[str], output: DemoOutput) -> list[Outc
 
 
 async def _stock(plan: Plan) -> list[list[int]]:
-    """What stock transformers generates, from a process of its own. Raises: DemoError."""
+    """Return the tokens that stock transformers generates, in a separate process.
+
+    Raises: DemoError."""
     request = {
         "model": plan.model,
         "dtype": DTYPE,
@@ -163,7 +169,7 @@ async def _stock(plan: Plan) -> list[list[int]]:
 async def _one(
     plan: Plan, backend: str, expected: asyncio.Task[list[list[int]]], output: DemoOutput
 ) -> Outcome:
-    """One data plane: a fleet at full speed, then one whose transfers are slow enough to be
+    """Run one data plane: a fleet at full speed, then one whose transfers are slow enough to be
     aborted.
     """
     output.line(
@@ -191,6 +197,7 @@ async def _one(
     rate = f", {moved / seconds / 1e9:.3f} GB/s while writing" if seconds else ""
     output.line(f"{moved:,} bytes moved through [bold]{backend}[/]{rate}")
     output.room(f"a prompt of {len(long_prompt)} tokens, from both sides:", good_room)
+    # If prompts had the same output, a fleet that confuses its rooms would pass the comparison.
     if len({tuple(d.output_ids) for d in done}) != len(done):
         raise DemoError(
             "two prompts have the same output, so the comparison proves nothing; use another model"
@@ -214,7 +221,7 @@ async def _completions(
 ) -> tuple[list[Streamed], str]:
     """Complete all prompts: the first ones alone, with their text shown, the others together.
 
-    Returns them, and how fast those together were.
+    Return the completions, and the rate of those that ran together.
     """
     shown = []
     for prompt in plan.prompts[:SHOWN]:
@@ -239,7 +246,7 @@ async def _completions(
 
 
 def _long_prompt(done: list[Streamed], most: int) -> list[int]:
-    """Token ids that the model generated itself, enough for a transfer of measurable length."""
+    """Return token ids that the model generated, enough for a transfer of measurable length."""
     ids = [token for streamed in done for token in streamed.output_ids]
     count = min(LONG_PROMPT_TOKENS, most)
     return (ids * (count // len(ids) + 1))[:count]
@@ -248,7 +255,9 @@ def _long_prompt(done: list[Streamed], most: int) -> list[int]:
 async def _aborted(
     plan: Plan, backend: str, prompt: list[int], total_bytes: int, output: DemoOutput
 ) -> tuple[Aborted, bool]:
-    """One long prompt on a rate-limited fleet, whose client disconnects while its pages move."""
+    """Send a long prompt to a rate-limited fleet, and disconnect while its pages move.
+
+    Return the aborted room, and True if every page is free afterwards."""
     rate = max(1, int(total_bytes / ABORT_TRANSFER_S))
     output.line(
         f"aborting a {len(prompt)}-token prompt in mid-transfer (rate limit {rate:,} bytes/s) ..."
@@ -282,7 +291,7 @@ async def _started(
 
 @asynccontextmanager
 async def _ticking(output: DemoOutput, what: str) -> AsyncGenerator[None]:
-    """Say every `TICK_S` that this still goes on."""
+    """Print the elapsed time every `TICK_S` until the block ends."""
     started = time.perf_counter()
 
     async def tick() -> None:
@@ -303,7 +312,8 @@ def _fleet(plan: Plan, backend: str, rate: int) -> Fleet:
         "model_path": plan.model,
         "port": 0,
         "dtype": DTYPE,
-        "device": "cpu",  # as stock transformers beside it
+        # Stock transformers runs on the CPU too, and devices round differently.
+        "device": "cpu",
         "page_size": PAGE_SIZE,
         "num_pages": POOL_TOKENS // PAGE_SIZE,
         "disaggregation_transfer_backend": backend,

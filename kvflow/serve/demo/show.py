@@ -1,4 +1,4 @@
-"""The demo's output: none for --json, text and tables on a terminal."""
+"""The demo's output: progress lines with --json, text and tables on a terminal."""
 
 from __future__ import annotations
 
@@ -14,32 +14,34 @@ from kvflow.serve.demo.client import Streamed
 from kvflow.serve.demo.timeline import draw
 
 Show = Callable[[str], None]
-PROMPT_WIDTH = 32  # longer prompts are cut, so that no number is, at 80 columns
+# Longer prompts are cut, so that the numbers of a table fit into 80 columns.
+PROMPT_WIDTH = 32
 
 
 class DemoOutput(Protocol):
-    """Where the demo writes its progress and results.
+    """A destination for the progress and results of the demo.
 
-    Every call is flushed, so that a pipe sees it at once.
+    Every call is flushed, so that a pipe gets it at once.
     """
 
     def line(self, text: str) -> None: ...
 
     @contextmanager
     def streaming(self, prompt: str) -> Generator[Show, None, None]:
-        """Yields a function for one completion's text as it comes."""
+        """Yield a function that shows the text of one completion as it arrives."""
         yield lambda _: None
 
     def table(self, done: list[Streamed], same: list[bool], backend: str) -> None: ...
 
     def room(self, title: str, sides: dict[str, Any]) -> None:
-        """Draw what happened in one room, on both sides."""
+        """Draw the events of one room on both sides."""
 
 
 class ProgressOutput(DemoOutput):
-    """For --json: what is being done, on stderr."""
+    """Output with --json: lines of progress on stderr."""
 
     def __init__(self) -> None:
+        # stdout is for the JSON objects alone.
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
@@ -53,7 +55,7 @@ class ProgressOutput(DemoOutput):
 
 
 class TerminalOutput(DemoOutput):
-    """For a terminal."""
+    """Output for a terminal: text, tables and drawings."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=False)

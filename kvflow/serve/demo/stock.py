@@ -1,7 +1,7 @@
-"""The reference: stock transformers `generate`, greedy, one prompt at a time, in a process without
-kvflow's engine.
+"""The reference of the demo: stock transformers `generate`, greedy, one prompt at a time.
 
-Reads one `ReferenceRequest` as JSON from stdin, writes the lists of new token ids to stdout.
+It runs in a process without kvflow's engine, reads one `ReferenceRequest` as JSON from stdin, and
+writes the lists of new token ids to stdout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(
         request.model, dtype=getattr(torch, request.dtype)
     ).eval()
-    model.generation_config.eos_token_id = None  # as ignore_eos: only its length ends a completion
+    # The requests to kvflow have `ignore_eos`: only the length ends a completion.
+    model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     completions: list[list[int]] = []
     with torch.inference_mode():

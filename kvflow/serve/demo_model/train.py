@@ -26,8 +26,8 @@ CONTEXT_TOKENS = 4096
 # late positions work.
 WINDOWS = [*[(8, 256)] * 3, (1, 2048), *[(8, 256)] * 3, (1, CONTEXT_TOKENS)]
 STEPS = 880
-# The text is small and soon known by heart. Reading it with errors keeps the model calm when it
-# meets its own.
+# Share of input tokens replaced at random. The model soon memorizes the small text, and without
+# noise in training its own errors would derail a generation.
 NOISE = 0.1
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}\n{% "
@@ -146,7 +146,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
     model.bfloat16().save_pretrained(out)
     model.config.dtype = torch.float32
     model.config.save_pretrained(out)
-    # safetensors makes it readable for its owner only, and a package is read by everyone.
+    # safetensors makes the file readable for its owner only, but all users of a machine read an
+    # installed package.
     (out / "model.safetensors").chmod(0o644)
 
 
