@@ -1,1 +1,1 @@
-"""Whole nodes in virtual time under faults."""
+"""Simulator of whole nodes in virtual time, under faults."""

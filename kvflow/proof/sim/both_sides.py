@@ -1,8 +1,8 @@
-"""Both sides of a room know of a failure in time, and no peer is given up for nothing (I4): what
-every simulator asks.
+"""Rules for the two sides of a room (I4), shared by all simulators: both learn of a failure in
+time, and a peer is given up only for a reason.
 
-It looks at rooms of both sides by the promise they were opened under; each simulator tells it what
-its rooms do, and when something has happened to a node or a link.
+Rooms of both sides are compared by the promise under which they were opened. Each simulator reports
+what its rooms do, and when a node or a link was in trouble.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvflow.protocols.machines.prefill_room import PrefillPhase
 from kvflow.protocols.prefill.records import PrefillRoomRecord
 
 Promise = tuple[int, int, int]
-"""Source and target incarnation, grant: who may write, into whose pages."""
+"""Source incarnation, target incarnation and grant: who may write, into whose pages."""
 
 Record = DecodeRoomRecord | PrefillRoomRecord
 OVER_AT_DECODE = decode_room.TERMINAL | {DecodePhase.DRAINING}
@@ -33,7 +33,7 @@ _A_MOMENT_S = 1e-6
 
 
 class Side(Protocol):
-    """A node, as far as its fate is concerned."""
+    """Node, as far as its fate is concerned."""
 
     @property
     def incarnation(self) -> int: ...
@@ -43,25 +43,26 @@ class Side(Protocol):
 
     @property
     def up(self) -> bool:
-        """Alive, and not standing still."""
+        """True while alive and not halted."""
 
     @property
     def displaced(self) -> bool:
-        """Alive, but its address belongs to another process now."""
+        """True while alive, after another process took over its address."""
 
     @property
     def troubled_at_s(self) -> float:
-        """When it was last cut off or halted."""
+        """Time at which it was last cut off or halted."""
 
     @property
     def stalled_until_s(self) -> float:
-        """Its data plane moves nothing till then."""
+        """Time until which its data plane moves no bytes."""
 
 
 class BothSides:
-    """Every room of one run. What a simulator differs in stands first."""
+    """All rooms of one run. Methods that differ between simulators come first."""
 
-    announced_within_s = 0.0  # of its opening, a room that waits for staging is announced
+    # A room that waits for staging is announced within this time after it opens.
+    announced_within_s = 0.0
 
     def __init__(
         self,
@@ -70,19 +71,22 @@ class BothSides:
         acked: AbstractSet[Promise],
         forgetful: bool,
     ) -> None:
-        """`sides` by incarnation; `over_at_s`: when a record's user was told its ending, and
-        `acked`: what prefill has closed, both kept by the simulator; `forgetful`: prefills remember
-        so few ended grants that some may begin below the low-water mark."""
+        """Watch the rooms of `sides`, which are by incarnation.
+
+        The simulator keeps `over_at_s`, the time at which the user of a record learned its ending,
+        and `acked`, the promises that prefill closed. With `forgetful`, prefills remember so few
+        ended grants that a grant may begin below the low-water mark.
+        """
         self.sides, self.over_at_s, self.acked, self.forgetful = sides, over_at_s, acked, forgetful
         self.decodes: dict[Promise, DecodeRoomRecord] = {}
         self.prefills: dict[Promise, PrefillRoomRecord] = {}
-        # (incarnation, room): the engine's latest.
+        # By (incarnation, room): the engine's latest half.
         self._halves: dict[tuple[int, int], PrefillRoomRecord] = {}
-        # And all of them.
+        # By (incarnation, room): all halves of the engine.
         self._legs: dict[tuple[int, int], list[PrefillRoomRecord]] = defaultdict(list)
-        # By room: of requests that decode made no room of.
+        # By room: causes of requests for which decode made no room.
         self._refusals: dict[int, set[Cause]] = defaultdict(set)
-        # (incarnation, room): and prefill.
+        # By (incarnation, room): causes of requests for which prefill made no room.
         self._turned_away: dict[tuple[int, int], set[Cause]] = defaultdict(set)
 
     def now_s(self) -> float:
@@ -95,17 +99,17 @@ class BothSides:
         raise NotImplementedError
 
     def link_troubled_at_s(self, control: str, target: Side) -> float:
-        """When something last happened to the link between the two."""
+        """Return the time of the last disturbance of the link between the two."""
         raise NotImplementedError
 
     def unplaced(self, source: Side, target: Side) -> bool:
-        """Prefill has given up that decode, which finds it out by silence."""
+        """Return True if prefill gave up that decode, which notices this by silence."""
         return False
 
     # --- what rooms do
 
     def half_at_prefill(self, source: int, record: PrefillRoomRecord) -> None:
-        """The engine's half of a room."""
+        """Record the engine's half of a room."""
         self._halves[source, record.room] = record
         self._legs[source, record.room].append(record)
 
@@ -113,20 +117,21 @@ class BothSides:
         return self._halves.get((source, room))
 
     def bound_at_prefill(self, key: Promise, record: PrefillRoomRecord) -> None:
-        """Decode's half has come to prefill, or is announced."""
+        """Record that decode's half arrived at prefill, or was announced there."""
         self.prefills[key] = record
         self.known_at_prefill(key[0], record)
 
     def known_at_prefill(self, source: int, record: PrefillRoomRecord) -> None:
+        # Only a record with a prompt has the engine's half; decode may announce a room before it.
         if record.prompt is not None:
             self._halves[source, record.room] = record
 
     def refused_at_decode(self, room: int, cause: Cause) -> None:
-        """Decode made no room of a request, and told its legs so."""
+        """Record that decode refused a request, and notified prefill."""
         self._refusals[room].add(cause)
 
     def refused_at_prefill(self, source: int, room: int, cause: Cause) -> None:
-        """Prefill made no room of a request, and keeps that for the decode that comes."""
+        """Record that prefill refused a request, and keeps the cause for the decode that comes."""
         self._turned_away[source, room].add(cause)
 
     def over_at_decode(self, target: int, record: DecodeRoomRecord) -> None:
@@ -147,8 +152,8 @@ class BothSides:
     def _not_for_nothing(
         self, record: Record, others: Sequence[Record], peers: Sequence[PrefillPeer], target: int
     ) -> None:
-        """A peer is given up when something has happened between the two, or when one of `others`
-        gave up its own.
+        """Verify that a peer was given up because of trouble between the two, or because one of
+        `others` has the same cause.
         """
         cause, side = record.state.cause, self.sides[target]
         if (
@@ -159,6 +164,7 @@ class BothSides:
             return
         for peer in peers:
             source = self.sides[peer.key.incarnation]
+            # A room with several peers may be lost because of any of them, so one excuse is enough.
             quiet_s = self.now_s() - self._troubled_at_s(source, side, peer.key.control)
             if not _both_live(source, side) or quiet_s <= PATIENCE_S:
                 return
@@ -168,9 +174,11 @@ class BothSides:
     # --- partings
 
     def has_left(self, source: Side, control: str, linked: Iterable[Side]) -> None:
-        """A prefill has closed in order, and decodes take it for one that serves them: none of
-        these could be reached, or it has not said goodbye and what they have lent it stays on loan
-        for nothing (I5)."""
+        """Verify a prefill that closed in order while some decodes still count it as linked.
+
+        Each of these must have been out of reach: without a goodbye, the loans to that prefill
+        would stay out for no reason (I5).
+        """
         for target in linked:
             quiet_s = self.now_s() - self._last_trouble_s(source, target, control)
             if target.up and quiet_s > PATIENCE_S and not self.unplaced(source, target):
@@ -183,8 +191,8 @@ class BothSides:
         self.later(HEAR_S + _A_MOMENT_S, self._both_know, key, self.now_s())
 
     def _both_know(self, key: Promise, since_s: float) -> None:
-        """A room that has failed on one side has ended on the other, or the link between them was
-        not up.
+        """Verify that a room which failed on one side ended on the other, unless their link was
+        down.
         """
         source, target = self.sides[key[0]], self.sides[key[1]]
         decode, prefill = self.decodes.get(key), self.prefills.get(key)
@@ -199,17 +207,18 @@ class BothSides:
             if prefill.prompt != (decode.prompt.tokens, decode.prompt.digest):
                 return
             if not linked or peer.fresh_from > key[2] or (self.forgetful and key in self.acked):
-                # Nothing from before the link was lost is told on: the engine's half waits for its
-                # rendezvous.
+                # Prefill does not report what happened before the link was lost: the engine's half
+                # waits for its rendezvous.
                 return
             over_at_s = self.over_at_s.get(prefill, decode.opened_at_s)
             if self.forgetful and over_at_s < decode.opened_at_s + self.announced_within_s:
-                return  # its end was forgotten before decode's half came
+                # Prefill forgot the end of its half before decode's half arrived.
+                return
             if decode.phase is DecodePhase.BOOTSTRAPPING and over_at_s < self._troubled_at_s(
                 source, target, peer.key.control
             ):
-                # Its end is kept for a while only: the announcement that was lost may have come too
-                # late.
+                # Prefill keeps the end of a half for a while only, and a repeated announcement may
+                # come too late.
                 return
         failed_here, failed_there = decode.state.cause is not None, prefill.state.cause is not None
         if not (failed_here or failed_there):
@@ -218,13 +227,15 @@ class BothSides:
             return
         over_at_s = self.over_at_s.get(decode if failed_here else prefill, 0.0)
         if over_at_s > since_s:
-            return  # just now: it is looked at again
+            # The room ended only now, and that end scheduled another look.
+            return
         troubled_at_s, known_by_s = self._troubled_at_s(source, target, peer.key.control), 0.0
         if linked and self.unplaced(source, target):
             troubled_at_s = self.now_s()
         if troubled_at_s >= since_s:
             known_by_s = troubled_at_s + _recovers_s(decode, troubled_at_s)
-        if not linked:  # what decode has hung up on, prefill finds silent
+        # Decode hung up, which prefill notices by silence.
+        if not linked:
             known_by_s = max(known_by_s, max(over_at_s, troubled_at_s) + PATIENCE_S)
         if (wait_s := known_by_s - self.now_s()) > 0:
             self.later(wait_s + _A_MOMENT_S, self._both_know, key, max(troubled_at_s, since_s))
@@ -237,9 +248,12 @@ class BothSides:
         )
 
     def _mixed_up(self, key: Promise, decode: DecodeRoomRecord, half: PrefillRoomRecord) -> bool:
-        """A room id was used again at once: the engine's half has met the end of another room of
-        that id, another half has met one that may have been meant for it, or the id was another
-        room's at prefill when it ended here."""
+        """Return True if a room id was used again so soon that a half met the wrong counterpart.
+
+        The engine's half may have met the end of another room of that id; another half may have met
+        an end that was meant for this one; or the id belonged to another room at prefill when this
+        one ended at decode.
+        """
         cause, over_at_s = decode.state.cause, self.over_at_s
         rooms = [room for room in self.decodes.values() if room.room == decode.room]
         others = [room for room in rooms if room is not decode]
@@ -257,13 +271,15 @@ class BothSides:
             leg.peer is None and leg in over_at_s and over_at_s[leg] <= over_at_s.get(decode, 0.0)
             for leg in earlier
         ):
-            return True  # that one's end was kept for a decode, which this one has been
+            # The end of that leg was kept for a decode, and this one received it.
+            return True
         if half in over_at_s and any(
             at in self.acked
             for at, room in self.decodes.items()
             if at[0] == key[0] and room in others
         ):
-            return True  # this one's end was, and that decode has had it
+            # The end of this half was kept, too, and another decode received it.
+            return True
         ends = [over_at_s[room] for room in others if room in over_at_s]
         if half in over_at_s and any(end_s <= over_at_s[half] for end_s in ends):
             return True
@@ -278,7 +294,7 @@ class BothSides:
         return any(over_at_s.get(room, ended_at_s) >= ended_at_s for room in bound)
 
     def _troubled_at_s(self, source: Side, target: Side, control: str) -> float:
-        """When something last happened to the link between the two, or to one of them."""
+        """Return the time of the last trouble of the link between the two, or of one of them."""
         now = self.now_s()
         if not source.up or not target.up or source.stalled_until_s > now:
             return now
@@ -298,18 +314,19 @@ def promises_of(target: int, record: DecodeRoomRecord) -> list[Promise]:
 
 
 def is_linked(peers: Iterable[PrefillPeer], source: int) -> bool:
-    """A decode with these peers takes that prefill for one that serves it."""
+    """Return True if a decode with these peers takes that prefill for one that serves it."""
     return any(peer.key.incarnation == source and peer.phase is LinkPhase.UP for peer in peers)
 
 
 def promise_of(source: int, record: PrefillRoomRecord) -> Promise | None:
-    """None while decode's half has not come."""
+    """Return the promise of a room at prefill, or None before decode's half arrives."""
     return None if record.peer is None else (source, record.peer.incarnation, record.grant)
 
 
 def _recovers_s(decode: DecodeRoomRecord, troubled_at_s: float) -> float:
-    """How long after the last trouble both sides know: who asks has asked less and less often
-    meanwhile.
+    """Return how long after the last trouble both sides may take to know.
+
+    It grows with the room's age, because questions are repeated less and less often.
     """
     return RECOVER_S + min(max(0.0, troubled_at_s - decode.opened_at_s), MAX_REPEAT_AFTER_S)
 

@@ -1,5 +1,5 @@
 """The nodes of one run: real ones, each a process on the virtual loop, with everything they touch
-watched.
+under watch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Engine = DecodeThreadEngine | PrefillThreadEngine
 
 
 class Member:
-    """One life of one node: dead ones stay on the list."""
+    """One life of one node. Dead members stay on the list."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class Member:
         )
         self.tasks: list[asyncio.Task[None]] = []
         self.snapshots: Snapshots | None = None  # of a decode
-        self.cache: Any = None  # a `cached.NodeCache`, where there are some
-        self.engine: Engine | None = None  # of a node that is driven from outside of its loop
+        self.cache: Any = None  # `cached.NodeCache`, where nodes have caches
+        self.engine: Engine | None = None  # engine without an event loop, if the node has one
         self.leaving = False
 
     @property
@@ -72,16 +72,16 @@ class Member:
 
     @property
     def up(self) -> bool:
-        """Alive, and not standing still."""
+        """True while alive and not halted."""
         return self.alive and self.process.parked is None
 
     @property
     def settled(self) -> bool:
-        """Alive and to stay, and what its address leads to."""
+        """True while alive, to stay, and reached by its address."""
         return self.alive and not self.leaving and not self.seen.displaced
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task of this node's own."""
+        """Start a task in the process of this node."""
         task: asyncio.Task[None] = self.process.run(asyncio.ensure_future, work)
         self.tasks.append(task)
         return task
@@ -94,12 +94,12 @@ class Cluster:
 
     def __init__(self, loop: VirtualLoop, oracle: Oracle, faults: Faults, variety: Variety) -> None:
         self.loop, self.oracle, self.faults, self.variety = loop, oracle, faults, variety
-        self.data_parallel: Mapping[int, DpGroup] = {}  # by number: the groups that are one prefill
+        self.data_parallel: Mapping[int, DpGroup] = {}  # of the data-parallel prefill, by number
         self.wire = Wire(oracle, faults)
         self.planes = FakeNetwork()
         self.members: list[Member] = []
         self.threaded: AbstractSet[int] = frozenset()  # decodes whose engines have no event loop
-        self.threaded_groups: AbstractSet[int] = frozenset()  # and groups of such prefills
+        self.threaded_groups: AbstractSet[int] = frozenset()  # prefill groups of the same kind
         self._pools: list[PagedPool] = []
         self.staged: dict[PagedPool, Staged] = {}  # by the pool
 
@@ -111,8 +111,8 @@ class Cluster:
         ]
 
     def ranks(self, group: int) -> Sequence[RankInfo]:
-        """What a registry says about a prefill group now; a dead rank's last word stands until it
-        is back.
+        """Return the registry's present entries for a prefill group. The entry of a dead rank
+        stands until the rank is back.
         """
         latest: dict[int, RankInfo] = {}
         for member in self.members:
@@ -121,17 +121,17 @@ class Cluster:
         return [latest[rank] for rank in sorted(latest)]
 
     def every_rank(self) -> Sequence[RankInfo]:
-        """What a registry says about the prefill that has several groups."""
+        """Return the registry's present entries for the prefill that has several groups."""
         return [info for group in self.data_parallel for info in self.ranks(group)]
 
     def named(self, group: int, how: str, dp_rank: int | None) -> Named:
-        """How decode names the prefill whose group it is."""
+        """Return the name by which decode refers to the prefill of a group."""
         if how == OWN_GROUP:
             return Named(self.ranks(group), dp_rank)
         return Named("prefill" if how == WORD else self.every_rank(), dp_rank)
 
     async def _resolve(self, _: str) -> Sequence[RankInfo]:
-        """A registry that takes its time."""
+        """Answer as a registry that takes its time."""
         rng = self.loop.rng
         await asyncio.sleep(
             rng.uniform(*(DELAY_S if self.faults.on and rng.random() < 0.2 else THREAD_S))
@@ -141,7 +141,7 @@ class Cluster:
     def start_prefill(
         self, group: int, rank: int, world_size: int, port: int = 0, after: Member | None = None
     ) -> Member:
-        """`after`: as in `start_decode`."""
+        """Start a prefill rank; `after` is as in `start_decode`."""
         name = f"prefill {group}.{rank}" if world_size > 1 else f"prefill {group}"
         dp_group = self.data_parallel.get(group, DpGroup())
         process, pool, plane, books = self._parts(name, after, (rank, world_size))
@@ -166,8 +166,11 @@ class Cluster:
         return self._join(name, process, node, plane, books, group)
 
     def start_decode(self, number: int, after: Member | None = None) -> Member:
-        """`after`: over the pool of a node that was closed, of either role; what it could not prove
-        is inherited. Every other one has another store of pages."""
+        """Start a decode.
+
+        With `after`, a closed node of either role, it takes over that node's pool and inherits the
+        loans that lack proof. About half of these heirs use another store of pages.
+        """
         name = f"decode {number}"
         process, pool, plane, books = self._parts(name, after)
         incarnation = self._incarnation()
@@ -188,7 +191,7 @@ class Cluster:
         return self._join(name, process, node, plane, books, number, staged)
 
     def _options(self, incarnation: int) -> dict[str, Any]:
-        """What nodes of either role are made with."""
+        """Return the options of nodes of either role."""
         return {
             "timing": self.variety.timing,
             "bounds": self.variety.bounds,
@@ -198,7 +201,7 @@ class Cluster:
         }
 
     def _staged(self, name: str, pool: PagedPool, books: Books) -> Staged | None:
-        """The staging beside a pool, which it keeps from node to node."""
+        """Return the staging beside a pool, which the pool keeps from node to node."""
         size_bytes = self.variety.staging_bytes
         if size_bytes and pool not in self.staged:
             self.staged[pool] = Staged(name, pool, books, size_bytes, self.oracle, self.faults)
@@ -206,12 +209,13 @@ class Cluster:
 
     @staticmethod
     def _store_after(after: Member | None, pool: PagedPool, incarnation: int) -> PageStore | None:
+        # A bit of the incarnation decides, so that no further draw changes the seed's other draws.
         return another_store(pool) if after is not None and incarnation & 2 else None
 
     # --- what can happen to a node
 
     def crash(self, member: Member) -> None:
-        """Gone without a word: nothing of it runs, arrives or lands any more, and that can be
+        """End a node without a word. Its tasks, frames and writes stop, and its death can be
         observed.
         """
         self.oracle.trace(lambda: f"{member.name} dies")
@@ -221,8 +225,8 @@ class Cluster:
         member.seen.books.lost = member.seen.lent.lost = True
 
     def leave(self, member: Member) -> None:
-        """Close the node as an operator would; it is gone when that and its engine's requests have
-        ended.
+        """Close a node as an operator would. Its process ends after that and after its engine's
+        requests.
         """
         self.oracle.trace(lambda: f"{member.name} leaves")
         member.leaving = True
@@ -240,6 +244,7 @@ class Cluster:
                 member.engine.part()
             if member.cache is not None:
                 await member.cache.close()
+            # The process must not end inside one of its tasks.
             self.loop.soon(self._left, member)
 
         member.process.run(asyncio.ensure_future, close())
@@ -262,13 +267,15 @@ class Cluster:
             self.wire.unplug(member.process)
 
     def declare_dead(self) -> None:
-        """Where no fence ever proves a death, an operator gives his word for every dead prefill."""
+        """Let an operator declare all ended processes dead, because no fence proves a death
+        here.
+        """
         dead = {m.node.incarnation for m in self.members if not m.alive}
         for member in [
             member for member in (*self.living(DecodeNode), *self.living(PrefillNode)) if member.up
         ]:
             lines = member.node.peers()
-            # Those it is linked to are decodes, which write nothing.
+            # A prefill is linked to decodes, which write no pages; only earlier writers count.
             if isinstance(member.node, PrefillNode):
                 lines = [line for line in lines if line["phase"] == "earlier"]
             known = {int(line["incarnation"], 16) for line in lines}
@@ -276,7 +283,7 @@ class Cluster:
                 member.process.run(member.node.declare_dead, incarnation, "it was seen to die")
 
     def tell_lies(self) -> None:
-        """On every link that is up: see `lies`."""
+        """Send lies on every link that is up; see `lies`."""
         sources = {member.node.incarnation: member for member in self.living(PrefillNode)}
         for member in self.living(DecodeNode):
             assert isinstance(member.node, DecodeNode)
@@ -293,8 +300,8 @@ class Cluster:
                     self.wire.deliver([Frame(*where, True, data) for data in said])
 
     def start_again(self, member: Member) -> Member:
-        """The next life of a node, at the same address; a decode that was closed leaves its pool to
-        it.
+        """Start the next life of a node, at the same address. A decode that was closed leaves its
+        pool to it.
         """
         self.oracle.trace(lambda: f"{member.name} starts again")
         node = member.node
@@ -305,20 +312,21 @@ class Cluster:
         return self.start_prefill(member.group, node.info.rank, node.info.world_size, port)
 
     def take_over(self, member: Member) -> Member:
-        """Another process answers at its address, though it lives, and its writes go on."""
+        """Give a node's address to another process, while the node lives and its writes go on."""
         self.oracle.trace(lambda: f"{member.name} loses its address to another process")
         member.seen.displaced = True
         self.wire.unplug(member.process)
         return self.start_again(member)
 
     def switch_role(self, member: Member, number: int) -> Member:
-        """A node of the other role over the pool of one that was closed; `number` is its group's,
-        or its own.
+        """Start a node of the other role over the pool of a closed node. `number` is that of its
+        group, or of the decode.
         """
         self.oracle.trace(lambda: f"{member.name} goes on in the other role")
         if isinstance(member.node, PrefillNode):
             return self.start_decode(number, member)
-        before = self.ranks(number)  # it comes back to the address that it had as a prefill
+        # A node that returns to prefill gets its former address.
+        before = self.ranks(number)
         port = int(before[0].control.rsplit(":", 1)[1]) if before else 0
         return self.start_prefill(number, 0, 1, port, after=member)
 
@@ -332,7 +340,7 @@ class Cluster:
         self.loop.resume(member.process)
 
     def stall(self, member: Member, for_s: float) -> None:
-        """The worker of its data plane stands still; the node itself does not."""
+        """Halt the worker of a node's data plane, but not the node."""
         self.oracle.trace(lambda: f"the data plane of {member.name} stalls for {for_s:.2f} s")
         member.plane.stall(for_s)
         member.seen.stalled_until_s = self.loop.time() + for_s
@@ -374,13 +382,15 @@ class Cluster:
                 member.snapshots.unmap()
 
     def _incarnation(self) -> int:
-        """Drawn from the seed, not from the system."""
+        """Draw an incarnation from the seed, not from the system."""
         return self.loop.rng.getrandbits(63) | 1
 
     def _parts(
         self, name: str, after: Member | None, share: tuple[int, int] = (0, 1)
     ) -> tuple[Process, PagedPool, PacedPlane, Books]:
-        """`share`: whose, of how many ranks."""
+        """Return the process, pool, data plane and books of a new node; `share` is its rank, and
+        how many ranks there are.
+        """
         plane = PacedPlane(self.planes, self.oracle, self.faults, self.variety.fences)
         if after is not None:
             return Process(name), after.seen.pool, plane, after.seen.books
@@ -403,7 +413,7 @@ class Cluster:
         staged: Staged | None = None,
         engine: Engine | None = None,
     ) -> Member:
-        """`engine` has started the node, where there is one."""
+        """Add a node to the cluster. If it has an engine, the engine has started it already."""
         seen = Seen(
             process, node.incarnation, books, node.pool, None if staged is None else staged.books
         )
@@ -417,6 +427,7 @@ class Cluster:
             self.oracle.dp_groups.joined(node.incarnation, group)
         member.engine = engine
         if engine is None:
+            # Starting does not wait here, so one step of the coroutine completes it.
             start = node.start()
             with contextlib.suppress(StopIteration):
                 process.run(start.send, None)
@@ -426,6 +437,6 @@ class Cluster:
 
 
 def _end_of(member: Member) -> str | bytes:
-    """What its links have in common."""
+    """Return the name that all links of a node share."""
     node = member.node
     return node.control if isinstance(node, PrefillNode) else routing_id(node.incarnation)

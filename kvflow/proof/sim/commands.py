@@ -95,7 +95,9 @@ def sim(
 def _check_choices(
     kinds: dict[str, bool], seeds: dict[str, bool], exhaust: bool, bounds: str
 ) -> None:
-    """Raises: MisuseError for options that exclude each other, by whether each was given."""
+    """Refuse options that exclude each other; the values state whether each was given. Raises:
+    MisuseError.
+    """
     if (chosen := sum(kinds.values())) > 1:
         raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
     if bounds and not exhaust:

@@ -1,4 +1,6 @@
-"""What a place of a simulated pool holds: every byte tells whose it is, and in which place."""
+"""Content of the places of a simulated pool: every byte shows which request it belongs to, and in
+which place.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from kvflow.testing.shards import placed_at_zero
 
 
 def content(digest: bytes, index: int, size_bytes: int, version: int = 0) -> bytes:
-    """The request, the place's number among those of the request, and how often it was rewritten
-    decide every byte.
+    """Return bytes that depend on the request, on the number of the place among those of the
+    request, and on how often it was rewritten.
     """
     salt = index.to_bytes(4, "little") + version.to_bytes(4, "little")
     block = hashlib.blake2b(digest, digest_size=32, salt=salt).digest()
@@ -28,10 +30,10 @@ def handoff_of(digest: bytes) -> bytes:
 
 
 class PlaceBytes:
-    """The bytes of a page-first pool by place: its pages, and its rows numbered on from them."""
+    """Bytes of a page-first pool by place: its pages, and its rows, numbered on from them."""
 
     def __init__(self, layout: PoolLayout, whole: PoolLayout | None = None) -> None:
-        """`whole`: what the pool is one rank's share of."""
+        """`whole` is the layout of which the pool is one rank's share."""
         (self._pages,) = (b for b in layout.buffers if not b.in_rows)
         self._rows = next((b for b in layout.buffers if b.in_rows), None)
         self.num_pages, self.page_bytes, self.row_bytes = (
@@ -53,7 +55,7 @@ class PlaceBytes:
         ctypes.memmove(address, data, size_bytes)
 
     def fill(self, place: int, digest: bytes, index: int) -> None:
-        """With what of a request belongs here: this rank's share."""
+        """Write the request's content to a place: this rank's share of it."""
         in_rows = place >= self.num_pages
         data = content(digest, index, self._whole.row_bytes if in_rows else self._whole.page_bytes)
         if self._shares is not None:
@@ -68,7 +70,9 @@ class PlaceBytes:
 
 
 def _shares(whole: PoolLayout, part: PoolLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each byte of a page, and of a row, of `part`: which byte of one of `whole` it is."""
+    """Return, for each byte of a page and of a row of `part`, the index of that byte in one of
+    `whole`.
+    """
     first, none = np.zeros(1, dtype=np.int32), NO_PLACES
     pairing = Pairing(
         placed_at_zero(whole), placed_at_zero(part), only=spans_served(served_of(part))

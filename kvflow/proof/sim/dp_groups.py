@@ -1,5 +1,5 @@
-"""The group of a data-parallel prefill that serves each room: words to another one, or none to it,
-are noticed.
+"""Groups of a data-parallel prefill: verify that messages about a room reach the group that serves
+it, and no other.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ Prefill = str | Sequence[RankInfo]
 
 
 class DpGroup(NamedTuple):
-    """Which of how many groups of a prefill."""
+    """Number of a group within its prefill, and the number of groups."""
 
     dp_rank: int = 0
     dp_size: int = 1
 
 
 def dp_groups_of(groups: Sequence[int]) -> dict[int, DpGroup]:
-    """The groups of one prefill, in their order."""
+    """Return the groups of one prefill, in their order."""
     return {group: DpGroup(dp_rank, len(groups)) for dp_rank, group in enumerate(groups)}
 
 
 class DpGroups:
-    """Compares what decodes were asked for with what they say to whom about it (I4).
+    """Comparison of what decodes were asked for with what they send to whom (I4).
 
-    The rule by which a room has a group is written down here once more: the code under test is not
-    asked."""
+    The rule that gives a room its group is written here once more, so that the code under test is
+    not consulted.
+    """
 
     def __init__(
         self,
@@ -50,23 +51,23 @@ class DpGroups:
         broken: Callable[[str, str], None],
     ) -> None:
         self.groups: Mapping[int, DpGroup] = {}
-        """Of the prefill that has several, by number."""
-        self.told_to_every_group = 0  # ends of rooms that named a group that is none
+        """Groups of the data-parallel prefill, by number."""
+        self.told_to_every_group = 0  # ends of rooms that named a missing group
         self._loop, self._by_incarnation, self._broken = loop, by_incarnation, broken
         self._group_of: dict[int, int] = {}  # by incarnation of a prefill
-        # (decode, room): the groups that may hear of it.
+        # By (decode, room): the groups that may receive messages about it.
         self._homes: dict[tuple[int, int], set[int]] = {}
-        # (prefill, decode, room): when it was told the end.
+        # By (prefill, decode, room): time at which prefill received the end.
         self._refused_at_s: dict[tuple[int, int, int], float] = {}
-        # A registry; the groups, the deadline.
+        # Rooms that wait for a registry: node, groups, deadline.
         self._asking: dict[DecodeRoom, tuple[DecodeNode, set[int], float]] = {}
 
     def joined(self, incarnation: int, group: int) -> None:
-        """A prefill rank of that group."""
+        """Record a prefill rank of that group."""
         self._group_of[incarnation] = group
 
     def asked(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
-        """Decode is asked for a room, which it may refuse: then it says no word of it."""
+        """Record that decode is asked for a room. If it refuses, it sends no message about it."""
         self._may_hear(node, room, self._chosen(prefill, room, dp_rank))
 
     def opened(
@@ -77,15 +78,16 @@ class DpGroups:
         dp_rank: int | None,
         deadline_s: float | None,
     ) -> None:
-        """Decode has made a room of it, which may not be open yet: its registry is asked first."""
+        """Record that decode made a room, which may have to wait for a registry before it opens."""
         if room.opening is not None:
             until_s = float("inf") if deadline_s is None else self._loop.time() + deadline_s
             self._asking[room] = node, self._chosen(prefill, room.room, dp_rank), until_s
 
     def ended_unopened(self, room: DecodeRoom) -> None:
-        """The room ends before any rank knows of it.
+        """Record a room that ends before any rank knows of it.
 
-        Its group is told as soon as that is known, unless the deadline passes before."""
+        Decode notifies its group once the registry names it, unless the deadline passes first.
+        """
         asking = self._asking.pop(room, None)
         if asking is not None and room.opening is not None:
             node, groups, until_s = asking
@@ -93,8 +95,8 @@ class DpGroups:
                 self._expect_told(node, room.room, groups)
 
     def refused(self, node: DecodeNode, room: int, prefill: Prefill, dp_rank: int | None) -> None:
-        """Decode is asked to tell prefill that a room will not come: all groups, where it names one
-        that is none.
+        """Record that decode is to notify prefill that a room will not come. It notifies all groups
+        if the room names a group that prefill lacks.
         """
         groups = self._chosen(prefill, room, dp_rank)
         if not groups:
@@ -104,7 +106,7 @@ class DpGroups:
         self._expect_told(node, room, groups)
 
     def said(self, message: Message) -> None:
-        """By a decode, to a prefill."""
+        """Verify a message from a decode to a prefill."""
         if not isinstance(message, Announce | Bootstrap | Abort):
             return
         if isinstance(message, Abort):
@@ -143,9 +145,12 @@ class DpGroups:
         self._homes.setdefault((node.incarnation, room), set()).update(groups)
 
     def _expect_told(self, node: DecodeNode, room: int, groups: set[int]) -> None:
-        """The groups that decode is linked to, within the time that a registry may take.
+        """Verify later that decode notifies the groups to which it is linked, within the time of a
+        registry.
 
-        Where it also takes an earlier life of a rank for one that serves, it may tell that one."""
+        If decode also takes an earlier life of a rank for one that serves, it may notify that one
+        instead.
+        """
         usable = Counter(peer.key.control for peer in node.shell.endpoint.peers if peer.usable)
         for group in groups:
             linked = [peer for peer in node.shell.endpoint.peers if self._is_current(peer, group)]
@@ -157,7 +162,7 @@ class DpGroups:
                 )
 
     def _is_current(self, peer: PrefillPeer, group: int) -> bool:
-        """The latest life of a rank of the group."""
+        """Return True for the latest life of a rank of the group."""
         incarnation = peer.key.incarnation
         if self._group_of.get(incarnation) != group:
             return False
@@ -186,7 +191,7 @@ class DpGroups:
 
 @contextmanager
 def asked_observed(groups: DpGroups) -> Iterator[None]:
-    """Every decode in this process reports what it is asked for."""
+    """Make every decode in this process report the rooms that it is asked for."""
     refuse, end_unopened = DecodeNode.refuse, DecodeShell._refused
 
     def observed(open_room: Callable[..., DecodeRoom]) -> Callable[..., DecodeRoom]:

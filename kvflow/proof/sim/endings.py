@@ -1,4 +1,4 @@
-"""How rooms end (I4, I5, I6, I7, I12): endpoints and shells are watched from outside while a
+"""Endings of rooms (I4, I5, I6, I7, I12): endpoints and shells are watched from outside while a
 simulation runs.
 """
 
@@ -40,10 +40,10 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 
 class Endings(BothSides):
-    """Looks at every room, whether something has failed or not."""
+    """Observer of every room, whether it fails or not."""
 
     def __init__(self, oracle: Oracle, forgetful: bool) -> None:
-        """`forgetful`: prefills remember so few ended grants that some may begin below the
+        """With `forgetful`, prefills remember so few ended grants that a grant may begin below the
         low-water mark.
         """
         self._over_at_s: dict[Record, float] = {}
@@ -51,7 +51,7 @@ class Endings(BothSides):
         self.oracle, self.loop = oracle, oracle.loop
         self.count: dict[str, int] = {}
         self._handles: dict[PrefillRoomRecord, PrefillRoom] = {}
-        self._told: set[DecodeRoomRecord] = set()  # whose users have their answer
+        self._told: set[DecodeRoomRecord] = set()  # rooms whose users have their answer
 
     def now_s(self) -> float:
         return self.loop.time()
@@ -85,6 +85,7 @@ class Endings(BothSides):
         if before.phase not in OVER_AT_DECODE and now.phase in OVER_AT_DECODE:
             self._over_at_s[record] = self.now_s()
             self._ended("decode", now.phase.name, now.cause)
+            # The shell notifies the user later in this turn of the loop, so look after it.
             self.loop.soon(self._user_told, record)
             self.over_at_decode(target, record)
 
@@ -97,7 +98,7 @@ class Endings(BothSides):
             self._told.add(room.record)
 
     def handed_out(self, room: PrefillRoom) -> None:
-        """The engine's half of a room is there."""
+        """Record that the engine's half of a room is open."""
         record = room.record
         self._handles[record] = room
         self.half_at_prefill(current_incarnation(self.oracle), record)
@@ -115,6 +116,7 @@ class Endings(BothSides):
             self._over_at_s[record] = self.now_s()
             self._ended("prefill", now.phase.name, now.cause)
             if record.prompt is not None:
+                # The shell notifies the engine later in this turn of the loop, too.
                 self.loop.soon(self._engine_told, record)
             self.over_at_prefill(source, record)
         if (
@@ -140,7 +142,7 @@ class Endings(BothSides):
             self.broken("I4", f"room {record.room} ended at prefill, its engine was not told")
 
     def bound(self, source: Incarnation, record: PrefillRoomRecord) -> None:
-        """Decode's half has come to prefill, or is announced."""
+        """Record that decode's half arrived at prefill, or was announced there."""
         key = promise_of(source, record)
         assert key is not None
         if key in self.prefills or key in self.acked:
@@ -161,13 +163,14 @@ class Endings(BothSides):
 
 @contextmanager
 def observed(endings: Endings) -> Iterator[None]:
-    """Every endpoint and shell in this process reports to `endings`."""
+    """Make every endpoint and shell in this process report to `endings`."""
     with ExitStack() as swaps:
         for owner, name, replacement in (*_at_decode(endings), *_at_prefill(endings)):
             swaps.enter_context(swapped(owner, name, replacement))
         start = PrefillShell._start_write
 
         def writing(shell: PrefillShell, command: StartWrite) -> None:
+            # The data plane does not know grants, so the oracle takes the grant from this room.
             endings.oracle.writing = shell.endpoint.core.writes[command.write][0]
             try:
                 start(shell, command)
@@ -204,6 +207,7 @@ def _at_decode(endings: Endings) -> Iterator[Swap]:
 
     def fed(self: DecodeCore, record: DecodeRoomRecord, event: DecodeEvent, now: float) -> None:
         before = record.state
+        # The state is a frozen value, so `before` stays as it was.
         feed_room(self, record, event, now)
         endings.at_decode(self.identity.incarnation, record, before)
 

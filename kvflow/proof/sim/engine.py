@@ -1,6 +1,4 @@
-"""What an engine does with rooms, as little as will do; put your own scheduler in its place
-(`Scheduler`).
-"""
+"""Minimal engine over rooms. Put your own scheduler in its place (`Scheduler`)."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 
 
 class Named(NamedTuple):
-    """How decode names the prefill of a request, and the group of it that is to serve the room."""
+    """Name of the prefill of a request, and the group of it that is to serve the room."""
 
     prefill: str | Sequence[RankInfo]
     dp_rank: int | None = None
 
 
 class Job:
-    """One request as one node gets it.
+    """One request as one node receives it.
 
     Both legs of a request have the same `room`, and normally the same `prompt`.
     """
@@ -51,35 +49,37 @@ class Job:
         stay: Stay | None = None,
     ) -> None:
         self.room, self.prompt, self.chunks, self.deadline_s = room, prompt, chunks, deadline_s
-        # Of the group of prefill ranks it is for, as a registry would tell decode now.
+        # Ranks of the request's prefill group, as a registry would list them now.
         self.ranks = ranks
         self._names = names
-        # The engine breaks down at that chunk, or will not have it.
+        # The engine breaks down before chunk `fails_at`, or refuses the request.
         self.fails_at, self.refused = fails_at, refused
-        self.kept_s = kept_s  # how long decode goes on generating
-        # decode has pages for it only so long after it has announced the room.
+        self.kept_s = kept_s  # time for which decode generates
+        # Decode has pages for the room only so long after it announced it.
         self.offers_after_s = offers_after_s
-        self.topples = topples  # to be called when the room ends
-        self.stay = stay  # what decode goes on to do with it
-        self.residence: Residence | None = None  # as which it does so
-        self.close: Callable[[Cause], None] | None = None  # ends the room, once there is one
+        self.topples = topples  # called when the room ends
+        self.stay = stay  # further life of the request at decode
+        self.residence: Residence | None = None  # plays `stay`
+        self.close: Callable[[Cause], None] | None = None  # ends the room, once it is open
         self.succeeded = False
 
     @property
     def handoff(self) -> bytes:
-        """What prefill must hand over with its last chunk."""
+        """Hand-over that prefill must send with its last chunk."""
         return handoff_of(prompt_digest(self.prompt))
 
     def named(self) -> Named:
-        """How its client names the prefill it is for, now; a prefill that has one group by its
-        ranks.
+        """Return the client's present name for the prefill. A prefill with one group is named by
+        its ranks.
         """
         return Named(self.ranks()) if self._names is None else self._names()
 
     def model_step(self, node: PrefillNode, pages: PageIndices, first: int) -> Callable[[], None]:
-        """Computes `pages`, the prompt's pages from number `first` on; call it in a thread.
+        """Return a function that computes `pages`, the prompt's pages from number `first`; call it
+        in a thread.
 
-        They are the step's until it has returned (I13)."""
+        The pages belong to the step until it returns (I13).
+        """
         digest, books = prompt_digest(self.prompt), books_of(node.pages)
         for page in pages.tolist():
             books.readers[page] += 1
@@ -93,7 +93,7 @@ class Job:
 
 
 class Scheduler(Protocol):
-    """What the simulator calls, in a task of the node's own, once per job; a `KvflowError` may
+    """Interface that the simulator calls once per job, in a task of the node. A `KvflowError` may
     leave it.
     """
 
@@ -103,7 +103,7 @@ class Scheduler(Protocol):
 
 
 class PlainScheduler:
-    """Every job at once."""
+    """Scheduler that runs every job at once."""
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
         if job.refused:
@@ -139,7 +139,8 @@ class PlainScheduler:
             return refuse(node, job, Cause(Code.CAPACITY, "decode will not have it"))
         try:
             await self._decode(node, job)
-        except DpRankError as error:  # the other leg may wait at any group
+        # The other leg may wait at any group of the prefill, so all of them must learn of this.
+        except DpRankError as error:
             refuse(node, job, error.cause())
             raise
         return None
@@ -161,13 +162,13 @@ class PlainScheduler:
 
 
 def refuse(node: DecodeNode, job: Job, cause: Cause) -> None:
-    """Decode's half of the request will never come."""
+    """Report that decode's half of the request will never come."""
     named = job.named()
     node.refuse(job.room, named.prefill, cause, dp_rank=named.dp_rank)
 
 
 async def opened(node: DecodeNode, job: Job, prefix_tokens: int = 0) -> DecodeRoom:
-    """Decode's half of the room, which has offered its pages, late where the job says so."""
+    """Open decode's half of the room, and offer its pages, late where the job says so."""
     open_room, named = node.room if job.offers_after_s is None else node.announce, job.named()
     room = open_room(
         job.room,

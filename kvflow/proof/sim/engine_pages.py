@@ -1,4 +1,4 @@
-"""The allocator of an engine that hands out its pages by itself."""
+"""Page allocator of an engine that hands out its own pages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvflow.protocols.pages.layout import PageIndices
 
 
 class EnginePages:
-    """An engine's own allocator.
+    """Allocator of an engine.
 
-    It hands out what nobody of its own has and `store` does not call busy.
+    It hands out pages that none of its requests has and that `store` does not report as busy.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class EnginePages:
         self._taken: set[int] = set()
 
     def take(self, count: int, owner: Borrower) -> PageIndices:
-        """`count` places of a room: pages, and where the pool has rows, a row as the last.
+        """Take `count` places for a room: pages, and a row as the last place if the pool has rows.
 
         Raises: CapacityError.
         """
@@ -62,7 +62,7 @@ class EnginePages:
         return np.array(found, dtype=np.int32) if found else NO_PAGES
 
     def free(self, pages: PageIndices) -> None:
-        """They are idle, and their request needs them no more."""
+        """Free pages that are idle and that their request no longer needs."""
         books = self._books
         for place in pages.tolist():
             if books.writers[place]:

@@ -1,4 +1,4 @@
-"""What goes wrong in one run: drawn from the seed beforehand, counted when it strikes."""
+"""Faults of one run: drawn from the seed beforehand, counted when they strike."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ ON_NODES = ("crash", "restart", "leave", "freeze", "takeover", "stall")
 ON_LINKS = ("partition", "jam")
 KINDS = (*ON_FRAMES, *ON_LINKS, *ON_WRITES, "capacity", *ON_NODES)
 ON_COPIES = ("slow copy", "failed copy", "no host memory")
-"""Of snapshots, which only whole nodes make; drawn beside the others."""
+"""Faults of snapshots, which only whole nodes make; drawn beside the others."""
 SWITCH = "switch"
-"""A node parts in order, and one of the other role goes on over its pool; drawn beside the others,
-too.
+"""A node parts in order, and a node of the other role continues over its pool. Drawn beside the
+others, too.
 """
 
-_EVERY_FRAMES = (3, 25)  # a kind strikes once in so many frames, drawn per run
+# A kind strikes once in so many frames (writes, takes, copies); the number is drawn per run.
+_EVERY_FRAMES = (3, 25)
 _EVERY_WRITES = (2, 6)
 _EVERY_TAKES = (3, 9)
 _EVERY_COPIES = (2, 6)
 
 
 class Faults:
-    """At least two kinds in every run. `calm` ends them all."""
+    """Kinds of faults in one run, at least two. `calm` ends them all."""
 
     def __init__(self, rng: random.Random, *, copies: bool = False) -> None:
-        """`copies`: there are some, and what goes wrong with them is drawn, too."""
+        """With `copies`, the run makes copies, and faults of copies are drawn, too."""
         self.rng = rng
         self.kinds = frozenset(rng.sample(KINDS, rng.randint(2, 5)))
         if copies:
@@ -43,7 +44,7 @@ class Faults:
             for kind in kinds:
                 if kind in self.kinds:
                     self._every[kind] = rng.randint(*every)
-                    # The first comes early: each kind of a run strikes in it.
+                    # The first one comes early, so that each kind of a run strikes in it.
                     self._next[kind] = rng.randint(1, 4)
         self._frames = [kind for kind in ON_FRAMES if kind in self.kinds]
         self._writes = [kind for kind in ON_WRITES if kind in self.kinds]
@@ -53,11 +54,11 @@ class Faults:
         self.on = False
 
     def strike(self, kind: str) -> None:
-        """A fault that was planned by time has come."""
+        """Count a fault that was planned by time."""
         self.struck[kind] += 1
 
     def of_frame(self) -> str:
-        """What happens to the next frame; empty for nothing."""
+        """Return the fault of the next frame; empty for no fault."""
         return self._of(self._frames)
 
     def of_write(self) -> str:
@@ -78,6 +79,7 @@ class Faults:
         for kind in kinds:
             self._next[kind] -= 1
             if self._next[kind] <= 0:
+                # The distance is random with the drawn mean, so that faults do not follow a rhythm.
                 self._next[kind] = self.rng.randint(1, 2 * self._every[kind])
                 self.struck[kind] += 1
                 return kind

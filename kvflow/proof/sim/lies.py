@@ -1,5 +1,5 @@
-"""Words that no honest node says, or that nobody waits for any more: they must harm only who says
-them.
+"""Messages that no honest node sends, or that arrive far too late. They must harm only their
+sender.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _NOBODYS = RoomId(1 << 40)
 
 
 def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
-    """A decode announces every grant that prefill has forgotten once more, and claims that it needs
-    nothing of any it has used, though some are still in doubt."""
+    """Return the frames of a decode that lies about the past.
+
+    It announces every grant that prefill forgot once more, and claims that all used grants are
+    settled, though some are still in doubt.
+    """
     own, grants = peer.incarnation, peer.grants
     said: list[Message] = [
         Announce(room=_NOBODYS, grant=GrantId(grant), source=source, target=own)
@@ -36,8 +39,10 @@ def from_long_ago(source: Incarnation, peer: DecodePeer) -> list[bytes]:
 
 
 def another_life(target: Incarnation, peer: PrefillPeer) -> list[bytes]:
-    """The next life of a prefill says goodbye, then answers, and right behind it comes what its
-    last life has said.
+    """Return the frames of a prefill whose lives are out of order.
+
+    The next life sends a goodbye and an answer, and right behind them come messages of the last
+    life.
     """
     own = peer.key.incarnation
 

@@ -1,12 +1,11 @@
-"""An asyncio event loop without time: a virtual clock that jumps from one timer to the next, and
-nothing else moves it.
+"""An asyncio event loop without time: its virtual clock jumps from one timer to the next.
 
     loop = VirtualLoop(random.Random(7))
     loop.run_until_complete(main())
 
-Everything random comes from one generator, so the same seed gives the same run. Threads are virtual
-too: what is given to an executor happens at a later moment, whole, on this thread. Tasks and timers
-belong to the process (`Process.run`) that started them; a process can be halted for a while, as by
+All randomness comes from one generator, so the same seed gives the same run. Threads are virtual,
+too: work for an executor runs in one piece at a later moment, on this thread. Tasks and timers
+belong to the process (`Process.run`) that started them. A process can be halted for a while, as by
 SIGSTOP, or for good.
 """
 
@@ -28,22 +27,25 @@ _ROUNDS = 5
 
 
 class Process:
-    """Whose turn it is: what one node's handlers, engine and threads have in common."""
+    """Process of one node: its handlers, engine and threads run or stand still together."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.dead = False
-        self.parked: list[asyncio.Handle] | None = None  # what waits while it is halted
+        # Callbacks that wait while the process is halted; None while it runs.
+        self.parked: list[asyncio.Handle] | None = None
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call `function` as this process; tasks and timers it starts are this process's."""
+        """Call `function` as this process; tasks and timers that it starts belong to this
+        process.
+        """
         context = contextvars.copy_context()
         context.run(_process.set, self)
         return context.run(function, *arguments)
 
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
-# Of timers that belong to no process: the network, the plan of faults.
+# Context of timers that belong to no process: the network, the plan of faults.
 _NOBODY = contextvars.Context()
 
 
@@ -52,21 +54,22 @@ def current_process() -> Process | None:
 
 
 class VirtualThread(Executor):
-    """An executor that says by itself when its work happens, and in how many parts. No thread."""
+    """Executor without a thread, which decides when its work happens, and in how many parts."""
 
     def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
-        """Do `work` some time, by timers of the running loop, and answer `done` after it, if
-        somebody still waits.
+        """Do `work` later, by timers of the running loop, and then resolve `done` unless it was
+        cancelled.
         """
         raise NotImplementedError
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """One step is one timer, and then every callback it makes ready, in the order asyncio would
-    call them.
+    """Event loop in virtual time. One step is one timer, and then every callback that it makes
+    ready, in asyncio's order.
     """
 
-    _ready: deque[asyncio.Handle]  # asyncio's own, as are the next two
+    # These three are asyncio's own.
+    _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
     _stopping: bool
     thread_s = THREAD_S
@@ -75,9 +78,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.rng = rng
         self.steps = 0
-        self.raised: list[dict[str, Any]] = []  # what nobody caught
+        self.raised: list[dict[str, Any]] = []  # errors that no task caught
         self._now = 0.0
-        self._halted: set[Process] = set()  # halted ones
+        self._halted: set[Process] = set()  # halted or dead
         self.set_exception_handler(lambda _, context: self.raised.append(context))
 
     def time(self) -> float:
@@ -86,17 +89,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def later(
         self, delay_s: float, callback: Callable[..., object], *arguments: Any
     ) -> asyncio.TimerHandle:
-        """As `call_later`, for what goes on whoever is halted."""
+        """Call back after a delay, also while processes are halted."""
         return self.call_later(delay_s, callback, *arguments, context=_NOBODY)
 
     def soon(self, callback: Callable[..., object], *arguments: Any) -> asyncio.Handle:
-        """As `call_soon`, for what goes on whoever is halted: what runs now is over by then."""
+        """Call back after the present callback, also while processes are halted."""
         return self.call_soon(callback, *arguments, context=_NOBODY)
 
     # --- processes
 
     def halt(self, process: Process) -> None:
-        """Nothing of it runs until `resume`; the world goes on."""
+        """Stop a process until `resume`, while the world goes on."""
         if process.parked is None:
             process.parked = []
             self._halted.add(process)
@@ -108,22 +111,24 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._ready.extend(parked)
 
     def kill(self, process: Process) -> None:
-        """Nothing of it runs any more, not even what would clean up."""
+        """Stop a process for good, without its clean-up."""
         self.halt(process)
         process.dead = True
 
     def play(self, main: Coroutine[Any, Any, None]) -> None:
-        """Run `main` to its end, or until somebody calls `stop`."""
+        """Run `main` to its end, or until `stop`."""
         task = self.create_task(main)
         try:
             self.run_until_complete(task)
         except RuntimeError:
-            if task.done():  # else somebody has
+            # asyncio raises when the loop stops before the task ends, which is no error after
+            # `stop`.
+            if task.done():
                 raise
 
     def wind_up(self) -> None:
-        """Cancel whatever is left, of the dead too, and let it end;
-        what begins meanwhile, as well.
+        """Cancel all tasks, also those of dead processes, and let them end. Tasks that begin
+        meanwhile are cancelled, too.
         """
         for process in list(self._halted):
             process.dead = False
@@ -140,8 +145,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, function: Callable[..., T], *arguments: Any
     ) -> asyncio.Future[T]:
-        """The work happens in one go at a later moment; as with a thread, cancelling the future
-        does not stop it.
+        """Do the work in one piece at a later moment. As with a thread, cancelling the future does
+        not stop it.
         """
         future: asyncio.Future[T] = self.create_future()
         if isinstance(executor, VirtualThread):
@@ -152,7 +157,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             try:
                 result = function(*arguments)
             except Exception as error:  # noqa: BLE001
-                # Whoever awaits it gets it, as from a thread.
+                # The caller that awaits the work receives the error, as from a thread.
                 if not future.done():
                     future.set_exception(error)
             else:
@@ -188,12 +193,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._next_timer()
 
     def _next_timer(self) -> None:
-        """Raises: RuntimeError when nothing is left that could ever happen."""
+        """Move the clock to the next timer. Raises: RuntimeError if no timer is left."""
         timers = self._scheduled
         while timers:
             timer = heapq.heappop(timers)
             timer._scheduled = False  # type: ignore[attr-defined]
             if not timer._cancelled:
+                # A timer may be set for a time in the past, but the clock never runs backwards.
                 self._now = max(self._now, timer.when())
                 self.steps += 1
                 self._ready.append(timer)
@@ -204,4 +210,4 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise AssertionError("there is nothing to select on")
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in a selector."""
+        """Do nothing: this loop never sleeps in a selector that had to be woken."""

@@ -1,5 +1,5 @@
-"""What really happened to pages, bytes and words, seen at the data planes, the allocators and the
-wire (I1-I3, I6-I9, I12, I13). The handlers' own books are never asked whether they are right.
+"""Record of what really happened to pages, bytes and messages (I1-I3, I6-I9, I12, I13), made at the
+data planes, the allocators and the wire. The handlers' own books are never consulted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DULL = {
 
 
 class Key(NamedTuple):
-    """One promise: who may write, into whose pages, under which grant."""
+    """Promise: who may write, into whose pages, under which grant."""
 
     source: int
     target: int
@@ -56,13 +56,13 @@ class Seen:
         staging: Books | None = None,
     ) -> None:
         self.process, self.incarnation, self.books, self.pool = process, incarnation, books, pool
-        self.lent = books if staging is None else staging  # of what peers write
+        self.lent = books if staging is None else staging  # of places that peers write
         self.malformed = 0
         self.troubled_at_s = -1.0  # when it was last cut off or halted
-        self.stalled_until_s = -1.0  # its data plane moves nothing till then
-        self.proven_at_s = float("inf")  # when its death is known everywhere
+        self.stalled_until_s = -1.0  # until then its data plane moves no bytes
+        self.proven_at_s = float("inf")  # when every watcher knows of its death
         self.ended = False  # crashed, or closed
-        self.displaced = False  # alive, but its address belongs to somebody else now
+        self.displaced = False  # alive, but another process has its address
 
     @property
     def alive(self) -> bool:
@@ -70,13 +70,14 @@ class Seen:
 
     @property
     def up(self) -> bool:
-        """Alive, and not standing still."""
+        """True while alive and not halted."""
         return not self.ended and self.process.parked is None
 
 
 class Write:
-    """One write as the oracle sees it: `sources` and `targets` page by page, `next` of them in the
-    target's memory, and some bytes of the one after."""
+    """One write as the oracle sees it: `sources` and `targets` page by page. The first `next`
+    targets have landed, and some bytes of the one after.
+    """
 
     __slots__ = ("begun_bytes", "key", "next", "outcome", "source", "sources", "target", "targets")
 
@@ -89,24 +90,25 @@ class Write:
 
 
 class Oracle:
-    """Keeps the first violation, and stops the loop at it."""
+    """Judge of one run. It keeps the first violation, and stops the loop at it."""
 
     def __init__(self, loop: VirtualLoop, tell: Callable[[str], None] | None) -> None:
         self.loop = loop
         self.violation: Violation | None = None
-        self.over = False  # what is swept up afterwards proves nothing
+        # True during the clean-up after a run, whose events prove no violation.
+        self.over = False
         self.by_process: dict[Process | None, Seen] = {}
         self.by_incarnation: dict[int, Seen] = {}
         self.by_address: dict[str, Seen] = {}  # of a data plane
         self.writes: dict[Key, list[Write]] = {}
         self.acked: set[Key] = set()
-        # Source and target, and what it is said not to prove.
+        # Grants that a goodbye names as unproven, by source and target.
         self.goodbyes: dict[tuple[int, int], frozenset[int]] = {}
-        self.left: set[tuple[int, int]] = set()  # those that were acknowledged
-        # Per link: when something last happened to it.
+        self.left: set[tuple[int, int]] = set()  # pairs whose goodbye was acknowledged
+        # Time of the last disturbance, by link.
         self.link_disturbed_at_s: dict[tuple[str, bytes], float] = {}
         self.garbage: set[bytes] = set()  # frames that are no message
-        self.writing: PrefillRoomRecord | None = None  # whose write is being started
+        self.writing: PrefillRoomRecord | None = None  # room whose write is about to start
         self.dp_groups = DpGroups(loop, self.by_incarnation, self.broken)
         self._tell = tell
 
@@ -122,7 +124,7 @@ class Oracle:
             self.loop.stop()
 
     def trace(self, line: Callable[[], str]) -> None:
-        """One line of the story, made only when somebody reads it."""
+        """Add a line to the story. The line is made only if the story has a reader."""
         if self._tell is not None:
             self._tell(line())
 
@@ -145,6 +147,7 @@ class Oracle:
         )
         if key in self.acked or key[:2] in self.goodbyes:
             self.broken("I6", f"{key} is closed, and a write begins")
+        # The bytes of an earlier write may still arrive, so its targets stay taken.
         if any(page in other.targets for other in earlier for page in write.targets):
             self.broken("I3", f"{key}: {write.targets} are written again under the same grant")
         earlier.append(write)
@@ -154,8 +157,8 @@ class Oracle:
             target.lent.writers[page] += 1
 
     def bytes_landed(self, running: FakeWrite, size_bytes: int) -> None:
-        """In the order of the write's pages: one has landed with the last of what
-        is written of it.
+        """Count bytes of a write, in the order of its pages. A page has landed with its last
+        byte.
         """
         write: Write = running.seen  # type: ignore[attr-defined]
         write.begun_bytes += size_bytes
@@ -192,7 +195,7 @@ class Oracle:
             self._out_of_reach(write)
 
     def died(self, seen: Seen, proven_after_s: float) -> None:
-        """Nothing of that node is copied any more."""
+        """Record that the data plane of a node copies no more bytes."""
         if not seen.ended:
             seen.ended, seen.proven_at_s = True, self.loop.time() + proven_after_s
         for key, writes in self.writes.items():
@@ -236,9 +239,7 @@ class Oracle:
         return None
 
     def _worded(self, frame: Frame, message: Message) -> str:
-        """A message as people want to read it: to whom, and without what is the same in all of
-        them.
-        """
+        """Return a message as text: its receiver, and the fields that differ between messages."""
         hearer = self.by_incarnation.get(message.source if frame.to_prefill else message.target)
         said = {
             name: getattr(message, name) for name in message.__struct_fields__ if name not in _DULL
@@ -252,7 +253,7 @@ class Oracle:
 
     def _chunk_said(self, key: Key, message: ChunkDone) -> None:
         writes = self.writes.get(key, [])[: message.seq + 1]
-        # The last chunk may be empty, where decode has the rest.
+        # The last chunk may be empty, if decode has the rest.
         begun = message.seq + bool(message.pages)
         if len(writes) < begun or any(write.outcome is not WriteOutcome.LANDED for write in writes):
             self.broken("I3", f"{key}: chunk {message.seq} is said to have landed, and has not")
@@ -283,11 +284,11 @@ class Oracle:
                 self.broken("I2", f"{key}: goodbye is said, and a write of it may still land")
 
     def parted(self, source: int, decodes: Iterable[int]) -> None:
-        """They have acknowledged its goodbye, or have said goodbye themselves."""
+        """Record that these decodes acknowledged the prefill's goodbye, or sent their own."""
         self.left.update((source, decode) for decode in decodes)
 
     def settled(self, key: Key) -> bool:
-        """The goodbye of its source has ended this loan."""
+        """Return True if the goodbye of its source ended this loan."""
         return key[:2] in self.left and key.grant not in self.goodbyes.get(key[:2], (key.grant,))
 
     def received(self, process: Process | None, frames: list[bytes]) -> None:
@@ -295,14 +296,14 @@ class Oracle:
             self.by_process[process].malformed += sum(data in self.garbage for data in frames)
 
     def disturbed(self, frame: Frame) -> None:
-        """Something happened to that link which both ends have to recover from."""
+        """Record a disturbance of the link, from which both ends have to recover."""
         self.link_disturbed_at_s[frame.control, frame.peer] = self.loop.time()
 
     # --- bytes
 
     def landed(self, room: DecodeRoom, handoff: bytes) -> None:
-        """Decode's user is told that a room has landed: every page from every rank, the right bytes
-        and hand-over.
+        """Verify a room that landed at decode: every page from every rank, the right bytes and
+        hand-over.
         """
         node, record = self.by_process[current_process()], room.record
         books, lent = node.books, room.lent.tolist()
@@ -332,7 +333,7 @@ class Oracle:
             self.broken("I9", f"room {room.room} got another room's hand-over")
 
     def expected(self, digest: bytes, index: int, count: int, size_bytes: int) -> bytes:
-        """What page `index` of the `count` pages holds that a room has brought for a prompt of that
-        digest.
+        """Return the content of page `index` of the `count` pages that a room brings for a prompt
+        of that digest.
         """
         return content(digest, index, size_bytes)

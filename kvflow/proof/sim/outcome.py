@@ -1,4 +1,4 @@
-"""What playing one seed has come to."""
+"""Outcome of one seed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Allocators that are looked at: a second set of books, and what of the world outside could touch a
-page or a row.
+"""Watched allocators: a second set of books, which also counts the readers and writers of each page
+and row.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from kvflow.protocols.ports import PageStore
 
 
 class Judge(Protocol):
-    """Who is told when an invariant breaks."""
+    """Receiver of violations."""
 
     def broken(self, invariant: str, text: str) -> None: ...
 
 
 class Books:
-    """What is known of every place of one pool: of its pages, and of its rows, numbered on from
-    them.
-    """
+    """Second record of every place of one pool: its pages, and its rows, numbered on from them."""
 
     def __init__(self, pool: PagedPool, whole: PoolLayout | None) -> None:
         layout = pool.layout
         self.bytes, self.num_pages = PlaceBytes(layout, whole), layout.num_pages
         self.owners: list[Hashable | None] = [None] * layout.num_places
         self.writers = [0] * layout.num_places  # writes that may still land there, proven or not
-        # Model steps, copies, and writes that have it as their source.
+        # Model steps and copies that use the place, and writes that read from it.
         self.readers = [0] * layout.num_places
-        self.withheld: set[int] = set()  # their last owner stands here until they are free
-        # That nodes use now: of pages, and of rows, by their first place.
+        # Places of earlier loans. Their last owner stays in `owners` until they are free.
+        self.withheld: set[int] = set()
+        # Present stores of the nodes, by their first place: one for pages, one for rows.
         self.stores: dict[int, WatchedPages] = {}
-        self.lost = False  # with the process: what still lands there hurts no one
+        # The pool ended with its process: late writes there do no harm.
+        self.lost = False
 
     @property
     def out(self) -> int:
-        """How many are not free."""
+        """Number of places that are not free."""
         return len(self.owners) - self.owners.count(None)
 
     def name(self, place: int) -> str:
@@ -57,12 +57,13 @@ def watch(
     fails: Callable[[], bool],
     whole: PoolLayout | None = None,
 ) -> Books:
-    """Replace the allocators of a pool, of which nothing has been taken.
+    """Replace the allocators of a pool from which no page was taken, and return its books.
 
-    `whole`: what it is one rank's share of.
+    `whole` is the layout of which the pool is one rank's share.
     """
     books, layout = Books(pool, whole), pool.layout
-    pool._places = None  # made of these when it is asked for
+    # The pool makes it from the new allocators when it is needed.
+    pool._places = None
     pool._pages = WatchedPages("page", layout.num_pages, 0, who, judge, books, fails)
     if layout.num_rows:
         pool._rows = WatchedPages(
@@ -72,8 +73,11 @@ def watch(
 
 
 def another_store(pool: PagedPool) -> PageStore:
-    """A store for the next node over a pool that is watched, which knows nothing of the last one's
-    but what the node tells it. The engine of the next node uses it, too."""
+    """Return a store for the next node over a watched pool.
+
+    It knows of the earlier store only what the pool and the node report. The engine of the next
+    node uses it, too.
+    """
     assert isinstance(pool._pages, WatchedPages)
     pages = pool._pages = pool._pages.again()
     if not isinstance(pool._rows, WatchedPages):
@@ -85,14 +89,14 @@ def another_store(pool: PagedPool) -> PageStore:
 
 
 def books_of(store: PageStore) -> Books:
-    """Of a node's store that was watched."""
+    """Return the books of a node's watched store."""
     pages = store.pages if isinstance(store, PlaceAllocator) else store
     assert isinstance(pages, WatchedPages | WatchedExternalPages)
     return pages.books
 
 
 class WatchedPages(PageAllocator):
-    """Implements `protocols.ports.PageStore`, for the pages of a pool or its rows; some takes fail
+    """Implements `protocols.ports.PageStore`, for the pages of a pool or its rows. Some takes fail
     on purpose.
     """
 
@@ -106,7 +110,7 @@ class WatchedPages(PageAllocator):
         books: Books,
         fails: Callable[[], bool],
     ) -> None:
-        """`first`: the place of number 0."""
+        """`first` is the place of number 0."""
         super().__init__(count, unit=unit)
         books.stores[first] = self
         self.books, self._first, self._who, self._judge, self._fails = (
@@ -118,7 +122,7 @@ class WatchedPages(PageAllocator):
         )
 
     def again(self) -> WatchedPages:
-        """Another one in its place, with the same books."""
+        """Return another store in its place, with the same books."""
         return WatchedPages(
             self._unit, self.num_pages, self._first, self._who, self._judge, self.books, self._fails
         )
@@ -141,6 +145,7 @@ class WatchedPages(PageAllocator):
         books = self.books
         for place in self._places(pages):
             books.owners[place] = new_owner
+            # Only a room or a quarantine may have pages that a write can still reach.
             if books.writers[place] and grant_of(new_owner) is None:
                 self._broken(
                     "I2", f"{books.name(place)} goes to {new_owner!r} while a write may reach it"
@@ -186,7 +191,8 @@ class WatchedPages(PageAllocator):
 
     def _count(self) -> None:
         if self.books.stores[self._first] is not self:
-            return  # of a node that was closed: only what it withholds comes back to it
+            # This store belongs to a closed node, to which only its withheld pages return.
+            return
         unowned = self.books.owners[self._first : self._first + self.num_pages].count(None)
         if unowned != self.free_pages:
             self._broken("I1", f"{self.free_pages} {self._unit}s free, {unowned} unowned")
@@ -196,7 +202,7 @@ class WatchedPages(PageAllocator):
 
 
 class Borrower:
-    """A request of an engine that hands out its pages by itself: who owns them, whatever the node
+    """Request of an engine that hands out its own pages. It stays their owner, whatever the node
     does with them.
     """
 
@@ -204,15 +210,18 @@ class Borrower:
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.grant: int | None = None  # under which its node has lent them
-        self.engine_gone = False  # they are nobody's as soon as they are idle
+        self.grant: int | None = None  # under which its node lent them
+        # The pages have no owner as soon as they are idle.
+        self.engine_gone = False
 
     def __repr__(self) -> str:
         return f"request(room {self.room}, grant {self.grant})"
 
 
 class WatchedExternalPages(ExternalPages):
-    """The shipped store. When a page is idle, nothing may be able to touch it any more."""
+    """The shipped store, which verifies that an idle page is out of reach of every reader and
+    writer.
+    """
 
     def __init__(self, books: Books, who: str, judge: Judge) -> None:
         super().__init__(len(books.owners))
@@ -242,7 +251,9 @@ class WatchedExternalPages(ExternalPages):
 
 
 def grant_of(owner: Hashable | None) -> int | None:
-    """The grant under which decode lends a page, in its room's hands or in quarantine."""
+    """Return the grant under which decode lends a page, whether its room or the quarantine
+    has it.
+    """
     if isinstance(owner, tuple):
         return owner[1] if owner[0] == "grant" else None
     return owner.grant if isinstance(owner, Quarantined | Borrower) else None

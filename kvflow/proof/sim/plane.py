@@ -1,6 +1,4 @@
-"""A data plane in virtual time: page after page lands, some writes stall, fail, or land when nobody
-expects them.
-"""
+"""Data plane in virtual time: pages land one by one; some writes stall, fail, or land late."""
 
 from __future__ import annotations
 
@@ -17,17 +15,18 @@ from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeWrite, Fault
 
 
 class PacedPlane(FakePlane):
-    """Everything a write does is a timer of the process that writes: a halted process writes
-    nothing.
+    """Data plane whose writes are timers of the writing process: a halted process writes no
+    bytes.
     """
 
     drains_at_once = False
 
     def __init__(self, network: FakeNetwork, oracle: Oracle, faults: Faults, fences: str) -> None:
-        """`fences`: how this plane proves the death of others; see `variety`."""
+        """`fences` states how this plane proves the death of others; see `variety`."""
         super().__init__(network)
         self._oracle, self._faults, self._fences = oracle, faults, fences
-        self._stalls = (0.0, 0.0)  # its worker moves nothing from the first moment to the second
+        # Its worker stands still from the first time to the second.
+        self._stalls = (0.0, 0.0)
 
     @property
     def stalled_s(self) -> float:  # type: ignore[override]
@@ -36,12 +35,12 @@ class PacedPlane(FakePlane):
         return now - begun_s if self.writes and begun_s <= now < end_s else 0.0
 
     def stall(self, for_s: float) -> None:
-        """Its worker stands still for so long; 0 ends that."""
+        """Halt the worker for so long; 0 ends that."""
         now = self._oracle.loop.time()
         self._stalls = (now, now + for_s)
 
     def die(self) -> None:
-        """By a crash, or closed with its node: nothing of it is copied any more."""
+        """End the plane by a crash, or with its node: it copies no more bytes."""
         super().die()
         proven_after_s = {PROMPT: 0.0, LATE: LATE_FENCE_S}.get(self._fences, float("inf"))
         self._oracle.died(self._oracle.by_address[self.address], proven_after_s)
@@ -75,11 +74,12 @@ class PacedPlane(FakePlane):
         self._after(LATE_S, self._land, write)
 
     def _slice(self, write: FakeWrite, slow: bool) -> None:
-        """The page that was under way lands; a cancelled write ends with it."""
+        """Land the page under way. A cancelled write ends with it."""
         if write.done.done():
             return
         if self._oracle.loop.time() < self._stalls[1]:
             return self._after(STALL_LOOK_S, self._slice, write, slow)
+        # A real plane cannot recall the page that is under way when the cancel comes.
         if write.cancelled and write.fault is None:
             write.landed_bytes += write.copy(write.page_bytes)
         write.move(write.page_bytes)

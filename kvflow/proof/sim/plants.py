@@ -1,5 +1,5 @@
-"""Bugs that somebody has had, put in from outside: a simulator that finds none of them proves
-nothing.
+"""Planted bugs, each of which once existed, installed from outside. A simulator that misses them
+proves little.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvflow.protocols.errors import MisuseError
 
 
 class Plant(NamedTuple):
-    """`install` puts the bug in for a while; `invariant` is what it breaks (the first of them that
-    is seen).
+    """One bug. `install` returns a context that contains it; `invariant` is the first one that it
+    is seen to break.
     """
 
     name: str
@@ -205,8 +205,9 @@ PLANTS = (
 
 
 def all_plants() -> tuple[Plant, ...]:
-    """Those in endpoints and shells, in the tables and steps, of requests that leave the device, of
-    staging, of data-parallel groups, and of engines without an event loop."""
+    """Return the plants of endpoints and shells, of tables and steps, of requests that leave the
+    device, of staging, of data-parallel groups, and of engines without an event loop.
+    """
     of_parts = (plants_dp_groups.PLANTS, plants_staging.PLANTS, plants_threads.PLANTS)
     others = (
         *plants_tables.PLANTS,
@@ -217,14 +218,14 @@ def all_plants() -> tuple[Plant, ...]:
 
 
 def planted(name: str) -> AbstractContextManager[object]:
-    """The plant of that name, installed; nothing for an empty one. Raises: MisuseError."""
+    """Return a context that installs the named plant, if any. Raises: MisuseError."""
     return installed(name, all_plants())
 
 
 def installed(name: str, plants: Sequence[Plant], of: str = "") -> AbstractContextManager[object]:
-    """As `planted`, one of these `plants`.
+    """Return a context that installs one of `plants`, if any is named.
 
-    `of`: what they are of, for the error. Raises: MisuseError.
+    `of` names their simulator in the error. Raises: MisuseError.
     """
     if not name:
         return nullcontext()
@@ -237,7 +238,7 @@ def installed(name: str, plants: Sequence[Plant], of: str = "") -> AbstractConte
 def hunt(
     name: str, seeds: Sequence[int], say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """The first seed that finds a plant, and what it broke; no seed when none does."""
+    """Find the first seed that shows a plant, and what it broke; no seed if all pass."""
     with planted(name):
         return hunted(name, seeds, simulate, say)
 
@@ -245,7 +246,7 @@ def hunt(
 def hunted(
     name: str, seeds: Sequence[int], play: Callable[[int], Outcome], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The same, of a plant that is in."""
+    """Hunt a plant that is installed already."""
     for seed in seeds:
         violation = play(seed).violation
         if violation is not None:

@@ -1,4 +1,4 @@
-"""Planted bugs of decode's side: pages given back too early, messages believed that prove nothing,
+"""Planted bugs of decode's side: pages that return too early, messages that are taken for proof,
 rooms mixed up.
 """
 
@@ -49,7 +49,7 @@ def free_on_timer() -> Installed:
 
 
 def _give_up(shell: DecodeShell, command: QuarantinePages) -> None:
-    """Every loan that keeps these pages is taken for ended."""
+    """Take every loan of these pages for ended."""
     room = shell.rooms.get(command.grant)
     if room is not None and room.record is not None:
         lease = room.record.lease
@@ -66,6 +66,7 @@ def no_grant_check() -> Installed:
     def room_of(
         core: DecodeCore, peer: PrefillPeer, message: ChunkDone | RoomFailed
     ) -> DecodeRoomRecord | None:
+        # The first room with that number stands in for the one that the grant names.
         return next(
             (r for r in core.rooms.values() if r.room == message.room and peer in r.peers), None
         )
@@ -99,6 +100,7 @@ def double_close() -> Installed:
 
 
 def restart_taken_for_death() -> Installed:
+    # A new incarnation at an address is handled as a death that the machine observed.
     dead = LINK_TABLE.cell(LinkPhase.UP, LinkKind.DIED)
     return swapped_cells(
         LINK_TABLE, {(phase, LinkKind.REPLACED): dead for phase in (LinkPhase.UP, LinkPhase.SILENT)}
@@ -123,12 +125,15 @@ def doubt_taken_for_proof() -> Installed:
 
 def heartbeat_counts_queueing() -> Installed:
     def on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: Heartbeat, now: float) -> None:
-        """A prefill that has much to do and sends nothing about our rooms is taken for dead."""
+        """Ignore heartbeats, so that a busy prefill which sends no message about our rooms counts
+        as dead.
+        """
 
     return swapped_item(decode_inbox.HANDLERS, Heartbeat, on_heartbeat)
 
 
 def handoff_slot_shared() -> Installed:
+    # One slot per process, so that only rooms of one decode mix up their hand-overs.
     slots: dict[Process | None, bytes] = {}
 
     def write(record: DecodeRoomRecord, value: bytes) -> None:
@@ -150,7 +155,7 @@ def earlier_writer_unwatched() -> Installed:
 
 
 def close_taken_for_proof() -> Installed:
-    """The next node takes the last one's end for the end of its writers."""
+    """Take the end of the earlier node for the end of its writers."""
     original = EarlierShell._watch_writer
 
     def watch_writer(shell: EarlierShell, command: WatchEarlierWriter) -> None:

@@ -1,4 +1,4 @@
-"""Planted bugs of data-parallel prefills: rooms of the wrong group, ends told to it, or to some
+"""Planted bugs of data-parallel prefills: rooms of the wrong group, ends reported to it, or to some
 groups only.
 """
 
@@ -21,6 +21,7 @@ Installed = AbstractContextManager[object]
 
 def told_by_another_rule() -> Installed:
     def told(ranks: Sequence[RankInfo], room: int, dp_rank: int | None) -> list[Sequence[RankInfo]]:
+        # Call the original as well, because it may raise.
         groups_to_tell(ranks, room, dp_rank)
         return [group_for(ranks, room)]
 

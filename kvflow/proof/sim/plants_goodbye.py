@@ -1,4 +1,4 @@
-"""Planted bugs of goodbyes: not said, or too early, believed of another incarnation, taken for more
+"""Planted bugs of goodbyes: missing, too early, believed of another incarnation, taken for more
 than they prove.
 """
 
@@ -34,12 +34,14 @@ def goodbye_before_the_drain() -> Installed:
 
     swaps = ExitStack()
     swaps.enter_context(swapped(PrefillEndpoint, "leave", leave_at_once))
+    # Without this, the early goodbye would name its running writes as unproven, which would be
+    # correct.
     swaps.enter_context(swapped(GrantTable, "unproven", lambda _: ()))
     return swaps
 
 
 def goodbye_of_another_incarnation() -> Installed:
-    """Decode takes it for the word of whoever it has linked."""
+    """Make decode take any goodbye for one of the peer that it has linked."""
     receive = decode.DecodeEndpoint.receive
 
     def receive_any(self: decode.DecodeEndpoint, key: object, frame: bytes, now: float) -> None:

@@ -1,5 +1,5 @@
 """Planted bugs of prefill's side: messages sent too early or never again, tombstones forgotten,
-pages let go in use.
+pages released in use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ENDED = (GrantPhase.CLOSED, GrantPhase.DOUBTFUL)
 
 
 def earlier_loans_forgotten_by_prefill() -> Installed:
-    """Their pages stay withheld, and nothing watches who may still write into them."""
+    """Leave the pages of earlier loans withheld, without a watch on their writers."""
 
     def take_over_nothing(
         shell: Shell, loans: EarlierLoans, plane: DataPlane, _: object
@@ -71,7 +71,7 @@ def ack_popped_before_send() -> Installed:
     original = prefill_inbox.HANDLERS[Abort]
 
     def on_abort(core: PrefillCore, peer: DecodePeer, message: Abort, now: float) -> None:
-        # Else its answer is on its way: why send it again?
+        # An ended grant was answered once, so the bug sees no reason to answer again.
         if peer.grants.phase(message.grant) not in _ENDED:
             original(core, peer, message, now)
 
@@ -95,7 +95,7 @@ def abort_by_room() -> Installed:
 
 def nothing_said_again() -> Installed:
     def on_resync(core: PrefillCore, peer: DecodePeer, message: Resync, now: float) -> None:
-        """What was sent was sent."""
+        """Ignore the question, as if a message that was sent could not be lost."""
 
     return swapped_item(prefill_inbox.HANDLERS, Resync, on_resync)
 
@@ -105,6 +105,7 @@ def resurrect_on_late_metadata() -> Installed:
 
     def on_bootstrap(core: PrefillCore, peer: DecodePeer, message: Bootstrap, now: float) -> None:
         grants = peer.grants
+        # The low-water mark would refuse the Bootstrap as well, so it gives way, too.
         low_water, grants.low_water = grants.low_water, min(grants.low_water, message.grant)
         if grants.phase(message.grant) in _ENDED:
             grants._enter(message.grant, GrantPhase.UNKNOWN)
@@ -119,6 +120,7 @@ def tombstone_unbounded() -> Installed:
     original = GrantTable.end
 
     def end(self: GrantTable[Any], grant: GrantId, sent: tuple[Message, ...]) -> None:
+        # Only this call sees the large limit, so that no other check changes.
         limit, self._limit = self._limit, 1 << 62
         original(self, grant, sent)
         self._limit = limit
@@ -130,7 +132,7 @@ def tombstone_unbounded() -> Installed:
 
 
 def grave_of_one_room() -> Installed:
-    """The room is dropped from one table only."""
+    """Drop an ended room from one table only."""
     original = prefill_core._RUN[PrefillCommand.END]
 
     def end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
@@ -188,7 +190,7 @@ def failed_slice_retried() -> Installed:
 
 
 def source_let_go() -> Installed:
-    """Source pages are not held while a write reads them."""
+    """Skip the hold on source pages while a write reads them."""
     swaps = ExitStack()
     swaps.enter_context(swapped(PageAllocator, "hold", lambda *_: None))
     swaps.enter_context(swapped(PageAllocator, "unhold", lambda *_: None))
@@ -208,9 +210,8 @@ def second_cancel_skips_the_drain() -> Installed:
 
 
 def garbage_ends_the_loop() -> Installed:
-    """The task that reads ends, as by an exception that is caught nowhere."""
-    # A CancelledError alone would be an error as any other: only a task that is cancelled ends by
-    # it.
+    """End the task that reads, as by an exception that is not caught."""
+    # A CancelledError alone counts as any other error: it ends only a task that was cancelled.
 
     def parse(frame: bytes) -> ToPrefill:
         try:
@@ -224,7 +225,7 @@ def garbage_ends_the_loop() -> Installed:
 
 
 def _writes(wrap: Any) -> Installed:
-    """Every write of a room goes through `wrap(write, write_again)`."""
+    """Make every write of a room go through `wrap(write, write_again)`."""
     original = FakeRoute.write
 
     def write(self: FakeRoute, source_pages: PageIndices, target_pages: PageIndices) -> Any:
@@ -246,7 +247,7 @@ def _writes(wrap: Any) -> Installed:
 
 
 class _Hopeful:
-    """An error is as good as a success."""
+    """Write that reports an error as a success."""
 
     error = ""
 
@@ -272,7 +273,7 @@ class _Hopeful:
 
 
 class _Retrying(_Hopeful):
-    """A failed write is started again, onto the same pages."""
+    """Write that starts again after a failure, onto the same pages."""
 
     def __init__(self, write: Write, write_again: Any) -> None:
         super().__init__(write)

@@ -1,5 +1,5 @@
-"""Planted bugs of requests that leave the device and come back: snapshots that are none, state left
-out or let go.
+"""Planted bugs of requests that leave the device and come back: snapshots that refer to the pool,
+state left out or released.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ResidencyPlant(NamedTuple):
 
 
 def _view_instead_of_copy() -> Installed:
-    """What is copied out is only noted, and copied when somebody asks for it."""
+    """Note a copy to host memory, and make it only when the snapshot is read."""
     original, views = SnapshotStore._copy, dict[tuple[Any, ...], Places]()
 
     def key(store: SnapshotStore, places: Places) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ def _handoff_is_a_view() -> Installed:
 
 
 def _left_out(*names: str) -> Callable[[], Installed]:
-    """Of every copy to host memory and back."""
+    """Leave these streams out of every copy to host memory and back."""
     every = plan._typed_stretches
 
     class Forgetful(Pairing):
@@ -88,7 +88,7 @@ def _left_out(*names: str) -> Callable[[], Installed]:
 
 
 def _host_memory_freed_twice() -> Installed:
-    """A snapshot is freed by whoever has known it, whenever the request is closed."""
+    """Free a snapshot whenever its request is closed, although it was freed before."""
     homes: dict[Snapshot, SnapshotStore] = {}
 
     def close(self: Snapshot) -> None:
@@ -120,14 +120,16 @@ def _resumed_before_the_copy_has_ended() -> Installed:
         if pairing is self._out:
             await copying
         else:
+            # Retrieve an error of the copy, or asyncio would log it as never retrieved.
             copying.add_done_callback(lambda _: copying.cancelled() or copying.exception())
-            await asyncio.sleep(0)  # it has begun
+            # The copy begins in this turn, and the request does not await its end.
+            await asyncio.sleep(0)
 
     return swapped(SnapshotStore, "_copy", copy)
 
 
 def _row_given_away_in_a_step() -> Installed:
-    """A step holds the pages that it uses, and not the row."""
+    """Make a step hold the pages that it uses, but not the row."""
     original = ModelThread.run
 
     class PagesOnly:

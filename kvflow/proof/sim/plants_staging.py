@@ -1,4 +1,4 @@
-"""Planted bugs of decodes with staging: places that go back too early, rooms whose turn never
+"""Planted bugs of decodes with staging: places that return too early, rooms whose turn never
 comes.
 """
 
@@ -18,7 +18,7 @@ Installed = AbstractContextManager[object]
 
 
 class _Unheld:
-    """Arrivals whose places nobody holds while they are copied."""
+    """Arrivals whose places are not held while they are copied."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self.begin, self.lent = arrivals.begin, self

@@ -1,5 +1,5 @@
-"""Planted bugs of the tables and of the functions that look into them, as far as whole nodes can
-run into them.
+"""Planted bugs of the tables and of the functions that read them, as far as whole nodes can meet
+them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _doubt_forgotten() -> AbstractContextManager[object]:
 
 
 def _drains_again() -> AbstractContextManager[object]:
-    """The shell does not look whether the room is over, and its table has a way on."""
+    """Let the shell close a room that is over, and let the table move it on."""
     original = DecodeShell.close_room
 
     def close_room(self: DecodeShell, room: DecodeRoom, cause: Cause) -> None:
@@ -88,7 +88,9 @@ def _drains_again() -> AbstractContextManager[object]:
 
 
 def _success_without_the_last_chunk() -> AbstractContextManager[object]:
-    """And its loan, which no room answers for any more, has a way on."""
+    """Let a room that lost its source succeed, and let its loan, which has no room any more, move
+    on.
+    """
     success = Move(DecodePhase.SUCCESS, (DecodeCommand.TELL_LANDED, DecodeCommand.END))
     in_doubt: Move[LoanPhase, LoanCommand] = Move(LoanPhase.DOUBTFUL)
     swaps = ExitStack()

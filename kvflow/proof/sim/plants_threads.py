@@ -104,7 +104,8 @@ def events_lost_between_polls() -> Installed:
     original = NodeThread._tell
 
     def tell(self: NodeThread[Any, Any, Any], event: Any) -> None:
-        if event.kind == "failed":  # one slot for the news of each kind
+        # One slot for all failures between two polls: the last one overwrites the others.
+        if event.kind == "failed":
             kept: Sequence[Any] = [other for other in self._events if other.kind != "failed"]
             self._events.clear()
             self._events.extend(kept)

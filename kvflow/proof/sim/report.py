@@ -1,6 +1,4 @@
-"""Many seeds, one report: what struck, how rooms ended, which cells were visited, and how fast it
-went.
-"""
+"""Report about many seeds: faults that struck, endings of rooms, visited cells, and speed."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from kvflow.proof.sim.outcome import Outcome
 from kvflow.proof.sim.plants import planted
 from kvflow.proof.sim.run import simulate
 
-BATCH = 50  # seeds a worker process plays at a time
+BATCH = 50  # seeds that a worker process plays at a time
 SHOWN = 20  # violations that are printed in full
 
 
@@ -38,8 +36,11 @@ def simulate_many(
     group: int = 0,
     cache: bool = False,
 ) -> dict[str, Any]:
-    """Play `seeds`, of whole nodes, with prefix caches or without, or of bare endpoints, or of one
-    group of so many ranks; the report counts, and tells how to replay each violation."""
+    """Play `seeds` and return a report, which counts and states how to replay each violation.
+
+    The seeds are of whole nodes, with prefix caches or without, of bare endpoints, or of one group
+    of `group` ranks.
+    """
     bare = bare or bool(group)
     visits: Counter[Cell] = Counter()
     faults: Counter[str] = Counter(dict.fromkeys(_fault_kinds(bare, cache), 0))
@@ -82,7 +83,7 @@ def simulate_many(
 
 
 def _tables(bare: bool, group: int, cache: bool) -> Mapping[str, Any]:
-    """Tables whose cells the seeds can visit."""
+    """Return the tables whose cells the seeds can visit."""
     if cache:
         return TABLES_OF_CACHES
     if group:
@@ -117,6 +118,7 @@ def _batches(
     if jobs == 1:
         yield from map(play, batches)
         return
+    # A spawned worker imports everything afresh, so it inherits no plants and no threads.
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap(play, batches)
 

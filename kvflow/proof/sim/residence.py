@@ -1,8 +1,8 @@
-"""A request whose room has succeeded: a shipped `Resident` and model steps, driven as an engine
-drives them.
+"""Request whose room succeeded: a shipped `Resident` and model steps, driven as an engine drives
+them.
 
-Every byte of its places says whose it is, so what another request, a copy or a step has done to
-them shows: in each model step, after each way back, and in the places that it has left.
+Every byte of its places shows its owner. The effects of another request, a copy or a step therefore
+show in each model step, after each way back, and in the places that the request left.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRIES, TRY_AGAIN_S = 5, 0.02  # to come back
 
 
 class _Running:
-    """What `ModelThread` asks of a sequence."""
+    """Sequence, as far as `ModelThread` needs one."""
 
     def __init__(self, places: Places) -> None:
         self.pages, self.rows = places
@@ -57,11 +57,11 @@ class Residence:
         self._snapshots, self._oracle, self._digest, self._plan = snapshots, oracle, digest, plan
         self._pool, self._layout, self._books = node.pool, node.pool.layout, books_of(node.pages)
         self._thread = ModelThread(Executor(), node.pages, self._layout)
-        self._here: Resident | None = None  # once its room has landed
+        self._here: Resident | None = None  # set when its room has landed
         self._handoff = b""
 
     async def play(self, room: DecodeRoom, handoff: bytes) -> bool:
-        """Take the room over. Returns whether everything that was planned was done."""
+        """Take the room over, and play the plan. Return True if all of it was done."""
         owner = ("sequence", room.room, room.grant)
         places = room.keep(owner)
         self._handoff, self._state = (
@@ -81,11 +81,12 @@ class Residence:
                 await self._do(here, act)
             return await self._is_here(here) if self._plan.returns else here.phase is not P.ENDED
         finally:
+            # Closing is idempotent in every state (I5), so the second call must have no effect.
             here.close()
             here.close()
 
     def abort(self) -> None:
-        """Whatever it does."""
+        """End the request, whatever it is doing."""
         if self._here is not None:
             self._here.close()
 
@@ -95,7 +96,8 @@ class Residence:
         elif act.kind == GROW:
             try:
                 here.add(self._pool.pages.take(1, here.owner))
-            except CapacityError:  # the pool is short of pages: it leaves
+            # The pool is short of pages, so the request leaves, as in an engine.
+            except CapacityError:
                 return await self._retract(here, act)
             self._state.add_page()
             await self._step(here, act.disturbed)
@@ -131,6 +133,7 @@ class Residence:
         self._trace("leaves")
         try:
             await self._move(here, here.retract(), act.disturbed)
+        # Without host memory the state is dropped, and computed again later.
         except HostMemoryError:
             self._drop(here)
         except CopyFailedError:
@@ -155,13 +158,15 @@ class Residence:
             squatter.leave()
 
     async def _is_here(self, here: Resident) -> bool:
-        """In pages and a row, if need be of its own accord."""
+        """Return True if the request is in pages and a row. A request that is away comes back
+        first.
+        """
         if here.phase is P.AWAY:
             await self._come_back(here, None)
         return here.phase is P.RESIDENT
 
     async def _come_back(self, here: Resident, disturbed: Disturbance | None) -> None:
-        """It may have ended then, or be away after so many tries."""
+        """Bring the request back. It may end meanwhile, or still be away after all tries."""
         for _ in range(TRIES):
             if _phase(here) is not P.AWAY:
                 return
@@ -175,6 +180,7 @@ class Residence:
             else:
                 if _phase(here) is P.RESIDENT:
                     await self._back(here, whole)
+            # Only the first try is disturbed, so that the others can succeed.
             disturbed = None
 
     async def _back(self, here: Resident, whole: bool | None) -> None:
@@ -205,7 +211,7 @@ class Residence:
     async def _carry_out(
         self, here: Resident, work: Coroutine[Any, Any, T], disturbed: Disturbance | None
     ) -> T | None:
-        """`work`, disturbed; None when it was cancelled by that."""
+        """Await `work` while it is disturbed. Return None if that cancelled it."""
         if disturbed is None:
             return await work
         task = asyncio.ensure_future(work)
@@ -232,5 +238,8 @@ class Residence:
 
 
 def _phase(here: Resident) -> P:
-    """Now: it changes while others have their turn."""
+    """Return the present phase.
+
+    A function, because a type checker takes an attribute for unchanged between two awaits.
+    """
     return here.phase

@@ -1,5 +1,5 @@
-"""What is not at rest, in words (I1, I5): rooms, grants, loans, handles and pages that are still
-somewhere.
+"""Report of what is not at rest (I1, I5): rooms, grants, loans, handles and pages that are left
+over.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvflow.serve.cache.tiers import OWNER
 
 
 def left(members: Iterable[Member], oracle: Oracle, *, doubts: bool) -> list[str]:
-    """What is not at rest, in words.
+    """Return a line for everything that is not at rest.
 
-    With `doubts`, loans may be out whose proof is truly missing.
+    With `doubts`, loans may be out for which proof is really missing.
     """
     found: list[str] = []
     for member in members:
@@ -96,7 +96,8 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
         found.append(f"{name}: handles of grants {sorted(handles)}")
     if member.engine is not None:
         found += member.engine.left(in_doubt)
-    out = books.out - books.owners.count(OWNER)  # what is cached is at rest
+    # Cached pages are at rest, so they do not count.
+    out = books.out - books.owners.count(OWNER)
     if member.seen.lent is not member.seen.books:
         if out > lent - lent_before:
             found.append(
@@ -106,6 +107,7 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
         out = books.out
         if not lent and not node.staging_at_rest:
             found.append(f"{name}: its staging is not at rest")
+    # Several ranks may have one grant, and `lent` counts its pages for each of them.
     if out > lent or node.quarantined_pages != out:
         found.append(
             f"{name}: {node.quarantined_pages} pages in quarantine, pages of "
@@ -115,11 +117,12 @@ def _left_at_decode(member: Member, oracle: Oracle, doubts: bool) -> list[str]:
 
 
 def _lent_by_earlier(member: Member, oracle: Oracle, doubts: bool) -> tuple[int, list[str]]:
-    """The pages that nodes before this one have lent and may not have back yet, and the loans that
-    must have ended.
+    """Return the number of pages that earlier nodes over the pool lent and may still miss, and a
+    line for every loan that should have ended.
     """
     lent, found = 0, []
     loans = (loan for pool in _pools_of(member.node) for loan in pool.unproven)
+    # Several writers may have one lease, whose pages count once.
     for lease, loan in {loan.lease: loan for loan in loans}.items():
         source = oracle.by_incarnation[loan.incarnation]
         if doubts and (not source.ended or oracle.loop.time() < source.proven_at_s + FENCE_SLACK_S):
@@ -134,8 +137,8 @@ def _pools_of(node: PrefillNode | DecodeNode) -> tuple[PagedPool, ...]:
 
 
 def _doubtful(key: Key, oracle: Oracle) -> bool:
-    """Proof is truly missing: the writer cannot say, or cannot be asked, and it lives as far as can
-    be known.
+    """Return True if proof is really missing: the writer cannot give it or cannot be reached, and
+    is not known to be dead.
     """
     source = oracle.by_incarnation[key.source]
     if oracle.settled(key):

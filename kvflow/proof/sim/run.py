@@ -1,5 +1,5 @@
-"""One seed, played to its end: faults, calm, rest, one more room that must succeed, and every
-writer's death.
+"""One seed, played to its end: faults, calm, rest, good rooms for every pair, and every writer's
+death.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.wire.codec import prompt_digest
 
 STEPS_MIN = 200
-PROBES, PROBE_CHUNKS = 6, (1, 1)  # good rooms for every pair, pages of their chunks
-PROBES_OF_NODE = 12  # at most so many at once: they fit beside any quarantine
+# Good rooms for every pair, and the pages of their chunks.
+PROBES, PROBE_CHUNKS = 6, (1, 1)
+# At most so many run at once at a node, so that they fit beside any quarantine.
+PROBES_OF_NODE = 12
 
 
 class Run:
@@ -67,7 +69,7 @@ class Run:
         oracle: Oracle,
         cluster: Cluster | None = None,
     ) -> None:
-        """`cluster`: a plain one, unless it is given."""
+        """Prepare the run on `cluster`, or on a plain one."""
         self.loop, self.faults, self.scenario, self.scheduler, self.oracle = (
             loop,
             faults,
@@ -82,18 +84,18 @@ class Run:
         )
         oracle.dp_groups.groups = self.cluster.data_parallel = dp_groups_of(scenario.data_parallel)
         self.endings = self.cluster.endings = Endings(oracle, forgetful=_forgetful(scenario))
-        # A room that finds none is announced with the first repetition.
+        # A room that finds no staging is announced with the first repetition.
         if scenario.variety.staging_bytes:
             self.endings.announced_within_s = scenario.variety.timing.repeat_after_s + A_MOMENT_S
-        self._places: list[Member] = []  # who is in each place now
-        self._switching: Member | None = None  # who leaves to go on in the other role
+        self._places: list[Member] = []  # present member of each place
+        self._switching: Member | None = None  # leaves to take the other role
         self._probe_room = 1_000_000
-        self._prefills: list[range] = []  # the places of each group
+        self._prefills: list[range] = []  # places of each group
         for ranks in scenario.groups:
             first = self._prefills[-1].stop if self._prefills else 0
             self._prefills.append(range(first, first + ranks))
         groups = [group for group, places in enumerate(self._prefills) for _ in places]
-        # By place: of the group, or the decode, that belongs there.
+        # By place: number of the group, or of the decode, that belongs there.
         self._numbers = [*groups, *range(scenario.decodes)]
         self._begun: dict[Process | None, list[Job]] = defaultdict(list)
 
@@ -114,9 +116,11 @@ class Run:
         await self._two_kinds_at_least()
         self.calm()
         await self._until_rest(SETTLE_S, "with the faults over", doubts=True)
-        await asyncio.sleep(RECOVER_S)  # links that were given up come back with a heartbeat
+        # Links that were given up come back with a heartbeat.
+        await asyncio.sleep(RECOVER_S)
         if self.scenario.variety.fences == LATE:
-            await asyncio.sleep(LATE_FENCE_S)  # and the dead are forgotten
+            # By then the fence has answered for all that died.
+            await asyncio.sleep(LATE_FENCE_S)
         await self._probe()
         while self.loop.steps < STEPS_MIN:
             await self._probe()
@@ -135,7 +139,9 @@ class Run:
     # --- requests
 
     def _schedule(self, request: Request, prefills: Iterable[int], group: int, decode: int) -> None:
-        """At those places; `group` is what decode asks the registry for."""
+        """Schedule a request at these places. `group` is the one that decode looks up in the
+        registry.
+        """
         if request.prefill is not None:
             for place in prefills:
                 job = Job(
@@ -168,8 +174,8 @@ class Run:
             )
 
     def _begin(self, place: int, role: type, job: Job, leg: Leg) -> None:
-        """Unless there is none of that role at the place: its client is refused, and the other leg
-        finds that out.
+        """Begin one leg, unless the place has no node of that role: then its client is refused, and
+        the other leg learns of that.
         """
         member = self._places[place]
         if not member.alive or member.leaving or not isinstance(member.node, role):
@@ -198,15 +204,13 @@ class Run:
             self.oracle.trace(lambda: said)
 
     def _topple(self, job: Job) -> None:
-        """The end of a room ends those beside it; called from within `on_end`, by the node whose
-        rooms they are.
-        """
+        """End all other rooms of the node, from within the `on_end` of this one."""
         for other in self._begun[current_process()]:
             if other is not job and other.close is not None:
                 other.close(Cause(Code.CLIENT_GONE, "toppled"))
 
     def _end(self, member: Member, task: asyncio.Task[None], job: Job, how: str) -> None:
-        """The client goes away, or the engine wants the room's pages back."""
+        """Disturb a leg: its client goes away, or the engine wants the room's pages back."""
         if not member.up or task.done():
             return
         self.oracle.trace(lambda: f"{member.name}: room {job.room}: {how}")
@@ -231,7 +235,8 @@ class Run:
         self.faults.strike(kind)
         if kind in ("crash", "restart"):
             cluster.crash(member)
-            if self.scenario.variety.fences == NEVER:  # an operator has seen it
+            # No fence proves this death, so an operator who saw it declares it.
+            if self.scenario.variety.fences == NEVER:
                 self.loop.later(2 * accident.for_s, cluster.declare_dead)
             if kind == "restart":
                 self.loop.later(accident.for_s, self._start_again, accident.node)
@@ -256,8 +261,8 @@ class Run:
             self.loop.later(accident.for_s, cluster.mend, member)
 
     def _check_stalled(self, member: Member) -> None:
-        """A node whose data plane has moved nothing for too long says so; that is what health and
-        heartbeats go by.
+        """Verify that a node whose data plane stood still for too long reports it: health and
+        heartbeats depend on that.
         """
         long = member.plane.stalled_s > self.scenario.variety.timing.lost_after_s
         if member.up and not member.leaving and long and not member.node.unavailable_reason:
@@ -266,7 +271,7 @@ class Run:
             )
 
     def _enough_without(self, gone: Member) -> bool:
-        """A whole prefill group and a decode would be left."""
+        """Return True if a whole prefill group and a decode would be left."""
         left = Counter(
             m.group if isinstance(m.node, PrefillNode) else "decode"
             for m in self._places
@@ -280,7 +285,8 @@ class Run:
         member = self._places[place]
         if not member.alive:
             self._places[place] = self.cluster.start_again(member)
-        elif member.leaving:  # it has not finished
+        # The node still closes in order: look again later.
+        elif member.leaving:
             self.loop.later(0.1, self._start_again, place)
 
     # --- roles
@@ -300,7 +306,7 @@ class Run:
         self._go_on(switch)
 
     def _go_on(self, switch: Switch) -> None:
-        """As a node of the other role, once the old one has ended."""
+        """Start the node of the other role, once the old one has ended."""
         place, member = switch.node, self._places[switch.node]
         if member.alive:
             self.loop.later(0.02, self._go_on, switch)
@@ -316,8 +322,8 @@ class Run:
                 self.loop.later(switch.back_after_s, self._switch, switch)
 
     def _schedule_elsewhere(self, request: Request, place: int, group: int) -> None:
-        """A request for the node at `place`, which is not of the role that belongs there, and for
-        another node.
+        """Schedule a request for the node at `place`, whose role is not the usual one there, and
+        for another node.
         """
         if isinstance(self._places[place].node, PrefillNode):
             decodes = [
@@ -330,9 +336,7 @@ class Run:
             self._schedule(request, self._prefills[other], other, place)
 
     async def _two_kinds_at_least(self) -> None:
-        """Some kinds may have found nothing to strike: then a node stands still, or is cut off, for
-        a moment.
-        """
+        """Halt a node or cut it off for a moment, until at least two kinds of fault struck."""
         for kind in ("freeze", "partition"):
             if len(self.faults.struck) >= 2:
                 return
@@ -345,13 +349,14 @@ class Run:
                     if member.up
                 ]
             ):
-                await asyncio.sleep(0.1)  # all of them are about to start again
+                # Every node is about to start again.
+                await asyncio.sleep(0.1)
             self._happen(Accident(0.0, kind, up[-1], 0.2))
             await asyncio.sleep(0.25)
 
     def calm(self) -> None:
-        """No more faults: what was dropped stays lost, what is late stays late, but nothing new
-        goes wrong.
+        """End all faults. Dropped frames stay lost and late ones stay late, but no new fault
+        strikes.
         """
         self.oracle.trace(lambda: "calm")
         self.faults.calm()
@@ -375,11 +380,11 @@ class Run:
         return None
 
     def still_left(self, *, doubts: bool) -> list[str]:
-        """What is not at rest, in words."""
+        """Return a line for everything that is not at rest."""
         return left(self.cluster.members, self.oracle, doubts=doubts)
 
     def counted(self) -> dict[str, int]:
-        """What else the report is to count."""
+        """Return further counts for the report."""
         counts: dict[str, int] = {}
         if staged := self.cluster.staged.values():
             counts["waits for staging"] = sum(one.waits for one in staged)
@@ -393,10 +398,12 @@ class Run:
         return counts
 
     def at_the_end(self) -> None:
-        """Nothing is under way, and every node that lives has shown that it works."""
+        """Hook for further checks: all is at rest, and every living node has shown that it
+        works.
+        """
 
     async def _probe(self) -> None:
-        """The next good room works, for every pair that lives (I7)."""
+        """Verify that good rooms succeed for every pair that lives (I7)."""
         legs: list[tuple[Member, Job]] = []
         groups, decodes = (
             {m.group for m in self.cluster.living(PrefillNode)},
@@ -410,11 +417,13 @@ class Run:
             if any(
                 member.node.quarantined_pages > member.node.quarantine_limit for member in ranks
             ):
-                continue  # pages of earlier nodes: it may have too few
+                # With so many pages of earlier nodes in quarantine it may have too few.
+                continue
             for decode in decodes:
                 assert isinstance(decode.node, DecodeNode)
                 if decode.node.quarantined_pages > decode.node.quarantine_limit:
-                    continue  # it may refuse
+                    # A decode with so much quarantine may refuse rooms.
+                    continue
                 for number in range(count):
                     self._probe_room = room = self._probe_room + 1
                     prompt = [room] * (sum(PROBE_CHUNKS) * PAGE_SIZE)
@@ -459,14 +468,16 @@ def simulate(
     visits: Counter[Cell] | None = None,
     tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
-    """Play one seed. `tell(virtual time, who, what)` hears the story."""
+    """Play one seed, and report its story to `tell(virtual time, who, what)`."""
     rng = random.Random(seed)
     loop = VirtualLoop(rng)
     faults = Faults(rng, copies=True)
+    # Each extension has a generator apart, so that it leaves the draws of the others as they are.
     scenario = with_dp_groups(random.Random(f"dp groups {seed}"), draw(rng, faults))
     scenario = with_switch(random.Random(f"switch {seed}"), scenario)
     scenario = with_staging(random.Random(f"staging {seed}"), scenario)
-    if scheduler is None:  # else decodes are the scheduler's to drive
+    # A scheduler that is passed in must drive every node, and threaded engines drive theirs.
+    if scheduler is None:
         scenario = with_threads(random.Random(f"threads {seed}"), scenario)
 
     def make_run(oracle: Oracle) -> Run:
@@ -486,7 +497,7 @@ def played(
     visits: Counter[Cell] | None = None,
     tell: Callable[[float, str, str], None] | None = None,
 ) -> Outcome:
-    """What has been drawn, to its end."""
+    """Play a scenario that was drawn, to its end."""
     begun = process_time()
 
     def line(what: str) -> None:
@@ -510,6 +521,7 @@ def played(
             if loop.raised and oracle.violation is None:
                 oracle.broken("I7", f"raised into the event loop: {loop.raised[0]}")
         steps, virtual_s = loop.steps, loop.time()
+        # The clean-up cancels tasks in the middle of their work, which would look like violations.
         oracle.over = True
         with _logged(oracle):
             loop.wind_up()
@@ -533,15 +545,19 @@ def played(
 
 
 def _plenty() -> AbstractContextManager[object]:
-    """Nobody asks the system how much memory is left: the pools are tiny, and there are many."""
+    """Skip the question how much memory the system has left: the pools are tiny, and there are
+    many.
+    """
     return swapped(shared, "available_memory", lambda: None)
 
 
 @contextmanager
 def _logged(oracle: Oracle) -> Iterator[None]:
-    """Handlers log what they survive: nothing of the kind may happen, whatever comes over the wire.
+    """Take every error in the handlers' log for a violation: they must survive all that comes over
+    the wire.
 
-    Copies from staging that fail on purpose are logged as well, and that is nobody's concern."""
+    Copies from staging that fail on purpose are logged as well, and ignored.
+    """
     logger, memory = logging.getLogger("kvflow.handlers"), logging.getLogger("kvflow.memory")
     with (
         swapped(logger, "propagate", False),

@@ -1,5 +1,5 @@
-"""What one seed plays: how many nodes, which requests with which fates, and what happens to nodes
-and when.
+"""Input of one seed: how many nodes, which requests with which fates, and what happens to nodes and
+when.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from kvflow.proof.sim.variety import PAGE_SIZE, Variety, draw_variety
 
 Shape = tuple[tuple[int, ...], int]
 SHAPES: Sequence[Shape] = (((1, 1), 1), ((2,), 1), ((1,), 2), ((2,), 2), ((1, 1), 2), ((2, 1), 1))
-"""Ranks of each prefill group, and decodes: at least three nodes."""
+"""Ranks of each prefill group, and number of decodes: at least three nodes."""
 PROMPT_PAGES_MAX = 6
-SWITCHES_IN = 0.3  # of all seeds
+# Shares of all seeds.
+SWITCHES_IN = 0.3
 STAGED_IN = 0.25
 DP_GROUPS_IN = 0.25
 THREADS_IN = 0.25
-SWITCH_ROOM = 500_000  # the first room of those that are for the other role
+SWITCH_ROOM = 500_000  # first room for the node in its other role
 
 OWN_GROUP, EVERY_GROUP, WORD = "own group", "every group", "word"
-"""How decode names the prefill of a room: by the ranks of the room's group, by those of all groups,
-or by a word that a registry knows."""
+"""Ways in which decode names the prefill of a room: by the ranks of the room's group, by those of
+all groups, or by a word that a registry knows.
+"""
 
 Moment = tuple[float, str]
-"""When (s after the leg has begun) and what: cancel, cancel twice, close."""
+"""Seconds after the leg began, and the act: cancel, cancel twice, close."""
 
 
 class Leg(NamedTuple):
@@ -39,7 +41,7 @@ class Leg(NamedTuple):
 
 
 class Request(NamedTuple):
-    """`prefill` or `decode` is None for a leg that never comes."""
+    """One request. `prefill` or `decode` is None for a leg that never comes."""
 
     room: int
     prompt: list[int]
@@ -53,16 +55,18 @@ class Request(NamedTuple):
     refused: bool
     kept_s: float
     decode_refused: bool = False
-    # decode announces the room, and has pages only so much later.
+    # Decode announces the room, and has pages for it only so much later.
     offers_after_s: float | None = None
-    topples: bool = False  # its end ends another room of the same node, from within `on_end`
-    stay: Stay | None = None  # what it does at decode, once it has landed
+    # The end of its room ends the others of the same node, from within `on_end`.
+    topples: bool = False
+    stay: Stay | None = None  # further life at decode, once it has landed
     named: str = OWN_GROUP  # how decode names its prefill
-    dp_rank: int | None = None  # the group that decode asks for; None: the room's number decides
+    # Group for which decode asks; None: the room's number decides.
+    dp_rank: int | None = None
 
 
 class Accident(NamedTuple):
-    """`node` counts all nodes, prefill ranks first."""
+    """One accident. `node` counts all nodes, prefill ranks first."""
 
     at_s: float
     kind: str
@@ -71,10 +75,11 @@ class Accident(NamedTuple):
 
 
 class Switch(NamedTuple):
-    """A node parts in order, and one of the other role goes on over its pool.
+    """Switch of roles: a node parts in order, and a node of the other role continues over its pool.
 
-    `node` counts as in `Accident`; `requests` are for the other role and are timed from its start,
-    as is the way back, where there is one."""
+    `node` counts as in `Accident`. `requests` are for the other role and are timed from its start,
+    as is the way back, if there is one.
+    """
 
     at_s: float
     node: int
@@ -83,10 +88,11 @@ class Switch(NamedTuple):
 
 
 class Scenario(NamedTuple):
-    """`groups`: the ranks of each group.
+    """Everything that one seed plays. `groups` has the number of ranks of each group.
 
-    A group is a prefill by itself, unless `data_parallel` has it: the groups of one prefill, in
-    their order."""
+    A group is a prefill, unless it is in `data_parallel`, which has the groups of one prefill, in
+    their order.
+    """
 
     groups: tuple[int, ...]
     decodes: int
@@ -96,7 +102,7 @@ class Scenario(NamedTuple):
     switch: Switch | None = None
     data_parallel: tuple[int, ...] = ()
     threaded: frozenset[int] = frozenset()  # decodes whose engines have no event loop
-    threaded_groups: frozenset[int] = frozenset()  # and groups of such prefills
+    threaded_groups: frozenset[int] = frozenset()  # prefill groups of the same kind
 
 
 def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
@@ -113,6 +119,7 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
     for kind in (*ON_NODES, *ON_LINKS):
         if kind in faults.kinds:
             for _ in range(rng.randint(1, 2)):
+                # Only a prefill has an address and writes, so these two strike prefills alone.
                 first = nodes if kind not in ("takeover", "stall") else sum(groups)
                 for_s = _duration_s(rng) * (2 if kind == "stall" else 1)
                 accidents.append(
@@ -122,9 +129,11 @@ def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -
 
 
 def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario, in some of all seeds with one prefill that has two or three data-parallel
-    groups. `rng` is another generator than that of the scenario, which stays as it is otherwise.
-    Requests of one number are one group's."""
+    """Give some seeds a prefill with two or three data-parallel groups.
+
+    `rng` is not the generator of the scenario, which otherwise stays as it is. Requests with the
+    same room number go to the same group.
+    """
     if rng.random() >= DP_GROUPS_IN:
         return scenario
     groups, dp_size = scenario.groups, rng.choice((2, 2, 3))
@@ -142,8 +151,8 @@ def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
         return request._replace(named=named, dp_rank=dp_rank, group=group)
 
     def elsewhere(accident: Accident) -> Accident:
-        """Decodes stand behind the ranks of the other groups; what strikes one group may as well
-        strike another.
+        """Move an accident to the new numbers: decodes come after the ranks of the other groups,
+        and an accident of one group may strike another.
         """
         start, node = sum(groups[:first]), accident.node
         if node >= prefill_ranks:
@@ -163,8 +172,11 @@ def with_dp_groups(rng: random.Random, scenario: Scenario) -> Scenario:
 def _draw_group(
     rng: random.Random, room: int, groups: tuple[int, ...]
 ) -> tuple[str, int | None, int]:
-    """How decode names the prefill, which of its groups it asks for, and the group at which the
-    other leg waits: any of them, where decode asks for one that there is not."""
+    """Return how decode names the prefill, the group for which it asks, and the group at which the
+    other leg waits.
+
+    If decode asks for a missing group, the other leg waits at any.
+    """
     size, chance = len(groups), rng.random()
     named = rng.choice((OWN_GROUP, EVERY_GROUP, WORD, WORD))
     if chance < 0.4:
@@ -176,10 +188,10 @@ def _draw_group(
 
 
 def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario, in some of all seeds with a node that changes its role.
+    """Give some seeds a node that changes its role.
 
-    `rng` is another generator than that of the scenario, which stays as it is without a switch. A
-    rank of several has a share of a pool only, and keeps its role.
+    `rng` is not the generator of the scenario, which stays as it is without a switch. One of
+    several ranks has a share of a pool only, and keeps its role.
     """
     if rng.random() >= SWITCHES_IN:
         return scenario
@@ -191,7 +203,7 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
         _request(rng, SWITCH_ROOM + n, 1, 1, within_s=0.4) for n in range(rng.randint(4, 8))
     )
     bounds, variety = scenario.variety.bounds, scenario.variety
-    # There may be one decode more.
+    # During a switch there may be one decode more.
     bounds = msgspec.structs.replace(bounds, targets=bounds.targets + 1)
     return scenario._replace(
         variety=variety._replace(bounds=bounds),
@@ -205,9 +217,11 @@ def with_switch(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario, in some of all seeds with decodes that lend staging, of which there is too
-    little for all of their rooms at once. `rng` as in `with_switch`. Rooms have deadlines then:
-    what is in quarantine may never come back."""
+    """Give some seeds decodes that lend staging, too little for all of their rooms at once.
+
+    `rng` is as in `with_switch`. The rooms have deadlines then, because pages in quarantine may
+    never return.
+    """
     if rng.random() >= STAGED_IN:
         return scenario
     layout, switch = scenario.variety.layout, scenario.switch
@@ -227,9 +241,11 @@ def with_staging(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The scenario, in some of all seeds without staging with nodes whose engines have no event
-    loop. `rng` as in `with_switch`. A node that changes its role is not one of them. Most of these
-    decodes part once, often just as a request has come, and another node goes on over the pool."""
+    """Give some seeds without staging nodes whose engines have no event loop.
+
+    `rng` is as in `with_switch`. A node that changes its role is not one of them. Most of these
+    decodes part once, often just after a request came, and another node continues over the pool.
+    """
     if rng.random() >= THREADS_IN or scenario.variety.staging_bytes:
         return scenario
     first = sum(scenario.groups)
@@ -267,7 +283,7 @@ def with_threads(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _offered(rng: random.Random, request: Request) -> Request:
-    """Some requests more are announced before there are pages, and some of them end just as these
+    """Announce some more requests before there are pages, and end some of them just as the pages
     come.
     """
     if request.decode is None or rng.random() > 0.3:
@@ -279,7 +295,7 @@ def _offered(rng: random.Random, request: Request) -> Request:
 
 
 def _duration_s(rng: random.Random) -> float:
-    """Short ones go unnoticed, long ones outlast every patience."""
+    """Return a short time, which goes unnoticed, or a long one, which outlasts every patience."""
     return rng.choice((rng.uniform(0.05, 0.6), rng.uniform(0.6, 2.5)))
 
 
@@ -326,11 +342,12 @@ def _leg(rng: random.Random, at_s: float) -> Leg:
 
 
 def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
-    """Decode wants the room's pages back in the middle of it, and the same room is tried again a
+    """Return a request whose room decode ends midway, for its pages, and the same room once more, a
     moment later.
     """
     after_s = rng.uniform(0.0, 0.1)
     again_s = leg.at_s + after_s + rng.uniform(0.001, 0.2)
+    # Another prompt makes a mix-up of the two rooms visible.
     prompt = [*request.prompt[:-1], request.prompt[-1] ^ 2]
     again = request._replace(
         prompt=prompt, decode_prompt=prompt, prefill=Leg(again_s), decode=Leg(again_s)
@@ -339,7 +356,7 @@ def _retracted(rng: random.Random, request: Request, leg: Leg) -> list[Request]:
 
 
 def draw_chunks(rng: random.Random, pages: int) -> list[int]:
-    """Pages of each chunk of a prompt."""
+    """Return the pages of each chunk of a prompt."""
     chunks: list[int] = []
     while pages:
         chunks.append(rng.randint(1, min(pages, 3)))

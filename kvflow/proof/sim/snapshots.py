@@ -1,5 +1,5 @@
-"""One decode's host memory: a shipped store of snapshots over watched allocators, whose copies take
-virtual time.
+"""Host memory of one decode: a shipped store of snapshots over watched allocators, whose copies
+take virtual time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvflow.protocols.pages.layout import NO_PLACES, Places
 
 
 class CopyFailedError(Exception):
-    """On purpose."""
+    """Failure of a copy, on purpose."""
 
     def __init__(self) -> None:
         super().__init__("a copy fails half-way (on purpose)")
@@ -28,13 +28,15 @@ class CopyFailedError(Exception):
 def after_half_a_copy(
     loop: VirtualLoop, fault: str, do: Callable[..., object], *arguments: object
 ) -> None:
-    """Call `do` when half of a copy with this fault would have been made."""
+    """Call `do` after the time that half of a copy with this fault takes."""
     span = SLOW_COPY_S if fault == "slow copy" else COPY_S
     loop.call_later(loop.rng.uniform(*span), do, *arguments)
 
 
 class Snapshots:
-    """Made when the first request leaves: most decodes of a run have none."""
+    """Host memory of one decode. It is made when the first request leaves, because most decodes of
+    a run need none.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Snapshots:
         return self._store
 
     def left(self) -> list[str]:
-        """What is not at rest, in words."""
+        """Return a line for everything that is not at rest."""
         if (store := self._store) is None:
             return []
         counts = {
@@ -75,29 +77,31 @@ class Snapshots:
         return [f"{self._who}: {count} {what}" for what, count in counts.items() if count]
 
     async def close(self) -> None:
-        """As an engine that ends: copies are stopped, requests find their snapshots closed."""
+        """Close the store as an engine that ends: copies stop, and requests find their snapshots
+        closed.
+        """
         if self._store is not None:
             await self._store.close()
 
     def unmap(self) -> None:
-        """After the run."""
+        """Unmap the host memory, after the run."""
         if self._store is not None:
             self._store.host.close()
 
 
 class CopyThread(VirtualThread):
-    """Copies in two halves, with time before each; what a copy touches is in use from its begin to
-    its end.
+    """Copies in two halves, with time before each. The places of a copy are in use from its begin
+    to its end.
     """
 
     def __init__(self, pool: PagedPool, books: Books, oracle: Oracle, faults: Faults) -> None:
         self._pool, self._books, self._oracle, self._faults = pool, books, oracle, faults
         self.host: Books | None = None
-        self.owners: list[Hashable] = []  # of what is being copied
+        self.owners: list[Hashable] = []  # of copies under way
         self._after_next: list[tuple[int, Callable[[], object]]] = []
 
     def after_next(self, turns: int, do: Callable[[], object]) -> None:
-        """So many turns of the event loop after the end of the next copy."""
+        """Call `do` so many turns of the event loop after the end of the next copy."""
         self._after_next.append((turns, do))
 
     def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
@@ -145,6 +149,7 @@ class CopyThread(VirtualThread):
         for books, place in copy.used:
             books.readers[place] -= 1
         self.owners.remove(copy.owner)
+        # A cancelled copy still runs to its end, but its future is done already.
         if copy.done.done():
             pass
         elif isinstance(result, Exception):
@@ -163,7 +168,7 @@ class CopyThread(VirtualThread):
 
 
 Half = tuple[Places, Places]
-"""Source and target."""
+"""Source and target of one half of a copy."""
 
 
 class _Copy(NamedTuple):
@@ -176,7 +181,7 @@ class _Copy(NamedTuple):
 
 
 def _halves(source: Places, target: Places) -> list[Half]:
-    """The row, where there is one, is copied last."""
+    """Return the halves of a copy. A row, if there is one, is in the second half."""
     half = len(source.pages) // 2
     first, last = (
         [Places(both.pages[part], both.rows if whole else NO_PLACES) for both in (source, target)]

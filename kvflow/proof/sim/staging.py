@@ -1,5 +1,6 @@
-"""The staging of a simulated decode: shipped memory over watched allocators, copies that take
-virtual time, and the rooms that wait for places of it, whose turn is judged from outside."""
+"""Staging of a simulated decode: shipped memory over watched allocators, copies that take virtual
+time, and rooms that wait for places, whose turns are judged from outside.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from kvflow.protocols.waiting import PASSED_FOR_S
 from kvflow.protocols.wire.messages import GrantId
 
 LOOK_S = 0.02
-"""The time between two looks at the rooms that wait."""
+"""Time between two looks at the rooms that wait."""
 
 
 class _Wait(NamedTuple):
@@ -38,7 +39,7 @@ class _Wait(NamedTuple):
 
 
 class Staged:
-    """The staging of one pool, for every decode that has the pool, one after the other."""
+    """Staging of one pool, for all decodes that have the pool, one after the other."""
 
     def __init__(
         self,
@@ -52,15 +53,15 @@ class Staged:
         self.staging = Staging(pool, size_bytes, shared=False)
         self.books = watch(self.staging.host, f"staging of {who}", oracle, lambda: False)
         self.waits = 0
-        """How many rooms have waited."""
+        """Number of rooms that had to wait."""
         self._who, self._oracle, self._waiting = who, oracle, dict[DecodeRoom, _Wait]()
-        self._rooms: Mapping[GrantId, DecodeRoom] = {}  # of the decode that serves
+        self._rooms: Mapping[GrantId, DecodeRoom] = {}  # of the present decode
         copier = _HalfCopier()
         self.staging._copier = copier
         self.copies = _Copies(copier, (self.books, books), oracle, faults)
 
     def serve(self, node: DecodeNode) -> None:
-        """The copies of this node take virtual time."""
+        """Make the copies of this node take virtual time."""
         assert isinstance(node._arrivals, StagedArrivals)
         node._arrivals._threads = self.copies  # type: ignore[assignment]
         self._rooms = node.shell.rooms
@@ -71,7 +72,7 @@ class Staged:
     # --- rooms that wait
 
     def waits_now(self, room: DecodeRoom, wanted: int, process: Process) -> None:
-        """The room gets no places for now."""
+        """Record that the room gets no places for now."""
         if room in self._waiting:
             return
         self.waits += 1
@@ -81,7 +82,7 @@ class Staged:
         self._oracle.trace(lambda: f"room {room.room} waits for {wanted} places of staging")
 
     def has_its_places(self, room: DecodeRoom) -> None:
-        """The room waits no more. Those before it may be passed for a while only."""
+        """Record that the room waits no longer. It may pass older rooms for a limited time only."""
         for other, wait in self._still_waiting():
             if other is room:
                 break
@@ -94,12 +95,13 @@ class Staged:
         self._waiting.pop(room, None)
 
     def _look(self) -> None:
-        """The room whose turn it is must not wait for places that are free."""
+        """Verify that the room whose turn it is does not wait for places that are free."""
         for room, wait in list(self._waiting.items()):
             if room.ended or wait.process.dead:
                 del self._waiting[room]
         if not self._waiting:
             return
+        # Only the oldest room has a turn: the others may have to wait behind it.
         for room, wait in self._still_waiting():
             if wait.process.parked is None and self._fits(wait.wanted, lambda owner: owner is None):
                 self._oracle.broken(
@@ -110,21 +112,23 @@ class Staged:
         self._oracle.loop.later(LOOK_S, self._look)
 
     def _still_waiting(self) -> Iterator[tuple[DecodeRoom, _Wait]]:
-        """The oldest comes first.
+        """Yield the rooms that wait, the oldest first.
 
-        Those that need what a quarantine keeps are left out: it may never come back.
+        Rooms that need places of a quarantine are left out, because those may never return.
         """
         for room, wait in self._waiting.items():
             if not room.ended and self._fits(wait.wanted, lambda owner: not self._is_kept(owner)):
                 yield room, wait
 
     def _is_kept(self, owner: Hashable | None) -> bool:
-        """Proof is missing for the places of this owner, or has been asked for."""
+        """Return True if proof for the places of this owner is missing, or on its way."""
         room = self._rooms.get(GrantId(grant)) if (grant := grant_of(owner)) is not None else None
         return isinstance(owner, Quarantined) or (room is not None and room.phase in OVER_AT_DECODE)
 
     def _fits(self, wanted: int, counts: Callable[[Hashable | None], bool]) -> bool:
-        """There are as many places whose owners count, and which no earlier node has lent."""
+        """Return True if enough places have owners that count and are not on loan from an earlier
+        node.
+        """
         books = self.books
         places = [
             place
@@ -132,13 +136,13 @@ class Staged:
             if counts(owner) and place not in books.withheld
         ]
         pages = sum(place < books.num_pages for place in places)
-        rows = int(len(books.owners) > books.num_pages)  # a room has one, where there are some
+        rows = int(len(books.owners) > books.num_pages)  # a room has one, if the pool has any
         return wanted - rows <= pages and rows <= len(places) - pages
 
 
 class _HalfCopier:
-    """Implements `memory.copies.Copier`: it copies one half of what it is given, and keeps the
-    other for later.
+    """Implements `memory.copies.Copier`: copies one half of its blocks, and keeps the other for
+    later.
     """
 
     def __init__(self) -> None:
@@ -154,26 +158,27 @@ class _HalfCopier:
         return rest
 
     def pin(self, pool: PagedPool) -> None:
-        """Nothing to do."""
+        """Do nothing: plain copies need no pinned memory."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no resource to release."""
 
 
 class _Copies(VirtualThread):
     """Shipped page tasks that copy in two halves, with time before each.
 
-    What one copies is in use from its first half to its end."""
+    The places of a copy are in use from its first half to its end.
+    """
 
     def __init__(
         self, copier: _HalfCopier, books: tuple[Books, Books], oracle: Oracle, faults: Faults
     ) -> None:
-        """`books`: those of the staging, and those of the pool."""
+        """`books` are those of the staging, and those of the pool."""
         self._copier, self._books, self._oracle, self._faults = copier, books, oracle, faults
         self.ended = 0
 
     def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *_: Any) -> None:
-        """`work` is the method of a page task that its thread runs."""
+        """Schedule `work`, the method of a page task that its thread runs."""
         task: PageTask = work.__self__  # type: ignore[attr-defined]
         assert isinstance(task._work, partial)
         lent, pages, _ = task._work.args
@@ -196,7 +201,8 @@ class _Copies(VirtualThread):
         fault: str,
     ) -> None:
         answer = work()
-        if answer is None:  # it was cancelled before it has begun
+        # The task was cancelled before it began.
+        if answer is None:
             return done.set_result(None)
         for books, place in used:
             books.readers[place] += 1
@@ -225,7 +231,7 @@ class _Copies(VirtualThread):
 
 @contextmanager
 def waits_observed(oracle: Oracle, by_pool: Mapping[PagedPool, Staged]) -> Iterator[None]:
-    """Every decode in this process reports which rooms wait for staging, to that of its pool."""
+    """Make every decode in this process report the rooms that wait for the staging of its pool."""
     stage = DecodeShell._stage
 
     def staged(shell: DecodeShell, room: DecodeRoom, wanted: int) -> bool:

@@ -1,4 +1,6 @@
-"""What the places of a request at decode must hold, and those that others have taken after it."""
+"""Expected content of the places of a request at decode, and of places that others took after
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,21 @@ from kvflow.protocols.pages.layout import PageIndices
 
 Broken = Callable[[str], None]
 ANY = b""
-"""The content of a place that no step has written yet."""
+"""Content of a place that no step has written yet."""
 
 
 class State:
-    """Of one request: pages, then its row, in their order."""
+    """Expected content of one request: its pages, then its row, in their order."""
 
     def __init__(self, books: Books, digest: bytes, places: list[int], broken: Broken) -> None:
-        """As it has landed."""
+        """Start with the content that landed."""
         self._books, self._digest, self._broken = books, digest, broken
         self._version = 0
         landed = list(starmap(self._content, enumerate(places)))
         count = sum(place < books.num_pages for place in places)
         self._pages, self._rows = landed[:count], landed[count:]
-        self.lost = False  # it was given up, to be computed again
+        # True after the state was given up, to be computed again.
+        self.lost = False
 
     def add_page(self) -> None:
         self._pages.append(ANY)
@@ -43,7 +46,7 @@ class State:
                 self._broken(f"{when}, {self._books.name(place)} has other bytes than its own")
 
     def compute(self, places: list[int]) -> None:
-        """A step writes into the last page, and all of the row; where everything was lost,
+        """Write as a model step does: to the last page and all of the row; after a loss, to
         everything.
         """
         self._version += 1
@@ -62,16 +65,14 @@ class State:
 
 
 class Squatter:
-    """Another request in the places that one has left: it writes to them, and finds what it has
-    written.
+    """Another request in the places that one left. It writes to them, and later finds its bytes
+    there.
     """
 
     def __init__(
         self, pool: PagedPool, books: Books, sizes: tuple[int, int], what: str, broken: Broken
     ) -> None:
-        """Takes as many pages and rows as `sizes`, or all of a kind,
-        as far as there are so many.
-        """
+        """Take as many pages and rows as `sizes`, or all of a kind, as far as they are free."""
         self._books, self._broken = books, broken
         self._taken: list[tuple[PageAllocator, PageIndices, list[int]]] = []
         if what:

@@ -1,5 +1,5 @@
-"""What a request does at decode after its room has succeeded: drawn from the seed beforehand,
-played by `residence`.
+"""Life of a request at decode after its room succeeded: drawn from the seed beforehand, played by
+`residence`.
 """
 
 from __future__ import annotations
@@ -15,42 +15,47 @@ AS_MANY, ALL_PAGES, ALL_ROWS = "as many", "all pages", "all rows"
 PAUSE_S: Span = (0.0, 0.04)
 AWAY_S: Span = (0.0, 0.08)
 DISTURBED_S: Span = (0.0, 0.012)
-TURNS = 6  # of the event loop between the end of a copy and the moment in which all know of it
+# Turns of the event loop from the end of a copy until all of its callers know of it.
+TURNS = 6
 
 
 class Disturbance(NamedTuple):
-    """In the middle of an act: what is awaited is cancelled, or the request is aborted from beside
-    it.
+    """Disturbance in the middle of an act: the work is cancelled, or the request is aborted from
+    outside.
     """
 
     how: str
     after_s: float
-    turns: int | None = None  # after the end of its next copy, rather than at a time
+    # None: at a time; otherwise so many turns after the end of the next copy.
+    turns: int | None = None
 
 
 class Act(NamedTuple):
     kind: str
-    pause_s: float  # before it
+    pause_s: float  # before the act
     away_s: float = 0.0
     disturbed: Disturbance | None = None
     return_disturbed: Disturbance | None = None
-    squats: str = ""  # what others take meanwhile
-    squats_on: bool = False  # until it is back, or has tried for long
+    squats: str = ""  # places that others take meanwhile
+    # The others stay until the request is back, or tried for long.
+    squats_on: bool = False
 
 
 class Stay(NamedTuple):
-    """A request that is away before an act comes back for it; `returns`: also after the last."""
+    """Acts of a request. A request that is away before an act comes back for it; with `returns`,
+    also after the last one.
+    """
 
     acts: tuple[Act, ...]
     returns: bool = True
 
 
 GOOD = Stay((Act(RETRACT, 0.0, squats=AS_MANY), Act(STEP, 0.0)))
-"""It leaves between landing and its first step, and comes back."""
+"""The request leaves between landing and its first step, and comes back."""
 
 
 def draw_stay(rng: random.Random) -> Stay | None:
-    """None for a request that keeps its places, and no more."""
+    """Draw a stay, or None for a request that only keeps its places."""
     if rng.random() < 0.4:
         return None
     kinds = rng.choices((STEP, GROW, RETRACT, DROP), (4, 2, 4, 1), k=rng.randint(1, 5))

@@ -1,6 +1,4 @@
-"""Something else in the place of a part, from outside, for a while: how a simulation looks on, how
-plants get in.
-"""
+"""Temporary replacement of a part from outside, for simulations that observe and for plants."""
 
 from __future__ import annotations
 
@@ -13,7 +11,8 @@ from kvflow.protocols.machines.tables import Table
 
 @contextmanager
 def swapped(owner: object, name: str, replacement: object) -> Iterator[None]:
-    """`owner.name` is something else in the meantime."""
+    """Replace `owner.name` while the context lasts."""
+    # An inherited name must vanish again, or the owner would keep a copy of it.
     mine = name in vars(owner)
     original = vars(owner).get(name, getattr(owner, name, None))
     setattr(owner, name, replacement)
@@ -28,7 +27,7 @@ def swapped(owner: object, name: str, replacement: object) -> Iterator[None]:
 
 @contextmanager
 def swapped_item(table: dict[Any, Any], key: object, replacement: object) -> Iterator[None]:
-    """`table[key]` is something else in the meantime."""
+    """Replace `table[key]` while the context lasts."""
     original = table[key]
     table[key] = replacement
     try:
@@ -41,8 +40,8 @@ def swapped_item(table: dict[Any, Any], key: object, replacement: object) -> Ite
 def swapped_cells(
     table: Table[Any, Any, Any], cells: Mapping[tuple[Any, Any], Any]
 ) -> Iterator[None]:
-    """The cells (phase, kind) of a machine's table are others in the meantime; every holder of the
-    table sees them.
+    """Replace cells (phase, kind) of a machine's table while the context lasts, for every holder of
+    the table.
     """
     originals = {key: table.cell(*key) for key in cells}
     for (phase, kind), cell in cells.items():

@@ -1,9 +1,9 @@
 """Engines without an event loop: each drives its node through the shipped thread front, and polls
 events.
 
-What they call is posted, and runs a moment later. Here is checked what the front promises: each
-room has its events in order, one of them says how it ended, and pages are idle only when nothing
-can touch them.
+Their calls are posted, and run a moment later. The engines verify what the front promises: each
+room has its events in order, one of them states how it ended, and pages are idle only when they are
+out of reach of every reader and writer.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ from kvflow.protocols.wire.ranks import DpRankError
 F = TypeVar("F", DecodeThread, PrefillThread)
 N = TypeVar("N", DecodeNode, PrefillNode)
 R = TypeVar("R", DecodeThreadRoom, PrefillThreadRoom)
-BLOCKS_IN = 0.3  # of all rooms: they are opened by a thread that may lose the processor meanwhile
+# Share of rooms that are opened by a thread which may lose the processor meanwhile.
+BLOCKS_IN = 0.3
 
 
 class _Request(Generic[R]):
-    """One request. `handle` is None until its room is there."""
+    """One request. `handle` is None until its room is open."""
 
     def __init__(self, job: Job, oracle: Oracle) -> None:
         self.job, self.owner = job, Borrower(job.room)
         self.handle: R | None = None
         self.by_event = bool(oracle.loop.rng.getrandbits(1))
-        """Its pages go back at its last event; else as soon as they are idle."""
+        """True: its pages return at its last event; False: as soon as they are idle."""
         self.pages: PageIndices = NO_PAGES
-        self.kinds: list[str] = []  # of its events
-        self.over = False  # the request needs its pages no more
-        self.closed: Cause | None = None  # while the thread that opens its room is not through
+        self.kinds: list[str] = []  # of its events so far
+        self.over = False  # the request needs its pages no longer
+        self.closed: Cause | None = None  # cause of a close before the room was open
         self.matched: Answer[None] = Answer()
         self.ended: Answer[bytes] = Answer()
 
@@ -67,7 +68,7 @@ class ThreadEngine(Generic[F, N, R]):
     """One life of one node's engine."""
 
     make_front: Callable[..., F]
-    # The events that may come before how a room has ended, in their order.
+    # Events that may precede the ending of a room, in their order.
     before_the_end: Sequence[str]
     success: str
 
@@ -82,7 +83,7 @@ class ThreadEngine(Generic[F, N, R]):
         fails: Callable[[], bool],
         **options: Any,
     ) -> None:
-        """Starts at once. `options` are those of the node."""
+        """Start the node. `options` are those of the node."""
         self._name, self._process, self._books, self._oracle = name, process, books, oracle
         self._layout = pool.layout
         self._store = WatchedExternalPages(books, name, oracle)
@@ -103,7 +104,9 @@ class ThreadEngine(Generic[F, N, R]):
     # --- requests
 
     async def _opened(self, request: _Request[R], open_room: Callable[[], R]) -> None:
-        """Raises: KvflowError. Where it was cancelled meanwhile, the room may be there."""
+        """Open the room of a request. If the call is cancelled, the room may still open. Raises:
+        KvflowError.
+        """
 
         def opened() -> None:
             self._requests[request] = None
@@ -128,7 +131,7 @@ class ThreadEngine(Generic[F, N, R]):
             opened()
 
     def _over(self, request: _Request[R]) -> None:
-        """The request has ended, in whatever way."""
+        """Record that the request ended, in whatever way."""
         request.over = True
         if request.handle is None:
             self._give_back(request)
@@ -150,7 +153,7 @@ class ThreadEngine(Generic[F, N, R]):
     # --- events
 
     async def _poll_on(self) -> None:
-        """While there is a room whose last event has not come, or a page that is not free."""
+        """Poll while a room lacks its last event, or a request has pages."""
         loop = self._oracle.loop
         while self._requests:
             waits = any(not request.ended.given or not request.over for request in self._requests)
@@ -178,7 +181,8 @@ class ThreadEngine(Generic[F, N, R]):
         return self._front.wait_released(request.pages, timeout_s=0.0)
 
     def _hear(self, event: RoomEvent[R]) -> None:
-        request: _Request[R] = event.room.context  # its handle may be on the way
+        # An event may arrive before the request has its handle, so the context finds the request.
+        request: _Request[R] = event.room.context
         if request not in self._requests:
             return self._broken("I4", f"{event.kind} of {request!r}, which is over")
         kinds, kind = request.kinds, event.kind
@@ -209,9 +213,8 @@ class ThreadEngine(Generic[F, N, R]):
     # --- the end
 
     async def close(self) -> None:
-        """As an operator would, from another thread than that of the events.
-
-        Then the engine's requests end.
+        """Close the node as an operator would, from a thread apart, and verify that its requests
+        end.
         """
         closing: LockStep[Sequence[UnprovenLoan]] = LockStep(
             self._oracle.loop, self._process, self._front.close
@@ -221,7 +224,7 @@ class ThreadEngine(Generic[F, N, R]):
         for step in self._steps:
             await asyncio.wait([step.answer])
         self._look()
-        lost: dict[int, set[int]] = {}  # a room's number may have come twice
+        lost: dict[int, set[int]] = {}  # two loans may have the same room number
         for loan in unproven:
             if self._store.busy(loan.pages).size < loan.pages.size:
                 self._broken(
@@ -248,7 +251,9 @@ class ThreadEngine(Generic[F, N, R]):
                 )
 
     def part(self) -> None:
-        """Its requests have ended, and the process does. What is still on loan is nobody's."""
+        """End the engine with its process. Pages that are still on loan have no owner
+        afterwards.
+        """
         self._look()
         for request in self._requests:
             if self._store.busy(request.pages).size:
@@ -259,14 +264,16 @@ class ThreadEngine(Generic[F, N, R]):
             self._polling.cancel()
 
     def abandon(self) -> None:
-        """The simulation is over."""
+        """End the threads that still wait, after the simulation."""
         for step in self._steps:
             step.abandon()
 
     # --- checks
 
     def left(self, in_doubt: set[GrantId]) -> list[str]:
-        """What is not at rest, in words. Grants `in_doubt` may keep their pages."""
+        """Return a line for everything that is not at rest. Grants `in_doubt` may keep their
+        pages.
+        """
         found = [
             f"{self._name}: {request!r} has had {request.kinds}"
             for request in self._requests
@@ -292,7 +299,7 @@ class ThreadEngine(Generic[F, N, R]):
 
 
 class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom]):
-    """At decode: it lends pages of its own, which a request reads for a while when they have
+    """Engine at decode. It lends its own pages, and a request reads them for a while after they
     landed.
     """
 
@@ -300,7 +307,7 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
     before_the_end, success = ("begun", "opened"), "landed"
 
     async def play(self, job: Job) -> None:
-        """One request. Raises: KvflowError."""
+        """Play one request. Raises: KvflowError."""
         if job.refused:
             return self._refuse(job, Cause(Code.CAPACITY, "decode will not have it"))
         request: _Request[DecodeThreadRoom] = _Request(job, self._oracle)
@@ -316,7 +323,8 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
             await asyncio.sleep(job.kept_s)
             self._check_content(request)
             job.succeeded = True
-        except DpRankError as error:  # the other leg may wait at any group
+        # The other leg may wait at any group of the prefill, so all of them must learn of this.
+        except DpRankError as error:
             self._refuse(job, error.cause())
             raise
         except BaseException:
@@ -373,13 +381,13 @@ class DecodeThreadEngine(ThreadEngine[DecodeThread, DecodeNode, DecodeThreadRoom
 
 
 class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThreadRoom]):
-    """At prefill: it computes chunks into pages of its own, and sends them."""
+    """Engine at prefill. It computes chunks into its own pages, and sends them."""
 
     make_front = PrefillThread
     before_the_end, success = ("matched",), "done"
 
     async def play(self, job: Job) -> None:
-        """One request. Raises: KvflowError."""
+        """Play one request. Raises: KvflowError."""
         if job.refused:
             return self._front.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
         request: _Request[PrefillThreadRoom] = _Request(job, self._oracle)
@@ -408,6 +416,7 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
             )
 
         await self._opened(request, open_room)
+        # Half of the requests report that prefill begins, which is optional.
         if request.handle is not None and self._oracle.loop.rng.getrandbits(1):
             request.handle.begin()
         request.pages = self._allocator.take(
@@ -430,8 +439,8 @@ class PrefillThreadEngine(ThreadEngine[PrefillThread, PrefillNode, PrefillThread
 
 @contextmanager
 def loans_observed(oracle: Oracle) -> Iterator[None]:
-    """Every decode in this process reports under which grant it lends the pages of an engine's
-    request.
+    """Make every decode in this process report the grant under which it lends the pages of an
+    engine's request.
     """
     lend = DecodeEndpoint.lend
 

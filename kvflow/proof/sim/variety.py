@@ -1,5 +1,5 @@
-"""What a run is like beside its faults: bounds that are met, other times, late fences; drawn from
-the seed.
+"""Variety of a run beside its faults: bounds that are met, other times, late fences; drawn from the
+seed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from kvflow.protocols.pages.kinds import PAGE, ROW, StateKind
 from kvflow.protocols.pages.layout import PoolLayout, build_layout
 
 PAGE_SIZE, NUM_PAGES = 4, 48
-NUM_ROWS = NUM_PAGES // 2  # the good rooms at the end find some beside any quarantine
+# Enough for the good rooms at the end, beside any quarantine.
+NUM_ROWS = NUM_PAGES // 2
 _KINDS = (
     StateKind("0.k", "uint8", (8,)),
     StateKind("0.v", "uint8", (8,)),
@@ -27,24 +28,22 @@ LAYOUT = build_layout(_KINDS[:2], page_size=PAGE_SIZE, num_pages=NUM_PAGES)
 LAYOUT_WITH_ROWS = build_layout(_KINDS, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_rows=NUM_ROWS)
 
 TIMING = Timing(heartbeat_s=0.5, lost_after_s=1.5, rendezvous_s=2.0, register_s=1.5)
-"""Less patience than in real life, so that a run is short;
-what is repeated is repeated as often.
-"""
+"""Less patience than in real life, so that a run is short; repetitions are as frequent."""
 SHIPPED_RATIO = msgspec.structs.replace(TIMING, register_s=2 * TIMING.lost_after_s)
 
 PROMPT, LATE, NEVER = "prompt", "late", "never"
-# A late fence answers within so long of the death: the dead are silent before they are proven dead.
+# A late fence answers within this time after the death: a peer is silent before it is proven dead.
 LATE_FENCE_S = 2.5
 
 
 class Variety(NamedTuple):
     bounds: Bounds
     timing: Timing
-    # How the data planes prove a death: PROMPT, LATE, or NEVER (an operator's word is needed).
+    # Proof of death by the data planes: PROMPT, LATE, or NEVER (an operator must declare it).
     fences: str
-    verify: bool  # transfers are verified on both sides
+    verify: bool  # both sides verify transfers
     layout: PoolLayout  # of every pool
-    host: tuple[int, int]  # pages and rows that a decode's host memory holds
+    host: tuple[int, int]  # pages and rows of a decode's host memory
     staging_bytes: int = 0  # of each decode; 0: prefill writes into its pool
 
 
@@ -56,8 +55,9 @@ def draw_variety(rng: random.Random, decodes: int) -> Variety:
             bounds, rooms=12, ended_halves=rng.choice((1, 3)), quarantine_share=0.25
         )
     if (
+        # A dead decode in doubt keeps its place at prefill until its death is proven.
         rng.random() < (0.6 if fences is LATE else 0.2) and fences is not NEVER
-    ):  # a dead decode in doubt keeps its place until its death is proven
+    ):
         bounds = msgspec.structs.replace(bounds, targets=decodes + rng.randint(0, 1))
     timing = SHIPPED_RATIO if rng.random() < 0.25 else TIMING
     verify = rng.random() < 0.15

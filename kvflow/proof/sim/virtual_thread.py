@@ -1,5 +1,5 @@
-"""The thread of a node's loop in virtual time, and threads of an engine that block while the
-virtual loop goes on.
+"""Thread of a node's loop in virtual time, and threads of an engine that block while the virtual
+loop goes on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 
 class VirtualLoopThread(LoopThread):
-    """Stands in for a thread with a loop of its own: posted calls run a moment later, as the node's
-    process, and other things happen in between."""
+    """Replacement for a thread with its loop: posted calls run a moment later, as the node's
+    process, and other events happen in between.
+    """
 
     def __init__(self, name: str, process: Process, loop: VirtualLoop) -> None:
         self._process, self._virtual = process, loop
@@ -29,7 +30,7 @@ class VirtualLoopThread(LoopThread):
         self._loop = cast(asyncio.AbstractEventLoop, _Later(self._process, self._virtual))
 
     def post(self, call: Callable[[], None]) -> bool:
-        """A `LockStep` may lose the processor before it has posted, or after that."""
+        """Post a call. A `LockStep` may lose the processor before or after that."""
         step = threading.current_thread()
         if not isinstance(step, LockStep):
             return super().post(call)
@@ -43,9 +44,9 @@ class VirtualLoopThread(LoopThread):
         return rng.uniform(*(LONG_PREEMPTED_S if rng.random() < 0.2 else PREEMPTED_S))
 
     def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """From a `LockStep`: as in real life.
+        """Run `work` and wait for it: from a `LockStep` as in real life.
 
-        Elsewhere `work` must not have to wait; it happens now.
+        Elsewhere it runs now, and must not have to wait.
         """
         if isinstance(threading.current_thread(), LockStep):
             return super().call(work)
@@ -62,7 +63,7 @@ class VirtualLoopThread(LoopThread):
         raise AssertionError("what waits for something must be called in a LockStep")
 
     def check_not_within(self) -> None:
-        """The loop is everybody's here."""
+        """Do nothing: all threads share one loop here, so every call comes from within it."""
 
     def _wait(self, future: concurrent.futures.Future[T]) -> T:
         step = threading.current_thread()
@@ -71,16 +72,16 @@ class VirtualLoopThread(LoopThread):
         return future.result()
 
     def stop(self) -> None:
-        """What was posted before still runs."""
+        """Stop the thread, after the calls that were posted."""
         with self._lock:
             self._stopped = True
         self._process.run(self._run_posted)
 
 
 class _Later:
-    """What `LoopThread` and asyncio ask of a loop that is woken from another thread.
+    """Loop as far as `LoopThread` and asyncio need one that another thread wakes.
 
-    First come, first served.
+    Calls run a moment later, first come, first served.
     """
 
     def __init__(self, process: Process, loop: VirtualLoop) -> None:
@@ -97,13 +98,13 @@ class _Later:
 
 
 class _AbandonedError(BaseException):
-    """The simulation is over, and nothing that it waits for will happen."""
+    """The simulation is over, so the awaited event will never happen."""
 
 
 class LockStep(threading.Thread, Generic[T]):
-    """Work that blocks, in a thread of the system, as a process.
+    """Work that blocks, in a thread of the system, as part of a process.
 
-    Either the thread runs or the virtual loop does, never both: a seed stays one run.
+    Either the thread runs or the virtual loop does, never both, so that a seed stays one run.
 
     `answer` is awaited on the virtual loop.
     """
@@ -119,13 +120,13 @@ class LockStep(threading.Thread, Generic[T]):
         self._go_on()
 
     def stand(self, for_s: float) -> None:
-        """Called in this thread: do nothing for so long."""
+        """Stand still for so long. Called in this thread."""
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._process.run(self._loop.call_later, for_s, done.set_result, None)
         self.wait_for(done)
 
     def wait_for(self, future: concurrent.futures.Future[Any]) -> None:
-        """Called in this thread: the loop goes on until it has that answer."""
+        """Let the loop go on until it has the answer. Called in this thread."""
         if future.done():
             return
         future.add_done_callback(lambda _: self._go_on())
@@ -135,7 +136,7 @@ class LockStep(threading.Thread, Generic[T]):
             raise _AbandonedError
 
     def abandon(self) -> None:
-        """End the thread, if it still waits. The loop has ended."""
+        """End the thread if it still waits, after the loop ended."""
         if not self._ended:
             self._abandoned = True
             self._turn.release()
@@ -151,7 +152,9 @@ class LockStep(threading.Thread, Generic[T]):
         self._back.release()
 
     def _go_on(self) -> None:
-        """Called on the loop, which stands still until this thread waits or has ended."""
+        """Let the thread run until it waits or ends, while the loop stands still. Called on the
+        loop.
+        """
         if self._abandoned:
             return
         self._turn.release()

@@ -1,5 +1,5 @@
-"""The control network in virtual time: frames take a moment, in order, unless a fault strikes;
-everything is seen.
+"""Control network in virtual time: frames take a moment and arrive in order, unless a fault
+strikes. The oracle sees all of them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Socket = TypeVar("Socket", RouterSocket, DealerSocket)
 
 
 class Wire(Network):
-    """Every link of one simulated cluster."""
+    """All links of one simulated cluster."""
 
     def __init__(self, oracle: Oracle, faults: Faults) -> None:
         super().__init__()
         self.delivered = 0
-        self.cut_controls: set[str] = set()  # partitions: prefills nobody reaches
-        self.cut_peers: set[bytes] = set()  # and decodes
-        # By control or peer: what waits, to arrive in a burst.
+        self.cut_controls: set[str] = set()  # prefills that are cut off
+        self.cut_peers: set[bytes] = set()  # decodes that are cut off
+        # By control or peer: frames that wait, to arrive in a burst.
         self.jammed: dict[str | bytes, list[Frame]] = {}
         self._oracle, self._faults = oracle, faults
         self._last_at: dict[tuple[str, bytes, bool], float] = {}
@@ -38,7 +38,7 @@ class Wire(Network):
         return self._watch(super().connect(control, incarnation))
 
     def unplug(self, process: Process) -> None:
-        """Its sockets are gone: the process has died, or its address was taken over."""
+        """Remove the sockets of a process that died or lost its address."""
         for owner, socket in self._owners:
             if owner is process:
                 self.leave(socket)
@@ -64,13 +64,14 @@ class Wire(Network):
             self._oracle.disturbed(frame)
             return
         if fault == "reorder":
+            # `_last_at` stays as it was, so that later frames of the link may overtake.
             loop.later(delay_s + loop.rng.uniform(*FRAME_S) * 3, self._deliver, frame)
             return
         if fault == "delay":
             self._oracle.disturbed(frame)
             delay_s += loop.rng.uniform(*DELAY_S)
             loop.later(delay_s, self._oracle.disturbed, frame)
-        # Timers of one moment have no order.
+        # Two frames of one moment would have no order.
         at_s = max(loop.time() + delay_s, self._last_at.get(link, 0.0) + TICK_S)
         self._last_at[link] = at_s
         loop.later(at_s - loop.time(), self._deliver, frame)
@@ -82,7 +83,7 @@ class Wire(Network):
             loop.later(delay_s, self._deliver, spoilt)
 
     def unjam(self, end: str | bytes) -> None:
-        """What has waited arrives in one burst, in the order in which it was sent."""
+        """Deliver the frames that waited in one burst, in the order in which they were sent."""
         frames, now = self.jammed.pop(end, []), self._oracle.loop.time()
         links = {(frame.control, frame.peer, frame.to_prefill) for frame in frames}
         at_s = max([now, *(self._last_at.get(link, now) for link in links)]) + TICK_S
@@ -92,7 +93,7 @@ class Wire(Network):
         self._oracle.loop.later(at_s - now, self.deliver, frames)
 
     def deliver(self, frames: list[Frame]) -> None:
-        """Now, and at once."""
+        """Deliver the frames now."""
         for frame in frames:
             self._deliver(frame)
 
@@ -101,8 +102,8 @@ class Wire(Network):
         super()._deliver(frame)
 
     def _watch(self, socket: Socket) -> Socket:
-        """Count the frames that are no message as the node is handed them: its own count must be
-        the same.
+        """Count the frames that are no message as the node receives them: its own count must be the
+        same.
         """
         process = current_process()
         self._owners.append((process, socket))
@@ -118,9 +119,7 @@ class Wire(Network):
 
 
 def garbage(rng: random.Random, frame: Frame) -> Frame:
-    """A frame cut short, with a byte changed or with more behind it, or nothing of the kind; never
-    a message.
-    """
+    """Return bytes that are no message: the frame cut short or changed, or random bytes."""
     data, at = frame.data, rng.randrange(len(frame.data))
     spoilt = (
         data[:at],
