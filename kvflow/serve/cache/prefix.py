@@ -290,7 +290,7 @@ class PrefixCache:
         locked: Callable[[Prefix], None],
     ) -> Prefix | None:
         """Copy the missing pages to the device and return the locked result; None if no copy was
-        needed, or none was possible.
+        needed or possible.
         """
         found = self._look(key, namespace)
         # Another prompt loads these pages already: a second copy would waste pages and bandwidth.

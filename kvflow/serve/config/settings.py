@@ -20,7 +20,7 @@ ENV_PREFIX = "KVFLOW_"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a role. Zero or empty means "choose a value" where a description states it."""
+    """The settings of a role. Zero or empty means "choose a value" if the description states it."""
 
     host: Annotated[str, Meta(description="Address to listen on.", min_length=1)] = "127.0.0.1"
     port: Annotated[int, Meta(description="HTTP port; 0 picks a free one.", ge=0, le=65535)] = 0
