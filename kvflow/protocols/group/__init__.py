@@ -1,1 +1,1 @@
-"""The ranks of one prefill: a leader and its members agree on which rooms live and die."""
+"""The ranks of one prefill: a leader and its members agree on which rooms open, start and end."""

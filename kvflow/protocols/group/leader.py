@@ -1,11 +1,10 @@
-"""Everything the leader of a group of prefill ranks decides: who belongs to it, and what becomes of
-each request.
+"""The leader of a group of prefill ranks: its members, and its decisions on each request.
 
-Synchronous, as `GroupMember` is, and beside it in the process of rank 0, which is a member like the
-others. The decisions of one leader are one sequence, and every member applies it as far as it goes.
-A rank that is lost takes every open request with it, since none can be completed without it, and no
-other is opened before it is back. What is not opened is refused on every rank, in the same
-sequence: decode may have announced itself to all of them.
+It decides and does not act, like `GroupMember`. It runs in the process of rank 0, which is a member
+like the others. The decisions of one leader form one sequence, and every member applies as much of
+it as it receives. A lost rank ends every open request, because none can complete without it, and no
+request is opened until it is back. A request that is not opened is refused on every rank, in the
+same sequence, because decode may have announced its room to all of them.
 """
 
 from __future__ import annotations
@@ -41,8 +40,9 @@ from kvflow.protocols.wire.codec import encode, parse_at_leader, routing_id
 from kvflow.protocols.wire.group import Ruling, Ticket, Vote
 from kvflow.protocols.wire.messages import MAX_RANKS, Incarnation, Rank, RoomId, room_id
 
-TICK_WORK = 32  # requests one tick deals with when a rank is lost
-# No request has more: so many times the requests that may be open are kept for a member.
+TICK_WORK = 32  # requests ended in one tick after a rank is lost
+# No request has more decisions than this. A member may leave this number, times the requests that
+# may be open, unconfirmed.
 _DECISIONS = 4
 _FIRST_RANK = Rank(0)  # in the process of the leader
 
@@ -53,7 +53,7 @@ class SendToMember(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestDecided(msgspec.Struct, frozen=True, gc=False):
-    """What became of a request, once for the group; no cause for a success."""
+    """The outcome of a request, issued once for the group; `cause` is None for a success."""
 
     ticket: Ticket
     room: RoomId
@@ -61,7 +61,7 @@ class RequestDecided(msgspec.Struct, frozen=True, gc=False):
 
 
 class WatchMember(msgspec.Struct, frozen=True, gc=False):
-    """Call `member_died` when that process has ended, where that can be seen from here."""
+    """Call `member_died` when that process ends, if its end can be observed from here."""
 
     member: Incarnation
     process: ProcessIdentity
@@ -71,12 +71,12 @@ class UnwatchMember(msgspec.Struct, frozen=True, gc=False):
     member: Incarnation
 
 
-# RefuseRoom: in this process, whose rank is not in the group now.
+# RefuseRoom is for the rank in the leader's own process, while that rank is not in the group.
 LeaderOutput = SendToMember | RequestDecided | RefuseRoom | WatchMember | UnwatchMember
 
 
 class RequestRecord:
-    """One request that is not decided. `missing`: the ranks whose vote is awaited, a bit each."""
+    """One undecided request. `missing` has a bit for each rank whose vote is awaited."""
 
     __slots__ = ("cause", "losses", "missing", "phase", "room", "ticket")
 
@@ -117,10 +117,12 @@ class GroupLeader:
         process: ProcessIdentity | None = None,
         first: Incarnation | None = None,
     ) -> None:
-        """`process` is this one, for members that can watch it.
+        """Create a leader without members.
 
-        `first`: the member in it, which alone may be rank 0; an earlier process of that rank may
-        live on without its address. Raises: MisuseError."""
+        `process` identifies this process, for members that can watch it. `first` is the member in
+        this process: only it may be rank 0, since an earlier process of that rank may still run.
+        Raises: MisuseError.
+        """
         if not 1 <= world_size <= MAX_RANKS:
             raise MisuseError(f"world_size {world_size} is outside 1..{MAX_RANKS}")
         self.incarnation, self.world_size, self._process, self._first = (
@@ -131,13 +133,15 @@ class GroupLeader:
         )
         self.timing, self._limit = timing or Timing(), (bounds or Bounds()).rooms
         self.members: dict[Rank, Membership] = {}
-        self.decisions = 0  # how many there are in the log
-        self.dropped = 0  # frames that changed nothing
+        self.decisions = 0  # number of decisions so far
+        self.dropped = 0  # number of frames without effect
         self._by_incarnation: dict[Incarnation, Membership] = {}
         self._requests: dict[Ticket, RequestRecord] = {}
-        self._rooms: set[RoomId] = set()  # theirs
+        self._rooms: set[RoomId] = set()  # the rooms of `_requests`
         self._next_ticket, self._next_session = Ticket(1), 1
-        self._losses = 0  # of ranks: a request from before the last one is lost with it
+        # Ranks lost so far. A request opened before the latest loss fails with it, but only in its
+        # turn: until then this number tells it apart from newer ones.
+        self._losses = 0
         self._lost: deque[tuple[Ticket, Cause]] = deque()
         self.outbox: list[LeaderOutput] = []
         self._due_at_s = now + self.timing.heartbeat_s
@@ -148,19 +152,19 @@ class GroupLeader:
 
     @property
     def requests(self) -> Mapping[Ticket, RequestRecord]:
-        """Those that are not decided."""
+        """Undecided requests by ticket."""
         return self._requests
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no request can be opened now; empty when one can."""
+        """The reason, as text, why no request can be opened now; empty when one can."""
         missing = [str(rank) for rank in range(self.world_size) if Rank(rank) not in self.members]
         if not missing:
             return ""
         return f"rank {', '.join(missing)} of the group's {self.world_size} is missing"
 
     def commands(self) -> list[LeaderOutput]:
-        """Everything to be done since the last call, in order."""
+        """Return the commands issued since the last call, in the order to run them."""
         found = self.outbox[:]
         self.outbox.clear()
         return found
@@ -168,12 +172,14 @@ class GroupLeader:
     # --- requests
 
     def open(self, room: int, request: bytes) -> Ticket:
-        """Open a room at every rank. `request` is what the engines need to know of it.
+        """Open a room at every rank. `request` is passed on to the engines of all ranks.
 
-        Raises: MisuseError for what is no room id. RoomInUseError while another request for that
-        room is not decided, CapacityError, LostError while a rank is missing: it has been refused
-        on every rank, as by `refuse`. A rank where an earlier room of that id still drains cannot
-        open it: then the request fails on all.
+        If a rank cannot open the room because an earlier one of that id still drains there, the
+        request fails on every rank.
+
+        Raises: MisuseError if `room` is not a room id; RoomInUseError while another request for
+        that room is undecided, CapacityError, and LostError while a rank is missing. After these
+        three the room is refused on every rank, as by `refuse`.
         """
         number = room_id(room)
         if (error := self._obstacle(number, request)) is not None:
@@ -186,12 +192,11 @@ class GroupLeader:
         return ticket
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """No request for this room will be opened: decode's half is told why, on every rank, now or
-        when it comes.
+        """Refuse decode's half of a room on every rank, with `cause`, now or when it arrives.
 
-        Rooms of that id that are open go on. A rank that is missing has to hear of it from decode,
-        which ends the room everywhere as soon as one rank has told it. Raises: MisuseError for what
-        is no room id.
+        Open rooms of that id continue. A rank of another process that is missing does not receive
+        the refusal; decode ends the room there once any rank reports it. Raises: MisuseError if
+        `room` is not a room id.
         """
         number = room_id(room)
         if _FIRST_RANK not in self.members:
@@ -199,7 +204,7 @@ class GroupLeader:
         self._decide(self._take_ticket(), Ruling.REFUSE, cause, room=number)
 
     def _obstacle(self, room: RoomId, request: bytes) -> MisuseError | LostError | None:
-        """Why this request cannot be opened."""
+        """Return the error with which a request cannot be opened now, or None."""
         if len(request) > wire.MAX_REQUEST_BYTES:
             return CapacityError(
                 "bytes of a request to a group", len(request), wire.MAX_REQUEST_BYTES
@@ -217,14 +222,14 @@ class GroupLeader:
         return ticket
 
     def close(self, ticket: Ticket, cause: Cause) -> None:
-        """End a request; no error when it is decided already."""
+        """End a request with `cause`, unless it is decided already."""
         self._feed(ticket, LeaderKind.CLOSED, cause)
 
     # --- members
 
     def receive(self, peer_id: bytes, frame: bytes, now: float) -> None:
-        """A frame from the member whose routing id is `peer_id`; bad and foreign ones change
-        nothing (I7).
+        """Handle a frame from the member whose routing id is `peer_id`; a malformed or foreign
+        frame is counted and dropped (I7).
         """
         try:
             message = parse_at_leader(frame)
@@ -254,7 +259,7 @@ class GroupLeader:
             self._on_beat(member, message)
 
     def member_died(self, incarnation: Incarnation) -> None:
-        """Its process has ended."""
+        """Remove a member whose process ended, and fail the open requests."""
         member = self._by_incarnation.get(incarnation)
         if member is not None:
             self._lose(member, f"rank {member.rank} of the group has died")
@@ -264,6 +269,8 @@ class GroupLeader:
             self._refuse(message.member, refusal)
             return
         known = self._by_incarnation.get(message.member)
+        # A Join that names the current session means that the member left it. One that names an
+        # older session is a repetition, to which the same answer is sent again.
         if (
             known is not None
             and message.last_leader == self.incarnation
@@ -287,6 +294,7 @@ class GroupLeader:
         self._send(message.member, answer)
 
     def _mismatch(self, message: wire.Join) -> str:
+        """Return why this rank cannot join; empty if it can."""
         if message.wire_version != wire.GROUP_WIRE_VERSION:
             return (
                 f"group wire version {message.wire_version}, this leader speaks "
@@ -317,7 +325,10 @@ class GroupLeader:
     def _refuse(
         self, member: Incarnation, refusal: str, leader: Incarnation | None = None, session: int = 0
     ) -> None:
-        """A session, or that there be one; it may be one of an earlier leader at this address."""
+        """End a member's session, or refuse to begin one.
+
+        The session may be with an earlier leader at this address.
+        """
         about = leader or self.incarnation
         self._send(
             member, wire.Joined(leader=about, member=member, session=session, refusal=refusal)
@@ -339,6 +350,7 @@ class GroupLeader:
                     member,
                     f"rank {member.rank} voted for request {message.ticket}, which there is not",
                 )
+            # Otherwise the request is decided, and the vote is late.
             return
         if message.vote is Vote.FAILED:
             text = f"rank {member.rank} of the group failed"
@@ -348,8 +360,10 @@ class GroupLeader:
                 message.cause or Cause(Code.ENGINE_ERROR, text),
             )
             return
+        # A rank was lost since the request was opened, so the request must fail in its turn. More
+        # votes must not complete it before: a rank that rejoined never had it.
         if record.losses != self._losses:
-            return  # a rank was lost since it was opened: it fails in its turn
+            return
         kind = _COUNTED[message.vote, not record.missing & ~(1 << member.rank)]
         if not record.missing >> member.rank & 1 or LEADER.cell(record.phase, kind) is ERROR:
             self._lose(
@@ -373,11 +387,12 @@ class GroupLeader:
             self._beat(member)
 
     def _lose(self, member: Membership, text: str) -> None:
-        """Every open request goes with it, a bounded part of them in each tick.
+        """Remove a member, and queue the failure of every open request.
 
-        It is told, in case it lives.
+        Each tick fails a bounded number of them.
         """
         del self.members[member.rank], self._by_incarnation[member.incarnation]
+        # The member may be alive: this makes it leave the session.
         self._refuse(member.incarnation, text, session=member.session)
         if member.is_watched:
             self.outbox.append(UnwatchMember(member.incarnation))
@@ -388,11 +403,11 @@ class GroupLeader:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` may next be worth calling."""
+        """Return the earliest time at which `tick` may have work."""
         return float("-inf") if self._lost else self._due_at_s
 
     def tick(self, now: float) -> None:
-        """Heartbeats and silence; a bounded part of what a lost rank leaves behind."""
+        """Send heartbeats, act on silence, and fail a bounded number of a lost rank's requests."""
         for _ in range(min(TICK_WORK, len(self._lost))):
             ticket, cause = self._lost.popleft()
             self._feed(ticket, LeaderKind.RANK_LOST, cause)
@@ -414,7 +429,7 @@ class GroupLeader:
                 self._beat(member)
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what members sent meanwhile is unread."""
+        """Extend every member's silence limit by the time that the shell stood still."""
         for member in self.members.values():
             member.heard_at_s = min(member.heard_at_s + late_s, now)
 
@@ -433,7 +448,7 @@ class GroupLeader:
     # --- decisions
 
     def _feed(self, ticket: Ticket, kind: LeaderKind, cause: Cause | None = None) -> None:
-        """The one place that changes a request's phase; what comes after its decision is late."""
+        """Feed one event to a request, unless it is decided. No other code changes its phase."""
         record = self._requests.get(ticket)
         if record is None:
             return
@@ -441,6 +456,7 @@ class GroupLeader:
         if move is None:
             return
         record.phase, record.cause = move.phase, cause
+        # The second round of votes begins: now every rank has to report that it is done.
         if kind is LeaderKind.ALL_READY:
             record.missing = (1 << self.world_size) - 1
         if record.phase in LEADER_TERMINAL:
@@ -461,6 +477,7 @@ class GroupLeader:
         room: RoomId | None = None,
         request: bytes = b"",
     ) -> None:
+        """Append a decision to the sequence, and send it to every member."""
         number, self.decisions = self.decisions, self.decisions + 1
         for member in self.members.values():
             message = wire.Decision(

@@ -1,9 +1,10 @@
-"""Everything one rank of a group decides: its membership, its votes, and what the leader's
-decisions mean here.
+"""One rank of a group of prefill ranks: its membership, its votes, and the effect of the leader's
+decisions on its rooms.
 
-Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done
-comes out of `commands()`. The rooms themselves stay with this rank's `PrefillEndpoint`: the shell
-carries what happens to them in, and what the group has decided out.
+It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
+time as an argument, and `commands()` returns the work for the shell. The rooms stay with this
+rank's `PrefillEndpoint`: the shell reports here what happens to them, and applies to them what the
+group decides.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from kvflow.protocols.wire.codec import encode, parse_at_member
 from kvflow.protocols.wire.group import Ruling, Ticket, Vote
 from kvflow.protocols.wire.messages import Incarnation, Rank, RoomId
 
-TICK_WORK = 32  # requests one tick deals with when a session ends
+TICK_WORK = 32  # requests ended in one tick after a session ends
 _REFUSED = Cause(Code.REFUSED, "the group does not open this room")
 
 
 class TicketKey(NamedTuple):
-    """Tickets count within one life of a leader."""
+    """The name of a request. Ticket numbers are unique only within one incarnation of a leader."""
 
     leader: Incarnation
     ticket: Ticket
@@ -42,7 +43,8 @@ class SendToLeader(msgspec.Struct, frozen=True, gc=False):
 class OpenRoom(msgspec.Struct, frozen=True, gc=False):
     """Open this rank's half of the room.
 
-    Where that is not possible, refuse decode's half, and call `failed` and `released`."""
+    If that fails, refuse decode's half, and call `failed` and `released`.
+    """
 
     key: TicketKey
     room: RoomId
@@ -50,7 +52,7 @@ class OpenRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class StartRoom(msgspec.Struct, frozen=True, gc=False):
-    """Every rank is ready. The order of these commands is the same on every rank."""
+    """Start the room: every rank is ready. The order of these commands is equal on all ranks."""
 
     key: TicketKey
 
@@ -63,28 +65,30 @@ class CloseRoom(msgspec.Struct, frozen=True, gc=False):
 
 
 class RefuseRoom(msgspec.Struct, frozen=True, gc=False):
-    """No request for this room will be opened: refuse decode's half
-    (`PrefillEndpoint.refuse_room`). A room of that id that is open goes on."""
+    """Refuse decode's half of a room that will not be opened (`PrefillEndpoint.refuse_room`).
+
+    An open room of that id continues.
+    """
 
     room: RoomId
     cause: Cause
 
 
 class RequestSettled(msgspec.Struct, frozen=True, gc=False):
-    """What became of the request on every rank; no cause for a success."""
+    """The outcome of a request on every rank; `cause` is None for a success."""
 
     key: TicketKey
     cause: Cause | None
 
 
 class TicketEnded(msgspec.Struct, frozen=True, gc=False):
-    """Nothing of it is left at this rank."""
+    """The request ended at this rank, and no write of it runs."""
 
     key: TicketKey
 
 
 class WatchLeader(msgspec.Struct, frozen=True, gc=False):
-    """Call `leader_gone` when that process has ended, where that can be seen from here."""
+    """Call `leader_gone` when that process ends, if its end can be observed from here."""
 
     process: ProcessIdentity
 
@@ -118,13 +122,13 @@ class TicketRecord:
 
     @property
     def first_cause(self) -> Cause:
-        """Of a request that has failed."""
+        """The cause of a request that failed."""
         assert self.cause is not None
         return self.cause
 
 
 class Session:
-    """One membership in the log of one leader."""
+    """One membership in a leader's group, with the numbered exchange between the two."""
 
     __slots__ = ("is_watched", "leader", "link", "number")
 
@@ -149,7 +153,9 @@ class GroupMember:
         timing: Timing | None = None,
         process: ProcessIdentity | None = None,
     ) -> None:
-        """`process` is this one, for a leader that can watch it."""
+        """Create a member without a session. `process` identifies this process, for a leader that
+        can watch it.
+        """
         self.incarnation, self.rank, self.world_size, self._process = (
             incarnation,
             Rank(rank),
@@ -158,14 +164,14 @@ class GroupMember:
         )
         self.timing = timing or Timing()
         self.session: Session | None = None
-        # Why the leader does not take this rank; empty when it has not answered, or does.
+        # The reason why the leader does not accept this rank; empty if it did, or did not answer.
         self.refusal = ""
-        self.dropped = 0  # frames that changed nothing
+        self.dropped = 0  # number of frames without effect
         self._last_session = 0
         self._leader = Incarnation(0)  # of the last session
-        # Of which something is left here; to be read only.
+        # Requests that did not end at this rank. Other modules only read this.
         self.tickets: dict[TicketKey, TicketRecord] = {}
-        self._ending: deque[TicketKey] = deque()  # of a session that is over
+        self._ending: deque[TicketKey] = deque()  # requests of a session that ended
         self._why_over = Cause(Code.PEER_LOST)
         self.outbox: list[MemberOutput] = []
         self._heard_at_s = self._due_at_s = now
@@ -178,7 +184,7 @@ class GroupMember:
         )
 
     def commands(self) -> list[MemberOutput]:
-        """Everything to be done since the last call, in order."""
+        """Return the commands issued since the last call, in the order to run them."""
         found = self.outbox[:]
         self.outbox.clear()
         return found
@@ -186,25 +192,28 @@ class GroupMember:
     # --- what happens to this rank's half of a room
 
     def matched(self, key: TicketKey) -> None:
-        """Both halves of the room are here."""
+        """Report that both halves of the room are here."""
         self._feed(key, MemberKind.MATCHED)
 
     def landed(self, key: TicketKey) -> None:
-        """The room has succeeded here, and nothing of it runs."""
+        """Report that the room succeeded here: every write of it landed."""
         self._feed(key, MemberKind.LANDED)
 
     def failed(self, key: TicketKey, cause: Cause) -> None:
-        """It has ended here, and not in success: every rank will hear of it. `released` follows."""
+        """Report that the room ended here without success, so that it ends on every rank.
+
+        `released` follows.
+        """
         self._feed(key, MemberKind.FAILED, cause)
 
     def released(self, key: TicketKey) -> None:
-        """Nothing of the room that failed runs any more."""
+        """Report that no write of a failed room runs any more."""
         self._feed(key, MemberKind.RELEASED)
 
     # --- the leader
 
     def receive(self, frame: bytes, now: float) -> None:
-        """A frame from the leader; bad and stale ones change nothing (I7)."""
+        """Handle a frame from the leader; a bad or stale frame is counted and dropped (I7)."""
         try:
             message = parse_at_member(frame)
         except WireError:
@@ -227,7 +236,9 @@ class GroupMember:
                 self._on_beat(self.session, message)
 
     def leader_gone(self, now: float) -> None:
-        """The leader's process has ended: nothing it has decided and not sent will come."""
+        """End the session, because the leader's process died. Decisions that it did not send are
+        lost.
+        """
         self._leave(
             Cause(Code.PEER_LOST, f"rank {self.rank}: the leader of the group has died"), now
         )
@@ -238,7 +249,7 @@ class GroupMember:
                 self.refusal = message.refusal
                 return
             if (message.leader, message.session) != (self.session.leader, self.session.number):
-                self.dropped += 1  # of an earlier question
+                self.dropped += 1  # the answer to an earlier Join
                 return
             self._leave(
                 Cause(Code.PEER_LOST, f"rank {self.rank} left the group: {message.refusal}"), now
@@ -289,12 +300,12 @@ class GroupMember:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` may next be worth calling."""
+        """Return the earliest time at which `tick` may have work."""
         return float("-inf") if self._ending else self._due_at_s
 
     def tick(self, now: float) -> None:
-        """Joining, heartbeats, and the leader's silence; a bounded part of what a session leaves
-        behind.
+        """Join, send heartbeats, act on the leader's silence, and end a bounded number of requests
+        of a session that ended.
         """
         for _ in range(min(TICK_WORK, len(self._ending))):
             self._feed(self._ending.popleft(), MemberKind.LEADER_LOST, self._why_over)
@@ -314,7 +325,7 @@ class GroupMember:
             self._due_at_s = now + self.timing.heartbeat_s
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what the leader sent meanwhile is unread."""
+        """Extend the leader's silence limit by the time that the shell stood still."""
         self._heard_at_s = min(self._heard_at_s + late_s, now)
 
     def _join(self) -> None:
@@ -330,14 +341,14 @@ class GroupMember:
         )
 
     def _leave(self, cause: Cause, now: float) -> None:
-        """The session is over: every request of it fails here, since what the others do of it is
-        not known.
-        """
+        """End the session, and queue the failure of its requests."""
         if self.session is None:
             return
         if self.session.is_watched:
             self.outbox.append(UnwatchLeader())
         self.session, self._why_over, self._due_at_s = None, cause, now
+        # Without the leader this rank cannot know what other ranks do about its requests, so all
+        # of them fail. `tick` ends a bounded number at a time.
         self._ending = deque(self.tickets)
 
     def _beat(self, session: Session) -> None:
@@ -357,7 +368,9 @@ class GroupMember:
         self.outbox.append(SendToLeader(encode(message)))
 
     def vote(self, record: TicketRecord, vote: Vote) -> None:
-        """A rank without a session has no vote: its requests fail."""
+        """Send a vote, unless the session with the request's leader ended: the request then fails
+        anyway.
+        """
         session = self.session
         if session is None or session.leader != record.key.leader:
             return
@@ -374,7 +387,7 @@ class GroupMember:
         self._send(message)
 
     def _feed(self, key: TicketKey, kind: MemberKind, cause: Cause | None = None) -> None:
-        """The one place that changes a request's phase; what comes after its end is late."""
+        """Feed one event to a request, unless it ended. No other code changes its phase."""
         record = self.tickets.get(key)
         if record is None:
             return
@@ -382,7 +395,7 @@ class GroupMember:
         if move is None:
             return
         record.phase = move.phase
-        # Every rank tells the same cause.
+        # The leader's cause replaces a local one, so that every rank reports the same.
         if record.cause is None or kind is MemberKind.GROUP_FAILED:
             record.cause = cause
         for command in move.commands:
