@@ -182,7 +182,6 @@ class DecodeCore:
         self.feed_room(record, event, now)
 
     def announce(self, record: DecodeRoomRecord) -> None:
-        """Send Announce to every rank of a room."""
         for peer in record.peers:
             self.links.send(
                 peer, wire.Announce(room=record.room, grant=record.grant, **self.between(peer))

@@ -158,8 +158,8 @@ class DecodeEndpoint:
     def shorten(self, grant: GrantId, prefix_tokens: int) -> int:
         """Replace the prefix of the prompt that need not travel, before the room's pages are lent.
 
-        Decode's cache may have more or less of the prompt by now than it had at `open_room`.
-        Returns the number of pages that the room needs now.
+        Decode's cache may have more of the prompt by now than it had at `open_room`. Returns the
+        number of pages that the room needs now.
 
         Raises: MisuseError (after `lend`, no whole pages).
         """

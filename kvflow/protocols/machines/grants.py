@@ -135,13 +135,11 @@ class Announcements:
         self._order: list[GrantId] = []
 
     def add(self, grant: GrantId, room: RoomId) -> None:
-        """Add an announced grant."""
         self.rooms[grant] = room
         # Grants nearly always arrive in order, so this appends.
         insort(self._order, grant)
 
     def discard(self, grant: GrantId) -> None:
-        """Remove a grant, if it is there."""
         if self.rooms.pop(grant, None) is not None:
             del self._order[bisect_left(self._order, grant)]
 
@@ -188,7 +186,6 @@ class GrantTable(Generic[R]):
         self._seen_below: int = low_water  # the lowest bound above every grant seen
 
     def phase(self, grant: GrantId) -> GrantPhase:
-        """Return the phase of any grant."""
         found = self._phases.get(grant)
         return self._phase_of_others(grant) if found is None else found
 

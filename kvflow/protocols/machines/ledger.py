@@ -87,7 +87,7 @@ class Ledger(Generic[S]):
         return self._count
 
     def check_quarantine(self) -> None:
-        """Check that the quarantine leaves room for more rooms.
+        """Check that the quarantine permits another room.
 
         Raises: QuarantineError while more pages are overdue than the limit.
         """

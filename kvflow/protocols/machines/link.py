@@ -35,7 +35,7 @@ class LinkKind(IntEnum):
     DECLARED_DEAD = 9  # by an operator
     CLOSED = 10  # this node is closed, or the link's place is needed
     LEAVE = 11  # this node closes, and sends Goodbye
-    GOODBYE = 12  # prefill closes, and its writes are over
+    GOODBYE = 12  # prefill closes, and submits no more writes
     ACKNOWLEDGED = 13  # prefill received our Goodbye
 
 

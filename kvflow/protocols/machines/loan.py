@@ -58,8 +58,9 @@ TABLE: Table[LoanPhase, LoanKind, LoanCommand] = Table(
             # Prefill refused the announcement; its RoomFailed ends the room and recalls the loan.
             K.DRAINED: IGNORE,
         },
-        # SOURCE_LOST and REPEAT_DUE cannot happen here. The loss of a source ends its rooms first,
-        # which recalls their loans, and only recalled loans are repeated.
+        # Events of the source cannot happen here: its loss ends its rooms first, which recalls
+        # their loans. FENCED and SOURCE_BACK follow a loss, when those are in doubt. REPEAT_DUE is
+        # for recalled loans only.
         P.LENT: rest(K, ERROR)
         | {
             K.RECALL: Move(P.RECALLED, (C.SEND_ABORT,)),

@@ -1,1 +1,1 @@
-"""Prefill's side of the protocol: an endpoint that decides, and does nothing by itself."""
+"""Prefill's side of the protocol: an endpoint that decides and returns commands for a shell."""

@@ -1,7 +1,7 @@
-"""The machines of one prefill rank, fed one after the other: peers, their grants, rooms.
+"""The machines of one prefill rank (peers, their grants, rooms), and the events between them.
 
-Nothing calls back, so nothing re-enters: a table returns what follows from an event, and the next
-machine is fed.
+A table never calls back: it returns commands, and running them feeds the next machine. No machine
+is therefore entered twice at once.
 """
 
 from __future__ import annotations
@@ -53,22 +53,19 @@ from kvflow.protocols.wire.messages import (
 
 _NO_GRANT = GrantId(0)
 WITHDRAWN = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
-_NO_CAUSE = Cause(Code.PEER_LOST)  # of what ends no room
+_NO_CAUSE = Cause(Code.PEER_LOST)  # for peer events that end no room
 
 
 class PrefillCore:
-    """What one prefill rank knows.
-
-    Each `feed_*` is the one place that changes its kind of state.
-    """
+    """The state of one prefill rank. Each kind of state is changed by one `feed_*` method only."""
 
     def __init__(
         self, identity: PrefillIdentity, observer: Observer, timing: Timing, bounds: Bounds
     ) -> None:
         self.identity, self.observer, self.timing, self.bounds = identity, observer, timing, bounds
         self.outbox: list[PrefillCommand] = []
-        # A prefill lends nothing: its ledger has the loans of decodes that were closed over the
-        # same pool.
+        # A prefill lends no pages: its ledger holds the loans of decodes that closed over the same
+        # pool.
         self.ledger: Ledger[EarlierWriter] = Ledger(
             int(bounds.quarantine_share * identity.layout.num_pages)
         )
@@ -77,7 +74,7 @@ class PrefillCore:
         self.rooms: dict[RoomId, PrefillRoomRecord] = {}
         self.peers: dict[Incarnation, DecodePeer] = {}
         self.kept = KeptBytes()
-        # For announcements that follow a refusal.
+        # Causes for rooms that a decode announced before it received its refusal.
         self.refused: OrderedDict[Incarnation, Cause] = OrderedDict()
         self.former = FormerDecodes(bounds.closed_grants)
         self.rendezvous: Rendezvous[DecodePeer] = Rendezvous(bounds.ended_halves)
@@ -91,9 +88,9 @@ class PrefillCore:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why this prefill cannot move pages now; empty when it can.
+        """The reason, as text, why this prefill cannot move pages now; empty when it can.
 
-        A long queue is not a fault.
+        A long queue is no such reason, only a data plane that stands still.
         """
         if self.stalled_s <= self.timing.lost_after_s:
             return ""
@@ -107,6 +104,7 @@ class PrefillCore:
     # --- sending
 
     def send(self, peer: DecodePeer, message: wire.Message) -> None:
+        """Queue a message. Pages wait for an AbortAck, so it leaves at once."""
         self.outbox.append(
             SendToDecode(peer.routing_id, encode(message), type(message) is wire.AbortAck)
         )
@@ -114,9 +112,7 @@ class PrefillCore:
     def answer_register(
         self, target: Incarnation, asked: Incarnation, refusal: str, fresh_from: GrantId = _NO_GRANT
     ) -> None:
-        """Accept (`refusal` empty) or refuse the decode `target`, which has asked for the prefill
-        `asked`.
-        """
+        """Accept (`refusal` empty) or refuse decode `target`, whose Register names `asked`."""
         answer = wire.Registered(
             source=self.identity.incarnation,
             target=target,
@@ -131,9 +127,8 @@ class PrefillCore:
         self.outbox.append(SendToDecode(routing_id(target), encode(answer)))
 
     def say_goodbye(self, target: Incarnation, unproven: tuple[GrantId, ...]) -> None:
-        """Withheld from a decode for which more is unproven than a message may name: it would prove
-        too much.
-        """
+        """Send Goodbye, if it can name all unproven grants."""
+        # A Goodbye proves the end of every grant that it does not name.
         if len(unproven) <= MAX_UNPROVEN:
             goodbye = wire.Goodbye(unproven=unproven, **self.lives(target))
             self.outbox.append(SendToDecode(routing_id(target), encode(goodbye)))
@@ -162,20 +157,18 @@ class PrefillCore:
         return record
 
     def set_deadline(self, record: PrefillRoomRecord) -> None:
-        """A deadline that has moved back since needs no call: whether it is due is looked at when
-        it comes.
+        """Set the timer of a room. No call is needed when its deadline moves back, since the expiry
+        checks the deadline again.
         """
         self.deadlines.set(Timer("room", record.room), record.due_at_s)
 
     def bind(self, record: PrefillRoomRecord, peer: DecodePeer, grant: GrantId) -> None:
-        """From here on this room answers for the grant."""
+        """Make this room answer for the grant."""
         record.peer, record.grant = peer, grant
         peer.grants.rooms[grant] = record
 
     def tell_begun(self, record: PrefillRoomRecord) -> None:
-        """To a decode that has announced the room and has lent nothing yet; it does not wait after
-        that.
-        """
+        """Send Begun if the engine is ready and decode announced the room but lent no pages yet."""
         if record.begun and record.phase is PrefillPhase.ANNOUNCED:
             assert record.peer is not None
             self.send(
@@ -185,7 +178,7 @@ class PrefillCore:
     def offer(
         self, record: PrefillRoomRecord, message: wire.Bootstrap, pages: PageIndices, now: float
     ) -> None:
-        """Decode's half is here: which pages, for which prompt."""
+        """Add decode's half to a room: its pages and its prompt."""
         record.target_pages, record.prefix_tokens = pages, message.prefix_tokens
         record.bootstrap = (message.prompt_tokens, message.prompt_digest)
         assert record.peer is not None
@@ -196,7 +189,7 @@ class PrefillCore:
             self.set_deadline(record)
 
     def meet(self, record: PrefillRoomRecord, now: float) -> None:
-        """Both halves are here: they must mean the same prompt (I8)."""
+        """Match the two halves of a room; they must agree on the prompt (I8)."""
         if record.prompt == record.bootstrap:
             self.feed_room(record, PrefillEvent(PrefillKind.MATCHED), now)
             return
@@ -213,7 +206,7 @@ class PrefillCore:
         )
 
     def feed_room(self, record: PrefillRoomRecord, event: PrefillEvent, now: float) -> None:
-        """The one place that changes a room's state."""
+        """Feed one event to a room and run the commands. No other code changes its state."""
         record.state, commands = step(record.state, event)
         if event.kind is None:
             record.story.tell(now, "write_ended", record.state.phase, event.cause or record.report)
@@ -229,7 +222,7 @@ class PrefillCore:
         return self._write
 
     def settle_chunks(self, record: PrefillRoomRecord, now: float) -> None:
-        """Chunks end in the order they were queued, whatever order their writes end in."""
+        """Report chunks whose writes ended, in the order in which the chunks were queued."""
         while record.chunks and record.chunks[0].outcome is not None:
             chunk = record.chunks.pop(0)
             outcome, cause = chunk.outcome, None
@@ -242,12 +235,12 @@ class PrefillCore:
             self.feed_room(record, PrefillEvent(None, outcome=outcome, cause=cause), now)
 
     def record_outcome(self, room: RoomId, side: Side, cause: Cause, now: float) -> None:
-        """One half of a room has ended without the other: which is told when it comes."""
+        """Keep the cause of a half that ended alone, for the other half when it arrives."""
         self.rendezvous.record_outcome(room, side, cause, now + self.timing.rendezvous_s)
         self.deadlines.set(Timer("outcomes", 0), self.rendezvous.next_expiry_s())
 
     def refuse_grant(self, peer: DecodePeer, room: RoomId, grant: GrantId, cause: Cause) -> None:
-        """Nothing was ever written for it: the grant ends here, and decode is told why."""
+        """End a grant under which no write was started, and send decode the cause."""
         header = self.header(room, grant, peer)
         sent = (wire.RoomFailed(cause=cause, **header), wire.AbortAck(drained=True, **header))
         self.forget_announcement(peer, grant)
@@ -256,19 +249,16 @@ class PrefillCore:
             self.send(peer, message)
 
     def forget_announcement(self, peer: DecodePeer, grant: GrantId) -> None:
-        """Of the room that was announced under this grant, whatever room a later message about it
-        names.
-        """
+        """Forget the announcement that was made under this grant."""
+        # Its room is looked up: a later message about the grant may name another room.
         room = peer.grants.announcements.rooms.get(grant)
         if room is not None:
             self.rendezvous.forget_announcement(room, peer, grant)
             self.time_announcements()
 
     def time_announcements(self) -> None:
-        """One was added, joined or forgotten.
-
-        A timer that is too early is put off when it comes.
-        """
+        """Keep a timer for the oldest announcement; call this after any change of announcements."""
+        # A timer that is too early stays: its expiry calls this again.
         if (oldest := self.rendezvous.oldest_announced()) is None:
             self.deadlines.cancel(Timer("announced", 0))
         elif (timer := Timer("announced", 0)) not in self.deadlines:
@@ -279,8 +269,8 @@ class PrefillCore:
     def feed_peer(
         self, peer: DecodePeer, kind: PeerKind, now: float, cause: Cause = _NO_CAUSE
     ) -> None:
-        """The one place that changes a peer's phase, and what its rooms have to do about it: they
-        end with `cause`.
+        """Feed one event to a peer, and run the commands; rooms that it ends receive `cause`. No
+        other code changes a peer's phase.
         """
         move = PEER_TABLE.moves[peer.phase, kind]
         if move is None:
@@ -293,9 +283,7 @@ class PrefillCore:
         self.forget_if_idle(peer, now)
 
     def forget_if_idle(self, peer: DecodePeer, now: float) -> None:
-        """A decode that is gone is kept until its rooms have ended
-        and its announcements are void.
-        """
+        """Forget a decode that is gone, once its rooms ended and its announcements are void."""
         if (
             peer.phase is PeerPhase.GONE
             and not peer.grants.rooms
@@ -304,15 +292,19 @@ class PrefillCore:
             self.feed_peer(peer, PeerKind.IDLE, now)
 
     def make_place(self, among: Iterable[DecodePeer], now: float) -> bool:
-        """Forget a decode that is lost and of which nothing is open: on another host its death may
-        never be observed. False when there is none, or when too much that may still land would have
-        to be remembered."""
+        """Forget one of the silent decodes without open grants.
+
+        Returns False if there is none, or if too many grants in doubt would be remembered.
+        """
+        # The death of a process on another host may never be observed, so silent decodes would
+        # otherwise fill the table.
         if (peer := self.former.displace(among)) is None:
             return False
         self.feed_peer(peer, PeerKind.DISPLACED, now)
         return True
 
     def work(self, limit: float, now: float) -> None:
+        """Run queued tasks for up to `limit` items in all."""
         while self.tasks and limit > 0:
             limit -= 1
             task = self.tasks[0]
@@ -324,40 +316,43 @@ class PrefillCore:
 
     @property
     def work_left(self) -> bool:
-        """`work` has more to do."""
+        """True while `work` has more to do."""
         return bool(self.tasks or self.earlier.tasks)
 
     def _take_grant(self) -> GrantId:
-        """A name for pages of an earlier node."""
+        """Return a new name for pages of an earlier node."""
         self._last_grant = GrantId(self._last_grant + 1)
         return self._last_grant
 
     def add_task(self, task: Task) -> None:
+        """Queue a task, unless it has no items."""
         if task.items:
             self.tasks.append(task)
 
     def end_engine_half(self, room: RoomId, cause: Cause, now: float) -> None:
-        """Decode's half will not come: the engine's is told, now or when it comes."""
+        """End the engine's half of a room, now or when it arrives: decode's will not arrive."""
         record = self.rooms.get(room)
         if record is None or record.ended:
             self.record_outcome(room, Side.DECODE, cause, now)
         elif record.phase is PrefillPhase.EXPECTED:
             self.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
-            self.rendezvous.take(room, Side.DECODE)  # decode knows
+            # Decode knows the cause, and a later room of that id must not receive it.
+            self.rendezvous.take(room, Side.DECODE)
 
     def void(self, room: RoomId, found: Announcement[DecodePeer], cause: Cause, now: float) -> None:
-        """An announcement that nothing will follow: decode is told, and the engine's half when it
-        comes.
+        """End an announcement that no offer will follow. Decode receives the cause now, and the
+        engine's half when it arrives.
         """
         self.refuse_grant(found.peer, room, found.grant, cause)
         self.record_outcome(room, Side.DECODE, cause, now)
         self.forget_if_idle(found.peer, now)
 
     def announced(self, room: RoomId, now: float) -> Announcement[DecodePeer] | None:
-        """Who has announced a room.
+        """Return the announcement of a room, or None.
 
-        What was withdrawn, or announced by a decode that is lost, ends here, where a task has not
-        come to it yet."""
+        An announcement that was withdrawn, or whose decode is lost, is ended first.
+        """
+        # The tasks that end such announcements may not have reached this one yet.
         found = self.rendezvous.announced.get(room)
         if found is None:
             return None
@@ -384,7 +379,7 @@ def _tell_matched(core: PrefillCore, record: PrefillRoomRecord, now: float) -> N
 
 
 def _start_write(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    """The newest chunk."""
+    """Start the write of the newest chunk, onto the target pages that follow the earlier ones."""
     chunk = record.chunks[-1]
     if record.moving_at_s is None:
         record.moving_at_s = now
@@ -455,7 +450,7 @@ def _tell_ended(core: PrefillCore, record: PrefillRoomRecord, now: float) -> Non
 
 
 def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
-    """Out of the tables it is in, its last messages kept for a decode that missed them."""
+    """Drop an ended room from every table; its last messages stay for a decode that missed them."""
     del core.rooms[record.room]
     core.deadlines.cancel(Timer("room", record.room))
     peer = record.peer
@@ -467,7 +462,7 @@ def _end(core: PrefillCore, record: PrefillRoomRecord, now: float) -> None:
     core.outbox.append(RoomReleased(record.serial))
     if peer is not None:
         peer.grants.end(record.grant, tuple(record.sent))
-        # The decode that keeps most has what ended first forgotten.
+        # The decode with the most kept bytes gives way, so that one does not crowd out the others.
         while core.kept.total > core.bounds.kept_bytes:
             max(core.peers.values(), key=lambda known: known.grants.kept_bytes).grants.evict()
         core.forget_if_idle(peer, now)
@@ -499,7 +494,7 @@ def _end_room(kind: PrefillKind) -> Callable[[PrefillCore, Task, PrefillRoomReco
 
 
 def _void(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
-    """Of a decode that was lost, unless it has been heard again meanwhile."""
+    """Void an announcement of a lost decode, unless that decode came back meanwhile."""
     grant, room = announced
     assert task.peer is not None
     found = core.rendezvous.find(room, task.peer, grant)
@@ -516,7 +511,7 @@ def _refuse_announced(
 
 
 def _withdraw(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
-    """Decode offers nothing under this grant any more."""
+    """End the room of a grant that decode withdrew, or its announcement if no room joined it."""
     grant, room = announced
     assert task.peer is not None
     if (record := task.peer.grants.rooms.get(grant)) is not None:
@@ -562,7 +557,7 @@ def _watch(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> Non
 
 
 def _lose_rooms(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    """Rooms end; announcements that no engine has answered are void."""
+    """Queue the end of a peer's rooms and announcements."""
     core.add_task(Task("void", peer.grants.announcements.rooms.items(), cause, peer))
     core.add_task(Task("lose", peer.grants.rooms.values(), cause, peer))
 
@@ -572,7 +567,8 @@ def _close_route(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) 
 
 
 def _forget(core: PrefillCore, peer: DecodePeer, cause: Cause, now: float) -> None:
-    # Nothing is kept of a stranger, and of a decode that has parted only that it has.
+    # A stranger without grants leaves no record. A decode that parted is recorded already, and none
+    # of its grants begins again.
     if peer.has_had_grants and peer.incarnation not in core.former.parted:
         core.former.remember_grants(peer)
     core.deadlines.cancel(Timer("silence", peer.incarnation))

@@ -1,8 +1,8 @@
-"""Everything one prefill rank decides: rooms, decodes and their grants, rendezvous, deadlines.
+"""The endpoint of one prefill rank: rooms, decodes and their grants, rendezvous, deadlines.
 
-Synchronous: no asyncio, no clock, no socket, no thread. Time is an argument; what is to be done
-comes out of `commands()`. Read on in prefill_inbox.py (messages), prefill_core.py (the machines)
-and machines/ (their tables).
+It decides and does not act: it uses no asyncio, clock, socket or thread. Each method receives the
+time as an argument, and `commands()` returns the work for the shell. Read on in inbox.py
+(messages), core.py (the machines) and ../machines/ (their tables).
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import Incarnation, RoomId
 
-TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest follows in the next
+# Rooms handled in one tick. The bound keeps a tick to a millisecond or two, so that the loss of a
+# decode with thousands of rooms does not block the event loop (I11).
+TICK_WORK = 32
 
 
 class PrefillEndpoint:
-    """One prefill incarnation.
+    """The protocol endpoint of one prefill incarnation.
 
-    Call a method, then run what `commands()` returns; call `tick` at `next_tick()`.
+    After each call, run what `commands()` returns; call `tick` at `next_tick()`.
     """
 
     def __init__(
@@ -53,9 +55,9 @@ class PrefillEndpoint:
         timing: Timing | None = None,
         bounds: Bounds | None = None,
     ) -> None:
-        # To be read.
+        # Public so that shells and reports can read it; only the endpoint's methods change it.
         self.core = PrefillCore(identity, observer, timing or Timing(), bounds or Bounds())
-        self.outbox = self.core.outbox  # what `commands` returns next
+        self.outbox = self.core.outbox  # the commands that `commands` returns next
 
     def __repr__(self) -> str:
         core = self.core
@@ -63,7 +65,7 @@ class PrefillEndpoint:
         return f"<PrefillEndpoint {core.identity.incarnation:016x}: {known}>"
 
     def commands(self) -> list[PrefillCommand]:
-        """Everything to be done since the last call, in order."""
+        """Return the commands issued since the last call, in the order to run them."""
         found = self.outbox[:]
         self.outbox.clear()
         return found
@@ -72,25 +74,26 @@ class PrefillEndpoint:
 
     @property
     def rooms(self) -> Mapping[RoomId, PrefillRoomRecord]:
-        """Open rooms, those that drain included."""
+        """Open rooms by id, including those that are draining."""
         return self.core.rooms
 
     @property
     def peers(self) -> Iterable[DecodePeer]:
+        """Decodes that are not forgotten, including silent and closed ones."""
         return self.core.peers.values()
 
     @property
     def earlier(self) -> EarlierLoans:
-        """The loans of decodes that were closed over the same pool."""
+        """The loans of decodes that closed over the same pool."""
         return self.core.earlier
 
     @property
     def unavailable_reason(self) -> str:
-        """Why this prefill cannot move pages now; empty when it can."""
+        """The reason, as text, why this prefill cannot move pages now; empty when it can."""
         return self.core.unavailable_reason
 
     def note_stall(self, stalled_s: float) -> None:
-        """For how long the data plane's own worker has moved nothing on though it had work; see
+        """Report for how long the data plane's worker made no progress although it had work; see
         `ports.DataPlane`.
         """
         self.core.stalled_s = stalled_s
@@ -107,13 +110,13 @@ class PrefillEndpoint:
         rendezvous_s: float | None = None,
         deadline_at_s: float = float("inf"),
     ) -> PrefillRoomRecord:
-        """The engine's half of a room.
+        """Open the engine's half of a room.
 
-        It waits `rendezvous_s` for a decode that has not announced itself.
+        It waits up to `rendezvous_s` for a decode that did not announce the room.
 
-        Raises: MisuseError for what is no room id, RoomInUseError when the last room of that id has
-        not ended or still drains (then decode's half of this one is told the same when it comes),
-        AbortedError while shutting down.
+        Raises: MisuseError if `room` is not a room id, RoomInUseError while an earlier room of that
+        id is open or drains (if it drains, decode's half of this one receives the same cause when
+        it arrives), AbortedError while shutting down.
         """
         core, number = self.core, wire.room_id(room)
         if core.leaving is not None:
@@ -141,22 +144,25 @@ class PrefillEndpoint:
             core.set_deadline(record)
         elif cause := core.rendezvous.take(number, Side.ENGINE):
             core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
-            # decode knows: this is not for the next room of that id.
+            # Ending the room recorded an outcome for decode's half. Decode knows already, and a
+            # later room of that id must not receive it.
             core.rendezvous.take(number, Side.DECODE)
         else:
             core.set_deadline(record)
         return record
 
     def begin_room(self, record: PrefillRoomRecord) -> None:
-        """The engine has a place for the whole prompt, or is sure to get it: pages that decode
-        lends from here on wait for no other room. Decode is told as soon as it has announced the
-        room; any number of times."""
+        """Report that the engine has a place for the whole prompt, or is sure to get one.
+
+        Pages that decode lends from here on wait for no other room. Prefill sends Begun as soon as
+        decode announces the room, and again with every repetition of the announcement.
+        """
         record.begun = True
         self.core.tell_begun(record)
 
     def refuse_room(self, room: int, cause: Cause, now: float) -> None:
-        """The engine's half of a room will never come: decode's is told why,
-        now or when it comes.
+        """Refuse decode's half of a room whose engine's half will never arrive, now or when decode
+        sends it.
         """
         core, number = self.core, wire.room_id(room)
         record = core.rooms.get(number)
@@ -164,7 +170,8 @@ class PrefillEndpoint:
         if record is not None:
             if record.prompt is None:
                 self.close_room(record, cause, now)
-            elif record.ended:  # of an earlier room
+            # The record is of an earlier room that drains; the refusal is for the next one.
+            elif record.ended:
                 core.record_outcome(number, Side.ENGINE, cause, now)
         elif announced is not None:
             core.refuse_grant(announced.peer, number, announced.grant, cause)
@@ -181,13 +188,14 @@ class PrefillEndpoint:
         now: float,
         checked: bool = False,
     ) -> None:
-        """Our `source_pages` (int32 [n]) go onto the next n of decode's pages; `StartWrite`
-        follows, also where n is 0: the room ends with `write_ended`, never inside of this call.
+        """Queue a write of our `source_pages` (int32 [n]) onto the next n of decode's pages.
+
+        `StartWrite` follows even if n is 0, so the room always ends in `write_ended` and never
+        inside this call. Pass `checked=True` after a call of `check_chunk`.
 
         Raises: MisuseError (before matched, after the last chunk, other than the pages that are
-        left, a hand-over before the last chunk), CapacityError (hand-over too large): nothing was
-        queued; the room's own error once it has ended. `checked`: the caller has called
-        `check_chunk` just before.
+        left, a hand-over before the last chunk), CapacityError (hand-over too large), or the room's
+        own error after it ended. The chunk is then not queued.
         """
         if not checked:
             self.check_chunk(record, source_pages, last, len(handoff))
@@ -202,7 +210,7 @@ class PrefillEndpoint:
     def check_chunk(
         self, record: PrefillRoomRecord, source_pages: PageIndices, last: bool, handoff_bytes: int
     ) -> None:
-        """Raises: what `queue_chunk` raises."""
+        """Check the arguments of `queue_chunk` without queueing. Raises: as `queue_chunk`."""
         state = record.state
         if state.phase > PrefillPhase.TRANSFERRING and state.phase is not PrefillPhase.SUCCESS:
             raise room_error(record.first_cause)
@@ -222,7 +230,7 @@ class PrefillEndpoint:
         error: str = "",
         checksum: bytes = b"",
     ) -> None:
-        """Nothing of a started write runs any more."""
+        """Report the end of a started write: no part of it runs any more."""
         found = self.core.writes.pop(write, None)
         if found is None:
             return
@@ -231,8 +239,9 @@ class PrefillEndpoint:
         self.core.settle_chunks(record, now)
 
     def close_room(self, record: PrefillRoomRecord, cause: Cause, now: float) -> None:
-        """End the room, in any state, any number of times: decode is told at once, running writes
-        are drained.
+        """End the room in any state: decode is notified at once, and running writes are drained.
+
+        Closing a room that already ended has no effect.
         """
         if record.state.phase not in TERMINAL:
             self.core.feed_room(record, PrefillEvent(PrefillKind.ENDED_LOCALLY, cause=cause), now)
@@ -242,11 +251,11 @@ class PrefillEndpoint:
     def receive(
         self, peer_id: bytes, frame: bytes, now: float, sender_address: Callable[[], str] = str
     ) -> None:
-        """A frame from the decode whose routing id is `peer_id`; bad and foreign ones change
-        nothing (I7).
+        """Handle a frame from the decode whose routing id is `peer_id`; a malformed or foreign
+        frame is counted and dropped (I7).
 
-        `sender_address` says where it came from, empty where that is not known; only asked when a
-        decode is new.
+        `sender_address` returns the network address it came from, or an empty string if that is not
+        known. It is called only for a decode that is new.
         """
         core = self.core
         try:
@@ -278,9 +287,9 @@ class PrefillEndpoint:
             core.work(TICK_WORK, now)
 
     def route_opened(self, incarnation: Incarnation, now: float) -> bool:
-        """The data plane can reach a decode's pool.
+        """Report that the data plane can reach a decode's pool.
 
-        False when that decode has left meanwhile: close the route.
+        Returns False if that decode left meanwhile; the caller then closes the route.
         """
         peer = self.core.peers.get(incarnation)
         if peer is None:
@@ -291,17 +300,20 @@ class PrefillEndpoint:
         return True
 
     def route_refused(self, incarnation: Incarnation, reason: str, now: float) -> None:
-        """It cannot: the decode hears why, and nothing is kept of it, since strangers may come with
-        a new name each time."""
+        """Refuse a decode whose pool the data plane cannot reach; it receives `reason`."""
+        # The decode is forgotten at once: a stranger may register under a new name each time, and
+        # must not fill the table.
         peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase is PeerPhase.OPENING:
             self.core.feed_peer(peer, PeerKind.ROUTE_REFUSED, now, Cause(Code.REFUSED, reason))
             self.core.work(TICK_WORK, now)
 
     def route_short(self, incarnation: Incarnation, reason: str, now: float) -> None:
-        """Something of which this machine has only so much is short for a way into a decode's pool:
-        descriptors, memory, staging. A decode that is lost gives way, and `OpenRoute` follows
-        again; where there is none, it is refused."""
+        """Report that this machine lacks descriptors, memory or staging for a decode's route.
+
+        A silent decode is forgotten to make place, and `OpenRoute` is issued again. If there is
+        none, the new decode is refused.
+        """
         core = self.core
         peer = core.peers.get(incarnation)
         if peer is None or peer.phase is not PeerPhase.OPENING:
@@ -312,9 +324,7 @@ class PrefillEndpoint:
             self.route_refused(incarnation, reason, now)
 
     def peer_died(self, incarnation: Incarnation, now: float) -> None:
-        """A decode's process has ended: its rooms end, and when their writes have ended
-        `CloseRoute` follows.
-        """
+        """End the rooms of a decode whose process died; `CloseRoute` follows after their writes."""
         peer = self.core.peers.get(incarnation)
         if peer is not None and peer.phase in (PeerPhase.UP, PeerPhase.SILENT, PeerPhase.PARTING):
             cause = Cause(Code.PEER_LOST, f"decode {incarnation:016x} died")
@@ -322,9 +332,11 @@ class PrefillEndpoint:
             self.core.work(TICK_WORK, now)
 
     def declare_dead(self, incarnation: Incarnation) -> tuple[int, int]:
-        """An operator's word that a prefill writes no more, to which an earlier node over this pool
-        has lent pages: see `DecodeEndpoint.declare_dead`. Raises: MisuseError when none of that
-        incarnation owes a loan."""
+        """End the loans of a prefill that an operator declares dead, and to which an earlier node
+        over this pool lent pages: see `DecodeEndpoint.declare_dead`.
+
+        Raises: MisuseError if that incarnation owes no loan.
+        """
         earlier = self.core.earlier
         if not earlier.of(incarnation):
             raise MisuseError(
@@ -334,7 +346,7 @@ class PrefillEndpoint:
         return earlier.declare_dead(incarnation)
 
     def leave(self, now: float) -> None:
-        """Open no room from here on, and end all; `rooms` is empty when their writes have ended."""
+        """End all rooms and open no more; `rooms` is empty after their writes end."""
         core = self.core
         why = core.leaving = Cause(Code.SHUTDOWN, "prefill is shutting down")
         core.add_task(Task("end", core.rooms.values(), why))
@@ -342,15 +354,17 @@ class PrefillEndpoint:
         core.work(TICK_WORK, now)
 
     def part(self, now: float) -> None:
-        """Say goodbye to every decode, until it acknowledges that: call it after `leave`, when no
-        write runs any more. Whatever has not ended by then is named, so that nothing is proven
-        about it."""
+        """Send Goodbye to every decode, repeated until it is acknowledged.
+
+        Call this after `leave`, when no write runs any more. The Goodbye names every grant that is
+        still open or in doubt, and so proves nothing about those.
+        """
         for peer in list(self.peers):
             if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
                 self.core.feed_peer(peer, PeerKind.LEAVE, now)
 
     def unparted(self, now: float) -> list[DecodePeer]:
-        """Decodes that have been heard of lately, and have not acknowledged the goodbye yet."""
+        """Return the decodes that sent something recently but did not acknowledge the goodbye."""
         return [
             peer
             for peer in self.peers
@@ -359,13 +373,18 @@ class PrefillEndpoint:
         ]
 
     def credit_stall(self, late_s: float, now: float) -> None:
-        """The shell stood still for this long: what peers sent meanwhile is unread, so their
-        silence does not count; neither does a room's wait for its other half. A room is given a
-        heartbeat more: its timer may be the late one, and what it waits for is read after this. To
-        know how long it was, tick once a heartbeat, due or not."""
+        """Extend the peers' silence limits and the rooms' waits by the time that the shell stood
+        still.
+
+        Messages that arrived meanwhile are unread, so the silence is not the peers'. To measure
+        `late_s`, a shell must tick once per heartbeat interval, whether or not a tick is due.
+        """
         for peer in self.peers:
-            # What was read since counts as it is.
+            # A peer whose message was read after the stall needs no credit: its time is capped at
+            # the present.
             peer.received_at_s = min(peer.received_at_s + late_s, now)
+        # The late timer may be a room's, and the half that it waits for is read after this call.
+        # One heartbeat more keeps the room open until then.
         for record in self.core.rooms.values():
             record.deadline_at_s += min(
                 late_s + self.core.timing.heartbeat_s, now - record.opened_at_s
@@ -374,15 +393,16 @@ class PrefillEndpoint:
     # --- time
 
     def next_tick(self) -> float:
-        """When `tick` may next be worth calling; infinity while nothing is due."""
-        # What `work_left` says, without a call: this is asked whenever a shell has run commands.
+        """Return the earliest time at which `tick` may have work; infinity without a deadline."""
+        # Shells call this after every batch of commands, so the expression of `work_left` is
+        # repeated here to save a call.
         core = self.core
         return float("-inf") if core.tasks or core.earlier.tasks else core.deadlines.not_before_s
 
     def tick(self, now: float) -> None:
-        """Deadlines and silence.
+        """Act on deadlines and silence that are due at `now`.
 
-        A tick does a bounded amount of work; `next_tick` says when more is due.
+        A tick does a bounded amount of work; `next_tick` returns when more is due.
         """
         core = self.core
         was_idle = not core.work_left
@@ -409,7 +429,8 @@ class PrefillEndpoint:
         elif timer.kind == "silence":
             peer = core.peers[Incarnation(timer.key)]
             if peer.phase is not PeerPhase.UP:
-                return  # it has gone, and its last writes are awaited, or it parts
+                # The decode is gone and its last writes are awaited, or it is parting.
+                return
             if (due_at_s := peer.received_at_s + core.timing.lost_after_s) > now:
                 core.deadlines.set(timer, due_at_s)
             else:
@@ -427,7 +448,7 @@ class PrefillEndpoint:
             self.close_room(record, Cause(Code.RENDEZVOUS if waits else Code.DEADLINE, text), now)
 
     def _expire_announcement(self, now: float) -> None:
-        """The oldest one is refused if it is due; the next one has its turn."""
+        """Refuse the oldest announcement if it is due, and set the timer for the next one."""
         core = self.core
         if (oldest := core.rendezvous.oldest_announced()) is not None and oldest[1].until_s <= now:
             room, announced = oldest
@@ -437,7 +458,7 @@ class PrefillEndpoint:
 
 
 _READ_IN: dict[PeerPhase, Collection[type]] = {
-    PeerPhase.OPENING: (wire.Announce, wire.Abort, wire.Heartbeat),  # what needs no route
+    PeerPhase.OPENING: (wire.Announce, wire.Abort, wire.Heartbeat),  # messages that need no route
     PeerPhase.UP: HANDLERS,
     PeerPhase.SILENT: HANDLERS,
     PeerPhase.PARTING: HANDLERS,

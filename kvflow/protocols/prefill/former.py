@@ -1,5 +1,5 @@
-"""What a prefill remembers of decodes that it has forgotten: what must not begin again, and what
-may still land.
+"""Prefill's memory of decodes that it forgot: grants that must not begin again, and grants in
+doubt.
 """
 
 from __future__ import annotations
@@ -12,32 +12,37 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 
 
 class FormerDecodes:
-    """Every kind is bounded by `most`; what was remembered first is forgotten first."""
+    """Records of forgotten decodes, each kind bounded by `most`.
+
+    The oldest records are dropped first, except grants in doubt: while those fill their bound, no
+    more decodes with grants in doubt are displaced.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Of each: no grant below begins again, should what it once sent still arrive.
+        # For each decode, the bound below which no grant begins again. A message that it sent
+        # before it was forgotten may still arrive.
         self.displaced: OrderedDict[Incarnation, GrantId] = OrderedDict()
-        # Of some of those, grants whose writes may still land: to say otherwise would end loans
-        # without proof (I2).
+        # Grants in doubt of some of those decodes. If they were forgotten, a later acknowledgement
+        # would call them drained and end loans without proof (I2).
         self.in_doubt: dict[Incarnation, tuple[GrantId, ...]] = {}
-        # Decodes that have parted: they ask for nothing any more, so what they once sent begins
-        # nothing again.
+        # Decodes that parted. Any message of theirs that still arrives is late and has no effect.
         self.parted: OrderedDict[Incarnation, None] = OrderedDict()
 
     def remember_grants(self, peer: DecodePeer) -> None:
-        """It is about to be forgotten and may come again, or what it sent before it died may: what
-        has ended for it must not begin again (I6)."""
+        """Remember which grants of a decode must not begin again, before it is forgotten (I6)."""
+        # A silent decode may register again, and late messages of a dead one may arrive.
         self.displaced[peer.incarnation] = peer.grants.seen_below
         if len(self.displaced) > self._most:
             self.displaced.popitem(last=False)
 
     def remember_doubts(self, peer: DecodePeer) -> None:
+        """Remember the grants of a decode under which bytes may still arrive."""
         if doubts := peer.grants.unproven():
             self.in_doubt[peer.incarnation] = doubts
 
     def remember_parted(self, incarnation: Incarnation) -> None:
-        """This decode asks for nothing any more: whatever it still sends is late."""
+        """Remember that a decode parted, so that late messages of it are dropped."""
         self.parted[incarnation] = None
         self.displaced.pop(incarnation, None)
         self.in_doubt.pop(incarnation, None)
@@ -45,13 +50,14 @@ class FormerDecodes:
             self.parted.popitem(last=False)
 
     def displace(self, among: Iterable[DecodePeer]) -> DecodePeer | None:
-        """Choose a decode that is lost and of which nothing is open, and remember it.
+        """Choose a silent decode without open grants, record its grants, and return it.
 
-        None when there is none, or when too much that may still land would have to be
-        remembered."""
+        Returns None if there is none, or if the grants in doubt would exceed the bound.
+        """
         found = [(len(peer.grants.unproven()), peer) for peer in among if peer.displaceable]
         if not found:
             return None
+        # Grants in doubt must be kept for good, so the decode with the fewest of them goes.
         doubts, peer = min(found, key=lambda one: one[0])
         if doubts and doubts + sum(map(len, self.in_doubt.values())) > self._most:
             return None

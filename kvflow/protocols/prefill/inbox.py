@@ -1,6 +1,4 @@
-"""What prefill does about each message of a decode, once the grant table has said what kind of
-thing it is.
-"""
+"""Handlers at prefill for the messages of decodes, and for the commands of the grant table."""
 
 from __future__ import annotations
 
@@ -29,9 +27,11 @@ DRAINS = "room {} is in use: writes of the last room of that id still run"
 def on_register(
     core: PrefillCore, message: wire.Register, now: float, sender_address: Callable[[], str] = str
 ) -> None:
-    """A decode says who it is; the way into its pool is opened by the shell."""
+    """Register a decode: refuse it, or ask the shell to open a route into its pool."""
     peer = core.peers.get(message.target)
-    seen_below = core.former.displaced.get(message.target)  # before making place pushes it out
+    # `make_place` below may push this decode's own entry out of the bounded memory, so it is read
+    # first.
+    seen_below = core.former.displaced.get(message.target)
     if message.target in core.former.parted:
         core.observer.message_dropped("stale")
     elif message.wire_version != WIRE_VERSION:
@@ -45,7 +45,8 @@ def on_register(
         peer.fresh_from = max(peer.fresh_from, message.fresh_from)
         _end_withdrawn(core, peer, peer.grants.begin_from(message.fresh_from), now)
         core.feed_peer(peer, PeerKind.REGISTERED, now)
-    elif core.leaving is not None:  # nothing was begun for it, and nothing will be
+    # No grant of this decode was begun here, and none will be, so a Goodbye answers it for good.
+    elif core.leaving is not None:
         core.say_goodbye(message.target, core.former.in_doubt.get(message.target, ()))
     elif core.unavailable_reason:
         core.answer_register(message.target, message.source, core.unavailable_reason)
@@ -86,11 +87,11 @@ def on_register(
 
 
 def _of_process(core: PrefillCore, message: wire.Register) -> list[DecodePeer]:
-    """The decodes that have named this one's process as theirs; of what they say of it, the rest
-    proves nothing.
-    """
+    """Return the registered decodes that named the same process as this one."""
 
     def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
+        # The other fields of the identity do not tell processes apart, and a decode could vary them
+        # to pass for another process.
         process = address.process
         return process.boot_id, process.pid_namespace, process.pid, process.start_ticks
 
@@ -99,17 +100,22 @@ def _of_process(core: PrefillCore, message: wire.Register) -> list[DecodePeer]:
 
 
 def _at_address(core: PrefillCore, sender_address: str) -> list[DecodePeer]:
+    """Return the registered decodes whose connection comes from one network address."""
     return [peer for peer in core.peers.values() if peer.sender_address == sender_address]
 
 
 def note_alive(core: PrefillCore, peer: DecodePeer, now: float) -> None:
+    """Record that a peer sent a message; a silent peer is up again."""
     peer.received_at_s = now
     if peer.phase is PeerPhase.SILENT:
         core.feed_peer(peer, PeerKind.HEARD, now)
 
 
 def on_goodbye(core: PrefillCore, message: wire.Goodbye, now: float) -> None:
-    """This decode closes. It is answered as often as it asks, also when it has been forgotten."""
+    """Acknowledge the Goodbye of a decode, and forget the decode when its rooms end.
+
+    Every Goodbye is acknowledged, also one from a decode that is forgotten already.
+    """
     peer = core.peers.get(message.target)
     core.outbox.append(
         SendToDecode(
@@ -139,15 +145,16 @@ def _part(core: PrefillCore, peer: DecodePeer, now: float) -> None:
 
 
 def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, now: float) -> None:
-    """A decode whose registration was refused had announced a room, or refuses it itself: the
-    engine's half is told why it will not come."""
+    """End the engine's half of a room that a refused decode announces or aborts."""
     cause = core.refused.get(message.target)
     if cause is None:
         core.observer.message_dropped("stale")
         return
     if isinstance(message, wire.Announce):
         if core.rendezvous.has_ended(message.room, Side.ENGINE):
-            return  # kept: when this decode is accepted after all, it announces the room again
+            # The engine's outcome is kept: if this decode is accepted later, it announces the room
+            # again and then receives it.
+            return
         core.end_engine_half(
             message.room, Cause(cause.code, f"prefill refused this decode: {cause.text}"), now
         )
@@ -156,6 +163,8 @@ def on_room_of_refused(core: PrefillCore, message: wire.Announce | wire.Abort, n
 
 
 def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float], None]:
+    """Return a handler that feeds `kind` to the message's grant and runs the commands."""
+
     def handle(core: PrefillCore, peer: DecodePeer, message: Any, now: float) -> None:
         for command in peer.grants.feed(message.grant, kind):
             _RUN[command](core, peer, message, now)
@@ -164,12 +173,13 @@ def _on_grant(kind: GrantKind) -> Callable[[PrefillCore, DecodePeer, Any, float]
 
 
 def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: float) -> None:
-    """Send again what decode has missed, and name the grants this incarnation does not know."""
+    """Repeat the messages that decode missed, and name the grants that are unknown here."""
     unknown: list[wire.Belief] = []
-    # Each is answered once.
+    # A message may name a grant many times; one answer to each bounds the work.
     for belief in {belief.grant: belief for belief in message.rooms}.values():
         record = peer.grants.rooms.get(belief.grant)
-        # Else only its announcement has come.
+        # A room without a Bootstrap is only announced: its grant is reported as unknown, so that
+        # decode sends the Bootstrap.
         offered = record is None or record.bootstrap is not None
         for command in peer.grants.feed(belief.grant, GrantKind.ASK):
             if command is GrantCommand.RESEND and offered:
@@ -183,11 +193,12 @@ def _on_resync(core: PrefillCore, peer: DecodePeer, message: wire.Resync, now: f
 def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, now: float) -> None:
     withdrawn = peer.grants.settle(message.settled_below, message.settled)
     if withdrawn is None:
-        # It settles what was never offered here: not this decode's own.
+        # It settles grants that this decode never sent here, so it cannot be genuine.
         core.observer.message_dropped("foreign")
         return
     _end_withdrawn(core, peer, withdrawn, now)
-    # Else decode must take us for silent: its rooms end, their loans do not.
+    # Without an answer decode takes this prefill for silent and ends its rooms. That is intended
+    # while the data plane stands still.
     if not core.unavailable_reason:
         core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
 
@@ -198,7 +209,7 @@ def _end_withdrawn(
     withdrawn: list[tuple[wire.GrantId, wire.RoomId]],
     now: float,
 ) -> None:
-    """What decode had only announced has ended there, and its Abort was lost or comes later."""
+    """Queue the end of announcements that ended at decode, and whose Abort did not arrive yet."""
     core.add_task(Task("withdraw", withdrawn, WITHDRAWN, peer))
 
 
@@ -216,7 +227,10 @@ HANDLERS: dict[type, Callable[[PrefillCore, DecodePeer, Any, float], None]] = {
 
 
 def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: float) -> None:
-    """A room is announced: the engine's half waits as long as this decode lives."""
+    """Keep the announcement of a room, join it with the engine's half, or refuse it.
+
+    The engine's half of an announced room waits as long as this decode lives.
+    """
     record, grant = core.rooms.get(message.room), message.grant
     peer.grants.announcements.add(grant, message.room)
     if _refuse_pinned(core, peer, message, now):
@@ -245,7 +259,7 @@ def _expect(core: PrefillCore, peer: DecodePeer, message: wire.Announce, now: fl
 
 
 def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: float) -> None:
-    """Decode's half of a room; one that cannot be served is refused at once."""
+    """Admit decode's half of a room, or refuse it at once."""
     if message.grant in peer.grants.announcements.rooms:
         core.forget_announcement(peer, message.grant)
     if _refuse_pinned(core, peer, message, now):
@@ -271,14 +285,14 @@ def _admit(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap, now: fl
 def _refuse_pinned(
     core: PrefillCore, peer: DecodePeer, message: wire.Announce | wire.Bootstrap, now: float
 ) -> bool:
-    """A decode whose earlier writes do not end is given no more of our pages; the engine's half is
-    told too.
+    """Refuse a room of a decode whose earlier writes hold too many of our pages.
 
-    Writes that were cancelled a moment ago do not count: on a healthy route they end within
-    milliseconds.
+    Both halves receive the cause. Returns True if the room is refused.
     """
     if core.bounds.pinned_share == 1:
         return False
+    # Writes that were cancelled a moment ago do not count: on a healthy route they end within
+    # milliseconds.
     limit = core.bounds.pinned_limit(core.identity.layout.num_pages)
     pinned = pinned_pages(core.writes.values(), peer, now - core.timing.repeat_after_s)
     if pinned <= limit:
@@ -287,7 +301,8 @@ def _refuse_pinned(
         "pages held by writes to this decode that do not end", pinned, limit
     ).cause()
     core.refuse_grant(peer, message.room, message.grant, cause)
-    if message.room not in core.rendezvous.announced:  # else another decode has announced it
+    # If the room is announced by another decode, the engine's half waits for that one.
+    if message.room not in core.rendezvous.announced:
         core.end_engine_half(message.room, cause, now)
     return True
 
@@ -295,7 +310,7 @@ def _refuse_pinned(
 def _unwelcome(
     core: PrefillCore, message: wire.Bootstrap, record: PrefillRoomRecord | None, now: float
 ) -> Cause | None:
-    """Why no room can begin with this offer. Raises: CapacityError."""
+    """Return why no room can begin with this offer, or None if one can. Raises: CapacityError."""
     if core.leaving is not None:
         return core.leaving
     if message.room in core.rendezvous.announced and core.announced(message.room, now) is not None:
@@ -312,7 +327,7 @@ def _unwelcome(
 
 
 def _offered(core: PrefillCore, peer: DecodePeer, message: wire.Bootstrap) -> PageIndices:
-    """The pages that are lent. Raises: KvflowError for what they and the prompt do not agree on."""
+    """Return the pages of an offer. Raises: KvflowError if they do not fit the prompt or pool."""
     layout, prefix = core.identity.layout, message.prefix_tokens
     if prefix > message.prompt_tokens or (
         prefix % layout.page_size and prefix != message.prompt_tokens
@@ -336,10 +351,11 @@ def _in_use(
     record: PrefillRoomRecord | None,
     now: float,
 ) -> Cause:
+    """Return the cause for a decode whose room is in use."""
     if record is None or not record.ended:
         return Cause(Code.ROOM_IN_USE, f"room {message.room} has a decode already")
     cause = Cause(Code.ROOM_IN_USE, DRAINS.format(message.room))
-    # The engine's half of this one is told when it comes.
+    # The engine's half of the refused room did not arrive yet; it receives the same cause then.
     core.record_outcome(message.room, Side.DECODE, cause, now)
     return cause
 
@@ -350,8 +366,9 @@ def _tell_room(
     message: wire.Announce | wire.Bootstrap | wire.Abort,
     now: float,
 ) -> None:
-    """The room that answers for this grant: its pages come, once; or decode has ended it, or asks
-    again whether it has begun."""
+    """Pass a message to the room that answers for its grant: an Abort, a repeated announcement, or
+    the pages of an announced room.
+    """
     record = peer.grants.rooms[message.grant]
     if isinstance(message, wire.Announce):
         core.tell_begun(record)
@@ -367,7 +384,7 @@ def _tell_room(
 
 
 def resend(core: PrefillCore, peer: DecodePeer, grant: wire.GrantId, next_seq: int) -> None:
-    """What was sent about one grant, but for the chunks decode has received."""
+    """Send the messages about one grant again, without the chunks below `next_seq`."""
     record = peer.grants.rooms.get(grant)
     for message in peer.grants.last_messages(grant) if record is None else record.sent:
         if type(message) is not wire.ChunkDone or message.seq >= next_seq:
@@ -390,12 +407,14 @@ def _refuse_stale(
 
 
 def _end_other_half(core: PrefillCore, peer: DecodePeer, message: wire.Abort, now: float) -> None:
-    """Decode could not even offer pages, or its offer was lost: the engine's half is told, now or
-    when it comes.
+    """End a grant that decode aborts and that has no room here, and the engine's half with it.
+
+    Decode offered no pages, or its Bootstrap was lost.
     """
     core.forget_announcement(peer, message.grant)
     peer.grants.end(message.grant, ())
-    if message.room not in core.rendezvous.announced:  # else another decode has announced it since
+    # If another decode announced the room since, the engine's half waits for that one.
+    if message.room not in core.rendezvous.announced:
         core.end_engine_half(message.room, message.cause, now)
 
 

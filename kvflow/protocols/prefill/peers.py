@@ -1,6 +1,4 @@
-"""Prefill's view of one decode incarnation that has registered: the way into its pool, and its
-grants.
-"""
+"""Prefill's view of a registered decode incarnation: the route into its pool, and its grants."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation, Rank, Register
 
 
 class PrefillIdentity(msgspec.Struct, frozen=True):
-    """What a prefill rank says of itself: its life, its rank, what of its pool it sends, and where
-    its plane is.
+    """The description of a prefill rank: its incarnation, its rank, the layout of its pool, and the
+    address of its data plane.
     """
 
     incarnation: Incarnation
@@ -30,11 +28,9 @@ class PrefillIdentity(msgspec.Struct, frozen=True):
 
 
 class DecodePeer:
-    """One decode incarnation.
+    """One registered decode incarnation.
 
-    Kept through silence, forgotten when its process is dead or its place is needed.
-
-    `R` of its grants is the room that answers for one.
+    It is kept through silence, and forgotten when it dies, parts, or its place is needed.
     """
 
     __slots__ = (
@@ -60,10 +56,11 @@ class DecodePeer:
         sender_address: str = "",
         seen_below: GrantId | None = None,
     ) -> None:
-        """`sender_address`: where its first Register came from; empty where that is not known.
+        """Create a peer from its first Register.
 
-        `seen_below`: what was remembered of a decode that has been here before; None for a
-        stranger."""
+        `sender_address` is the network address that it came from; empty if not known. `seen_below`
+        is the bound that was remembered of a decode that was here before; None for a stranger.
+        """
         self.incarnation = message.target
         self.routing_id = routing_id(message.target)
         self.layout = message.layout
@@ -75,7 +72,8 @@ class DecodePeer:
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from, kept)
         if seen_below is not None:
             self.grants.begin_from(seen_below)
-        # Only a stranger can have had no grant here before the first that it asks for.
+        # A stranger had no grant here below the bound in its first Register. A decode that was here
+        # before did have grants, so it counts as known from the beginning.
         self.unknown_below = message.fresh_from if seen_below is None else GrantId(0)
 
     def __repr__(self) -> str:
@@ -83,23 +81,24 @@ class DecodePeer:
 
     @property
     def is_up(self) -> bool:
+        """True while the route is open and the decode is not silent."""
         return self.phase is PeerPhase.UP
 
     @property
     def has_had_grants(self) -> bool:
-        """A grant of it has been seen here, in this life or in one that was remembered."""
+        """True if prefill received a grant of this decode, now or before it was last forgotten."""
         return self.grants.seen_below > self.unknown_below
 
     @property
     def displaceable(self) -> bool:
-        """It may be forgotten, because it is lost and nothing of it is open.
+        """True while this decode may be forgotten: it is silent and has no open grant.
 
-        What may still land is remembered (I2).
+        Its grants in doubt must be remembered even then (I2).
         """
         return self.phase is PeerPhase.SILENT and self.grants.all_ended
 
     def mismatch(self, identity: PrefillIdentity) -> str:
-        """Why pages cannot move from our pool into this peer's; empty when they can."""
+        """Return why pages cannot move from our pool into this peer's; empty if they can."""
         if self.address.backend != identity.address.backend:
             return (
                 f"data planes differ: prefill {identity.address.backend}, decode "
@@ -107,7 +106,8 @@ class DecodePeer:
             )
         try:
             self.layout.check()
-            # In part: decode knows whether other ranks have the rest.
+            # This rank may serve a part of decode's pool only. Decode checks that all ranks
+            # together cover it.
             if found := differences(identity.layout, self.layout, partly=True):
                 raise LayoutError("; ".join(found))
         except KvflowError as error:

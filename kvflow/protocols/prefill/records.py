@@ -1,4 +1,4 @@
-"""One room at prefill: its two halves, the chunks under way, and what decode was sent about it."""
+"""The record of one open room at prefill: its halves, its chunks, and the messages sent for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Chunk:
 
     @property
     def failure(self) -> Cause:
-        """Why its room fails, where nobody had asked for the write to end without landing."""
+        """The cause that this chunk gives its room: the write is unproven, or the data plane
+        cancelled it.
+        """
         default = "the data plane cannot say what landed"
         if self.outcome is WriteOutcome.CANCELLED:
             default = "the data plane stopped the write"
@@ -96,26 +98,27 @@ class PrefillRoomRecord:
     def __init__(
         self, serial: int, room: RoomId, phase: PrefillPhase, rendezvous_s: float, now: float
     ) -> None:
-        self.serial = serial  # room ids may be used again, serials are not
+        self.serial = serial  # unique, while a room id may be used again
         self.room = room
         self.state = PrefillRoomState(phase)
         self.opened_at_s = now
-        self.deadline_at_s = now + rendezvous_s  # for the other half; then the engine's own
+        self.deadline_at_s = now + rendezvous_s  # for the arrival of the other half
         self.ready_at_s: float | None = None
         self.moving_at_s: float | None = None
-        self.cancelled_at_s = 0.0  # when its writes were; of a room that drains
-        self.own_deadline_at_s = float("inf")
+        self.cancelled_at_s = 0.0  # when the writes of a draining room were cancelled
+        self.own_deadline_at_s = float("inf")  # the engine's, for the whole room
         self.prompt: tuple[int, bytes] | None = None  # token count and digest: the engine's half
-        self.bootstrap: tuple[int, bytes] | None = None  # and decode's
+        self.bootstrap: tuple[int, bytes] | None = None  # token count and digest: decode's half
         self.begun = False  # the engine has a place for the whole prompt
         self.peer: DecodePeer | None = None
         self.grant = GrantId(0)
         self.prefix_tokens = 0
         self.target_pages = NO_PAGES
         self.placed = 0
-        self.chunks: list[Chunk] = []  # few, and a deque is slow to make
-        self.report: Chunk | None = None  # the one whose end is being told
-        self.sent: list[Message] = []  # what ends the room is sent again when decode asks
+        # A list although chunks leave at the front: there are few, and a deque is slow to create.
+        self.chunks: list[Chunk] = []
+        self.report: Chunk | None = None  # the chunk whose end is being reported
+        self.sent: list[Message] = []  # repeated when decode asks
         self.story = Story()
 
     @property
@@ -124,26 +127,29 @@ class PrefillRoomRecord:
 
     @property
     def first_cause(self) -> Cause:
-        """Why it ended; of a room that has, and not in success."""
+        """The cause of the room's end. Read it only after an end that is not a success."""
         assert self.state.cause is not None
         return self.state.cause
 
     @property
     def due_at_s(self) -> float:
-        """Half a room waits for its other half; one whose partner has announced itself, or is here,
-        for its own deadline."""
+        """The time at which the room ends unless it moves on.
+
+        While the other half is unknown, that is its rendezvous deadline at the latest. After it
+        arrives or is announced, only the engine's own deadline counts.
+        """
         if self.state.phase in (PrefillPhase.EXPECTED, PrefillPhase.BOOTSTRAPPED):
             return min(self.deadline_at_s, self.own_deadline_at_s)
         return self.own_deadline_at_s
 
     @property
     def ended(self) -> bool:
-        """Nothing more may be sent; writes may still be draining."""
+        """True once no more chunks may be queued; writes may still be draining."""
         return self.state.phase is PrefillPhase.DRAINING or self.state.phase in TERMINAL
 
     @property
     def ending(self) -> RoomEnding:
-        """Of a room that has just ended."""
+        """The summary of a room that just ended, for the observer."""
         return RoomEnding(
             phase=self.state.phase,
             cause=self.state.cause,
@@ -156,7 +162,7 @@ class PrefillRoomRecord:
 
     @property
     def half(self) -> bool:
-        """Only one side of it is here."""
+        """True while only one half of the room is here."""
         return self.prompt is None or self.bootstrap is None
 
 
@@ -165,8 +171,9 @@ def pinned_pages(
     peer: DecodePeer | None = None,
     until_s: float = float("inf"),
 ) -> int:
-    """Count our pages that writes of rooms which ended by `until_s` still read, of one decode or of
-    all.
+    """Count our pages that writes of ended rooms still read, for one decode or for all.
+
+    Only rooms whose writes were cancelled by `until_s` count.
     """
     return sum(
         chunk.num_pages

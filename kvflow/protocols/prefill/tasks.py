@@ -1,4 +1,4 @@
-"""What a prefill has put off: work on many rooms, cut up, and what its deadlines are for."""
+"""Work that a prefill puts off: tasks over many rooms, and the purposes of its deadlines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from kvflow.protocols.prefill.peers import DecodePeer
 
 
 class Timer(msgspec.Struct, frozen=True, gc=False):
-    """What a deadline is for.
+    """The purpose of a deadline.
 
-    `key`: a room id for "room", an incarnation for "silence" and "goodbye", 0 for "outcomes" and
-    "announced"."""
+    `key` is a room id for "room", an incarnation for "silence" and "goodbye", and 0 for "outcomes"
+    and "announced".
+    """
 
     kind: str
     key: int
 
 
 class Task:
-    """Work on many rooms at once is cut up, so that no tick takes long: one of `items` at a time,
-    which may have changed since it was queued. `run` names what is done to each (see
-    `prefill_core`); `peer` is whose they are."""
+    """Work on many rooms, done one item at a time so that no tick takes long.
+
+    `run` names the function for each item (see core.py), and `peer` is the decode they belong to.
+    An item may change between the time it is queued and its turn.
+    """
 
     __slots__ = ("cause", "items", "peer", "run")
 
