@@ -1,3 +1,3 @@
-"""Prefill over several ranks: the first one schedules and announces each step, the others run it
-too.
+"""Prefill over several ranks: the first one schedules and announces each step, and the others run
+it too.
 """

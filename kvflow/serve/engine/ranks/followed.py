@@ -12,7 +12,7 @@ from kvflow.serve.engine.scheduler.rooms import PrefillRoomPort
 
 
 class FollowedRoom(PrefillRoomPort, Protocol):
-    """`prefix_tokens` is known once it is matched."""
+    """The room of a followed request. `prefix_tokens` is known after the match."""
 
     @property
     def prefix_tokens(self) -> int: ...
@@ -24,8 +24,9 @@ class FollowedRoom(PrefillRoomPort, Protocol):
 class Followed:
     """One request of the group at this rank.
 
-    `request` while it has places, from the first step that names it, or a cached prefix, before
-    that."""
+    `request` is set while it has places, from the first step that names it, and before that while
+    it holds a cached prefix.
+    """
 
     __slots__ = ("kept", "namespace", "params", "prompt", "request", "room", "started")
 
@@ -38,6 +39,9 @@ class Followed:
 
     @property
     def may_send(self) -> bool:
-        """Started here, so that the group takes notice of what has landed, and at the first rank,
-        which could have taken its places before."""
+        """True once the request is started here and kept at the first rank, while its room lasts.
+
+        Before it is started here, the group ignores what lands; before it is kept, the first rank
+        may still take its places.
+        """
         return self.started and self.kept and not self.room.ended

@@ -1,4 +1,4 @@
-"""A rank that follows the first one: it runs the steps it is told of, and sends its own pages to
+"""A rank that follows the first one: it runs the announced steps, and sends its own pages to
 decode.
 """
 
@@ -25,25 +25,25 @@ from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest, PrefillS
 from kvflow.serve.engine.scheduler.turn import Loads
 
 log = logging.getLogger("kvflow.serve.engine")
-RECHECK_S = 0.005  # how often pages are looked for that rooms free without a word
+RECHECK_S = 0.005  # interval to look for pages, which rooms free without an event
 STATUS_S = 0.2
 _Between = wire.Drop | wire.Preempt | wire.Keep | wire.Find | wire.Flush
-"""What the first rank says between steps."""
+"""The messages of the first rank between steps."""
 
 
 class _GenerationOverError(Exception):
-    """Leave what is being done for it."""
+    """The generation ended: leave the work for it."""
 
 
 class StepFollower:
     """The steps of one rank that is not the first.
 
-    A request's places are taken with the first step that names it, in the order of the steps, which
-    is the same at every rank; they are given back when the first rank preempts it or says that no
-    further step will name it, or the generation is over. A request that has failed here is computed
-    all the same until then: the other ranks count on it. Nothing of it leaves before the group has
-    started it. What the cache has of it is loaded from the host and locked when the first rank
-    asks; the step that names it first says how much of that all ranks have.
+    A request takes its places with the first step that names it, in the order of the steps, which
+    is the same at every rank. It gives them back when the first rank preempts it or announces that
+    no further step will name it, or when the generation ends. A request that fails here is computed
+    nevertheless until then, because the other ranks count on it. Its pages stay until the group
+    starts it. When the first rank asks, its cached pages are loaded from the host and locked; the
+    first step that names it states how many of these tokens all ranks have.
     """
 
     def __init__(
@@ -60,25 +60,26 @@ class StepFollower:
         owner: Hashable = "prefill",
         prefetch: PrefetchPolicy = "timeout",
     ) -> None:
-        """`shards`: ranks of each stage.
+        """`shards`: ranks of each stage. `tells_openings`: the first rank may begin requests early.
 
-        `tells_openings`: the first rank may begin requests early. `prefetch`: how long an answer to
-        the first rank waits for what is loaded."""
+        `prefetch`: how long an answer to the first rank waits for the pages that are loaded.
+        """
         self._shards, self._tells_openings = shards, tells_openings
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
         self._hello, self._status, self._eos_ids = hello, status, eos_ids
         self._owner = owner
         self.requests: dict[int, Followed] = {}  # by ticket
         self._loads = Loads(steps, prefetch, self._answer)
-        # Of what is being loaded, by ticket: the numbers that answers name.
+        # By ticket, for requests that load: the numbers that their answers name.
         self._questions: dict[int, int] = {}
         self.failed_steps = self.dropped = 0
-        self._dropped_ahead: set[int] = set()  # before they were opened here
+        # Tickets that the first rank dropped before they were opened here.
+        self._dropped_ahead: set[int] = set()
         self._opened = 0  # the last ticket
         self._generation = self._step = 0
         self._open = self._over = self._stepping = self._finishing = False
         self.unusable: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets an error when no other generation can begin in this process."""
+        """Receives an error when no other generation can begin in this process."""
         self._failed = 0  # the generation in which a step failed here
         self._queue: deque[wire.Plan | _Between] = deque()
         self._wake = asyncio.Event()
@@ -98,10 +99,12 @@ class StepFollower:
         self._say_hello()
 
     async def close(self) -> None:
-        """Return when the running step has ended, even if this coroutine is cancelled (I12)."""
-        self._closing = True  # with the generation, so that whoever waits for it goes on
+        """Return when the running step ends, even if this coroutine is cancelled (I12)."""
+        # Set before the generation ends, so that the work that waits for it leaves too.
+        self._closing = True
         self._end(Cause(Code.SHUTDOWN, "this rank is shutting down"))
         self._wake.set()
+        # `_run` is not cancelled: it leaves after the running step.
         for task in (self._tasks[0], self._tasks[2]) if self._tasks else ():
             task.cancel()
         try:
@@ -110,7 +113,9 @@ class StepFollower:
             await self._loads.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """The first rank hears by the end of this process: without any of them it would wait for
+        """Make this process unusable after one of its tasks ended.
+
+        The first rank notices the end of the process; without any of the tasks it would wait for
         ever.
         """
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -133,7 +138,7 @@ class StepFollower:
         params: SamplingParams,
         namespace: Namespace = ANY,
     ) -> None:
-        """A request has been opened, whose tickets count up."""
+        """Add a request that was opened here. Tickets count up."""
         self._opened = max(self._opened, ticket)
         dropped = ticket in self._dropped_ahead
         self._dropped_ahead = {ahead for ahead in self._dropped_ahead if ahead > ticket}
@@ -144,7 +149,7 @@ class StepFollower:
             self._socket.send(wire.encode(wire.Opened(ticket=ticket)))
 
     def started(self, ticket: int) -> None:
-        """The group has decided that it starts."""
+        """Record that the group starts a request."""
         if found := self.requests.get(ticket):
             found.started = True
             self._send_computed(found)
@@ -155,7 +160,7 @@ class StepFollower:
             self._send_computed(found)
 
     def _send_computed(self, found: Followed) -> None:
-        """What was computed before it could leave."""
+        """Send the pages that were computed before they could leave."""
         if found.request is not None and found.may_send:
             found.request.sent_pages = found.room.prefix_tokens // self.steps.layout.page_size
             self._send(found.request)
@@ -163,8 +168,9 @@ class StepFollower:
     # --- the first rank
 
     async def _read(self) -> None:
-        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
-        (I7).
+        """Consume messages until cancelled.
+
+        A message that fails is counted, and the loop goes on (I7).
         """
         while True:
             for _, frame in await self._socket.receive():
@@ -187,7 +193,7 @@ class StepFollower:
         ):
             self.dropped += 1
         elif isinstance(message, wire.Keep) and not self._awaits_preemption(message.ticket):
-            # At once: what is computed need not wait for the steps before it.
+            # The pages that are computed need not wait for the steps before this message.
             self._keep(message.ticket)
         else:
             self._queue.append(message)
@@ -205,10 +211,10 @@ class StepFollower:
         self._generation, self._step, self._open = message.generation, 0, True
 
     def _end(self, cause: Cause, failed: int | None = None) -> None:
-        """Leave the step that runs; `_run` forgets what it named when it has ended, and says hello.
+        """Leave the running step; afterwards `_run` forgets what it named, and sends a Hello.
 
-        The shards of the first stage run what was announced to its end: the first rank, which is
-        one of them, has begun it, and waits for them within each layer.
+        The shards of the first stage run the announced steps to their end: the first rank, which is
+        one of them, began them, and waits for the others within each layer.
         """
         if self._open:
             self._open, self._over = False, True
@@ -227,7 +233,7 @@ class StepFollower:
         self._socket.send(wire.encode(self._hello))
 
     async def _tell(self) -> None:
-        """What this rank has now, when it has changed."""
+        """Send the status of this rank whenever it changes."""
         told: wire.Status | None = None
         while True:
             now = self._status()
@@ -253,6 +259,8 @@ class StepFollower:
             if not isinstance(message, wire.Plan):
                 self._apply(message)
                 continue
+            # The failed step left its requests behind the plan, so no later step of its generation
+            # can run.
             if message.generation == self._failed:
                 continue
             try:
@@ -260,13 +268,16 @@ class StepFollower:
             except _GenerationOverError:
                 continue
             except Exception as error:  # noqa: BLE001
-                # Of whatever kind, the others must hear of it.
-                if self._open:  # else the step was broken off
+                # Any error is reported, because the other ranks wait for this one. If the
+                # generation ended meanwhile, the step was broken off, and no rank waits.
+                if self._open:
                     self._report_failure(error)
         self._forget()
 
     def _report_failure(self, error: Exception) -> None:
-        """The others wait for what will not come: the first rank ends the generation."""
+        """Report a failed step: the others wait for data that will not come, and the first rank
+        ends the generation.
+        """
         self.failed_steps += 1
         self._failed = self._generation
         log.exception("a prefill step failed")
@@ -276,12 +287,13 @@ class StepFollower:
         self._socket.send(wire.encode(wire.StepFailed(generation=self._generation, cause=cause)))
 
     def _forget(self) -> None:
-        """The generation is over, and no step runs: give back what it had taken.
+        """Give back all that the generation took, when it is over and no step runs.
 
-        Their rooms end by the group.
+        The group ends the rooms.
         """
         messages, self._queue = self._queue, deque()
         for message in messages:
+            # Drop, Preempt, Keep and Flush outlast the generation; its steps and questions do not.
             if not isinstance(message, wire.Plan | wire.Find):
                 self._apply(message)
         for ticket, found in list(self.requests.items()):
@@ -289,7 +301,7 @@ class StepFollower:
                 self._drop(ticket)
 
     def _apply(self, message: _Between) -> None:
-        """What the first rank said between two steps."""
+        """Handle a message that the first rank sent between two steps."""
         if isinstance(message, wire.Drop):
             self._drop(message.ticket, succeeded=message.succeeded)
         elif isinstance(message, wire.Keep):
@@ -308,8 +320,11 @@ class StepFollower:
         )
 
     def _find(self, message: wire.Find) -> None:
-        """In the order of the steps: what they have left is cached, and what is locked fits beside
-        all others, as does what is loaded."""
+        """Lock the cached pages of a request, and load more if the host has some.
+
+        This happens in the order of the steps: the pages that earlier steps left are cached by
+        then, and the locked and loaded pages fit beside those of all other requests.
+        """
         found = self.requests.get(message.ticket)
         if found is None or found.request is not None:
             self._socket.send(wire.encode(wire.Found(number=message.number, tokens=0)))
@@ -321,13 +336,16 @@ class StepFollower:
             self._answer(request)
 
     def _answer(self, request: PrefillRequest) -> None:
-        """It holds what the cache has of it."""
+        """Answer with the number of cached tokens that are locked for a request."""
         tokens = 0 if request.prefix is None else request.prefix.tokens
         number = self._questions.pop(request.ticket)
         self._socket.send(wire.encode(wire.Found(number=number, tokens=tokens)))
 
     def _give_back(self, found: Followed) -> None:
-        """Its places, or what it holds of the cache; nothing more is loaded for it. Idempotent."""
+        """Free the places of a request, or unlock its cached pages, and stop loading.
+
+        Idempotent.
+        """
         request, found.request = found.request, None
         if request is not None:
             self._loads.stop(request)
@@ -354,7 +372,8 @@ class StepFollower:
     async def _execute(self, plan: wire.Plan) -> None:
         """Run one step.
 
-        Raises: PeerError for one that cannot be meant, whatever the model raises.
+        Raises: WireError for a step that is not valid, CapacityError, and whatever the model
+        raises.
         """
         self._step += 1
         if plan.step != self._step:
@@ -395,7 +414,7 @@ class StepFollower:
             )
 
     async def _ready(self, row: wire.PlannedRow) -> PrefillRequest:
-        """A request, and its places. Raises: WireError, CapacityError."""
+        """Return a request that has its places. Raises: WireError, CapacityError."""
         found = self.requests.get(row.ticket)
         if found is None:
             raise WireError(f"a step names request {row.ticket}, which there is not")
@@ -415,7 +434,7 @@ class StepFollower:
         return request
 
     async def _take_places(self, request: PrefillRequest, start: int) -> None:
-        """All that it needs, beside what is cached of its first `start` tokens.
+        """Take all places of a request, beside the cached pages of its first `start` tokens.
 
         Raises: CapacityError.
         """
@@ -448,7 +467,7 @@ class StepFollower:
         return request
 
     async def _look_again(self) -> None:
-        """Soon, or when something has changed. Raises: _GenerationOverError."""
+        """Return after a moment, or on a wake-up. Raises: _GenerationOverError."""
         self._check_open()
         self._wake.clear()
         with suppress(TimeoutError):

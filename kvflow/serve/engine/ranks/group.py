@@ -28,8 +28,9 @@ log = logging.getLogger("kvflow.serve.engine")
 class _Asked:
     """One request of a client.
 
-    `computing` once it is open at this rank, and `started` by the group; `unopened` are the ranks
-    where it is not known to be open."""
+    `computing` is set once the request is open at this rank, and `started` once the group starts
+    it. `unopened` are the ranks where it is not known to be open.
+    """
 
     __slots__ = (
         "computing",
@@ -58,8 +59,8 @@ class _Asked:
 
 
 class PrefillGroup:
-    """Opens requests at every rank, and tells this rank's engine of those that are open everywhere,
-    and that start.
+    """Opens requests at every rank, and notifies this rank's engine when they are open everywhere,
+    and when they start.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class PrefillGroup:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no request can be served now; empty when one can."""
+        """The reason why no request can be served now; empty when one can."""
         return self._leader.leader.unavailable_reason or self._steps.unavailable_reason
 
     @property
     def limits(self) -> EngineLimits:
-        """What one request may ask for: the smallest pool of all ranks has to hold its prompt."""
+        """The limits of one request: the smallest pool of all ranks has to hold its prompt."""
         return self._engine.limits.within(self._steps.most_places[0])
 
     @property
@@ -109,13 +110,14 @@ class PrefillGroup:
         *,
         namespace: Namespace = ANY,
     ) -> TokenOut:
-        """Compute `prompt` on all ranks and send its pages; returns the first token when all have
-        landed everywhere. Where ranks have caches, it begins with what all of them have under
-        `namespace`.
+        """Compute `prompt` on all ranks and send its pages.
 
-        A cancellation ends it on all ranks. Raises: MisuseError, CapacityError, LostError while a
-        rank is missing: then decode's half has been refused. Later by what failed it, once for the
-        group.
+        Returns the first token when all pages landed everywhere. Where ranks have caches, the
+        prompt begins with what all of them have under `namespace`. A cancellation ends the request
+        on all ranks.
+
+        Raises: MisuseError, CapacityError, LostError while a rank is missing: decode's half is then
+        refused. Later: what failed the request, once for the group.
         """
         try:
             self._check(prompt, params)
@@ -139,28 +141,30 @@ class PrefillGroup:
         self._serving.add(serving)
         serving.add_done_callback(self._forget)
         try:
+            # Shielded, because the writes and the group's decision are awaited even after a
+            # cancellation.
             return await asyncio.shield(serving)
         except asyncio.CancelledError:
-            if (
-                not asked.token.done()
-            ):  # else what is left are writes, which end soon: decode may have its answer by now
+            # Once the token is chosen only writes are left, which end soon, and decode may already
+            # have its answer.
+            if not asked.token.done():
                 opened.close(Cause(Code.CLIENT_GONE, "the request was cancelled"))
             raise
 
     def refuse(self, room: int, cause: Cause) -> None:
-        """No request for this room will come: decode is told why at every rank.
+        """Refuse decode's half of a room at every rank, because no request for it will come.
 
         Raises: MisuseError for no room id.
         """
         self._leader.refuse(room, cause)
 
     def _check(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Raises: MisuseError, CapacityError."""
+        """Check a request against the limits of all ranks. Raises: MisuseError, CapacityError."""
         self._engine.check(prompt, params)
         self.limits.check_prompt(prompt)
 
     async def _serve(self, asked: _Asked) -> TokenOut:
-        """Until it is decided, and nothing of it is left to be done here."""
+        """Wait until the group decides on a request, then release all that this rank has of it."""
         ticket, succeeded = asked.group.ticket, False
         try:
             await asked.group.decided()
@@ -179,12 +183,17 @@ class PrefillGroup:
     def _forget(self, serving: asyncio.Task[TokenOut]) -> None:
         self._serving.discard(serving)
         if not serving.cancelled():
-            serving.exception()  # retrieved: its client may have gone
+            # Its client may be gone, and asyncio logs an exception that is never retrieved.
+            serving.exception()
 
     def opened(self, ticket: int, room: PrefillRoom) -> None:
-        """This rank's half of the room is open. The room ends if the engine does not take it."""
+        """Pass a request whose half of the room is open at this rank to the engine.
+
+        The room ends if the engine does not take it.
+        """
         asked = self._asked.get(ticket)
-        if asked is None:  # decided already
+        # The group decided on the request before this rank opened it.
+        if asked is None:
             return
         try:
             asked.computing = self._engine.expect(
@@ -213,10 +222,11 @@ class PrefillGroup:
         self.opened_at(0, ticket)
 
     def opened_at(self, rank: int, ticket: int) -> None:
-        """It is open there.
+        """Record that a request is open at `rank`.
 
-        A step names it early only when it is open at all ranks: one that does not know it could not
-        take part."""
+        A step names a request early only when it is open at all ranks, because a rank that does not
+        know it could not take part.
+        """
         asked = self._asked.get(ticket)
         if asked is None:
             return
@@ -225,7 +235,7 @@ class PrefillGroup:
             self._engine.may_begin(asked.computing)
 
     def first_token(self, ticket: int, token: TokenOut) -> None:
-        """The rank that chooses it has done so."""
+        """Record the first token, from the rank that chooses it."""
         asked = self._asked.get(ticket)
         if asked is None or asked.computing is None:
             return
@@ -235,23 +245,23 @@ class PrefillGroup:
             asked.token.set_result(token)
 
     def agreed(self, ticket: int, tokens: int) -> None:
-        """All ranks have that much of its prompt cached."""
+        """Record that all ranks have the first `tokens` tokens of a request's prompt cached."""
         asked = self._asked.get(ticket)
         if asked is not None and asked.computing is not None:
             self._engine.agreed(asked.computing, tokens)
 
     def broken(self, cause: Cause) -> None:
-        """A generation of steps has ended: what it may have named cannot be completed."""
+        """End the requests that an ended generation of steps may have named."""
         for asked in list(self._asked.values()):
             computing = asked.computing
             if computing is not None and (asked.started or self._engine.has_places(computing)):
                 asked.group.close(cause)
                 self._engine.drop(computing)
-                # Before a step is announced that needs its places.
+                # The other ranks must free its places before a step is announced that needs them.
                 self._steps.drop(asked.group.ticket)
                 if not asked.token.done():
                     asked.token.set_exception(room_error(cause))
-                    # Retrieved, so that asyncio does not log it: there may be no reader.
+                    # There may be no reader, and asyncio logs an exception that is never retrieved.
                     asked.token.exception()
 
     async def _start_requests(self) -> None:
@@ -261,7 +271,8 @@ class PrefillGroup:
                 self._start(started)
             except KvflowError as error:
                 started.room.close(error.cause())
-            except Exception as error:  # of one request; those that follow are others'
+            # The error belongs to one request; the requests that follow must not suffer from it.
+            except Exception as error:
                 log.exception("request %d of the group could not start", started.key.ticket)
                 text = f"starting the request failed: {type(error).__name__}"
                 started.room.close(Cause(Code.ENGINE_ERROR, text))
@@ -271,7 +282,8 @@ class PrefillGroup:
         asked = self._asked.get(ticket)
         if asked is None or asked.computing is None or started.room.ended:
             return
-        if ticket not in self._leader.leader.requests:  # decided already: no step names it
+        # The group already decided on the request, so no step may name it.
+        if ticket not in self._leader.leader.requests:
             return
         asked.started = True
         self._steps.keep(ticket)

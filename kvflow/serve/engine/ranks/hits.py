@@ -1,8 +1,9 @@
-"""How much of a prompt is in the caches of all ranks: as much as in that of the rank that has the
+"""The agreement of all ranks on how much of a prompt is cached: as much as at the rank that has the
 least.
 
 The caches of ranks differ: pools of other sizes, copies that failed, a rank that was started again.
-So the first rank asks before the first step of a request, and each rank locks what it answers with.
+So the first rank asks before the first step of a request, and each rank locks the tokens that its
+answer counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 
 class Agreed(NamedTuple):
-    """The first `tokens` tokens of the prompt of that ticket are locked at every rank."""
+    """The first `tokens` tokens of the prompt of `ticket` are locked at every rank."""
 
     ticket: int
     tokens: int
@@ -25,7 +26,7 @@ class _Question:
 
 
 class HitVotes:
-    """The questions that not every rank has answered. One costs as much as it has answers."""
+    """The questions that some rank did not answer yet. The cost of one is that of its answers."""
 
     def __init__(self, world_size: int) -> None:
         self._others = range(1, world_size)
@@ -37,9 +38,10 @@ class HitVotes:
         return len(self._questions)
 
     def ask(self, ticket: int, tokens: int) -> int:
-        """The first rank has locked `tokens` tokens.
+        """Ask about a prompt of which the first rank locked `tokens` tokens.
 
-        Returns the number of the question; an earlier one about that ticket is over."""
+        Returns the number of the question; an earlier one about that ticket is over.
+        """
         self.drop(ticket)
         self._last += 1
         self._questions[self._last] = _Question(ticket, tokens, set(self._others))
@@ -47,8 +49,9 @@ class HitVotes:
         return self._last
 
     def answer(self, rank: int, number: int, tokens: int) -> Agreed | None:
-        """What is agreed, if this was the last answer; one that comes late, or twice, changes
-        nothing.
+        """Record an answer; returns the agreement if it was the last one.
+
+        A late or repeated answer changes nothing.
         """
         question = self._questions.get(number)
         if question is None or rank not in question.missing:
@@ -61,11 +64,11 @@ class HitVotes:
         return Agreed(question.ticket, question.tokens)
 
     def drop(self, ticket: int) -> None:
-        """Nobody waits for it any more. Idempotent."""
+        """Drop the question about a ticket. Idempotent."""
         if (number := self._numbers.pop(ticket, None)) is not None:
             del self._questions[number]
 
     def clear(self) -> None:
-        """A rank is lost, and with it every answer."""
+        """Drop all questions: a rank is lost, and with it every answer."""
         self._questions.clear()
         self._numbers.clear()

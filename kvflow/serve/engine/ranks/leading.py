@@ -1,5 +1,5 @@
-"""The first rank's side of steps that several ranks run: generations, plans, and what the others
-report.
+"""The first rank's side of steps that several ranks run: generations, plans, and reports of the
+others.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ log = logging.getLogger("kvflow.serve.engine")
 
 
 class Neighbours(Protocol):
-    """This rank's ends of the ways of hidden states, and whatever else a step waits for at other
+    """This rank's ends of the links for hidden states, and all else that a step waits for at other
     ranks.
     """
 
     def begin(self, generation: int) -> None:
-        """Steps of `generation` follow, which is larger than every earlier one."""
+        """Begin the steps of `generation`, which is larger than every earlier one."""
 
     @property
     def broken(self) -> bool:
-        """No other generation can begin in this process."""
+        """True when no other generation can begin in this process."""
 
     def abort(self, *, shards: bool = True) -> None:
-        """A call that waits raises, as every later one does until `begin`.
+        """Make a call that waits raise, as every later one does until `begin`.
 
-        `shards` False: but for one that waits for another shard of this stage."""
+        With `shards` False, calls that wait for another shard of this stage go on.
+        """
 
 
 class StepLeader:
@@ -62,12 +63,12 @@ class StepLeader:
         on_ready: Callable[[], None],
         on_unusable: Callable[[KvflowError], None],
     ) -> None:
-        """`shards`: ranks of each stage.
+        """`shards`: ranks of each stage. `places`: pages and rows of this rank.
 
-        `places`: pages and rows of this rank. `on_opened` is called with a rank and a ticket,
-        `on_agreed` with a ticket and how many tokens of its prompt all ranks have cached,
-        `on_broken` when a generation ends, with why; `on_unusable` when no other can begin in this
-        process."""
+        `on_opened` is called with a rank and a ticket, `on_agreed` with a ticket and how many
+        tokens of its prompt all ranks have cached, `on_broken` with the cause when a generation
+        ends, `on_unusable` when no other generation can begin in this process.
+        """
         self._socket, self._world_size, self._neighbours = socket, world_size, neighbours
         self._shards = shards
         self._places = self._most_places = places
@@ -82,7 +83,8 @@ class StepLeader:
         self._hellos: dict[int, wire.Hello] = {}  # of ranks that are ready, or that take part
         self._ranks: dict[bytes, int] = {}  # by routing id
         self._generation = self._step = 0
-        self._preempted: dict[int, int] = {}  # by ticket, the last step before that
+        # By ticket: the last step before its latest preemption.
+        self._preempted: dict[int, int] = {}
         self._open = self._stepping = False
         self._task: asyncio.Task[None] | None = None
         self.statuses: dict[int, wire.Status] = {}
@@ -98,7 +100,10 @@ class StepLeader:
         self._begin_if_complete()
 
     async def close(self) -> None:
-        """The other ranks find out by the end of their connection to the group."""
+        """End the generation, and stop reading.
+
+        The other ranks notice the end of their connection to the group.
+        """
         self._end(Cause(Code.SHUTDOWN, "the first rank is shutting down"))
         if self._task is not None:
             self._task.cancel()
@@ -115,7 +120,7 @@ class StepLeader:
 
     @property
     def unavailable_reason(self) -> str:
-        """Why no step can run; empty when one can."""
+        """The reason why no step can run; empty when one can."""
         if self._open:
             return ""
         missing = [str(rank) for rank in range(1, self._world_size) if rank not in self._hellos]
@@ -141,6 +146,7 @@ class StepLeader:
         self._send_all(wire.Plan(generation=self._generation, step=self._step, rows=planned))
 
     def preempt(self, request: PrefillRequest) -> None:
+        # First tokens of steps up to this one are void, see `_receive`.
         self._preempted[request.ticket] = self._step
         self._hits.drop(request.ticket)
         self._send_all(wire.Preempt(ticket=request.ticket))
@@ -169,11 +175,14 @@ class StepLeader:
     # --- requests
 
     def keep(self, ticket: int) -> None:
-        """The group has started it: its places are not taken from it any more."""
+        """Announce that the group started a request, which keeps its places from now on."""
         self._send_all(wire.Keep(ticket=ticket))
 
     def drop(self, ticket: int, *, succeeded: bool = False) -> None:
-        """No further step names it. `succeeded`: at every rank, by the group's decision."""
+        """Announce that no further step names a request.
+
+        `succeeded` is True where it succeeded at every rank, by the group's decision.
+        """
         self._preempted.pop(ticket, None)
         self._hits.drop(ticket)
         self._send_all(wire.Drop(ticket=ticket, succeeded=succeeded))
@@ -181,7 +190,7 @@ class StepLeader:
     # --- ranks
 
     def lost(self, rank: int, why: str) -> None:
-        """Its process has ended."""
+        """Record that the process of a rank ended."""
         found = self._hellos.pop(rank, None)
         self.statuses.pop(rank, None)
         if found is not None:
@@ -189,6 +198,7 @@ class StepLeader:
             self._end(Cause(Code.PEER_LOST, why))
 
     def _begin_if_complete(self) -> None:
+        # While a step of the last generation still runs here, no other generation may begin.
         if self._open or self._stepping or len(self._hellos) < self._world_size - 1:
             return
         hellos = [self._hellos[rank] for rank in range(1, self._world_size)]
@@ -211,10 +221,11 @@ class StepLeader:
         self._on_ready()
 
     def _end(self, cause: Cause, failed: int | None = None) -> None:
-        """`failed`: the rank whose step has failed.
+        """End the generation; `failed` is the rank whose step failed.
 
-        Unless it is one of them, the shards of this stage run what was announced to its end
-        together."""
+        Unless that is one of them, the shards of this stage run the announced step to its end
+        together.
+        """
         if not self._open:
             return
         self._open = False
@@ -229,20 +240,23 @@ class StepLeader:
             failed=None if failed is None else Rank(failed),
         )
         self._send_all(end)
-        self._hellos.clear()  # each says when nothing of it is left there
+        # Each rank sends another Hello when it has dropped all of this generation.
+        self._hellos.clear()
         self._hits.clear()
         self._on_broken(cause)
 
     def _send_all(self, message: wire.ToOthers) -> None:
         frame = wire.encode(message)
+        # The list is a copy, because `lost` changes the dictionary.
         for peer, rank in list(self._ranks.items()):
             if not self._socket.send(frame, peer) and self._open:
                 log.warning("rank %d cannot be reached", rank)
                 self.lost(rank, f"rank {rank} of the group cannot be reached")
 
     async def _read(self) -> None:
-        """Consume messages until cancelled; what goes wrong with one is counted, the loop goes on
-        (I7).
+        """Consume messages until cancelled.
+
+        A message that fails is counted, and the loop goes on (I7).
         """
         while True:
             for peer_id, frame in await self._socket.receive():
@@ -273,7 +287,8 @@ class StepLeader:
         elif not self._open or message.generation != self._generation:
             self.dropped += 1
         elif isinstance(message, wire.FirstToken):
-            # Else it is computed again, perhaps to another.
+            # A token from before the preemption is void: the prompt is computed again, perhaps to
+            # another.
             if message.step > self._preempted.get(message.ticket, 0):
                 self._on_token(message.ticket, message.token)
         else:
@@ -284,10 +299,12 @@ class StepLeader:
             self.dropped += 1
             return
         before = self._hellos.get(hello.rank)
-        if self._open:  # another process, or one that has left
+        # The rank is another process, or left the generation.
+        if self._open:
             self._end(Cause(Code.PEER_LOST, f"rank {hello.rank} of the group has begun anew"))
         if before is not None and before.member != hello.member:
             self._ranks.pop(routing_id(before.member), None)
+        # `_end` clears the Hellos, so the routing id of a restarted rank may only be known here.
         for peer, rank in list(self._ranks.items()):
             if rank == hello.rank and peer != peer_id:
                 del self._ranks[peer]

@@ -1,5 +1,5 @@
-"""What a rank waits for before it is ready for a request: decode's half, and what storage has of
-its prompt.
+"""The wait of a rank before it is ready for a request: for decode's half, and for the pages that
+storage has of the prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from kvflow.serve.engine.scheduler.prefill_steps import most_cached
 async def ready(
     cache: PrefixCache | None, prefetch: PrefetchPolicy, room: PrefillRoom, request: bytes
 ) -> None:
-    """`request`: as the leader of the group was given it. Raises: the room's error."""
+    """Return when this rank is ready for a request of the group.
+
+    `request` is as the leader of the group received it.
+
+    Raises: the room's error.
+    """
     if cache is None or not cache.has_host:
         await room.matched()
         return

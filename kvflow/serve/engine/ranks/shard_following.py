@@ -1,5 +1,5 @@
-"""Another shard of a decode than the first: it runs the steps that it is told of, over its part of
-the same pool.
+"""A shard of a decode other than the first: it runs the announced steps over its part of the same
+pool.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from kvflow.serve.engine.ranks import shard_wire as wire
 
 
 class ShardFollower:
-    """Decides nothing: which sequences there are, and what they hold, it is told with each step."""
+    """Runs the steps of the first shard.
+
+    It decides nothing: each step states its sequences, and their pages.
+    """
 
     def __init__(
         self, model: LoadedModel, link: wire.ShardLink, executor: Executor, process: ProcessIdentity
     ) -> None:
-        """`executor`: the model thread. `process`: this one, which the first shard may kill."""
+        """`executor`: the model thread. `process`: this process, which the first shard may kill."""
         self._model, self._link, self._executor, self._process = model, link, executor, process
-        self._sequences: dict[int, Sequence] = {}  # of the last step, by number
+        self._sequences: dict[int, Sequence] = {}  # by number: those of the last step
         self._pool: PagedPool | None = None
         self._runner: Runner | None = None
         self._steps = 0
@@ -39,7 +42,7 @@ class ShardFollower:
     async def run(self) -> None:
         """Run steps until the first shard closes the connection.
 
-        Raises: WireError for a step that cannot be meant, LostError for a shard that is gone, what
+        Raises: WireError for a step that is not valid, LostError for a shard that is gone, and what
         the model raises.
         """
         loop = asyncio.get_running_loop()
@@ -47,7 +50,8 @@ class ShardFollower:
         try:
             await run_to_end(loop.run_in_executor(self._executor, self._follow))
         finally:
-            self._link.abort()  # the first shard need not wait for the end of this process
+            # This notifies the first shard at once, before the process ends.
+            self._link.abort()
             beating.cancel()
             try:
                 await all_ended([beating])
@@ -56,7 +60,7 @@ class ShardFollower:
                     self._pool.close()
 
     def stop(self) -> None:
-        """`run` returns when the step that runs has ended.
+        """Make `run` return when the running step ends.
 
         The first shard counts this one as lost.
         """
@@ -71,7 +75,7 @@ class ShardFollower:
                 return
 
     def _follow(self) -> None:
-        """In the model thread."""
+        """Follow the first shard, in the model thread."""
         self._link.send(wire.Hello(self._process))
         while True:
             try:
@@ -105,7 +109,8 @@ class ShardFollower:
         try:
             self._link.send(wire.Ended(plan.step))
         except LostError:
-            return  # as when it is closed a moment later
+            # The next receive raises too, and ends the loop.
+            return
 
     def _rows(self, plan: wire.Plan) -> list[Row]:
         before, self._sequences = self._sequences, {}

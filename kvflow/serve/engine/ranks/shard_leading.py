@@ -29,29 +29,31 @@ _REASON_S = 0.1
 
 
 class ShardGroupPort(Protocol):
-    """What ties the shards within a step."""
+    """The connections among the shards within a step."""
 
     def abort(self) -> None:
-        """From any thread: a step that waits for another shard raises,
-        and so does every later one.
+        """Make a step that waits for another shard raise, and every later one too.
+
+        Callable from any thread.
         """
 
 
 class _Shard:
-    """What is known of another shard."""
+    """The state of another shard, as far as it is known here."""
 
     def __init__(self, number: int, link: wire.ShardLink) -> None:
         self.number, self.link = number, link
-        self.ended = -1  # the last step that has ended there; 0: it has mapped the pool
+        # The last step that ended there; 0 after it mapped the pool.
+        self.ended = -1
         self.pid, self.process = 0, -1  # a pidfd
         self.silent_s = 0.0
         self.is_up = False
 
 
 class _Told:
-    """What the other shards know of a sequence.
+    """The knowledge that the other shards have of a sequence.
 
-    It is kept as long as they do, so that its `id` stays its own.
+    It keeps the sequence as long as they do, so that no other object gets its `id`.
     """
 
     __slots__ = ("number", "pages", "sequence")
@@ -63,10 +65,10 @@ class _Told:
 class ShardLeader:
     """Implements `Followers` over the links to shards 1 and up.
 
-    A step has ended when every shard says so. When one of them is lost, ends its connection, falls
-    silent, or a step fails anywhere, no other step can run: the processes of all the others are
-    killed, and what waits for a step's end goes on when they are dead, since until then they may
-    write into the pool.
+    A step ends when every shard reports so. When one of them is lost, closes its connection or
+    falls silent, or when a step fails anywhere, no other step can run: the first shard kills the
+    processes of all others. A wait for the end of a step returns when they are dead, since until
+    then they may write into the pool.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class ShardLeader:
         self._closing = False
         self._step = 0
         self._numbers = 0
-        self._told: dict[int, _Told] = {}  # by `id`
+        self._told: dict[int, _Told] = {}  # by `id` of the sequence
         self._reader = threading.Thread(target=self._read, name="kvflow-shards", daemon=True)
 
     def __repr__(self) -> str:
@@ -97,7 +99,7 @@ class ShardLeader:
         self._reader.start()
 
     def share(self, pool: PagedPool) -> None:
-        """Blocks until every other shard has loaded its part, and mapped `pool`.
+        """Let the other shards map `pool`; blocks until all of them did.
 
         Raises: LostError, MisuseError.
         """
@@ -112,7 +114,7 @@ class ShardLeader:
             raise self._broken
 
     def close(self) -> None:
-        """The other shards end by themselves. Not while a step runs. Idempotent."""
+        """Close the links, which ends the other shards. Call it while no step runs. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -128,11 +130,11 @@ class ShardLeader:
 
     @property
     def sequences(self) -> int:
-        """That the other shards know now."""
+        """The number of sequences that the other shards know now."""
         return len(self._told)
 
     def lost(self, number: int, why: str) -> None:
-        """The process of a shard has ended. From any thread."""
+        """Report that the process of a shard ended. Callable from any thread."""
         self._lose(LostError(f"shard {number} of the model is gone: {why}"))
 
     # --- Followers
@@ -141,6 +143,7 @@ class ShardLeader:
         if self._broken is not None:
             raise self._broken
         plan = wire.Plan(self._step + 1, self._planned(rows))
+        # Counted even if sending fails, because some shard may have received the plan.
         self._step += 1
         self._send(plan)
 
@@ -199,12 +202,18 @@ class ShardLeader:
     # --- ends
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Raises nothing: what has been lost is for the caller to look at."""
+        """Wait until `condition` holds, a shard is lost, or the leader closes.
+
+        It raises no error: the caller checks for a loss.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None or self._closing or condition())
 
     def _wait_for_reason(self) -> None:
-        """A shard is gone: whoever watches its process knows in a moment how it has ended."""
+        """Wait a moment for the report on how a shard's process ended.
+
+        The watcher of the process knows it soon after the connection breaks.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._broken is not None or self._closing, _REASON_S)
 
@@ -235,15 +244,16 @@ class ShardLeader:
     # --- what the others say
 
     def _read(self) -> None:
-        """In a thread of its own: the model thread waits for what it hears, and the event loop need
-        not.
+        """Receive the reports of the other shards, in a separate thread.
+
+        The model thread waits for these reports, and the event loop has no part in them.
         """
         now_s = time.monotonic()
         while not self._closing and self._broken is None:
             ready = wait([shard.link.fileno() for shard in self.shards], self._timing.heartbeat_s)
             before_s, now_s = now_s, time.monotonic()
-            # Where this process has been stopped, or had no turn, for long, the others need not
-            # have been.
+            # A pause of this process is no silence of the others, so at most one heartbeat of it
+            # counts.
             passed_s = min(now_s - before_s, self._timing.heartbeat_s)
             for shard in self.shards:
                 if shard.link.fileno() in ready:

@@ -1,9 +1,8 @@
-"""What the first shard of a decode and the others tell each other: every step, just before it
-begins, and its end.
+"""Messages between the first shard of a decode and the others: every step, just before it begins,
+and its end.
 
-A pair of sockets that no other process has joins two of them. Both ends block and belong to the
-model threads: what a step needs is sent by the thread that runs it, so there is no step that was
-not announced.
+A pair of sockets that no other process has joins two shards. Both ends block and belong to the
+model threads: the thread that runs a step announces it, so no step runs unannounced.
 """
 
 from __future__ import annotations
@@ -25,26 +24,28 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """This shard has loaded its part of the model."""
+    """Reports that this shard loaded its part of the model."""
 
     process: ProcessIdentity
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """This shard reads and writes nothing more for this step, and for those before; 0: it has
-    mapped the pool.
+    """Reports that this shard reads and writes no more for this step and earlier ones.
+
+    Step 0 reports that it mapped the pool.
     """
 
     step: _Count
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Sent at intervals, also while a step runs."""
+    """Reports that this shard lives; sent at intervals, also while a step runs."""
 
 
 class MapPool(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The pool of all shards: descriptor `descriptor` of process `pid`, whose addresses are in the
-    layout.
+    """Names the pool of all shards: descriptor `descriptor` of process `pid`.
+
+    Its addresses are in the layout.
     """
 
     pid: _Count
@@ -53,11 +54,11 @@ class MapPool(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next tokens of one sequence, from `computed` on, and logits of the last `logits` of them.
+    """The next tokens of one sequence, from `computed` on; logits of the last `logits` are wanted.
 
-    `sequence` is a number that the first shard gives it. One that was not in the step before is
-    new: `capacity` is how many tokens it may have, `row` its row of the pool. `pages` (int32) are
-    those that it has beside the ones of the step before.
+    `sequence` is a number that the first shard chooses. One that was not in the step before is new:
+    `capacity` is how many tokens it may have, `row` its row of the pool. `pages` (int32) are those
+    added since the step before.
     """
 
     sequence: _Count
@@ -70,14 +71,14 @@ class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Step number `step`, from 1 on. Sequences that it does not name are forgotten."""
+    """Announces step number `step`, from 1 on. Sequences that it does not name are forgotten."""
 
     step: _Count
     rows: tuple[PlannedRow, ...]
 
 
 class Rest(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """No step follows soon: forget all sequences."""
+    """Announces that no step follows soon: forget all sequences."""
 
 
 ToFirstShard = Hello | Ended | Alive
@@ -90,12 +91,12 @@ _TO_FIRST, _TO_OTHERS = (
 
 
 def parse_at_first(frame: bytes) -> ToFirstShard:
-    """Raises: WireError."""
+    """Decode a message to the first shard. Raises: WireError."""
     return _parsed(frame, _TO_FIRST)  # type: ignore[no-any-return]
 
 
 def parse_at_others(frame: bytes) -> ToOtherShards:
-    """Raises: WireError."""
+    """Decode a message to another shard. Raises: WireError."""
     return _parsed(frame, _TO_OTHERS)  # type: ignore[no-any-return]
 
 
@@ -115,16 +116,17 @@ class ShardLink:
     """
 
     def __init__(self, end: socket.socket) -> None:
-        """Takes ownership of `end`, a stream socket."""
+        """Take ownership of `end`, a stream socket."""
         self._socket, self._lock = end, threading.Lock()
+        # The socket is kept beside the connection, which has no `shutdown`.
         self._connection = Connection(end.dup().detach())
 
     def fileno(self) -> int:
-        """To wait for what can be received."""
+        """Return the descriptor to poll for messages."""
         return self._connection.fileno()
 
     def send(self, message: ToFirstShard | ToOtherShards) -> None:
-        """Raises: LostError when the other end is closed."""
+        """Send a message. Raises: LostError when the other end is closed."""
         try:
             with self._lock:
                 self._connection.send_bytes(_encode(message))
@@ -134,21 +136,22 @@ class ShardLink:
             ) from None
 
     def receive(self) -> bytes:
-        """The next message; blocks. Raises: LostError when the other end is closed."""
+        """Return the next message; blocks. Raises: LostError when the other end is closed."""
         try:
             return self._connection.recv_bytes()
         except (EOFError, OSError):
             raise LostError("the connection to another shard is closed") from None
 
     def abort(self) -> None:
-        """From any thread: what waits here or at the other end raises, and so does every later
-        call. Idempotent.
+        """Make every wait at both ends raise, and every later call too. Idempotent.
+
+        Callable from any thread.
         """
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Not while a call waits: abort it first. Idempotent."""
+        """Close the socket. Abort a call that waits first. Idempotent."""
         self.abort()
         with self._lock:
             self._socket.close()

@@ -1,10 +1,12 @@
-"""What the first rank of a prefill and the others tell each other about steps, beside the messages
-of their group.
+"""Messages about steps between the first rank of a prefill and the others, beside the messages of
+their group.
 
-One frame is one message: a msgpack array that begins with its tag. They travel over one connection
-of each rank, in order. A generation is a time in which every rank takes part in every step: it ends
-with the loss of a rank or with a step that failed, and each rank's next `Hello` says that nothing
-of it is left there.
+One frame is one message: a msgpack array that begins with its tag. They travel in order, over one
+connection of each rank. The first rank announces (`ToOthers`), the others report (`ToFirst`).
+
+A generation is a time in which every rank takes part in every step. It ends with the loss of a rank
+or with a step that failed. With its next `Hello`, each rank states that it dropped all of the
+generation.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _Address = Annotated[str, Meta(max_length=256)]
 
 
 class RankLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What the bootstrap registry is told of a rank, see `RankInfo`."""
+    """The facts about a rank for the bootstrap registry, see `RankInfo`."""
 
     incarnation: Life
     control: _Address
@@ -43,7 +45,7 @@ class RankLife(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """This rank is ready for a generation. Pages and rows are those of its pool."""
+    """Reports that this rank is ready for a generation. Pages and rows are those of its pool."""
 
     member: Life
     rank: RankNumber
@@ -53,7 +55,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """Chosen after this step."""
+    """Reports the first token of a request, chosen after this step."""
 
     generation: _Number
     step: _Number
@@ -62,14 +64,14 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
 
 
 class StepFailed(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=3):
-    """A step failed at this rank: the others wait for what will not come."""
+    """Reports that a step failed at this rank: the others wait for data that will not come."""
 
     generation: _Number
     cause: Cause
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
-    """What this rank has now, for /server_info and /metrics of the first one."""
+    """Reports the state of this rank, for /server_info and /metrics of the first one."""
 
     rank: RankNumber
     pid: _Count
@@ -79,40 +81,42 @@ class Status(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=4):
     pinned_pages: _Count
     rooms: dict[Annotated[str, Meta(max_length=64)], _Count]
     requests: _Count
-    tickets: _Count  # of its membership in the group
+    tickets: _Count  # its membership in the group
     bytes_moved: _Count
     failed_steps: _Count
     handler_errors: _Count
     dropped: _Count  # frames that changed nothing
-    cache: CacheStats | None = None  # of its prefix cache
+    cache: CacheStats | None = None  # its prefix cache
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """This rank has opened the request: a step may name it before the group starts it
-    (`--optimistic-prefill`).
+    """Reports that this rank opened the request.
+
+    A step may name the request before the group starts it (`--optimistic-prefill`).
     """
 
     ticket: _Number
 
 
 class Found(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=6):
-    """The answer to `Find`: so many tokens of the prompt are in the cache of this rank, locked for
-    it.
-    """
+    """Answers `Find`: so many tokens of the prompt are cached at this rank, and locked."""
 
     number: _Number
     tokens: _Tokens
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
-    """first rank -> the others."""
+    """Announces that a generation begins."""
 
     generation: _Number
 
 
 class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The `count` tokens of a prompt from its token `start` on, and logits of the last `logits` of
-    them. What is before `start` was in earlier steps, or is in the cache of every rank."""
+    """The `count` tokens of a prompt from its token `start` on; logits of the last `logits` are
+    wanted.
+
+    Tokens before `start` were in earlier steps, or are in the cache of every rank.
+    """
 
     ticket: _Number
     start: _Tokens
@@ -129,9 +133,9 @@ class Plan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=12):
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
-    """No further step names this request.
+    """Announces that no further step names this request.
 
-    `succeeded`: the group has decided so, and the cache may keep its pages.
+    `succeeded` is True where the group decided so, and the cache may keep its pages.
     """
 
     ticket: _Number
@@ -139,26 +143,29 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 
 
 class Preempt(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=15):
-    """This request, which the group has not started at the first rank, loses its places and what
-    was computed. A step may name it again, from its beginning."""
+    """Announces that this request loses its places and what was computed.
+
+    The group did not start it at the first rank yet. A step may name it again, from its beginning.
+    """
 
     ticket: _Number
 
 
 class Keep(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=16):
-    """The group has started this request at the first rank: no `Preempt` of it follows.
+    """Announces that the group started this request at the first rank.
 
-    Its pages may leave.
+    No `Preempt` of it follows, and its pages may leave.
     """
 
     ticket: _Number
 
 
 class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=17):
-    """How many of the first `tokens` tokens of this request's prompt are in your cache?
+    """Asks how many of the first `tokens` tokens of a prompt are cached.
 
-    Lock them for it, until a step, `Drop` or `Preempt` names it, or the generation is over.
-    `number`: of the question, for the answer."""
+    The rank locks them for the request, until a step, `Drop` or `Preempt` names it, or the
+    generation ends. `number` identifies the question in the answer.
+    """
 
     generation: _Number
     number: _Number
@@ -167,16 +174,17 @@ class Find(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True,
 
 
 class Flush(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=18):
-    """Forget all that is cached.
+    """Announces that all cached pages are to be forgotten.
 
-    What was found for a request that no step has named yet is forgotten with it.
+    Prefixes found for requests that no step named yet are forgotten with them.
     """
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=14):
-    """The generation is over: leave the step that runs, forget what it has named.
+    """Announces that the generation ended: leave the step that runs, and forget what it named.
 
-    `failed`: the rank whose step has failed, if that is why."""
+    `failed` is the rank whose step failed, if that is the reason.
+    """
 
     generation: _Number
     cause: Cause
@@ -191,14 +199,17 @@ parse_at_others: Callable[[bytes], ToOthers] = codec.parser(ToOthers)
 
 
 class GroupPrompt(msgspec.Struct, frozen=True, array_like=True, tag=21):
-    """What the leader of the group is given as a request: every rank opens its half of the room
-    with it. `ids` are uint32, little-endian; `digest` is that of `check_prompt`."""
+    """The request that the leader of the group receives.
+
+    Every rank opens its half of the room with it. `ids` are uint32, little-endian; `digest` is that
+    of `check_prompt`.
+    """
 
     ids: Annotated[bytes, Meta(min_length=4, max_length=4 * MAX_PROMPT)]
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     params: SamplingParams
     deadline_s: Annotated[float, Meta(gt=0)]
-    namespace: Namespace = ANY  # of cached prefixes
+    namespace: Namespace = ANY  # that of its cached prefixes
 
     @property
     def tokens(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -213,7 +224,10 @@ _PROMPTS = msgspec.msgpack.Decoder(GroupPrompt)
 
 
 def parse_prompt(data: bytes) -> GroupPrompt:
-    """Raises: WireError, MisuseError for sampling parameters outside their limits."""
+    """Decode a request of the group.
+
+    Raises: WireError, MisuseError for sampling parameters outside their limits.
+    """
     try:
         found = _PROMPTS.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
