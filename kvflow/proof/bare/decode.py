@@ -31,6 +31,8 @@ _BOOTSTRAP = 3  # tag on the wire
 
 
 class Decode(Node):
+    """One life of a decode: its shipped endpoint, and a handler for each command of it."""
+
     endpoint: DecodeEndpoint
 
     def __init__(self, world: Scene, number: int, incarnation: Incarnation) -> None:
@@ -83,6 +85,7 @@ class Decode(Node):
     # --- requests
 
     def begin(self, job: DecodeJob) -> None:
+        """Open the job's room, or refuse it."""
         now, endpoint, ranks = self.clock.now, self.endpoint, self.world.ranks(job.group)
         try:
             if job.refused:

@@ -16,6 +16,8 @@ from kvflow.protocols.prefill.records import PrefillRoomRecord
 
 
 class Who(Side, Protocol):
+    """Node as rooms and writes know it."""
+
     name: str
     routes: set[int]  # decodes that it can write to
 

@@ -16,6 +16,8 @@ Issue = Callable[[int, Cause], Cause]
 
 
 class _Job:
+    """Request as the prefill or the decode receives it."""
+
     def __init__(
         self,
         room: int,
@@ -50,6 +52,8 @@ class _Job:
 
 
 class DecodeJob(_Job):
+    """Request as a decode receives it."""
+
     def __init__(
         self,
         room: int,
@@ -80,6 +84,8 @@ class DecodeJob(_Job):
 
 
 class PrefillJob(_Job):
+    """Request as the engine of a prefill receives it."""
+
     def __init__(
         self,
         room: int,

@@ -105,6 +105,7 @@ class Oracle:
     # --- messages
 
     def said(self, node: Who, frame: bytes) -> None:
+        """Verify a message that a prefill sends about its rooms."""
         message = parse_at_decode(frame)
         kind = type(message)
         # Every frame must carry the incarnation of its sender.
@@ -270,6 +271,9 @@ class Oracle:
             self.broken("I8", f"room {record.room} is matched, and its halves mean other prompts")
 
     def told_at_prefill(self, node: Who, leg: Leg, cause: Cause | None) -> None:
+        """Verify the ending that the engine learns: a success needs every page of the room
+        landed.
+        """
         record = leg.record
         self._told(leg, record, node, cause, record.own_deadline_at_s)
         self._count("prefill", cause)

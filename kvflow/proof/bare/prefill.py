@@ -32,6 +32,8 @@ from kvflow.testing.shards import shard_layout
 
 
 class Prefill(Writer):
+    """One life of a prefill rank: its shipped endpoint, and a handler for each command of it."""
+
     endpoint: PrefillEndpoint
 
     def __init__(
@@ -61,6 +63,7 @@ class Prefill(Writer):
     # --- requests
 
     def begin(self, job: PrefillJob) -> None:
+        """Open the engine's half of the job's room, or refuse it."""
         now, endpoint = self.clock.now, self.endpoint
         try:
             if job.refused:
@@ -145,6 +148,7 @@ class Prefill(Writer):
         self.wait(THREAD_S, self._computed, leg)
 
     def _computed(self, leg: Leg) -> None:
+        """Queue the chunk that a model step computed, and start the next step."""
         leg.computing = False
         start, end = leg.sent, leg.sent + leg.chunks[leg.number]
         chunk = leg.pages[start:end]

@@ -52,6 +52,7 @@ def _left_at_prefill(node: Prefill) -> Iterator[str]:
 def _counted_at_prefill(
     node: Prefill, core: PrefillCore, frozen: set[PrefillRoomRecord]
 ) -> Iterator[str]:
+    """Yield a line for every table that is not empty, apart from rooms of frozen writes."""
     counts = {
         "legs": len(node.legs) - len(frozen),
         "grants": sum(len(peer.grants.rooms) for peer in core.peers.values()) - len(frozen),

@@ -50,6 +50,9 @@ class Run:
         self.rows = int(bool(scenario.variety.layout.num_rows))
 
     def play(self) -> None:
+        """Play the scenario: faults, calm, good rooms, lies, and at last the death of every
+        writer.
+        """
         world, scenario = self.world, self.scenario
         for group, world_size in enumerate(scenario.groups):
             self.places += [
@@ -87,6 +90,7 @@ class Run:
     # --- requests
 
     def _schedule(self, request: Request, twist: Twist) -> None:
+        """Schedule both legs of a request; a twist may send the same room to a second decode."""
         issue, digest = self.world.oracle.issue, prompt_digest(request.prompt)
         if request.prefill is not None:
             self.schedule_prefill(request, twist, request.prefill, digest)
@@ -149,6 +153,7 @@ class Run:
     # --- accidents
 
     def happen(self, accident: Accident) -> None:
+        """Let an accident strike its node, and schedule its end."""
         node, kind, world = self.places[accident.node], accident.kind, self.world
         if not node.up or node.leaving:
             return
@@ -303,6 +308,7 @@ class Run:
     def _good_room(
         self, group: int, prefills: list[Prefill], decode: Decode
     ) -> list[tuple[Node, Any]]:
+        """Begin a room that must succeed, and return each node with its job."""
         self._probe_room = room = self._probe_room + 1
         digest = room.to_bytes(32, "little")
         jobs = self.good_room_at_prefill(room, PROBE_TOKENS, digest, prefills)
@@ -365,6 +371,7 @@ def simulate(
 
 
 def played(seed: int, cast: Cast, *, visits: Counter[Cell] | None, tell: Tell | None) -> Outcome:
+    """Play one seed with this cast, and return its outcome."""
     begun = process_time()
     rng, clock = random.Random(seed), Clock()
     faults = Faults(rng)

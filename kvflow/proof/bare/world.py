@@ -15,6 +15,8 @@ from kvflow.protocols.wire.messages import Incarnation
 
 
 class World(Scene):
+    """Scene with the acts that strike nodes: deaths, restarts, halts, jams and cuts."""
+
     def start_prefill(self, group: int, rank: int, world_size: int) -> Prefill:
         node = Prefill(self, group, rank, world_size, self._incarnation())
         self.nodes[node.incarnation] = self.wire.routers[node.control] = node

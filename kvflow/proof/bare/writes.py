@@ -79,6 +79,7 @@ class PacedWrite(Write):
         return source.wait(self.pace_s, self._slice)
 
     def _land_page(self) -> None:
+        """Write one page into the target's pool, and verify that it belongs to the grant (I2)."""
         page, source = self.targets[self.next], self.source
         content = source.cells[self.sources[self.next]]
         self.next += 1
