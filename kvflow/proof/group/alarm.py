@@ -8,6 +8,8 @@ from kvflow.proof.bare.node import TICK_GRAIN_S, Node
 
 
 class Ticking(Protocol):
+    """Endpoint with a timer."""
+
     def next_tick(self) -> float: ...
 
     def tick(self, now: float) -> None: ...
@@ -16,6 +18,8 @@ class Ticking(Protocol):
 
 
 class Alarm:
+    """Timer that ticks one endpoint of a node."""
+
     def __init__(self, node: Node, endpoint: Ticking) -> None:
         self._node, self._endpoint = node, endpoint
         self._fires_at_s = float("inf")

@@ -34,6 +34,8 @@ class StageJob(PrefillJob):
 
 
 class Client:
+    """Client of one request: it asks the leader, and expects one answer."""
+
     def __init__(
         self,
         number: int,

@@ -84,6 +84,7 @@ class Lines:
     def _carry(
         self, member: Process, leader: Process | None, frame: bytes, *, to_leader: bool
     ) -> None:
+        """Carry a frame between a member and its leader, unless the line is cut or jammed."""
         if self._traced:
             (member if to_leader else leader or member).say(
                 f"to {_receiver(member, leader, to_leader)}: {_worded(frame)}"
@@ -103,6 +104,7 @@ class Lines:
         return self._with_faults(member, to_leader, frame)
 
     def _with_faults(self, member: Process, to_leader: bool, frame: bytes) -> None:
+        """Schedule the arrival of a frame, changed by the fault that strikes it, if any."""
         clock, rng = self.clock, self.rng
         now, fault = clock.now, self.faults.of_frame()
         at_s = now + rng.uniform(*FRAME_S)

@@ -161,6 +161,7 @@ class Rules:
             self.clock.later(SPREAD_S, None, self._has_spread, key, self.clock.now)
 
     def settled(self, stage: Process, key: TicketKey, cause: Cause | None) -> None:
+        """Verify that the ending of a request at a rank is the one that the leader decided."""
         at = stage.incarnation, key
         if at in self._settled:
             self.broken("once", f"{stage.name} is told twice what became of request {key.ticket}")
@@ -209,6 +210,7 @@ class Rules:
                 )
 
     def decided(self, stage: Process, ticket: Ticket, cause: Cause | None) -> None:
+        """Verify a decision about a request against what its ranks did."""
         key, first = TicketKey(stage.incarnation, ticket), self._first
         self._first = None
         if key in self._decided:
@@ -232,6 +234,9 @@ class Rules:
     # --- spread
 
     def _has_spread(self, key: TicketKey, since_s: float) -> None:
+        """Verify that a failure ended the room at every rank. Trouble of a rank delays the
+        check.
+        """
         leader = next(
             (rank for rank in self.lines.leaders.values() if rank.incarnation == key.leader), None
         )

@@ -40,6 +40,8 @@ class Group(NamedTuple):
 
 
 class Stage(Prefill):
+    """One life of a rank: a prefill, its member of the group and, at rank 0, the leader."""
+
     def __init__(
         self,
         world: Scene,

@@ -23,6 +23,8 @@ WHERE = ("decodes", "group", "everything")
 
 
 class GroupWorld(World):
+    """World whose prefills are ranks of groups, with lines between them."""
+
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.lines = Lines(self.clock, self.rng, self.faults, traced=self.tell is not None)
