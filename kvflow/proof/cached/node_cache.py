@@ -146,6 +146,7 @@ class NodeCache:
             self._oracle.loop.call_soon(self._hear)
 
     def _hear(self) -> None:
+        """Pass the events to the subscriber, which must know only pages that are there (I10)."""
         self._heard = False
         if self.lost or self._oracle.over:
             return

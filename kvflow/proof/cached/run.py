@@ -254,6 +254,8 @@ def _logged() -> Iterator[None]:
 
 
 class _OnPurpose(logging.Handler):
+    """Log handler that raises every error but those that the simulator caused."""
+
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and not isinstance(error, TransferError):

@@ -48,6 +48,9 @@ class CachingScheduler:
         self._promised: Counter[int] = Counter()
 
     async def prefill(self, node: PrefillNode, job: Job) -> None:
+        """Serve one job at prefill: use cached pages, compute the others, send all, and keep
+        them.
+        """
         if job.refused:
             return node.refuse(job.room, Cause(Code.CAPACITY, "the engine will not have it"))
         mine, prompt, owner = self._caches[id(node)], np.array(job.prompt), object()
@@ -92,6 +95,7 @@ class CachingScheduler:
         return None
 
     async def decode(self, node: DecodeNode, job: Job) -> None:
+        """Serve one job at decode: use cached pages, and receive the others."""
         if job.refused:
             return node.refuse(
                 job.room, job.ranks(), Cause(Code.CAPACITY, "decode will not have it")
@@ -114,6 +118,7 @@ class CachingScheduler:
     async def _generate(
         self, node: DecodeNode, job: Job, room: DecodeRoom, prefix: Prefix, prompt: np.ndarray
     ) -> None:
+        """Hold the pages for a while, as a decode that generates does, and keep them."""
         mine, owner, kept = self._caches[id(node)], object(), 0
         own, cached = room.keep(owner), int(prefix.pages.size)
         try:
