@@ -61,6 +61,8 @@ def covered(visits: Counter[Cell]) -> Iterator[None]:
 
 
 class _Counting(Moves[Any, Any, Any]):
+    """Moves of a table that count their lookups."""
+
     def __init__(self, moves: Moves[Any, Any, Any], counts: list[list[int]]) -> None:
         super().__init__(moves)
         self._counts = counts

@@ -128,7 +128,7 @@ class DpGroups:
         return {self._group_of[info.incarnation] for info in prefill}
 
     def _chosen(self, prefill: Prefill, room: int, dp_rank: int | None) -> set[int]:
-        """The group that serves a room; empty where it names one that its prefill does not have."""
+        """Return the group that serves a room; empty if it names one that its prefill lacks."""
         given = self._given(prefill)
         if not given <= self.groups.keys() or (len(given) == 1 and dp_rank is None):
             return given
@@ -172,6 +172,9 @@ class DpGroups:
     def _check_told(
         self, node: DecodeNode, room: int, group: int, peers: Sequence[PrefillPeer], since_s: float
     ) -> None:
+        """Verify that the ranks of a group learned the end of a room, unless trouble excuses
+        them.
+        """
         seen = self._by_incarnation[node.incarnation]
         if not seen.up or seen.troubled_at_s >= since_s or node.shell.leaving:
             return

@@ -78,6 +78,7 @@ class Endings(BothSides):
     def at_decode(
         self, target: Incarnation, record: DecodeRoomRecord, before: DecodeRoomState
     ) -> None:
+        """Verify a step of a room's table at decode."""
         now = record.state
         if before is now:
             return
@@ -106,6 +107,7 @@ class Endings(BothSides):
     def at_prefill(
         self, source: Incarnation, record: PrefillRoomRecord, before: PrefillRoomState
     ) -> None:
+        """Verify a step of a room's table at prefill."""
         now = record.state
         self.known_at_prefill(source, record)
         if before is now:

@@ -176,6 +176,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.call_soon(callback, *arguments, context=context)
 
     def _run_once(self) -> None:
+        """Run all ready callbacks, and move to the next timer. asyncio calls this in a loop."""
         ready = self._ready
         while ready:
             handle = ready.popleft()

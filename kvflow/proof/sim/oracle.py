@@ -131,6 +131,9 @@ class Oracle:
     # --- writes
 
     def write_began(self, address: str, running: FakeWrite) -> None:
+        """Record a write, and verify that its grant is open and that it repeats no page (I3,
+        I6).
+        """
         source, target, record = (
             self.by_address[address],
             self.by_address[running.peer.address],
@@ -211,6 +214,7 @@ class Oracle:
     # --- words
 
     def sent(self, frame: Frame, message: Message | None) -> None:
+        """Verify a message against what its sender did."""
         process = current_process()
         sender = self.by_process[process]
         if message is None:

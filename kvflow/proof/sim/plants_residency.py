@@ -34,6 +34,8 @@ P, K, C = ResidencyPhase, ResidencyKind, ResidencyCommand
 
 
 class ResidencyPlant(NamedTuple):
+    """Fields of a `plants.Plant`."""
+
     name: str
     text: str
     install: Callable[[], Installed]

@@ -30,6 +30,8 @@ Install = Callable[[], AbstractContextManager[object]]
 
 
 class TablePlant(NamedTuple):
+    """Fields of a `plants.Plant`."""
+
     name: str
     text: str
     install: Install

@@ -91,6 +91,7 @@ class Residence:
             self._here.close()
 
     async def _do(self, here: Resident, act: Act) -> None:
+        """Carry out one act of the plan."""
         if act.kind == STEP:
             await self._step(here, act.disturbed)
         elif act.kind == GROW:

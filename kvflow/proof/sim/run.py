@@ -100,6 +100,9 @@ class Run:
         self._begun: dict[Process | None, list[Job]] = defaultdict(list)
 
     async def play(self) -> None:
+        """Play the scenario: faults, calm, good rooms, lies, and at last the death of every
+        writer.
+        """
         for group, world_size in enumerate(self.scenario.groups):
             self._places += [
                 self.cluster.start_prefill(group, rank, world_size) for rank in range(world_size)
@@ -224,6 +227,7 @@ class Run:
     # --- accidents
 
     def _happen(self, accident: Accident) -> None:
+        """Let an accident strike its node, and schedule its end."""
         member = self._places[accident.node]
         kind, cluster = accident.kind, self.cluster
         if not member.up or member.leaving:
@@ -568,6 +572,8 @@ def _logged(oracle: Oracle) -> Iterator[None]:
 
 
 class _Errors(logging.Handler):
+    """Log handler that takes every error for a violation."""
+
     def __init__(self, oracle: Oracle) -> None:
         super().__init__(logging.ERROR)
         self._oracle = oracle

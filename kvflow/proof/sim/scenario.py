@@ -35,6 +35,8 @@ Moment = tuple[float, str]
 
 
 class Leg(NamedTuple):
+    """One side of a request: its beginning, an early end, and a deadline."""
+
     at_s: float
     ends: Moment | None = None
     deadline_s: float | None = None
@@ -106,6 +108,7 @@ class Scenario(NamedTuple):
 
 
 def draw(rng: random.Random, faults: Faults, shapes: Sequence[Shape] = SHAPES) -> Scenario:
+    """Draw a scenario from the seed's generator."""
     groups, decodes = rng.choice(shapes)
     requests: list[Request] = []
     for n in range(rng.randint(10, 14)):

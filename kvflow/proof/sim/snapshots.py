@@ -105,6 +105,7 @@ class CopyThread(VirtualThread):
         self._after_next.append((turns, do))
 
     def begin(self, done: asyncio.Future[Any], work: Callable[..., Any], *arguments: Any) -> None:
+        """Start a copy, and count it as a reader of its places on both sides."""
         pairing, source, target, *rest = arguments
         out = pairing.source is self._pool.layout
         assert self.host is not None

@@ -33,6 +33,8 @@ LOOK_S = 0.02
 
 
 class _Wait(NamedTuple):
+    """Places that a room wants, and the time since which its process waits."""
+
     wanted: int
     since_s: float
     process: Process

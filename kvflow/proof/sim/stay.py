@@ -31,6 +31,8 @@ class Disturbance(NamedTuple):
 
 
 class Act(NamedTuple):
+    """One act of a stay."""
+
     kind: str
     pause_s: float  # before the act
     away_s: float = 0.0

@@ -181,6 +181,7 @@ class ThreadEngine(Generic[F, N, R]):
         return self._front.wait_released(request.pages, timeout_s=0.0)
 
     def _hear(self, event: RoomEvent[R]) -> None:
+        """Verify the order of a room's events, and pass the event to its request."""
         # An event may arrive before the request has its handle, so the context finds the request.
         request: _Request[R] = event.room.context
         if request not in self._requests:

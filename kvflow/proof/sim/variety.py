@@ -37,6 +37,8 @@ LATE_FENCE_S = 2.5
 
 
 class Variety(NamedTuple):
+    """Parameters of one run beside its faults."""
+
     bounds: Bounds
     timing: Timing
     # Proof of death by the data planes: PROMPT, LATE, or NEVER (an operator must declare it).

@@ -44,6 +44,9 @@ class Wire(Network):
                 self.leave(socket)
 
     def carry(self, frame: Frame) -> None:
+        """Carry a frame over its link, unless the link is cut or jammed, with the fault that
+        strikes it.
+        """
         message = frame.message
         self._oracle.sent(frame, message)
         if frame.control in self.cut_controls or frame.peer in self.cut_peers:
