@@ -21,7 +21,8 @@ class Ordered(Generic[M]):
     def __init__(self) -> None:
         self.unconfirmed: deque[M] = deque()  # the last ones below `sent_below`
         self.sent_below = self.received_below = 0
-        self._asked = -1  # the message that this end last noticed missing
+        # The number of the message that this end last noticed missing.
+        self._asked = -1
 
     def add(self, message: M) -> None:
         """Keep a message that is sent under the number `sent_below`."""

@@ -36,9 +36,7 @@ from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import parse_at_prefill, routing_id
 from kvflow.protocols.wire.messages import Incarnation, RoomId
 
-# Rooms handled in one tick. The bound keeps a tick to a millisecond or two, so that the loss of a
-# decode with thousands of rooms does not block the event loop (I11).
-TICK_WORK = 32
+TICK_WORK = 32  # rooms one tick deals with: a millisecond or two; the rest follows in the next
 
 
 class PrefillEndpoint:
