@@ -1,3 +1,3 @@
-"""Memory that holds KV pages: paged pools, the allocator that knows every page's owner, shared
-segments.
+"""Memory that holds KV pages: paged pools, page owners, shared segments, copies, checksums and
+snapshots.
 """

@@ -1,12 +1,13 @@
 """The owners of every page of one pool (I1), and the deferred return of pages that are still in use
 (I13).
 
-Every page is in exactly one place: reserved, free, owned, or returning (given back while held, or
-withheld). One page costs a few microseconds, 2,048 pages well under a millisecond.
+Every page is in exactly one state: reserved, free, owned, or returning (given back while held, or
+withheld). An operation on one page costs a few microseconds, on 2,048 pages well under a
+millisecond.
 
-An allocator belongs to one event loop. What changes it locks all the same, for a few tens of
-nanoseconds: a node that closes in another thread may leave pages here that are to be withheld, and
-have the proof that frees them.
+An allocator belongs to one event loop. Operations that change it take a lock all the same, for a
+few tens of nanoseconds: a node that closes in another thread may withhold pages here, and may
+receive the proof that frees them.
 """
 
 from __future__ import annotations
@@ -29,26 +30,24 @@ Index = NDArray[np.integer[Any]] | slice
 
 
 class Kept(Enum):
-    """The key under which `owned()` counts pages that were given back while they were held, or are
-    withheld.
-    """
+    """The key under which `owned()` counts returning pages: given back while held, or withheld."""
 
     RETURNING = "returning"
 
 
 class Reclaimable(Protocol):
-    """Who owns pages only as long as nobody else needs them: a cache."""
+    """An owner that keeps pages only until another owner needs them: a cache."""
 
     @property
     def evictable_pages(self) -> int:
-        """How many it can give back now."""
+        """Pages that it can give back now."""
 
     def evict(self, count: int) -> None:
-        """Give `count` pages back, or all that it can."""
+        """Give back `count` pages, or as many as it can."""
 
 
 class _Account:
-    """One owner: the number its pages are marked with, and how many there are."""
+    """One owner: the mark on its pages, and their number."""
 
     __slots__ = ("count", "mark")
 
@@ -57,15 +56,15 @@ class _Account:
 
 
 class PageAllocator:
-    """Implements `protocols.ports.PageStore`.
+    """Owners of the pages of one pool. Implements `protocols.ports.PageStore`.
 
-    Pages come out in ascending runs where it can, so writes coalesce.
+    Pages are taken in ascending runs where possible, so that writes coalesce.
     """
 
     def __init__(self, num_pages: int, reserved: int = 0, unit: str = "page") -> None:
         """The first `reserved` pages are never handed out (engines keep a null page there).
 
-        `unit` is what errors call what is owned: the rows of a pool are owned in the same way.
+        `unit` names the pages in error texts: the rows of a pool are owned in the same way.
 
         Raises: MisuseError.
         """
@@ -77,7 +76,7 @@ class PageAllocator:
             )
         self._unit = unit
         self._num_pages, self._reserved = num_pages, reserved
-        # Free pages, the next one on top.
+        # Free pages; the next one to be taken is on top.
         self._stack: PageIndices = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._free = num_pages - reserved
         self._marks: NDArray[np.int32] = np.full(num_pages, _FREE, dtype=np.int32)
@@ -87,9 +86,10 @@ class PageAllocator:
         self._next_mark = itertools.count()
         self._spare_marks: list[int] = []  # of owners without a page
         self._returning = 0
-        self.reclaimables: list[Reclaimable] = []  # two while a worker exchanges its role
+        self.reclaimables: list[Reclaimable] = []  # two while a worker changes its role
         self._lock = threading.Lock()
-        # hold() page uses not yet ended: 0 lets give_back skip the look at `_holds`.
+        # Uses by hold() that did not end yet; while there are none, give_back need not look at
+        # `_holds`.
         self._held_calls = 0
 
     def __repr__(self) -> str:
@@ -114,8 +114,9 @@ class PageAllocator:
 
     @property
     def available_pages(self) -> int:
-        """Free pages, and those that `reclaim` could make free; it may find some that a step or a
-        write still reads.
+        """Free pages, and pages that `reclaim` could free.
+
+        A step or a write may still read some of the latter.
         """
         return (
             self._free + sum(r.evictable_pages for r in self.reclaimables)
@@ -124,10 +125,12 @@ class PageAllocator:
         )
 
     def reclaim(self, count: int) -> int:
-        """See that `count` pages are free, if `reclaimables` have as many as are missing.
+        """Evict pages of `reclaimables` until `count` pages are free, if they have as many as are
+        missing.
 
-        Returns how many are free. Of pages that a step or a write still reads, others are asked for
-        beside."""
+        Returns the number of free pages. In place of pages that a step or a write still reads,
+        others are evicted.
+        """
         for owner in self.reclaimables:
             while self._free < count <= self.available_pages:
                 before = owner.evictable_pages
@@ -143,18 +146,19 @@ class PageAllocator:
 
     @property
     def returning_pages(self) -> int:
-        """Pages without an owner that wait for their last hold to end: given back while they were
-        held, or withheld.
+        """Pages without an owner that wait for the end of their last hold: given back while held,
+        or withheld.
         """
         return self._returning
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """`count` free pages, now owned by `owner`. Raises: CapacityError (nothing is taken)."""
+        """Take `count` free pages for `owner`. Raises: CapacityError (nothing is taken)."""
         with self._lock:
             if count > self._free or count < 0:
                 raise CapacityError(f"{self._unit}s", count, self._free)
             top = self._free
             pages: PageIndices = self._stack[top - count : top][::-1].copy()
+            # Ascending pages make few, large writes.
             if count >= MANY_PAGES and not ascends(pages):
                 pages.sort()
             if count:
@@ -165,11 +169,13 @@ class PageAllocator:
             return pages
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Raises: CapacityError (nothing is taken)."""
+        """Take pages as `take` does: this pool has no rows. Raises: CapacityError (nothing is
+        taken).
+        """
         return self.take(count, owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Change the owner.
+        """Change the owner of `pages`.
 
         Raises: OwnershipError when a page is not `owner`'s (nothing is moved).
         """
@@ -177,7 +183,8 @@ class PageAllocator:
             pages, where = self._owned_by(pages, owner)
             if not pages.size:
                 return
-            # All that it has.
+            # These are all pages of the owner, and the new owner has no account: renaming the
+            # account is enough.
             if pages.size == self._accounts[owner].count and new_owner not in self._accounts:
                 self._accounts[new_owner] = self._accounts.pop(owner)
                 return
@@ -190,7 +197,7 @@ class PageAllocator:
         """Return pages to the free list; those that are held follow when their last hold ends
         (I13).
 
-        Raises: OwnershipError for pages that are free already, named twice, or somebody else's
+        Raises: OwnershipError for pages that are free already, named twice, or another owner's
         (nothing is given back).
         """
         with self._lock:
@@ -208,15 +215,15 @@ class PageAllocator:
             self._debit(owner, count)
 
     def hold(self, pages: PageIndices) -> None:
-        """A reader or writer that cannot be stopped uses these pages.
+        """Count a use of `pages` by a reader or writer that cannot be stopped.
 
-        Counted; a page may be named more than once.
-
-        Raises: OwnershipError for pages without an owner (nothing is held).
+        A page may be named more than once. Raises: OwnershipError for pages without an owner
+        (nothing is held).
         """
         with self._lock:
             pages = self._checked(pages)
-            # The common case of tiny rooms: scalars are several times cheaper than arrays of one.
+            # Tiny rooms are common, and scalars are several times cheaper than arrays of one
+            # element.
             if pages.size == 1:
                 page = int(pages[0])
                 if self._marks[page] in (_FREE, _RETURNING):
@@ -233,13 +240,14 @@ class PageAllocator:
             if once:
                 self._holds[where] += 1
             else:
+                # `+=` would count a page that is named twice only once.
                 np.add.at(self._holds, pages, 1)
             self._held_calls += pages.size
 
     def unhold(self, pages: PageIndices) -> None:
-        """That use has ended; pages given back meanwhile become free.
+        """End a use of `pages`; those that were given back meanwhile become free.
 
-        Raises: OwnershipError when it was not held.
+        Raises: OwnershipError for a page that is not held that often.
         """
         with self._lock:
             pages = self._checked(pages)
@@ -270,15 +278,17 @@ class PageAllocator:
                 ended = np.sort(found[(left == 0) & (self._marks[where] == _RETURNING)]).astype(
                     np.int32
                 )
+                # A page that was named twice is freed once.
                 ready = ended[np.diff(ended, prepend=-1) != 0]
                 self._returning -= ready.size
                 self._free_now(ready, ready if ready.size < MANY_PAGES else _where(ready)[0])
 
     def withhold(self, pages: PageIndices) -> None:
-        """Keep pages from every new owner until they are unheld: free ones leave the free list, and
-        those of an owner do not come back to it. Counted, as `hold`. May be called from any thread.
+        """Keep pages from every new owner until they are unheld.
 
-        Raises: OwnershipError for a page outside the pool (nothing is withheld).
+        Free pages leave the free list, and pages of an owner do not return to it. Counted, as
+        `hold`. May be called from any thread. Raises: OwnershipError for a page outside the pool
+        (nothing is withheld).
         """
         with self._lock:
             pages = self._checked(pages)
@@ -294,9 +304,9 @@ class PageAllocator:
             self._held_calls += pages.size
 
     def owned(self) -> dict[Hashable, int]:
-        """Pages per owner; those on their way back stand under `Kept.RETURNING`.
+        """Count the pages of each owner; returning pages stand under `Kept.RETURNING`.
 
-        With the free ones: the pool.
+        Together with the free and the reserved pages these are the pool.
         """
         found: dict[Hashable, int] = {
             owner: account.count for owner, account in self._accounts.items()
@@ -306,7 +316,9 @@ class PageAllocator:
         return found
 
     def count_by(self, kind: Hashable) -> int:
-        """Pages of all owners of one kind: a tuple's first item, a type, or the owner itself."""
+        """Count the pages of all owners of one kind: a tuple's first item, a type, or the owner
+        itself.
+        """
         total = 0
         for owner, account in self._accounts.items():
             named = owner[0] if isinstance(owner, tuple) and owner else owner
@@ -315,14 +327,18 @@ class PageAllocator:
         return total
 
     def pages_of(self, owner: Hashable) -> PageIndices:
-        """Every page of `owner`, ascending. Walks the pool: for audits and tests."""
+        """Return every page of `owner`, ascending. It walks the pool, so it is for audits and
+        tests.
+        """
         account = self._accounts.get(owner)
         return np.flatnonzero(self._marks == (account.mark if account else _NOBODYS)).astype(
             np.int32
         )
 
     def at_rest(self) -> bool:
-        """Every page that can be handed out is free, or cached and unread, and nothing is held."""
+        """Return True when every page that can be handed out is free, or cached and unread, and no
+        page is held.
+        """
         return self.available_pages == self.capacity and not self._held_calls
 
     def _account(self, owner: Hashable) -> _Account:
@@ -340,7 +356,7 @@ class PageAllocator:
             self._spare_marks.append(account.mark)
 
     def _free_now(self, pages: PageIndices, where: Index) -> None:
-        """`where` is the index of `pages`, see `_where`."""
+        """Put pages on the free list; `where` is the index of `pages`, see `_where`."""
         top = self._free
         if pages.size == 1:
             page = int(pages[0])
@@ -351,14 +367,16 @@ class PageAllocator:
         self._free = top + pages.size
 
     def _checked(self, pages: PageIndices) -> PageIndices:
-        """Raises: OwnershipError for an index outside the pool (a negative one would silently mean
-        another page).
+        """Return `pages` as an array of indices in the pool.
+
+        Raises: OwnershipError for an index outside the pool: a negative one would silently mean
+        another page.
         """
         found: PageIndices = np.asarray(pages, dtype=np.int32)
         if found.ndim != 1:
             raise OwnershipError(f"{self._unit}s have shape {found.shape}, not [n]")
         if found.size:
-            # A negative one is large so.
+            # Seen as unsigned numbers, negative indices are above every page.
             most = int(found[0]) if found.size == 1 else int(found.view(np.uint32).max())
             if not 0 <= most < self._num_pages:
                 low = int(found.min())
@@ -369,7 +387,8 @@ class PageAllocator:
         return found
 
     def _owned_by(self, pages: PageIndices, owner: Hashable) -> tuple[PageIndices, Index]:
-        """`pages`, each in the pool, named once, and `owner`'s, and the index of them.
+        """Check that each of `pages` is in the pool, named once, and `owner`'s; return them and
+        their index.
 
         Raises: OwnershipError.
         """
@@ -399,7 +418,7 @@ class PageAllocator:
 
     @staticmethod
     def _named(where: Index, which: NDArray[np.bool_]) -> int:
-        """The first of the pages of an index for which `which` is true."""
+        """Return the first page of an index for which `which` is true."""
         first = int(np.argmax(which))
         return where.start + first if isinstance(where, slice) else int(where[first])
 
@@ -414,8 +433,11 @@ class PageAllocator:
 
 
 def _where(pages: PageIndices) -> tuple[Index, bool]:
-    """The index of many pages, and whether it names each once: a slice, or in ascending order, and
-    of the type that numpy would make of it at every use."""
+    """Return an index of many pages, and True if it names each page once.
+
+    The index is a slice, or ascending numbers of the type that numpy would otherwise make of it at
+    every use.
+    """
     if not ascends(pages):
         index = np.sort(pages).astype(np.intp)
         return index, ascends(index)

@@ -1,4 +1,4 @@
-"""How much memory this process can still get: what the machine has free, within the limits of its
+"""The memory that this process can still get: what the machine has free, within the limits of its
 control groups.
 """
 
@@ -17,7 +17,7 @@ _V1: _Files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive
 
 
 class Available(msgspec.Struct, frozen=True, order=True):
-    """`size_bytes` that can still be had, and what sets that limit."""
+    """An amount of memory that can still be had, and what sets that limit."""
 
     size_bytes: int
     limit: str
@@ -27,8 +27,9 @@ class Available(msgspec.Struct, frozen=True, order=True):
 
 
 def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Available | None:
-    """The least of what the machine and each enclosing control group (v1 or v2) have left; None
-    where neither says.
+    """Return the least of what the machine and each enclosing control group (v1 or v2) have left.
+
+    Returns None where neither is known.
     """
     return min((*_of_machine(proc), *_of_groups(proc, cgroups)), default=None)
 
@@ -48,8 +49,8 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[Available]:
             root, files = cgroups / "memory", _V1
         else:
             continue
-        # In a container the path may be the host's: then only the root of the mount, its own group,
-        # is there.
+        # In a container the path may be that of the host. Then only the root of the mount exists,
+        # which is the container's own group.
         group = root / path.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
             yield from _of_group(folder, files)
@@ -57,9 +58,10 @@ def _of_groups(proc: Path, cgroups: Path) -> Iterator[Available]:
 
 def _of_group(folder: Path, files: _Files) -> Iterator[Available]:
     limit, used = _lines(folder / files[0]), _lines(folder / files[1])
-    if not limit or not used or not limit[0].isdigit():  # "max" is no limit
+    # A group without a limit has "max" in this file.
+    if not limit or not used or not limit[0].isdigit():
         return
-    # File pages that were not used lately are given back before anything is refused.
+    # The kernel gives back file pages that were not used lately before it refuses memory.
     cached = sum(
         int(line.split()[1])
         for line in _lines(folder / "memory.stat")

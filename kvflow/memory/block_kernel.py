@@ -1,10 +1,10 @@
-"""Many small blocks between a CUDA device and pinned host memory: copied by one kernel, in place of
-a call for each.
+"""Copies of many small blocks between a CUDA device and pinned host memory, by one kernel in place
+of one call per block.
 
-Imports Triton. A call of cudaMemcpyAsync costs some 2 us, and holds up what other threads queue:
-512 pages of 2 MiB of a layer-first pool (65,536 blocks of 32 KiB) left an H100 with 8 GB/s, while
-steps of a small model took 65 times as long; with this kernel it is 36 GB/s, of 53 that one large
-copy has, and 1.8 times.
+Imports Triton. A call of cudaMemcpyAsync costs some 2 us, and delays what other threads queue. For
+512 pages of 2 MiB of a layer-first pool (65,536 blocks of 32 KiB), calls gave 8 GB/s on an H100,
+while steps of a small model took 65 times as long. This kernel gives 36 GB/s, of the 53 GB/s of one
+large copy, while steps take 1.8 times as long.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from triton import language as tl
 from kvflow.protocols.errors import TransferError
 from kvflow.protocols.pages.plan import Blocks
 
-# Blocks of this size on average move as fast with calls, which leave the model all processors.
+# Blocks of this average size move as fast with calls, which leave the model all processors.
 LARGE_BYTES = 256 << 10
 _MIN_BLOCKS = 16
 _WORD_BYTES = 8
-_WORDS = 2048  # that a program has under way at once
+_WORDS = 2048  # that a program moves at once
 _PROGRAMS = 16  # as fast as 128; the model has the rest of the device
 
 
 class BlockKernel:
-    """Copies lists of blocks on one device."""
+    """A copier of lists of blocks on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Compiles it, which takes a second the first time."""
+        """Compiles the kernel, which takes a second the first time."""
         self._device = device
         words = torch.zeros(2, device=device, dtype=torch.int64)
         address = np.array([words.data_ptr()], dtype=np.int64)
@@ -40,14 +40,14 @@ class BlockKernel:
         torch.cuda.current_stream(device).synchronize()
 
     def suits(self, blocks: Blocks) -> bool:
-        """Whether these blocks are many and small, and whole words on both sides."""
+        """Return True if these blocks are many and small, and whole words on both sides."""
         count = blocks.sizes.size
         if count < _MIN_BLOCKS or blocks.total_bytes >= count * LARGE_BYTES:
             return False
         return not any(int(np.bitwise_or.reduce(column)) % _WORD_BYTES for column in blocks)
 
     def queue(self, blocks: Blocks, stream: torch.cuda.Stream) -> None:
-        """Queue all of it on `stream`. Raises: TransferError when it is refused."""
+        """Queue a copy of all blocks on `stream`. Raises: TransferError when it is refused."""
         table = np.stack([blocks.sources, blocks.targets, blocks.sizes // _WORD_BYTES])
         try:
             with torch.cuda.stream(stream):
@@ -61,7 +61,7 @@ class BlockKernel:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _copy_blocks(table, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """`table` int64 [3, count]: sources, targets, words.
+    """Copy the blocks of `table`, int64 [3, count]: sources, targets, words.
 
     Program p copies blocks p, p + programs, ...
     """

@@ -1,7 +1,7 @@
-"""Checksums of pages (XXH3, 64 bits) in threads of their own, equal for equal content however a
-pool is laid out.
+"""Checksums of pages (XXH3, 64 bits), computed in threads; equal for equal content, however a pool
+is laid out.
 
-A checksum that does not come back in time is none.
+A checksum that takes too long counts as missing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from kvflow.protocols.pages.components import in_order
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.layout import PageIndices, Places, PoolLayout
 
-# Plans for what one rank serves that are kept: twice as many as a room has ranks, however peers cut
-# it.
+# Cached plans for what one rank serves: twice as many as a room has ranks, however peers divide it.
 SHARES = 128
-# Small blocks are summed with the GIL held: let others have it after so many bytes.
+# Small blocks are summed with the GIL held: after so many bytes other threads get a turn.
 _BREATH_BYTES = 1 << 20
 
 
 class _Stretch(NamedTuple):
-    """Bytes that lie together in every page, or row: `size_bytes` at `offset` of it, pages
+    """Bytes that lie together in every page, or row: `size_bytes` at `offset` in it, with pages
     `page_bytes` apart.
     """
 
@@ -41,25 +40,25 @@ class _Stretch(NamedTuple):
 
 
 class Stores(NamedTuple):
-    """What to sum of each page, and of each row."""
+    """The bytes to sum of each page, and of each row."""
 
     pages: list[_Stretch]
     rows: list[_Stretch]
 
 
 class PageChecksums(PageTasks):
-    """Implements `protocols.ports.Checksums`;
-    the pool must stay open until `close` has returned.
+    """Checksums over one pool in host memory. Implements `protocols.ports.Checksums`.
+
+    The pool must stay open until `close` returned.
     """
 
     def __init__(
         self, pool: PagedPool, layout: PoolLayout | None = None, *, within_s: float = WITHIN_S
     ) -> None:
-        """`layout`: of what is summed of the pool, by default all.
+        """`layout` describes what is summed of the pool; by default all of it.
 
-        A checksum takes `within_s` at most.
-
-        Raises: LayoutError for a pool that is not in host memory.
+        A checksum takes `within_s` at most. Raises: LayoutError for a pool that is not in host
+        memory.
         """
         if not pool.on_host:
             raise LayoutError("checksums are for pools in host memory")
@@ -82,8 +81,9 @@ class PageChecksums(PageTasks):
 
 
 class PoolSums:
-    """Checksums of a pool in host memory, which must stay open: of all that it holds, or of what
-    one rank has sent.
+    """Checksums of a pool in host memory, over all that it holds or over what one rank sent.
+
+    The pool must stay open.
     """
 
     def __init__(self, layout: PoolLayout) -> None:
@@ -93,8 +93,10 @@ class PoolSums:
     def sum(
         self, places: Places, served: tuple[Served, ...] | None, cancelled: Callable[[], bool]
     ) -> bytes:
-        """In a thread: the checksum that the rank which has `served` has of them; empty when it was
+        """Return the checksum that the rank which `served` these places computes; empty if
         cancelled.
+
+        Runs in a thread.
         """
         if served is not None and (gathered := self._gathered(served)) is not None:
             return gathered.sum(places, cancelled)
@@ -102,20 +104,20 @@ class PoolSums:
         return found.digest() if sum_places(found, self._stores, places, cancelled) else b""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._stores = Stores([], [])
         self._gathered.cache_clear()
 
 
 def _gathered(layout: PoolLayout, served: tuple[Served, ...]) -> GatheredSum | None:
-    """None where what was served is summed as it lies."""
+    """Return None where what was served can be summed as it lies."""
     return None if is_as_it_lies(layout, served) else GatheredSum(layout, served)
 
 
 def sum_places(
     found: xxh3_64, stores: Stores, places: Places, cancelled: Callable[[], bool]
 ) -> bool:
-    """Add pages and rows, in their order, to `found`; in a thread. False when it was cancelled."""
+    """Add pages and rows, in their order, to `found`; False if cancelled. Runs in a thread."""
     summed_bytes = 0
     for stretches, indices in (
         (stores.pages, places.pages.tolist()),
@@ -130,12 +132,13 @@ def sum_places(
                 return False
             if summed_bytes >= _BREATH_BYTES:
                 summed_bytes = 0
+                # Sleeping for no time lets another thread take the GIL.
                 time.sleep(0)
     return True
 
 
 def stores_of(layout: PoolLayout) -> Stores:
-    """Of a pool in host memory, which must stay mapped."""
+    """Return the bytes to sum of a pool in host memory, which must stay mapped."""
     memories = [
         memoryview((ctypes.c_uint8 * b.size_bytes).from_address(b.address)) for b in layout.buffers
     ]
@@ -145,8 +148,11 @@ def stores_of(layout: PoolLayout) -> Stores:
 
 
 def _stretches(layout: PoolLayout, memories: list[memoryview], *, in_rows: bool) -> list[_Stretch]:
-    """Components in an order that depends on names and entries only (in an opaque pool, that of the
-    bytes of its page); neighbours in memory are summed as one."""
+    """Return what to sum of each page or row, in an order that depends on names and entries only.
+
+    In an opaque pool the order is that of the bytes of its page. Neighbours in memory are summed as
+    one.
+    """
     found: list[_Stretch] = []
     for c in layout.components if layout.tag else in_order(layout.components):
         if c.in_rows != in_rows:

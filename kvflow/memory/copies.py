@@ -1,7 +1,7 @@
-"""Copying planned blocks between memories: with memmove on the host, with CUDA's copies where one
+"""Copies of planned blocks between memories: with memmove on the host, with CUDA's copies where one
 side is a device.
 
-A copy returns when all of it has been copied. One that fails has ended too: nothing of it runs on.
+A copy returns when all of it is done. A copy that fails is over too: no part of it runs on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
     from kvflow.memory.block_kernel import BlockKernel
 
-# Copied with the GIL held, some 150 us: handing it over costs more than copying a small block.
+# Bytes copied with the GIL held, some 150 us: handing it over costs more than copying a small
+# block.
 _HELD_BYTES = 1 << 20
-SMALL_BYTES = 512  # blocks of no more, on average, are copied by numpy
-_FEW_BLOCKS = 64  # so few are not worth a call of numpy
-_HELD_CALLS = 64  # queued with the GIL held
+SMALL_BYTES = 512  # blocks up to this average size are copied by numpy
+_FEW_BLOCKS = 64  # fewer are not worth a call of numpy
+_HELD_CALLS = 64  # calls queued with the GIL held
 # cudaHostRegisterPortable, cudaHostRegisterMapped, cudaMemcpyDefault.
 _PORTABLE, _MAPPED, _ANY_TO_ANY = 1, 2, 4
 _SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
@@ -41,27 +42,27 @@ for _function in (_copy_holding_gil, _copy_releasing_gil):
 
 
 class Copier(Protocol):
-    """Copies in threads, several at once if need be."""
+    """A way to copy blocks, which several threads may use at once."""
 
     def copy(self, blocks: Blocks) -> None:
-        """Raises: TransferError when some block was not copied."""
+        """Copy all blocks. Raises: TransferError when a block was not copied."""
 
     def pin(self, pool: PagedPool) -> None:
-        """Keep this pool of host memory in place until `close`, so that a device can copy to and
-        from it by itself.
+        """Pin a pool of host memory until `close`, so that a device can copy to and from it
+        directly.
 
-        Raises: LayoutError when that is not to be had.
+        Raises: LayoutError when that is not possible.
         """
 
     def close(self) -> None:
-        """Let go of what was pinned; before those pools are closed, and when no copy runs.
+        """Unpin the pinned pools; call it before those pools are closed, and when no copy runs.
 
         Idempotent.
         """
 
 
 def copier_for(pool: PagedPool) -> Copier:
-    """Copies between `pool` and host memory.
+    """Return a copier between `pool` and host memory.
 
     Raises: LayoutError for a device whose memory cannot be copied.
     """
@@ -76,9 +77,9 @@ def copy_slices(
     stopped: Callable[[], bool],
     copier: Copier,
 ) -> bool:
-    """In a thread. Returns whether all was copied; `stopped` is asked before every slice.
+    """Copy places slice by slice; True when all was copied. Runs in a thread.
 
-    Raises: TransferError.
+    `stopped` is asked before every slice. Raises: TransferError.
     """
     blocks = pairing.blocks(
         source.pages, target.pages, source.rows, target.rows, max_block_bytes=slice_bytes
@@ -95,9 +96,12 @@ def copy_slices(
 
 
 def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = None) -> PoolLayout:
-    """The components of `layout`, with as many pages and rows as `limit_bytes` of host memory hold:
-    `num_rows`, or as many as the pool has within half of it. Raises: MisuseError when that is no
-    page, or no row."""
+    """Return the components of `layout` with as many pages and rows as `limit_bytes` of host memory
+    hold.
+
+    There are `num_rows` rows, by default as many as the pool has within half of the limit. Raises:
+    MisuseError when the limit holds no page, or no row.
+    """
     page_bytes, row_bytes = layout.page_bytes, layout.row_bytes
     enough = page_bytes + (num_rows or 1) * row_bytes
     if num_rows is None:
@@ -116,20 +120,20 @@ def host_layout(layout: PoolLayout, limit_bytes: int, num_rows: int | None = Non
 
 
 def are_small(blocks: Blocks) -> bool:
-    """Whether `copy_small` is the faster way: heads of single slots, where the widths of two pools
-    differ.
+    """Return True if `copy_small` is the faster way.
+
+    That is the case for heads of single slots, where the widths of two pools differ.
     """
     count = blocks.sizes.size
     return count >= _FEW_BLOCKS and int(blocks.sizes.sum()) <= SMALL_BYTES * count
 
 
 def copy_small(blocks: Blocks) -> None:
-    """Copy many small blocks, all of one size in one call of numpy, which gathers them and scatters
-    them again.
+    """Copy many small blocks; numpy gathers and scatters all blocks of one size in one call.
 
-    Blocks of 64, 128, 256, 512 bytes of scattered pages: 0.8, 1.4, 1.9, 2.4 GB/s; a memmove each:
-    0.1, 0.3, 0.5, 0.9 (two busy cores). To a plane that takes a block at a time these are tiny:
-    they pass through staging, in another order (`transports.data.slices`).
+    Scattered blocks of 64, 128, 256, 512 bytes moved at 0.8, 1.4, 1.9, 2.4 GB/s; with a memmove
+    each, at 0.1, 0.3, 0.5, 0.9 (two busy cores). To a plane that takes a block at a time these are
+    tiny: they pass through staging, in another order (`transports.data.slices`).
     """
     for size in np.unique(blocks.sizes).tolist():
         alike = (
@@ -149,7 +153,9 @@ def _of_size(blocks: Blocks, size: int) -> Blocks:
 
 
 class _Memory:
-    """`count` elements of `size` bytes for numpy, one beginning at each byte from `address` on."""
+    """Memory as numpy sees it: `count` elements of `size` bytes, one beginning at each byte from
+    `address` on.
+    """
 
     def __init__(self, address: int, count: int, size: int) -> None:
         self.__array_interface__ = {
@@ -162,17 +168,17 @@ class _Memory:
 
 
 def _elements(addresses: Addresses, size: int) -> tuple[NDArray[np.void], Addresses]:
-    """Memory as elements of `size` bytes, and which of them lie at `addresses`."""
+    """Return memory as elements of `size` bytes, and the indices of the elements at `addresses`."""
     low = int(addresses.min())
     return np.asarray(_Memory(low, int(addresses.max()) - low + 1, size)), addresses - low
 
 
 class HostCopier:
-    """Implements `Copier` with memmove, and many small blocks with numpy."""
+    """A copier on the host: memmove, and numpy for many small blocks. Implements `Copier`."""
 
     @staticmethod
     def copy(blocks: Blocks) -> None:
-        """Hands the GIL over after so many bytes, and with the last block."""
+        """Copy all blocks; the GIL is handed over after so many bytes, and with the last block."""
         if are_small(blocks):
             for start in range(0, blocks.sizes.size, _HELD_BYTES // SMALL_BYTES):
                 copy_small(
@@ -194,18 +200,20 @@ class HostCopier:
                 held = 0
 
     def pin(self, pool: PagedPool) -> None:
-        """Nothing to do."""
+        """Return at once: the CPU copies memory that is not pinned."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Return at once: no memory is pinned."""
 
 
 class CudaCopier:
-    """Implements `Copier` on a stream of its own, beside the model's: with cudaMemcpyAsync, and
-    where there is Triton many small blocks with a kernel."""
+    """A copier on its own CUDA stream, beside the model's. Implements `Copier`.
+
+    It uses cudaMemcpyAsync and, where Triton is installed, a kernel for many small blocks.
+    """
 
     def __init__(self, device: str) -> None:
-        """Raises: LayoutError."""
+        """Raises: LayoutError for a device that is not CUDA's, or without the CUDA runtime."""
         import torch
 
         if torch.device(device).type != "cuda" or torch.version.cuda is None:
@@ -226,12 +234,15 @@ class CudaCopier:
                     self._kernel.queue(blocks, self._stream)
                 else:
                     self._runtime.queue(blocks, self._stream.cuda_stream)
-            finally:  # also of what was queued before one that failed
+            finally:
+                # Copies that were queued before one that failed are awaited too: no part may run
+                # on.
                 self._synchronize()
 
     def takes_kernel(self, blocks: Blocks) -> bool:
-        """Whether a kernel copies these: it can read and write no memory of the host but what was
-        pinned here.
+        """Return True if the kernel copies these blocks.
+
+        Of host memory it can only read and write what was pinned here.
         """
         if self._kernel is None or not self._kernel.suits(blocks):
             return False
@@ -243,14 +254,14 @@ class CudaCopier:
         )
 
     def _synchronize(self) -> None:
-        """Without the GIL. Raises: TransferError."""
+        """Wait for the stream, without the GIL. Raises: TransferError."""
         try:
             self._stream.synchronize()
         except RuntimeError as error:
             raise TransferError(f"copies on {self._device} failed: {error}") from error
 
     def pin(self, pool: PagedPool) -> None:
-        # Of the one region that it is allocated in.
+        # All buffers of a host pool lie in one allocation, which is pinned as a whole.
         first, last = pool.layout.buffers[0], pool.layout.buffers[-1]
         address, size_bytes = first.address, last.address + last.size_bytes - first.address
         with _on(self._device):
@@ -268,12 +279,10 @@ class CudaCopier:
 
 
 class Runtime:
-    """The calls of the CUDA runtime that torch does not publish; of the library that torch itself
-    has loaded.
-    """
+    """Calls of the CUDA runtime that torch does not publish, in the library that torch loaded."""
 
     def __init__(self, path: str | None) -> None:
-        """Raises: LayoutError when there is none."""
+        """Raises: LayoutError when torch loaded no such library."""
         if path is None:
             raise LayoutError(
                 "torch has loaded no CUDA runtime (libcudart.so): memory of a device cannot be "
@@ -291,9 +300,10 @@ class Runtime:
         self._explain.argtypes, self._explain.restype = [ctypes.c_int], ctypes.c_char_p
 
     def queue(self, blocks: Blocks, stream: int) -> None:
-        """Queue every block in order; handing the GIL over now and then.
+        """Queue every block in order, and hand the GIL over now and then.
 
-        Raises: TransferError at the first that is refused."""
+        Raises: TransferError at the first block that is refused.
+        """
         sources, targets, sizes = (column.tolist() for column in blocks)
         for n, (source, target, size) in enumerate(zip(sources, targets, sizes, strict=True), 1):
             queue = self._queue_holding_gil if n % _HELD_CALLS else self._queue_releasing_gil
@@ -307,7 +317,7 @@ class Runtime:
         return int(self._unregister(address))
 
     def attribute(self, which: int, device: int) -> int:
-        """Of a device, by the number of the attribute; 0 where the runtime does not know it."""
+        """Return an attribute of a device, by its number; 0 where the runtime does not know it."""
         value = ctypes.c_int()
         return 0 if self._attribute(ctypes.byref(value), which, device) else value.value
 
@@ -328,7 +338,7 @@ def _typed(function: Any) -> Any:
 
 
 def _block_kernel(device: torch.device) -> BlockKernel | None:
-    """None without Triton, which torch's builds for CUDA bring."""
+    """Return the kernel for `device`; None without Triton, which torch's builds for CUDA bring."""
     try:
         from kvflow.memory.block_kernel import BlockKernel
     except ImportError:
@@ -337,14 +347,14 @@ def _block_kernel(device: torch.device) -> BlockKernel | None:
 
 
 def _on(device: torch.device) -> Any:
-    """With this device as the thread's own."""
+    """Return a context with `device` as the thread's current device."""
     import torch
 
     return torch.cuda.device(device)
 
 
 def _loaded_library(name: str) -> str | None:
-    """The path of a library that this process has loaded, whatever its version."""
+    """Return the path of a library that this process loaded, whatever its version."""
     with open("/proc/self/maps", encoding="utf-8") as file:
         for line in file:
             path = line.partition("/")[2].rstrip("\n")

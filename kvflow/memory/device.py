@@ -1,6 +1,4 @@
-"""Memory of a device, as torch has it: where a pool's buffers lie when the CPU is not
-to read them.
-"""
+"""Memory of a device, allocated by torch, for pools whose buffers the CPU does not read."""
 
 from __future__ import annotations
 
@@ -19,9 +17,10 @@ HOST = "cpu"
 
 
 def memory_on(device: torch.device | str, size_bytes: int) -> torch.Tensor:
-    """Zeroed bytes [size_bytes] on `device`.
+    """Allocate zeroed bytes [size_bytes] on `device`.
 
-    Raises: LayoutError when there is not enough memory, MisuseError without torch."""
+    Raises: LayoutError when there is not enough memory, MisuseError without torch.
+    """
     try:
         import torch
     except ModuleNotFoundError:
@@ -30,7 +29,8 @@ def memory_on(device: torch.device | str, size_bytes: int) -> torch.Tensor:
         ) from None
     try:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+    # torch.OutOfMemoryError is a RuntimeError.
+    except RuntimeError as error:
         line = str(error).partition("\n")[0]
         raise LayoutError(
             f"no memory for a pool of {size_bytes} bytes on {device}: {line}"
@@ -38,7 +38,7 @@ def memory_on(device: torch.device | str, size_bytes: int) -> torch.Tensor:
 
 
 def memory_of(device: torch.device) -> Available:
-    """What a CUDA device has left."""
+    """Return the memory that a CUDA device has left."""
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -46,9 +46,9 @@ def memory_of(device: torch.device) -> Available:
 
 
 def stream_in(memory: torch.Tensor, layout: PoolLayout, c: Component) -> torch.Tensor:
-    """One component of a pool whose buffers lie in `memory`, shaped as `PagedPool.array` is.
+    """Return one component of a pool whose buffers lie in `memory`, shaped as by `PagedPool.array`.
 
-    Raises: LayoutError for a place that its dtype cannot be read from.
+    Raises: LayoutError for a place from which its dtype cannot be read.
     """
     import torch
 
@@ -66,7 +66,7 @@ def stream_in(memory: torch.Tensor, layout: PoolLayout, c: Component) -> torch.T
 
 
 def misplaced(c: Component, page_bytes: int) -> LayoutError:
-    """A component whose dtype cannot be read from where it lies."""
+    """Return the error for a component whose dtype cannot be read from where it lies."""
     return LayoutError(
         f"component {c.name!r}: {c.dtype} cannot lie at {c.offset} in pages of {page_bytes} bytes"
     )

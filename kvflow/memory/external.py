@@ -1,6 +1,4 @@
-"""Pages that an engine's own allocator owns: kvflow counts who still uses them, and never hands one
-out.
-"""
+"""Pages that an engine's own allocator owns: kvflow counts their uses, and never hands one out."""
 
 from __future__ import annotations
 
@@ -16,17 +14,19 @@ from kvflow.protocols.pages.layout import MANY_PAGES, PageIndices, ascends
 
 
 class ExternalPages:
-    """Implements `protocols.ports.PageStore` for a pool whose pages the engine hands out by itself.
+    """A store that counts the uses of pages, and leaves it to the engine to hand them out.
 
-    `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`: every room is
+    Implements `protocols.ports.PageStore`.
+
+    With `node = DecodeNode(pool, plane, pages=ExternalPages(pool.layout.num_pages))`, every room is
     opened over pages of the engine's (`room(..., pages=mine)`). A page is busy while a peer may
-    write into it, a write reads it, or a checksum does; the engine gives a page to somebody else
-    when it is busy no more. Pages that an earlier node over the pool has lent, and whose writer may
-    still write, are busy from the start. Every method may be called from any thread.
+    write into it, or a write or a checksum reads it; the engine may give it to another owner when
+    it is no longer busy. Pages that an earlier node over the pool lent, and whose writer may still
+    write, are busy from the start. Every method may be called from any thread.
     """
 
     def __init__(self, num_pages: int) -> None:
-        """Raises: MisuseError."""
+        """Count the uses of `num_pages` pages. Raises: MisuseError."""
         if num_pages < 1:
             raise MisuseError(f"num_pages {num_pages} is below 1")
         self._uses: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
@@ -41,7 +41,7 @@ class ExternalPages:
 
     @property
     def free_pages(self) -> int:
-        """None: only the engine knows which of its pages are free."""
+        """Always 0: only the engine knows which of its pages are free."""
         return 0
 
     @property
@@ -49,13 +49,13 @@ class ExternalPages:
         return int(np.count_nonzero(self._uses))
 
     def at_rest(self) -> bool:
-        """True when no page is busy."""
+        """Return True when no page is busy."""
         return not self._uses.any()
 
     # --- what the engine asks
 
     def busy(self, pages: Sequence[int] | PageIndices) -> PageIndices:
-        """Those of `pages` that are still in use, in their order.
+        """Return those of `pages` that are still in use, in their order.
 
         Raises: OwnershipError (a page outside the pool).
         """
@@ -63,10 +63,10 @@ class ExternalPages:
         return found[self._uses[found] > 0]
 
     def wait_idle(self, pages: Sequence[int] | PageIndices, timeout_s: float | None = None) -> bool:
-        """Block until none of `pages` is in use; False when that took longer than `timeout_s`.
+        """Block until no page of `pages` is in use; False when that took longer than `timeout_s`.
 
-        Never call it on an event loop: what it waits for runs there. Raises: OwnershipError (a page
-        outside the pool), MisuseError (what is not a time).
+        Never call it on an event loop: the work that it waits for runs there. Raises:
+        OwnershipError (a page outside the pool), MisuseError (what is not a time).
         """
         found = self._checked(pages)
         if timeout_s is not None:
@@ -77,7 +77,7 @@ class ExternalPages:
     # --- what a node asks
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """Nothing, for a room that needs nothing.
+        """Return an empty list, for a room that needs no page.
 
         Raises: CapacityError for a room that was opened without pages.
         """
@@ -86,19 +86,19 @@ class ExternalPages:
         return np.empty(0, dtype=np.int32)
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """Raises: CapacityError, as `take`."""
+        """Return an empty list, as `take`. Raises: CapacityError."""
         return self.take(count, owner)
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Raises: OwnershipError: no page is ever taken from here."""
+        """Refuse: no page is ever taken from here. Raises: OwnershipError."""
         self._refuse(pages, "move")
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Raises: OwnershipError: no page is ever taken from here."""
+        """Refuse: no page is ever taken from here. Raises: OwnershipError."""
         self._refuse(pages, "give back")
 
     def hold(self, pages: PageIndices) -> None:
-        """These pages are in use, once more each.
+        """Count one more use of each page.
 
         Raises: OwnershipError (a page outside the pool; nothing is held).
         """
@@ -107,7 +107,7 @@ class ExternalPages:
             self._count(found, 1)
 
     def unhold(self, pages: PageIndices) -> None:
-        """One use of each has ended.
+        """End one use of each page.
 
         Raises: OwnershipError for a page that is not in use (nothing is changed).
         """
@@ -115,20 +115,23 @@ class ExternalPages:
         with self._changed:
             counted = self._count(found, -1)
             if (wrong := self._uses[counted] < 0).any():
+                # An error must leave the counts as they were.
                 self._count(found, 1)
                 raise OwnershipError(f"unhold: page {counted[wrong][0]} is not in use")
             self._changed.notify_all()
 
     def withhold(self, pages: PageIndices) -> None:
-        """These pages are in use, once more each, by a writer of an earlier node.
+        """Count one more use of each page, by a writer of an earlier node.
 
         Raises: as `hold`.
         """
         self.hold(pages)
 
     def _count(self, pages: PageIndices, more: int) -> PageIndices:
-        """Add to the uses of `pages`; returns them, many in ascending order: `np.add.at` takes 150
-        ms for a million.
+        """Add `more` to the uses of `pages`, and return the pages in the order in which they were
+        counted.
+
+        Many pages are sorted first, because `np.add.at` takes 150 ms for a million.
         """
         if pages.size >= MANY_PAGES and ascends(ascending := np.sort(pages)):
             self._uses[ascending] += np.int32(more)
@@ -152,7 +155,7 @@ class ExternalPages:
 
 
 class ExternalPagesError(CapacityError):
-    """A room without pages was opened at a node that has none of its own."""
+    """The error for a room that was opened without pages at a node whose engine owns all pages."""
 
     def __init__(self, count: int, owner: Hashable) -> None:
         super().__init__("pages", count, 0)

@@ -1,4 +1,4 @@
-"""The checksum of what one rank has sent, over a pool that holds it in another order, or in several
+"""The checksum of what one rank sent, over a pool that holds it in another order, or in several
 copies.
 """
 
@@ -20,14 +20,15 @@ _BATCH_BYTES = 1 << 20  # brought together, and summed, at a time
 
 
 class GatheredSum:
-    """Brings what a rank has served into the order in which the rank sums it, a few pages at a
-    time, and sums that.
+    """The sum over what a rank served, in the order in which that rank sums it.
+
+    A few pages at a time are copied into that order, and summed.
     """
 
     def __init__(self, layout: PoolLayout, served: tuple[Served, ...]) -> None:
-        """`layout` is of a pool in host memory, which must stay open.
+        """`layout` describes a pool in host memory, which must stay open.
 
-        Raises: LayoutError for what is not in it.
+        Raises: LayoutError for parts that are not in the pool.
         """
         kinds, rows = _kinds(layout, served), int(bool(layout.row_bytes))
         self._pairings: list[Pairing] = []
@@ -50,13 +51,13 @@ class GatheredSum:
             )
 
     def sum(self, places: Places, cancelled: Callable[[], bool]) -> bytes:
-        """In a thread; empty when it was cancelled."""
+        """Return the checksum of `places`; empty if cancelled. Runs in a thread."""
         digests = [self._sum(pairing, places, cancelled) for pairing in self._pairings] or [
             xxh3_64().digest()
         ]
         if not all(digests):
             return b""
-        # Copies that differ are not all what was sent, so the answer must be what no sender has.
+        # Copies that differ are not all what was sent: the answer must be a sum that no sender has.
         return digests[0] if len(set(digests)) == 1 else xxh3_64(b"".join(digests)).digest()
 
     def _sum(self, pairing: Pairing, places: Places, cancelled: Callable[[], bool]) -> bytes:
@@ -76,7 +77,7 @@ class GatheredSum:
         return found.digest()
 
     def _parts(self, places: Places, there: PoolLayout) -> Iterator[Places]:
-        """Some pages at a time, then the rows, one by one; of what has bytes."""
+        """Yield some pages at a time, then the rows one by one, where they have bytes."""
         for start in range(0, places.pages.size if there.page_bytes else 0, self._batch):
             yield Places(places.pages[start : start + self._batch], NO_PLACES)
         for n in range(places.rows.size if there.row_bytes else 0):
@@ -84,14 +85,14 @@ class GatheredSum:
 
 
 def is_as_it_lies(layout: PoolLayout, served: tuple[Served, ...]) -> bool:
-    """What was served is the whole pool, and the pool can be summed as it is."""
+    """Return True if what was served is the whole pool, and the pool can be summed as it is."""
     return sends_all(layout, served) and all(
         len(copies) == 1 for copies in copies_of(layout.components)
     )
 
 
 def _kinds(layout: PoolLayout, served: tuple[Served, ...]) -> list[StateKind]:
-    """What was served, in the order of `components.in_order`."""
+    """Return what was served, in the order of `components.in_order`."""
     found, known = [], by_name(layout.components)
     for each in sorted(served, key=lambda each: (len(each.name), each.name, each.start)):
         c = known[each.name][0]

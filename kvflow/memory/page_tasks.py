@@ -1,8 +1,8 @@
-"""Work on pages in threads of its own, each piece with an end that can be awaited, cancelled, and
-given up.
+"""Work on pages in threads; each task has an end that can be awaited, and can be cancelled or given
+up.
 
-What does not come back in time is given up. Its thread may hang in a read: it is left alone, and
-until it returns its pages are held and the memory stays mapped.
+A task that takes too long is given up. Its thread may hang in a read: until it returns, the pages
+stay held and the memory stays mapped.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ CLOSE_S = 10.0
 log = logging.getLogger("kvflow.memory")
 
 Work = Callable[[Callable[[], bool]], bytes]
-"""What a thread does; it asks between two slices whether it was cancelled, and then returns
-nothing.
+"""Work in a thread. It calls its argument between two slices, and returns an empty result when it
+was cancelled.
 """
 
 
 class PageTasks:
-    """Tasks of one kind over the pages of pools,
-    which must stay open until `close` has returned.
-    """
+    """Tasks of one kind over the pages of pools, which must stay open until `close` returned."""
 
     def __init__(self, what: str, within_s: float = WITHIN_S) -> None:
-        """`what` one of them is, for people ("checksum"). It takes `within_s` at most."""
+        """`what` names one task in messages ("checksum"). A task takes `within_s` at most."""
         self._what, self._within_s = what, within_s
         self._running: set[PageTask] = set()
         self._threads = DaemonThreads(THREADS, what)
@@ -46,7 +44,7 @@ class PageTasks:
         return f"<{type(self).__name__}: {len(self._running) - hung} under way, {hung} hung>"
 
     def start(self, work: Work, num_pages: int, mapped_by: tuple[object, ...]) -> PageTask:
-        """`mapped_by`: what keeps the memory where it is for as long as the thread may read it."""
+        """Start a task; `mapped_by` keeps the memory mapped as long as the thread may read it."""
         task = PageTask(self._what, work, num_pages, mapped_by, self._within_s)
         self._running.add(task)
         task.released.add_done_callback(lambda _: self._running.discard(task))
@@ -54,7 +52,7 @@ class PageTasks:
         return task
 
     async def close(self) -> None:
-        """Cancel and drain."""
+        """Cancel and drain every task; tasks that hang are left alone after `CLOSE_S`."""
         for task in list(self._running):
             task.cancel()
         try:
@@ -69,13 +67,13 @@ class PageTasks:
 
 
 class PageTask:
-    """Implements `protocols.ports.ChecksumTask`."""
+    """One task. Implements `protocols.ports.ChecksumTask`."""
 
     def __init__(
         self, what: str, work: Work, num_pages: int, mapped_by: tuple[object, ...], within_s: float
     ) -> None:
         self._what, self._work, self._mapped_by, self._num_pages = what, work, mapped_by, num_pages
-        # Taken once, by who is first: the thread that reads, or the end.
+        # Taken once, by the first to come: the thread that begins the work, or the end of the task.
         self._begun = threading.Lock()
         self._cancelled = False
         loop = asyncio.get_running_loop()
@@ -99,7 +97,7 @@ class PageTask:
             self._end(b"")
 
     def fail(self, error: str) -> None:
-        """It is given up: a thread that has begun is left alone."""
+        """Give the task up: a thread that began is left alone."""
         if not self.done.done():
             self.error = error
             self.done.set_result(b"")
@@ -126,21 +124,25 @@ class PageTask:
         self.released.set_result(None)
 
     def _run(self) -> bytes | None:
-        """In a thread. None: it came too late to begin."""
+        """Run the work in a thread; None if the task ended before."""
         return self._work(lambda: self._cancelled) if self._begun.acquire(blocking=False) else None
 
 
 class DaemonThreads(Executor):
-    """A ThreadPoolExecutor for whose threads the end of the process does not wait.
+    """An executor of daemon threads, for which the end of the process does not wait.
 
-    (`aio.Threads` starts one a call: to the event loop that costs more than most chunks take.)"""
+    `aio.Threads` starts one thread per call: that costs the event loop more than most chunks take.
+    """
 
     def __init__(self, limit: int, name: str) -> None:
         self._limit, self._name, self._threads, self._closed = limit, name, 0, False
         self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
 
     def submit(self, work: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
-        """Raises: RuntimeError when no thread is to be had, or after `shutdown`."""
+        """Queue `work` for the threads.
+
+        Raises: RuntimeError when no thread can be started, or after `shutdown`.
+        """
         if self._closed:
             raise RuntimeError("no work is taken after shutdown")
         if self._threads < self._limit:
@@ -149,6 +151,7 @@ class DaemonThreads(Executor):
                 threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True).start()
                 self._threads += 1
             except RuntimeError:
+                # One thread is enough to do the work, if the machine has no more.
                 if not self._threads:
                     raise
         future: Future[Any] = Future()
@@ -156,7 +159,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Threads end when they have done what has been submitted; nothing waits for them."""
+        """Let the threads end after the work that was submitted; never wait for them."""
         self._closed = True
         for _ in range(self._threads):
             self._queue.put(None)
@@ -170,4 +173,6 @@ def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> 
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - whoever awaits it gets it
                 future.set_exception(error)
-        del item, future, work  # and what they keep mapped
+        # The thread may wait long for its next item: it must not keep the memory of this one
+        # mapped.
+        del item, future, work

@@ -1,5 +1,5 @@
-"""The owners of a pool's pages and rows as one store: what a room holds is one list (see
-`layout.Places`).
+"""The owners of a pool's pages and rows as one store, in which one list names what a room holds
+(see `layout.Places`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 
 
 class PlaceAllocator:
-    """Implements `protocols.ports.PageStore` over the two allocators of a pool with rows, which go
-    on to be used by themselves. What names both kinds is done for both, or for neither."""
+    """One store over the two allocators of a pool with rows.
+
+    Implements `protocols.ports.PageStore`. The allocators may also be used directly. An operation
+    on pages and rows changes both, or neither.
+    """
 
     def __init__(self, layout: PoolLayout, pages: PageAllocator, rows: PageAllocator) -> None:
         self._layout, self.pages, self.rows = layout, pages, rows
@@ -26,15 +29,17 @@ class PlaceAllocator:
         return self.pages.free_pages
 
     def at_rest(self) -> bool:
-        """Every page and row that can be handed out is free, and nothing is held."""
+        """Return True when every page and row that can be handed out is free, and no place is
+        held.
+        """
         return self.pages.at_rest() and self.rows.at_rest()
 
     def take(self, count: int, owner: Hashable) -> PageIndices:
-        """Pages only. Raises: CapacityError (nothing is taken)."""
+        """Take pages only. Raises: CapacityError (nothing is taken)."""
         return self.pages.take(count, owner)
 
     def take_room(self, count: int, owner: Hashable) -> PageIndices:
-        """`count - 1` pages, then a row. Raises: CapacityError (nothing is taken)."""
+        """Take `count - 1` pages, then a row. Raises: CapacityError (nothing is taken)."""
         row = self.rows.take(1, owner)
         try:
             pages = self.pages.take(count - 1, owner)
@@ -44,7 +49,7 @@ class PlaceAllocator:
         return self._layout.numbered(Places(pages, row))
 
     def move(self, pages: PageIndices, owner: Hashable, new_owner: Hashable) -> None:
-        """Raises: OwnershipError (nothing is moved)."""
+        """Change the owner of pages and rows. Raises: OwnershipError (nothing is moved)."""
         both = self._split(pages)
         self.pages.move(both.pages, owner, new_owner)
         self._or_undo(
@@ -53,40 +58,48 @@ class PlaceAllocator:
         )
 
     def give_back(self, pages: PageIndices, owner: Hashable) -> None:
-        """Raises: OwnershipError (nothing is given back)."""
+        """Return pages and rows to their free lists. Raises: OwnershipError (nothing is given
+        back).
+        """
         both = self._split(pages)
-        # Raises for what is not the owner's, and changes nothing.
+        # Moving the rows to the same owner changes no row, but raises for rows that are not the
+        # owner's, before the pages are given back.
         self.rows.move(both.rows, owner, owner)
         self.pages.give_back(both.pages, owner)
         self.rows.give_back(both.rows, owner)
 
     def hold(self, pages: PageIndices) -> None:
-        """Raises: OwnershipError (nothing is held)."""
+        """Count a use of pages and rows. Raises: OwnershipError (nothing is held)."""
         both = self._split(pages)
         self.pages.hold(both.pages)
         self._or_undo(lambda: self.rows.hold(both.rows), lambda: self.pages.unhold(both.pages))
 
     def unhold(self, pages: PageIndices) -> None:
-        """Raises: OwnershipError when they were not held (nothing is changed)."""
+        """End a use of pages and rows. Raises: OwnershipError when they were not held (nothing is
+        changed).
+        """
         both = self._split(pages)
         self.pages.unhold(both.pages)
         self._or_undo(lambda: self.rows.unhold(both.rows), lambda: self.pages.hold(both.pages))
 
     def withhold(self, pages: PageIndices) -> None:
-        """Raises: OwnershipError for a place outside the pool (nothing is withheld)."""
+        """Keep pages and rows from every new owner until they are unheld.
+
+        Raises: OwnershipError for a place outside the pool (nothing is withheld).
+        """
         both = self._split(pages)
         self.pages.withhold(both.pages)
         self.rows.withhold(both.rows)
 
     def owned(self) -> dict[Hashable, int]:
-        """Pages and rows per owner."""
+        """Count the pages and rows of each owner."""
         found = self.pages.owned()
         for owner, count in self.rows.owned().items():
             found[owner] = found.get(owner, 0) + count
         return found
 
     def count_by(self, kind: Hashable) -> int:
-        """Pages and rows of all owners of one kind, see `PageAllocator.count_by`."""
+        """Count the pages and rows of all owners of one kind; see `PageAllocator.count_by`."""
         return self.pages.count_by(kind) + self.rows.count_by(kind)
 
     def _split(self, indices: PageIndices) -> Places:

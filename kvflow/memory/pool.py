@@ -35,17 +35,17 @@ _BITS = {
     "float8_e8m0fnu": "uint8",
     OPAQUE: "uint8",
 }
-"""What numpy has no name for."""
+"""Integer dtypes through which numpy sees the dtypes that it lacks."""
 
 
 class PagedPool:
-    """Owns (`allocate`) or borrows (`wrap`) the bytes of one pool.
+    """The bytes of one pool, owned (`allocate`, `mapped`) or borrowed (`wrap`).
 
     `layout.buffers` carry this process's addresses.
 
-    `quarantine`: a decode node that is closed leaves here the loans whose end it could not prove,
-    and every node over this pool watches their writers. Until then no store that a node over this
-    pool uses hands out one of their pages.
+    A decode node that closes leaves in `quarantine` the loans whose end it could not prove, and
+    every node over this pool watches their writers. Until those loans end, no store that a node
+    over this pool uses hands out one of their pages.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class PagedPool:
         arrays: Mapping[Component, Array] | None = None,
         device: str = HOST,
     ) -> None:
-        """`allocate` and `wrap` call this: `memory` belongs to the pool and is closed with it,
-        `segment` does not.
+        """Called by `allocate`, `mapped` and `wrap`. `memory` belongs to the pool and is closed
+        with it; `segment` stays the caller's.
         """
         self.layout = layout
         self.quarantine = PoolQuarantine(layout)
         self.device = device
-        """Where every buffer lies: "cpu", or a device as torch names it ("cuda:0")."""
+        """Device of every buffer: "cpu", or a device as torch names it ("cuda:0")."""
         self._memory, self._segment = memory, segment
         self._arrays: dict[Component, Array] = dict(arrays or {})
         self._tensors: dict[tuple[str, int | None, int | None], torch.Tensor] = {}
@@ -77,11 +77,12 @@ class PagedPool:
     def allocate(
         cls, layout: PoolLayout, shared: bool = True, *, device: torch.device | str | None = None
     ) -> PagedPool:
-        """Zeroed memory for every buffer, in one piece: without a `device` a pre-faulted segment,
-        which peers of this machine can open when it is `shared`; with one, memory of torch's on it,
-        whatever `shared` says.
+        """Allocate zeroed memory for every buffer, in one piece.
 
-        Raises: LayoutError when the layout does not hold or there is not enough memory; MisuseError
+        Without a `device` it is a pre-faulted segment, which peers of this machine can open if it
+        is `shared`. With one, it is memory of torch's on that device, whatever `shared` is.
+
+        Raises: LayoutError when the layout is invalid or there is not enough memory; MisuseError
         when a device is named and torch is not installed.
         """
         layout.check()
@@ -100,10 +101,13 @@ class PagedPool:
 
     @classmethod
     def mapped(cls, layout: PoolLayout, segment: SharedSegment) -> PagedPool:
-        """A pool that another process has allocated, over this process's mapping of it, which is
-        the pool's from here on. The addresses in `layout` are that process's. Raises: LayoutError
-        when it is larger than the segment."""
-        first = layout.buffers[0].address  # where its segment begins
+        """Return a pool that another process allocated, over this process's mapping of its segment.
+
+        The mapping belongs to the pool from here on. The addresses in `layout` are those of the
+        other process. Raises: LayoutError when the pool is larger than the segment.
+        """
+        # An allocated pool has its first buffer at the beginning of its segment.
+        first = layout.buffers[0].address
         layout = _placed(layout, [b.address - first for b in layout.buffers], segment.address)
         if any(
             b.address < segment.address
@@ -128,21 +132,23 @@ class PagedPool:
         fingerprint: str = "",
         parts: Mapping[str, Fields] | None = None,
     ) -> PagedPool:
-        """A pool over an engine's own numpy arrays or torch tensors, each [num_pages, page_size,
-        *shape], not copied: one contiguous array per stream (layer-first), or views into one
-        page-first array. The pool keeps them alive.
+        """Return a pool over an engine's own numpy arrays or torch tensors, which are not copied.
 
-        `per_page`: what is kept once per page, [num_pages, *shape]; `rows`: once per request,
-        [num_rows, *shape]. `formats`: of streams whose bytes mean more than their dtype says; peers
-        compare them as they are. `num_pages`: of a pool of nothing but rows, whose pages only count
-        tokens; others have it from their arrays. `segment`: the shared segment in which they lie,
-        so that prefills of this machine can write into them (see `SharedSegment.memory`). It stays
-        the caller's. Without one this pool can send, and receive over other planes. `tag`: the
-        pages are opaque, [num_pages, *any inner layout]; see `protocols.pages.layout`.
-        `fingerprint`: what model's KV this is; peers whose fingerprint differs are refused.
-        `parts`: which part, or copy, an array is of what several ranks have together, by name and
-        with the fields of `protocols.pages.components.Part`: `{"k": {"start": 4, "whole": 8}}`. All
-        of it, where none is named.
+        Each array is [num_pages, page_size, *shape]: one contiguous array per stream (layer-first),
+        or views into one page-first array. The pool keeps them alive.
+
+        `per_page`: arrays with one unit per page, [num_pages, *shape]; `rows`: arrays with one per
+        request, [num_rows, *shape]. `formats`: formats of streams whose bytes mean more than their
+        dtype; peers compare them as they are. `num_pages`: for a pool of rows only, whose pages
+        only count tokens; other pools have it from their arrays. `segment`: the shared segment in
+        which the arrays lie, so that prefills of this machine can write into them (see
+        `SharedSegment.memory`). It stays the caller's. Without one this pool can send, and receive
+        over other planes. `tag`: the pages are opaque, [num_pages, *any inner layout]; see
+        `protocols.pages.layout`. `fingerprint`: names the model whose KV this is; peers with
+        another fingerprint are refused. `parts`: the part, or copy, that an array is of what
+        several ranks have together, by name and with the fields of
+        `protocols.pages.components.Part`: `{"k": {"start": 4, "whole": 8}}`; by default it is all
+        of it.
 
         Raises: LayoutError when a page of a stream is not contiguous, shapes disagree, or memory is
         not the segment's.
@@ -183,20 +189,20 @@ class PagedPool:
 
     @property
     def unproven(self) -> list[UnprovenLoan]:
-        """The loans of nodes that were closed, and whose end is not proven yet."""
+        """Loans of nodes that closed, whose end is not proven."""
         return self.quarantine.loans
 
     @property
     def pages(self) -> PageAllocator:
-        """Who owns which page, made when first asked for: nodes made one after the other over one
-        pool share it.
+        """Owners of the pages, made when first asked for: nodes made one after the other over one
+        pool share them.
         """
         places = self.places
         return places if isinstance(places, PageAllocator) else places.pages
 
     @property
     def rows(self) -> PageAllocator:
-        """Who owns which row, as `pages`. Raises: LayoutError for a pool without rows."""
+        """Owners of the rows, as `pages`. Raises: LayoutError for a pool without rows."""
         places = self.places
         if isinstance(places, PageAllocator):
             raise LayoutError("the pool has no rows: none of its streams is kept once per request")
@@ -204,7 +210,7 @@ class PagedPool:
 
     @property
     def places(self) -> PageAllocator | PlaceAllocator:
-        """Who owns what a room holds: `pages`, and where the pool has rows, `pages` and `rows` as
+        """Owners of what a room holds: `pages`, and where the pool has rows, `pages` and `rows` as
         one store.
         """
         if self._places is None:
@@ -218,25 +224,25 @@ class PagedPool:
         return self._places
 
     def places_over(self, pages: PageAllocator) -> PageAllocator | PlaceAllocator:
-        """`places`, where `pages` counts the pages in place of the pool's own."""
+        """Return `places`, with `pages` in place of the pool's own owners of pages."""
         return PlaceAllocator(self.layout, pages, self.rows) if self.layout.num_rows else pages
 
     @property
     def segment(self) -> SharedSegment | None:
-        """What a peer of this machine can open; None for private memory and for arrays outside any
-        segment.
+        """Segment that a peer of this machine can open; None for private memory and for arrays
+        outside any segment.
         """
         found = self._memory or self._segment
         return found if found is not None and found.fd >= 0 else None
 
     @property
     def on_host(self) -> bool:
-        """The CPU can read every buffer at its address."""
+        """True if the CPU can read every buffer at its address."""
         return self.device == HOST
 
     @property
     def mapped_by(self) -> tuple[object, ...]:
-        """What keeps the memory of an open pool where it is for as long as it is referred to, also
+        """Objects that keep the memory of an open pool mapped as long as they are referred to, also
         past `close`.
         """
         return (
@@ -247,14 +253,17 @@ class PagedPool:
     def array(
         self, component_name: str, *, start: int | None = None, replica: int | None = None
     ) -> NDArray[Any]:
-        """Numpy view of one component; strided for page-first pools: [num_pages, page_size,
-        *shape], or [num_pages, *shape] where it has one unit per page, [num_rows, *shape] per row.
+        """Return a numpy view of one component; it is strided for page-first pools.
 
-        What numpy has no dtype for is seen as bits: bfloat16 as uint16, float8 as uint8. A
-        component of an opaque pool that was allocated here is [num_pages, size_bytes] of uint8; a
-        wrapped one has the shape it was given in. `start`, `replica`: which of several parts or
-        copies of that name; the only one needs neither. Raises: LayoutError for an unknown name,
-        one that more than one component has, a closed pool, or memory that the CPU cannot read.
+        The view is [num_pages, page_size, *shape]; [num_pages, *shape] for one unit per page, and
+        [num_rows, *shape] for one per row. A dtype that numpy lacks appears as bits: bfloat16 as
+        uint16, float8 as uint8. A component of an opaque pool that was allocated here is
+        [num_pages, size_bytes] of uint8; a wrapped one has the shape in which it was given.
+        `start`, `replica`: select one of several parts or copies of that name; the only one needs
+        neither.
+
+        Raises: LayoutError for an unknown name, one that more than one component has, a closed
+        pool, or memory that the CPU cannot read.
         """
         component = self._component(component_name, start, replica)
         given = self._arrays.get(component)
@@ -277,12 +286,12 @@ class PagedPool:
     def tensor(
         self, component_name: str, *, start: int | None = None, replica: int | None = None
     ) -> torch.Tensor:
-        """Torch view of one component, chosen and shaped as `array` does; strided for page-first
-        pools.
+        """Return a torch view of one component, selected and shaped as by `array`; it is strided
+        for page-first pools.
 
         Raises: LayoutError for an unknown name, one that more than one component has, a closed
-        pool, or a place in memory its dtype cannot be read from; MisuseError when torch is not
-        installed.
+        pool, or a place in memory from which its dtype cannot be read; MisuseError when torch is
+        not installed.
         """
         which = (component_name, start, replica)
         found = self._tensors.get(which)
@@ -291,13 +300,13 @@ class PagedPool:
         return found
 
     def pages_bytes(self, pages: PageIndices) -> NDArray[np.uint8]:
-        """A copy [n, page_bytes] of whole pages, component after component (CPU memory only; for
-        tests).
+        """Return a copy [n, page_bytes] of whole pages, component after component. For tests; CPU
+        memory only.
         """
         return self._bytes(pages, in_rows=False)
 
     def rows_bytes(self, rows: PageIndices) -> NDArray[np.uint8]:
-        """A copy [n, row_bytes] of whole rows, as `pages_bytes`."""
+        """Return a copy [n, row_bytes] of whole rows, as `pages_bytes`."""
         return self._bytes(rows, in_rows=True)
 
     def _bytes(self, indices: PageIndices, *, in_rows: bool) -> NDArray[np.uint8]:
@@ -319,7 +328,7 @@ class PagedPool:
         return np.concatenate(columns, axis=1)
 
     def close(self) -> None:
-        """Give the memory of every buffer back (as soon as the last view of it is gone); a wrapped
+        """Release the memory of every buffer, as soon as the last view of it is gone; a wrapped
         segment stays open. Idempotent.
 
         While `unproven` is not empty, close a pool only at the end of the process: a writer that
@@ -350,7 +359,7 @@ class PagedPool:
         return found[0]
 
     def _view(self, c: Component) -> NDArray[Any]:
-        # Without memory of its own a pool has an array for every component.
+        # Without its own memory a pool has an array for every component.
         assert self._memory is not None
         b = self.layout.buffers[c.buffer]
         dtype = np.dtype(_BITS.get(c.dtype, c.dtype))
@@ -380,6 +389,7 @@ class PagedPool:
         if isinstance(given, torch.Tensor):
             return given
         bits = None if c.dtype == OPAQUE else _BITS.get(c.dtype)
+        # torch.from_numpy refuses such dtypes, so the tensor is made over their bits.
         seen = self._view(c) if given is None else given if bits is None else given.view(bits)
         itemsize = DTYPE_BYTES.get(c.dtype, 1)
         if any(step % itemsize for step in seen.strides) or seen.ctypes.data % itemsize:
@@ -389,7 +399,7 @@ class PagedPool:
 
 
 def _placed(layout: PoolLayout, offsets: Sequence[int], address: int) -> PoolLayout:
-    """With each buffer so many bytes behind `address`."""
+    """Return the layout with each buffer at its offset from `address`."""
     buffers = zip(layout.buffers, offsets, strict=True)
     placed = tuple(msgspec.structs.replace(b, address=address + offset) for b, offset in buffers)
     return msgspec.structs.replace(layout, buffers=placed)

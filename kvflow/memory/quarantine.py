@@ -1,8 +1,8 @@
-"""Loans without proof that outlived the nodes over one pool, and the stores that must not hand out
-their pages.
+"""Unproven loans that outlived the nodes over one pool, and the stores that must not hand out their
+pages.
 
-It belongs to the pool, not to a store of pages: the next node over the pool may well have another
-store.
+The quarantine belongs to the pool, not to a store of pages, because the next node over the pool may
+have another store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class _Lease:
-    """The pages of one room, the loans of them that have not ended, and the stores that withhold
+    """The pages of one room, the loans on them that did not end, and the stores that withhold
     them.
     """
 
@@ -38,26 +38,26 @@ class _Lease:
 
 
 class PoolQuarantine:
-    """Implements `protocols.ports.Quarantine`.
+    """The quarantine of one pool. Implements `protocols.ports.Quarantine`.
 
-    One lock guards it: nodes over one pool may run in several threads.
+    One lock guards it, because nodes over one pool may run in several threads.
     """
 
     def __init__(self, layout: PoolLayout) -> None:
         self._layout = layout
         self._lock = threading.RLock()
         self.leases: dict[LeaseId, _Lease] = {}
-        # How many leases name each place; made with the first of them.
+        # Number of leases that name each place; made with the first lease.
         self._named: NDArray[np.int32] | None = None
-        self._own: list[PageStore] = []  # of the pool itself
-        self._heirs: list[tuple[Heir, PageStore]] = []  # the nodes that run, and what they hand out
+        self._own: list[PageStore] = []  # the stores of the pool itself
+        self._heirs: list[tuple[Heir, PageStore]] = []  # running nodes, with their stores
 
     def __repr__(self) -> str:
         return f"<PoolQuarantine of {len(self.leases)} leases, {len(self._heirs)} nodes>"
 
     @property
     def loans(self) -> list[UnprovenLoan]:
-        """Every loan whose end is not proven."""
+        """Loans whose end is not proven."""
         with self._lock:
             return [loan for lease in self.leases.values() for loan in lease.loans]
 
@@ -70,7 +70,11 @@ class PoolQuarantine:
             ]
 
     def check(self, pages: PageIndices) -> None:
-        """Raises: OwnershipError, which names the page, the writer and what to do."""
+        """Refuse pages that are in quarantine.
+
+        Raises: OwnershipError, which names the page, the writer and what to do.
+        """
+        # Prefill checks every chunk: the common case takes no lock.
         if not self.leases:
             return
         with self._lock:
@@ -95,9 +99,10 @@ class PoolQuarantine:
     # --- stores
 
     def keep_out_of(self, store: PageStore, *, always: bool = False) -> None:
-        """A node is about to hand out pages of `store`: it withholds those in quarantine.
+        """Let `store`, of which a node is about to hand out pages, withhold those in quarantine.
 
-        With `always` it is the pool's own, which may be used without a node."""
+        With `always` it is the pool's own store, which may be used without a node.
+        """
         with self._lock:
             if always:
                 self._own.append(store)
@@ -110,9 +115,9 @@ class PoolQuarantine:
         try:
             store.withhold(np.concatenate([lease.pages for lease in fresh]))
         except Exception as error:  # noqa: BLE001
-            # Logged; no other store and no other room pays for it.
-            # It knows fewer pages than the pool has, or it is somebody's own and fails: it keeps
-            # those of each room that it can, and `check` refuses the others by name.
+            # The error is logged, and no other store and no other room is affected. The store knows
+            # fewer pages than the pool has, or it is a user's own and fails: it withholds the pages
+            # of each room that it can, and `check` refuses the others by name.
             if len(fresh) > 1:
                 for lease in fresh:
                     self._withhold(store, (lease,))
@@ -156,6 +161,7 @@ class PoolQuarantine:
             for store in (lender, *self._own, *(store for _, store in self._heirs)):
                 self._withhold(store, fresh.values())
             heirs = [heir for heir, _ in self._heirs]
+        # Heirs are called without the lock, because they may wait for it in another thread.
         for heir in heirs:
             heir.inherit(self, loans)
 
@@ -169,7 +175,8 @@ class PoolQuarantine:
             for store in found.stores:
                 try:
                     store.unhold(found.pages)
-                except Exception:  # the other stores have theirs back all the same
+                # The other stores receive their pages all the same.
+                except Exception:
                     log.exception("%r could not take pages back from quarantine", store)
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:
@@ -178,7 +185,8 @@ class PoolQuarantine:
                 lease.loans = [
                     o for o in lease.loans if (o.incarnation, o.writer) != (incarnation, writer)
                 ]
-                if not lease.loans:  # no node has taken it over yet, and none will
+                # No node inherited this lease, and no node will: its pages are freed here.
+                if not lease.loans:
                     self.free(name)
             heirs = [heir for heir, _ in self._heirs]
         for heir in heirs:

@@ -1,4 +1,4 @@
-"""A request's state, which can leave the device and come back: the shell of
+"""A request's state, which can leave the device and return: the shell of
 `protocols.machines.residency`.
 """
 
@@ -29,15 +29,14 @@ NOTHING = Places(NO_PLACES, NO_PLACES)
 
 
 class _StoppedError(Exception):
-    """`close` has stopped the copy."""
+    """Raised when `close` stopped the copy."""
 
 
 class Resident:
-    """Pages and rows of a pool, all of which belong to `owner`, or a snapshot of them.
+    """Pages and rows of a pool that all belong to `owner`, or a snapshot of them.
 
-    Used on one event loop.
-
-    `phase` is RESIDENT, LEAVING (`retract`), AWAY, RETURNING (`resume`), or ENDED (`close`).
+    Used on one event loop. `phase` is RESIDENT, LEAVING (`retract`), AWAY, RETURNING (`resume`), or
+    ENDED (`close`).
     """
 
     def __init__(
@@ -49,8 +48,9 @@ class Resident:
         rows: PageStore | None = None,
         store: SnapshotStore | None = None,
     ) -> None:
-        """`pages` and `rows` say who owns what of the pool; without a `store` it can be dropped,
-        and not retracted.
+        """`pages` and `rows` are the owners of the pool's places.
+
+        Without a `store` the state can be dropped, but not retracted.
         """
         self.owner = owner
         self.phase = P.RESIDENT
@@ -67,23 +67,23 @@ class Resident:
 
     @property
     def places(self) -> Places:
-        """What it owns of the pool. Raises: MisuseError unless it is RESIDENT."""
+        """Places that it owns in the pool. Raises: MisuseError unless it is RESIDENT."""
         self._expect(P.RESIDENT)
         return self._places
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many pages and rows it has, or needs to come back."""
+        """Numbers of pages and rows that it has, or needs to return."""
         return self._sizes
 
     def add(self, pages: PageIndices) -> None:
-        """More pages, which `owner` has taken. Raises: MisuseError unless it is RESIDENT."""
+        """Add pages that `owner` took. Raises: MisuseError unless it is RESIDENT."""
         self._expect(P.RESIDENT)
         self._places = Places(np.concatenate((self._places.pages, pages)), self._places.rows)
         self._sizes = (int(self._places.pages.size), self._sizes[1])
 
     def hand_over(self, count: int) -> None:
-        """The first `count` pages have another owner now, and stay.
+        """Leave the first `count` pages, which stay in the pool, to their new owner.
 
         Raises: MisuseError unless it is RESIDENT.
         """
@@ -92,25 +92,25 @@ class Resident:
         self._sizes = (int(self._places.pages.size), self._sizes[1])
 
     def needs(self, pages: int) -> None:
-        """It is to be computed again, in so many pages: what was copied out is of no use any more.
+        """Free what was copied out: the state will be computed again, in `pages` pages.
 
-        Raises: MisuseError unless it is AWAY."""
+        Raises: MisuseError unless it is AWAY.
+        """
         self._expect(P.AWAY)
         self._free_snapshot()
         self._sizes = (pages, self._sizes[1])
 
     @property
     def copied(self) -> bool:
-        """Its state is in host memory."""
+        """True while the state is in host memory."""
         return self._snapshot is not None
 
     async def retract(self) -> None:
-        """Copy everything out, then give pages and rows back.
+        """Copy all pages and rows out, then give them back.
 
-        It is AWAY afterwards, or ENDED if it was closed.
-
-        Nothing may write to the pages meanwhile. After an error, or a cancellation, it is RESIDENT
-        as before. Raises: HostMemoryError, MisuseError without a store or unless it is RESIDENT.
+        It is AWAY afterwards, or ENDED if it was closed; after an error, or a cancellation,
+        RESIDENT as before. The pages must not be written meanwhile. Raises: HostMemoryError,
+        MisuseError without a store or unless it is RESIDENT.
         """
         if self._store is None:
             raise MisuseError("there is no host memory to retract to")
@@ -128,11 +128,10 @@ class Resident:
     async def resume(self) -> bool:
         """Take as many pages and rows as it had, and copy into them what was copied out.
 
-        It is RESIDENT afterwards, or ENDED if it was closed; after an error, or a cancellation,
-        AWAY as before. Returns whether its state came back: what was dropped, its owner computes
-        again.
-        Raises: CapacityError when there are too few pages or rows (none is taken), MisuseError
-        unless it is AWAY.
+        Returns True if the state returned; the owner computes again what was dropped. It is
+        RESIDENT afterwards, or ENDED if it was closed; after an error, or a cancellation, AWAY as
+        before. Raises: CapacityError when there are too few pages or rows (no page is taken),
+        MisuseError unless it is AWAY.
         """
         self._expect(P.AWAY)
         self._places = self._taken()
@@ -147,7 +146,7 @@ class Resident:
         return True
 
     def close(self) -> None:
-        """Free whatever it has, pages and host memory, as soon as no copy or step uses it.
+        """Free pages and host memory, as soon as no copy or step uses them.
 
         Idempotent, in any phase.
         """
@@ -161,6 +160,7 @@ class Resident:
         try:
             return Places(pages, self._rows.take(rows, self.owner))
         except CapacityError:
+            # Half of a request's places is of no use: it takes all of them, or waits.
             self._pages.give_back(pages, self.owner)
             raise
 
@@ -174,7 +174,7 @@ class Resident:
                 raise
 
     async def _ended(self, copying: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
-        """What `copying` returns; it has ended when this returns or raises.
+        """Return the result of `copying`, which is over when this call returns or raises.
 
         Raises: _StoppedError.
         """

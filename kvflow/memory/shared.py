@@ -1,13 +1,13 @@
-"""A segment of memory that a process of the same user can open through /proc, and that has no name
-to leak.
+"""Shared memory that a process of the same user can open through /proc, and that has no name to
+leak.
 
-The segment is a sealed memfd: it can neither shrink nor grow, so a process that maps it is never
-hit by SIGBUS. Mappings are not inherited by children (MADV_DONTFORK) and the descriptor is closed
-on exec, so only the process that opened a segment can write through its mapping: that process's
-death is the fence of the local data plane.
+A segment is a sealed memfd: it can neither shrink nor grow, so a process that maps it is never hit
+by SIGBUS. Children do not inherit mappings (MADV_DONTFORK) and exec closes the descriptor, so only
+the process that opened a segment can write through its mapping: the death of that process is the
+fence of the local data plane.
 
-Behind the pool is one page that is not mapped, where the owner of the memory writes which nodes'
-pool it is: a stranger can name the descriptor as his own, but cannot write there.
+Behind the pool is one page that is not mapped, where the owner of the memory names the nodes whose
+pool it is. A stranger can name the descriptor as his own, but cannot write there.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def prefault(address: int, size_bytes: int) -> bool:
-    """Back `size_bytes` at `address` with pages, piece by piece and without the GIL; False where
-    the kernel cannot.
+    """Back `size_bytes` at `address` with pages, piece by piece and without the GIL.
+
+    Returns False where the kernel cannot.
     """
     for offset in range(0, size_bytes, _PREFAULT_BYTES):
         if _libc.madvise(
@@ -48,23 +49,23 @@ def prefault(address: int, size_bytes: int) -> bool:
 class SharedSegment:
     """One mapping of memory: our own (`create`, `private`), or a peer's (`open_peer`).
 
-    `close` gives the descriptor back at once, and the mapping as soon as no view of it is left. One
-    that nobody holds any more is closed.
+    `close` releases the descriptor at once, and the mapping as soon as no view of it is left. A
+    segment that is no longer referred to is closed.
     """
 
     def __init__(self, mapping: mmap.mmap, fd: int) -> None:
-        """`fd` belongs to the segment from here on; -1 where it has none."""
+        """`fd` belongs to the segment from here on; -1 without one."""
         self._mapping: mmap.mmap | None = mapping
         self._claims: list[int] = []
         self.fd = fd
         self.size_bytes = len(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        # The descriptor alone keeps all of the memory, whatever became of the mapping.
+        # The descriptor alone keeps all of the memory, even after the mapping is gone.
         self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
 
     @classmethod
     def create(cls, size_bytes: int) -> SharedSegment:
-        """New zeroed memory that peers can open, pre-faulted.
+        """Allocate zeroed memory that peers can open, pre-faulted.
 
         Raises: LayoutError when there is not enough.
         """
@@ -81,7 +82,7 @@ class SharedSegment:
 
     @classmethod
     def private(cls, size_bytes: int) -> SharedSegment:
-        """New zeroed memory that no other process can open (`fd` is -1), pre-faulted.
+        """Allocate zeroed memory that no other process can open (`fd` is -1), pre-faulted.
 
         Raises: LayoutError.
         """
@@ -93,10 +94,10 @@ class SharedSegment:
 
     @classmethod
     def open_peer(cls, pid: int, fd: int, owner: int = 0) -> SharedSegment:
-        """Map descriptor `fd` of process `pid`; slow (pre-faults), so call it in a thread.
+        """Map descriptor `fd` of process `pid`; slow (it pre-faults), so call it in a thread.
 
         The caller checks before and after that `pid` is still the process it means. `owner`: the
-        incarnation that must have claimed it; 0 where the caller knows whose it is.
+        incarnation whose claim the segment must carry; 0 where the caller knows whose it is.
         Raises: TransferError when it cannot be opened, is not a sealed segment, or is another's.
         """
         try:
@@ -121,7 +122,7 @@ class SharedSegment:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
             os.close(ours)
-        # Where the kernel cannot, the first writes fault pages in.
+        # If the kernel cannot pre-fault, the first writes fault the pages in.
         prefault(segment.address, segment.size_bytes)
         return segment
 
@@ -137,14 +138,17 @@ class SharedSegment:
 
     @property
     def memory(self) -> mmap.mmap:
-        """The mapping, as a buffer: `np.frombuffer` and `torch.frombuffer` make arrays in it that
-        share its bytes, for `PagedPool.wrap(..., segment=)`. Raises: LayoutError after `close`."""
+        """The mapping as a buffer, for `PagedPool.wrap(..., segment=)`.
+
+        `np.frombuffer` and `torch.frombuffer` make arrays in it that share its bytes. Raises:
+        LayoutError after `close`.
+        """
         if self._mapping is None:
             raise LayoutError(f"the segment of {self.size_bytes} bytes is closed")
         return self._mapping
 
     def claim(self, owner: int) -> None:
-        """Let peers know that this is the pool of the node `owner`, an incarnation.
+        """Claim the segment as the pool of the node `owner`, an incarnation, for peers to check.
 
         Raises: LayoutError.
         """
@@ -156,7 +160,7 @@ class SharedSegment:
         self._write_claims()
 
     def disclaim(self, owner: int) -> None:
-        """It is no longer that node's. Idempotent."""
+        """Remove the claim of the node `owner`. Idempotent."""
         if owner in self._claims:
             self._claims.remove(owner)
             self._write_claims()
@@ -167,17 +171,17 @@ class SharedSegment:
             os.pwrite(self.fd, page, self.size_bytes)
 
     def close(self) -> None:
-        """Idempotent."""
-        # Not mmap.close: a torch tensor keeps the mmap object alive, but does not count as a user
-        # of its buffer.
+        """Release the descriptor and the mapping. Idempotent."""
+        # mmap.close is no choice: a torch tensor keeps the mmap object alive, but does not count as
+        # a user of its buffer.
         self._mapping = None
         self.fd = -1
         if self._close_fd is not None:
-            self._close_fd()  # the first call alone does something
+            self._close_fd()  # only the first call has an effect
 
 
 def _read_claims(fd: int, offset: int) -> set[int]:
-    """Of a sealed segment, whose last page they are. Raises: OSError."""
+    """Return the claims of a sealed segment, which are its last page. Raises: OSError."""
     return {owner for (owner,) in _CLAIM.iter_unpack(os.pread(fd, _CLAIMS_BYTES, offset)) if owner}
 
 
@@ -188,7 +192,9 @@ def _whole_pages(size_bytes: int) -> int:
 
 
 def _affordable(size_bytes: int) -> int:
-    """Memory is pre-faulted, so that one who asks for more than there is would be killed, not
+    """Return `size_bytes` if there is as much memory.
+
+    Memory is pre-faulted: without this check, a process that asks for too much is killed, not
     refused.
     """
     available = available_memory()
@@ -205,6 +211,6 @@ def _map(fd: int, size_bytes: int, flags: int) -> mmap.mmap:
 
 def _own(segment: SharedSegment) -> SharedSegment:
     if not prefault(segment.address, segment.size_bytes):
-        # Older kernels: touch what is ours, and zero anyway.
+        # Older kernels cannot pre-fault: touch our memory, which is zero anyway.
         ctypes.memset(segment.address, 0, segment.size_bytes)
     return segment

@@ -2,14 +2,14 @@
 and rows later.
 
 A snapshot is pages and rows of a second pool, in host memory, that has the components of the first
-(page-first): what is copied comes from the same plan as a transfer (`protocols.pages.plan`), so no
-stream, scale or row can be left out, and host memory is bounded, counted and freed as pages of any
-pool are.
+(page-first). Copies follow the same plan as a transfer (`protocols.pages.plan`), so no stream,
+scale or row can be left out, and host memory is bounded, counted and freed as pages of any pool
+are.
 
 Copies run slice by slice in one thread. Pages and rows are held while a copy reads or writes them
-(I13), so their owner may give them back meanwhile: they become free when the copy has ended. A copy
-that fails or is cancelled is drained first; then a snapshot that was being made has freed its host
-memory, and one that was being restored is whole, to be restored again.
+(I13), so their owner may give them back meanwhile: they become free when the copy ends. A copy that
+fails or is cancelled is drained first. After that, a snapshot that was being made holds no host
+memory, and one that was being restored is whole, and can be restored again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvflow.protocols.ports import PageStore
 
 VERSION = 1
 SLICE_BYTES = 8 << 20  # some 2 ms: after a cancel no more than this is still copied
-# Some 0.6 ms over PCIe 5; after each slice the device waits for the next.
+# Some 0.6 ms over PCIe 5; after each slice the device waits for the next one.
 DEVICE_SLICE_BYTES = 32 << 20
 
 
 class Snapshot:
-    """Pages and rows in host memory, owned until `close`. Made by `SnapshotStore.take`."""
+    """Pages and rows in host memory, owned until `close`; `SnapshotStore.take` makes it."""
 
     version = VERSION
 
@@ -52,7 +52,7 @@ class Snapshot:
         self, store: SnapshotStore, places: Places, num_pages: int, owner: Hashable
     ) -> None:
         self.places, self.owner = places, owner
-        """In the store's host pool, not in the pool they were copied from."""
+        """Both refer to the store's host pool, not to the pool from which they were copied."""
         self.num_pages, self.num_rows = num_pages, int(places.rows.size)
         layout = store.host.layout
         self.size_bytes = (
@@ -73,13 +73,13 @@ class Snapshot:
 
     @property
     def store(self) -> SnapshotStore:
-        """In whose host memory it lies. Raises: MisuseError after `close`."""
+        """Store in whose host memory the snapshot lies. Raises: MisuseError after `close`."""
         if self._store is None:
             raise MisuseError("the snapshot is closed: its host memory has been freed")
         return self._store
 
     def close(self) -> None:
-        """Free its host memory, once, when no copy reads it any more. Idempotent."""
+        """Free the host memory, once no copy reads it. Idempotent."""
         store, self._store = self._store, None
         if store is not None:
             store.forget(self)
@@ -100,8 +100,9 @@ class SnapshotStore:
     ) -> None:
         """Allocates the host memory, pre-faulted: make it in a thread.
 
-        `limit_bytes` is for pages and `num_rows` rows; as many rows as the pool has, by default, or
-        what half of it holds. `pages`, `rows`: who counts the pool's, where that is not the pool.
+        `limit_bytes` is for pages and `num_rows` rows; by default as many rows as the pool has, or
+        as half of the limit holds. `pages`, `rows`: the owners of the pool's places, if they are
+        not the pool's own.
 
         Raises: LayoutError when there is not enough memory, or it cannot be pinned for the pool's
         device; MisuseError for a limit that holds no page, or no row.
@@ -131,8 +132,8 @@ class SnapshotStore:
 
     @property
     def used_bytes(self) -> int:
-        """Of host memory: of open snapshots, those being made included, and of closed ones that a
-        copy still reads.
+        """Host memory of open snapshots, those being made included, and of closed ones that a copy
+        still reads.
         """
         layout, pages, rows = self.host.layout, self.host.pages, self.host_rows
         used = (pages.num_pages - pages.free_pages) * layout.page_bytes
@@ -145,7 +146,7 @@ class SnapshotStore:
         return len(self._open)
 
     async def take(self, places: Places) -> Snapshot:
-        """Copy pages and rows of the pool out. They may be given back as soon as this has begun.
+        """Copy pages and rows of the pool out. They may be given back as soon as this began.
 
         Raises: HostMemoryError (nothing was copied), OwnershipError for pages without an owner,
         LayoutError for an index outside the pool, MisuseError for what is no `Places`.
@@ -165,11 +166,11 @@ class SnapshotStore:
 
     async def restore(self, snapshot: Snapshot, places: Places) -> None:
         """Copy a snapshot, of this pool or of one that fits it, into pages and rows of this pool,
-        in their order. Who owns them sees their content when this has returned; after an error it
-        is undefined. The snapshot stays open.
+        in their order.
 
-        Raises: LayoutError that says what differs, OwnershipError for pages without an owner or
-        named twice, MisuseError for a closed snapshot.
+        The owner of the places sees the content when this returned; after an error it is undefined.
+        The snapshot stays open. Raises: LayoutError that names the difference, OwnershipError for
+        pages without an owner or named twice, MisuseError for a closed snapshot.
         """
         self._check_open()
         _check_given(places)
@@ -205,7 +206,8 @@ class SnapshotStore:
             stop.set()
         try:
             await run_to_end(asyncio.gather(*self._copies, return_exceptions=True))
-        finally:  # cancelled or not, no copy runs any more
+        finally:
+            # Even if this call was cancelled, no copy runs here.
             self._thread.shutdown(wait=False)
             for snapshot in list(self._open):
                 snapshot.close()
@@ -213,7 +215,7 @@ class SnapshotStore:
             self.host.close()
 
     def forget(self, snapshot: Snapshot) -> None:
-        """`Snapshot.close` calls this, once."""
+        """Give back the host memory of a snapshot; `Snapshot.close` calls it once."""
         self._open.remove(snapshot)
         self.host.pages.give_back(snapshot.places.pages, snapshot.owner)
         if self.host_rows is not None:
@@ -242,7 +244,10 @@ class SnapshotStore:
     async def _copy(
         self, pairing: Pairing, source: Places, target: Places, other: SnapshotStore
     ) -> None:
-        """`other`: the store whose host memory is copied from."""
+        """Run a copy in the thread, until it ends or is drained.
+
+        `other` is the store whose host memory is copied from, or this one.
+        """
         stop = threading.Event()
         running = asyncio.get_running_loop().run_in_executor(
             self._thread,
@@ -254,6 +259,7 @@ class SnapshotStore:
             stop.is_set,
             self._copier,
         )
+        # Closing either store must stop the copy: it uses the memory of both.
         for store in (self, other):
             store._copies[running] = stop
             running.add_done_callback(
@@ -263,7 +269,8 @@ class SnapshotStore:
             whole = await asyncio.shield(running)
         except asyncio.CancelledError:
             stop.set()
-            with suppress(Exception):  # what ended the copy before it was stopped
+            # The copy may raise the error by which it ended before the stop.
+            with suppress(Exception):
                 await run_to_end(running)
             raise
         if not whole:
@@ -283,7 +290,9 @@ def _check_given(places: Places) -> None:
 
 
 def _with_bytes(places: Places, layout: PoolLayout) -> Places:
-    """Without the pages of a pool whose pages hold nothing: host memory has none for them."""
+    """Leave out the pages of a pool whose pages hold no bytes: host memory has no place for
+    them.
+    """
     pages = places.pages if layout.page_bytes else NO_PLACES
     return Places(np.asarray(pages, dtype=np.int32), np.asarray(places.rows, dtype=np.int32))
 

@@ -1,16 +1,15 @@
-"""Host memory beside a pool: what a data plane reads and writes where it cannot reach the pool
-itself.
+"""Host memory beside a pool, which a data plane reads and writes where it cannot reach the pool.
 
-A second pool with the components of the first, page-first, in memory that peers of this machine can
-open, and pinned where the pool is on a device. What is copied between the two comes from the same
+It is a second pool with the components of the first, page-first, in memory that peers of this
+machine can open, and pinned where the pool is on a device. Copies between the two follow the same
 plan as a transfer.
 
-Where two pools differ in width its bytes have another order, in which slices lie together
-(`pages.arrange`).
+Where two pools differ in width, the bytes of the staging have another order, in which slices lie
+together (`pages.arrange`).
 
-At decode it is what rooms lend: a writer, late or lost, reaches nothing else. A chunk has landed
-when it has been brought to the room's own pages (`StagedArrivals`). At prefill each slice passes
-through it (`transports.data.staged`).
+At decode, rooms lend pages of the staging: a late or lost writer reaches no other memory. A chunk
+counts as landed once it is copied to the room's own pages (`StagedArrivals`). At prefill, each slice passes
+through the staging (`transports.data.staged`).
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, Places, PoolLa
 from kvflow.protocols.pages.plan import Pairing
 from kvflow.protocols.ports import PageStore
 
-# Some 0.2 ms over PCIe, 1 ms of memmove: after a cancel no more than this is still copied.
+# Some 0.2 ms over PCIe, 1 ms of memmove: no more than this is still copied after a cancel.
 SLICE_BYTES = 4 << 20
 _BROUGHT = b"brought"
 _SCRATCH_BYTES = 1 << 20
 
 
 class Staging:
-    """The host memory of one pool.
+    """The host memory beside one pool.
 
     It must stay open until the nodes and planes that use it are closed.
     """
@@ -48,14 +47,14 @@ class Staging:
     def __init__(
         self, pool: PagedPool, size_bytes: int = 0, *, shared: bool = True, shards: int = 1
     ) -> None:
-        """Allocates it, pre-faulted: make it in a thread.
+        """Allocates the memory, pre-faulted: make it in a thread.
 
-        `size_bytes`: of pages and rows; 0, and more than the pool has, are as many as the pool has.
-        `shared` lets peers of this machine open it.
+        `size_bytes` is for pages and rows; 0, or more than the pool has, means as many as the pool
+        has. `shared` lets peers of this machine open it.
 
-        `shards`, at decode: of the prefills. What each of them sends of a page lies in one stretch
-        then, where in the pool it is a slice of every token slot. Prefills of another width are
-        served as well, in smaller blocks.
+        `shards`, at decode: the number of shards of the prefills. What each of them sends of a page
+        then lies in one stretch, while in the pool it is a slice of every token slot. Prefills of
+        another width are served as well, in smaller blocks.
 
         Raises: LayoutError when there is not enough memory, or it cannot be pinned; MisuseError for
         a size that holds no page, or no row, and for `shards` below 1.
@@ -79,7 +78,7 @@ class Staging:
 
     @property
     def mapped_by(self) -> tuple[object, ...]:
-        """See `PagedPool.mapped_by`; of both pools."""
+        """Objects that keep both pools mapped; see `PagedPool.mapped_by`."""
         return (*self.pool.mapped_by, *self.host.mapped_by)
 
     def copy_out(
@@ -89,10 +88,10 @@ class Staging:
         stopped: Callable[[], bool],
         out: Pairing | None = None,
     ) -> bool:
-        """From the pool into staging, in a thread; indices of both number rows on from the pages
-        (`layout.Places`). `out`: into another order of the bytes of its pages (`pages.arrange`).
+        """Copy places of the pool into staging; True when all was copied. Runs in a thread.
 
-        Returns whether all was copied; `stopped` is asked before every slice. Raises:
+        Indices of both number rows after the pages (`layout.Places`). `out` brings the bytes of the
+        pages into another order (`pages.arrange`). `stopped` is asked before every slice. Raises:
         TransferError.
         """
         source, target = self.pool.layout.split(places), self.host.layout.split(staged)
@@ -105,8 +104,11 @@ class Staging:
         stopped: Callable[[], bool],
         served: tuple[Served, ...] | None = None,
     ) -> bool:
-        """From staging into the pool, as `copy_out`; only what one rank has `served`, whose chunk
-        has landed: what others send may still be on its way."""
+        """Copy places of the staging into the pool, as `copy_out`.
+
+        Only what one rank has `served` is copied, whose chunk landed: what other ranks send may
+        still be on its way.
+        """
         into = self._into
         if served is not None and not sends_all(self.pool.layout, served):
             into = self._share(served)
@@ -114,7 +116,7 @@ class Staging:
         return copy_slices(into, source, target, SLICE_BYTES, stopped, self._copier)
 
     def close(self) -> None:
-        """Free it, when nothing copies any more. Idempotent."""
+        """Free the memory, when no copy runs. Idempotent."""
         self._copier.close()
         self.host.close()
 
@@ -124,10 +126,10 @@ def _share(host: PoolLayout, pool: PoolLayout, served: tuple[Served, ...]) -> Pa
 
 
 class StagedArrivals(PageTasks):
-    """Implements `protocols.ports.Arrivals`: brings chunks from staging to the pool."""
+    """Copies of chunks from staging to the pool. Implements `protocols.ports.Arrivals`."""
 
     def __init__(self, staging: Staging, *, verify: bool) -> None:
-        """With `verify` a chunk's answer is the checksum of what has landed in staging."""
+        """With `verify`, the answer for a chunk is the checksum of what landed in staging."""
         super().__init__("copy from staging")
         self._staging, self._verify = staging, verify
         self._sums, self._mapped_by = PoolSums(staging.host.layout), staging.mapped_by
@@ -155,11 +157,14 @@ class StagedArrivals(PageTasks):
 
 
 class StagedChecksums(PageTasks):
-    """Implements `protocols.ports.Checksums` for a prefill's pool that the CPU cannot read: each
-    thread copies some pages out at a time, and sums what of the copy is sent."""
+    """Checksums of a prefill's pool that the CPU cannot read.
+
+    Implements `protocols.ports.Checksums`. Each thread copies some pages out at a time, and sums
+    what is sent of the copy.
+    """
 
     def __init__(self, pool: PagedPool) -> None:
-        """Raises: LayoutError, as `Staging`."""
+        """Allocates host memory for each thread. Raises: LayoutError, as `Staging`."""
         super().__init__("checksum")
         layout = pool.layout
         largest = layout.page_bytes + layout.row_bytes
@@ -172,14 +177,15 @@ class StagedChecksums(PageTasks):
         self._layout, self._mapped_by = layout, pool.mapped_by
 
     def begin(self, pages: PageIndices, served: tuple[Served, ...] | None = None) -> PageTask:
-        """`served` is what prefill itself sends."""
+        """Sum what prefill itself sends of `pages`, whatever `served` is."""
         return self.start(functools.partial(self._sum, pages), len(pages), self._mapped_by)
 
     async def close(self) -> None:
         try:
             await super().close()
         finally:
-            if not self._running:  # else a thread that hangs may read them yet
+            # A task that still runs is hung, and its thread may read this memory.
+            if not self._running:
                 for scratch in self._made:
                     scratch.close()
 
@@ -202,7 +208,7 @@ class StagedChecksums(PageTasks):
 
 
 def _parts(places: Places, host: PoolLayout) -> Iterator[Places]:
-    """In pieces that fit into `host`: pages first, as they are summed."""
+    """Yield pieces that fit into `host`: pages first, in the order in which they are summed."""
     for start in range(0, len(places.pages), host.num_pages):
         yield Places(places.pages[start : start + host.num_pages], NO_PLACES)
     for n in range(len(places.rows)):

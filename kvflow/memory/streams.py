@@ -1,6 +1,4 @@
-"""From an engine's own arrays (numpy, or torch where it is loaded) to the layout of a pool over
-them.
-"""
+"""The layout of a pool over an engine's own arrays (numpy, or torch where it is loaded)."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ Fields = Mapping[str, SupportsIndex]
 
 
 class Stream(NamedTuple):
-    """One array as memory: `strides` in bytes; `start` and `end` bound the allocation that it is a
-    view of.
+    """One array as memory.
+
+    `strides` are in bytes; `start` and `end` bound the allocation of which it is a view.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Stream(NamedTuple):
 
     @property
     def page_bytes(self) -> int:
-        """Of one page, or row."""
+        """Bytes of one page, or row."""
         return math.prod(self.shape[1:]) * self.item_bytes
 
     @property
@@ -61,9 +60,10 @@ class Stream(NamedTuple):
 
 
 def streams_of(by_unit: Mapping[str, Mapping[str, Array]]) -> list[Stream]:
-    """Where each array lies, unit by unit.
+    """Return the memory of each array, unit by unit.
 
-    Raises: LayoutError for what is not an array, or has no memory that a peer can write."""
+    Raises: LayoutError for what is not an array, or has no memory that a peer can write.
+    """
     found: list[Stream] = []
     for unit, arrays in by_unit.items():
         if not isinstance(arrays, Mapping):
@@ -94,9 +94,10 @@ def describe(
     num_pages: SupportsIndex | None = None,
     parts: Mapping[str, Fields] | None = None,
 ) -> PoolLayout:
-    """The layout over `streams`, checked: those whose pages interleave share a buffer.
+    """Return the layout over `streams`, checked; streams whose pages interleave share a buffer.
 
-    `num_pages`: where all of them are rows. Raises: LayoutError."""
+    `num_pages` is for pools of rows only. Raises: LayoutError.
+    """
     slots = whole_number("page_size", page_size)
     if not 1 <= slots <= MAX_PAGE_SIZE:
         raise LayoutError(f"page_size {slots} is outside 1..{MAX_PAGE_SIZE}")
@@ -162,8 +163,10 @@ def _component(s: Stream, number: int, buffer: Buffer, opaque: bool) -> Componen
 
 
 def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
-    """Streams whose pages lie between each other's, as views into one page-first array do; else one
-    by one.
+    """Group the streams whose pages lie between each other's, as views into one page-first array
+    do.
+
+    Every other stream is a group alone.
     """
     groups: list[list[Stream]] = []
     for s in sorted(streams, key=lambda s: s.address):
@@ -180,13 +183,13 @@ def _interleaved(streams: Sequence[Stream]) -> list[list[Stream]]:
 
 
 def _buffer(group: list[Stream], num_pages: int) -> Buffer:
-    """One buffer for a group.
+    """Return the buffer of a group.
 
     It starts at the first stream, or earlier, so that its whole last page is real memory.
     """
     first, size_bytes = group[0], group[0].step * num_pages
-    # A view may know less of its allocation than its neighbour does (torch.from_numpy knows only
-    # the view).
+    # A view may know less of its allocation than its neighbour does: torch.from_numpy knows only
+    # the view.
     low, high = min(s.start for s in group), max(s.end for s in group)
     start = min(first.address, high - size_bytes)
     unit = ROW if first.in_rows else PAGE
@@ -203,7 +206,8 @@ def _kind(value: object) -> str:
 
 
 def _stream(name: str, array: Array) -> Stream:
-    torch = sys.modules.get("torch")  # whoever has a tensor has loaded it
+    # A caller that has a tensor has torch loaded, so there is no need to import it.
+    torch = sys.modules.get("torch")
     if isinstance(array, np.ndarray):
         return _of_numpy(name, array)
     if torch is not None and isinstance(array, torch.Tensor):
@@ -228,7 +232,7 @@ def _of_numpy(name: str, array: NDArray[Any]) -> Stream:
 
 
 def _allocation(array: NDArray[Any]) -> NDArray[Any]:
-    """The first array of a chain of views: the whole memory that the chain may reach."""
+    """Return the first array of a chain of views: the whole memory that the chain may reach."""
     owner: Any = array
     while (owner := getattr(owner, "base", None)) is not None:
         if isinstance(owner, np.ndarray):
@@ -283,7 +287,8 @@ def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
             "pages of another inner layout need a tag"
         )
     inner = list(zip(s.shape[1:], s.strides[1:], strict=True))
-    if not typed:  # any order of the dimensions will do
+    # In an opaque page the dimensions may have any order.
+    if not typed:
         inner.sort(key=lambda dimension: dimension[1], reverse=True)
     if not _dense(inner, s.item_bytes):
         raise LayoutError(
@@ -298,7 +303,10 @@ def _check(s: Stream, first: Stream, page_size: int, *, typed: bool) -> None:
 
 
 def _dense(dimensions: list[tuple[int, int]], item_bytes: int) -> bool:
-    """(length, stride in bytes) of dimensions, outermost first, leave no gap and no overlap."""
+    """Return True if the dimensions leave no gap and no overlap.
+
+    Each is (length, stride in bytes), outermost first.
+    """
     expected = item_bytes
     for length, stride in reversed(dimensions):
         if length > 1:
