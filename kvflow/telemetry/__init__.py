@@ -1,1 +1,1 @@
-"""What is counted."""
+"""Counters, histograms, and the trace of the current request."""

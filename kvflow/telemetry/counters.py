@@ -1,4 +1,4 @@
-"""What one node has seen so far, in numbers."""
+"""Counters and histograms of one node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from kvflow.telemetry.histogram import (
 )
 
 COUNTED_AT_ONCE = 128
-_WANTED = frozenset({Code.CLIENT_GONE, Code.ABORTED})  # no failures: whoever asked wants no more
+# These endings are no failures: the client wants no more.
+_WANTED = frozenset({Code.CLIENT_GONE, Code.ABORTED})
+# The halves of such a room did not meet, or did not fit, even if decode offered its pages before.
 _NEVER_MET = frozenset(
     {
         *(Code.RENDEZVOUS, Code.REFUSED, Code.PROMPT_MISMATCH, Code.ROOM_IN_USE, Code.STALE_GRANT),
@@ -27,11 +29,11 @@ _NEVER_MET = frozenset(
 
 
 class TransferMeasures:
-    """Histograms of rooms.
+    """Histograms over ended rooms.
 
-    `bootstrap`: until the other side was ready; `allocation`: from then until decode had its pages;
-    `transfer` and what follows: of rooms that have succeeded, from the first chunk (at decode: from
-    the offer of its pages, so that the model's steps at prefill are in it) to the last.
+    `bootstrap`: the time until the other side was ready. `allocation`: from then until decode had
+    its pages. `transfer` and those after it: for rooms that succeeded, from the first chunk to the
+    last; at decode from the offer of its pages, so that the model's steps at prefill are included.
     """
 
     def __init__(self) -> None:
@@ -42,7 +44,7 @@ class TransferMeasures:
         self.transfer_bytes_per_second = Histogram(TRANSFER_BYTES_PER_SECOND)
 
     def observe(self, rooms: Sequence[tuple[RoomEnding, float, int]]) -> None:
-        """Each with when it ended, and the bytes that it moved."""
+        """Add rooms, each with the time of its end and the bytes that it moved."""
         bootstrap: list[float] = []
         allocation: list[float] = []
         transfer: list[float] = []
@@ -68,9 +70,11 @@ class TransferMeasures:
 
 
 def failed_in(ending: RoomEnding) -> str:
-    """Where a room failed: "engine" (a model step), "bootstrap" (the sides did not meet, or did not
-    fit together), "transfer"; empty for a success, and where a client has left, or aborted its
-    request."""
+    """Return the stage in which a room failed: "engine" (a model step), "bootstrap" (the sides did
+    not meet, or did not fit together) or "transfer".
+
+    Returns an empty text for a success, and where a client left or aborted its request.
+    """
     if ending.cause is None or ending.cause.code in _WANTED:
         return ""
     if ending.cause.code is Code.ENGINE_ERROR:
@@ -81,18 +85,20 @@ def failed_in(ending: RoomEnding) -> str:
 
 
 class Counts:
-    """Implements `protocols.ports.Observer`: rooms, how they ended and how long they took, pages
-    and bytes that have landed, chunks whose checksum differed, and messages that were dropped, by
-    why."""
+    """Counters of one node. Implements `protocols.ports.Observer`.
+
+    They cover rooms, how they ended and how long they took, pages and bytes that landed, chunks
+    whose checksum differed, and dropped messages by reason.
+    """
 
     def __init__(self, page_bytes: int = 0, row_bytes: int = 0) -> None:
-        """Of a pool with rows the last page of every room is its row."""
+        """`row_bytes` is for a pool with rows, in which the last page of every room is its row."""
         self._page_bytes, self._last_differs = (
             page_bytes,
             row_bytes - page_bytes if row_bytes else 0,
         )
         self.rooms_opened = 0
-        # Not counted yet: that can wait, what a room does cannot.
+        # Endings that are not counted yet: counting can wait, the rooms of the loop cannot.
         self._ended: list[tuple[RoomEnding, float]] = []
         self._endings: Counter[tuple[IntEnum, Code | None]] = Counter()
         self._failures: Counter[tuple[str, Code]] = Counter()
@@ -109,7 +115,7 @@ class Counts:
 
     @property
     def endings(self) -> dict[str, int]:
-        """Rooms by their terminal phase and, but for a success, the code of their cause."""
+        """Rooms by their terminal phase and, unless they succeeded, the code of their cause."""
         self._count_ended()
         return {
             phase.name.lower() if code is None else f"{phase.name.lower()}:{code}": count
@@ -118,8 +124,8 @@ class Counts:
 
     @property
     def failures(self) -> Counter[tuple[str, Code]]:
-        """Rooms, and requests behind a room that succeeded, by `failed_in` and the code of their
-        cause.
+        """Failures by `failed_in` and the code of their cause: rooms, and requests that failed
+        after their room succeeded.
         """
         self._count_ended()
         return self._failures
@@ -131,8 +137,8 @@ class Counts:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Messages that changed nothing, by why: not decodable, another peer's, too late, no peer
-        to deliver it to.
+        """Messages that changed nothing, by reason: not decodable, another peer's, too late, no
+        peer to deliver them to.
         """
         return {
             "malformed": self.malformed,
@@ -163,12 +169,12 @@ class Counts:
         self._ended.clear()
 
     def room_refused(self, cause: Cause) -> None:
-        """A request ended before its room was known to the endpoint."""
+        """Count a request that ended before the endpoint knew its room."""
         if cause.code not in _WANTED:
             self.refusals[cause.code] += 1
 
     def engine_failed(self, code: Code) -> None:
-        """A request failed after its room had succeeded."""
+        """Count a request that failed after its room succeeded."""
         if code not in _WANTED:
             self._failures["engine", code] += 1
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
+# The buckets of SGLang's queue time, which dashboards for SGLang read.
 QUEUE_SECONDS = (
     *(
         0.0,
@@ -61,15 +62,13 @@ TRANSFER_BYTES_PER_SECOND = tuple(
 
 
 class Histogram:
-    """How often values up to each of `bounds` (ascending) were observed, how many in all, and their
-    sum.
-    """
+    """Counts of observed values up to each of `bounds` (ascending), their number, and their sum."""
 
     __slots__ = ("bounds", "buckets", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self.buckets = [0] * (len(self.bounds) + 1)  # the last is of what is above every bound
+        self.buckets = [0] * (len(self.bounds) + 1)  # the last counts what is above every bound
         self.sum = 0.0
 
     @property
@@ -77,16 +76,17 @@ class Histogram:
         return sum(self.buckets)
 
     def observe(self, value: float, times: int = 1) -> None:
+        # `bisect_left` puts a value that equals a bound into the bucket of that bound.
         self.buckets[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Each once; cheaper than one after the other."""
+        """Observe each value once; cheaper than one call per value."""
         bounds, buckets = self.bounds, self.buckets
         for value in values:
             buckets[bisect_left(bounds, value)] += 1
         self.sum += sum(values)
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """For each bound how many values were not above it; the last is infinity."""
+        """Return, for each bound, how many values were not above it; the last bound is infinity."""
         return list(zip((*self.bounds, float("inf")), accumulate(self.buckets), strict=True))

@@ -1,4 +1,4 @@
-"""The request that is served in the current task: its id, its rooms, and what its access line says.
+"""The request that the current task serves: its id, its rooms, and what its access line reports.
 
 A context variable carries it into every coroutine, task and room that the request starts, so that
 log lines name it.
@@ -18,7 +18,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@~-]")
 class RequestTrace:
     """One HTTP request while it is served.
 
-    `error` is why it failed, also where its status was sent before.
+    `error` is the reason of its failure, even if its status was sent before.
     """
 
     __slots__ = ("completion_tokens", "error", "prompt_tokens", "request_id", "rooms")
@@ -35,20 +35,20 @@ CURRENT: ContextVar[RequestTrace] = ContextVar("kvflow_request", default=NO_REQU
 
 
 def name_rooms(rooms: Iterable[int]) -> None:
-    """The rooms of the current request, for its log lines."""
+    """Set the rooms of the current request, for its log lines."""
     if (trace := CURRENT.get()) is not NO_REQUEST:
         trace.rooms = tuple(rooms)
 
 
 def name_error(summary: str) -> None:
-    """Why the current request failed, for its access line."""
+    """Set the reason why the current request failed, for its access line."""
     if (trace := CURRENT.get()) is not NO_REQUEST:
         trace.error = summary
 
 
 def clean_request_id(given: str) -> str:
-    """The id that a client gave, safe in a header and a log line; a new one when nothing of it is
-    left.
+    """Return the id that a client gave, safe in a header and a log line; a new one if no usable
+    character is left.
 
     Cut to `MAX_REQUEST_ID` characters; what is no letter, digit or one of `._:/+=@~-` becomes `_`.
     """
