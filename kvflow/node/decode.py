@@ -75,13 +75,13 @@ class DecodeNode(Node[DecodeShell]):
         `resolve` turns the word by which a room names its prefill into ranks; a registry's client
         is one. `pages` knows who owns which page of the pool (by default the pool's own allocator).
 
-        `verify_transfers`: a chunk landed when its checksum equals prefill's, which must send one.
-        A room whose pages differ fails. Prefill is notified too, unless it was the last chunk:
-        there the room has succeeded by then.
+        `verify_transfers`: a chunk counts as landed once its checksum equals prefill's, which must
+        send one. A room whose pages differ fails, and prefill is notified. If it was the last chunk,
+        prefill is not notified, because its room ended in success before.
 
-        `staging`: host memory beside the pool, which peers write in its place; a chunk landed when
-        it is copied to the pool. The staging stays the caller's. Rooms wait for its pages as long
-        as their deadline permits.
+        `staging`: host memory beside the pool, which peers write in its place; a chunk counts as
+        landed once it is copied to the pool. The staging stays the caller's. Rooms wait for its
+        pages as long as their deadline permits.
         """
         super().__init__(
             pool,
