@@ -1,1 +1,1 @@
-"""Messages and their bytes."""
+"""Messages of the control plane, and their encoding."""

@@ -1,6 +1,6 @@
-"""Bytes to messages and back.
+"""Encoding and parsing of messages.
 
-Parsing is strict: what is not a message this side may receive is a WireError.
+Parsing is strict: a frame that this side may not receive is a WireError.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvflow.protocols.wire.group import ToLeader, ToMember
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES, Incarnation, ToDecode, ToPrefill
 
 UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises for bytes that are not what they should be: strings of any bytes, nesting of
-any depth.
+"""Exceptions that decoding raises for hostile bytes, which may hold strings that are not UTF-8 and
+nesting of any depth.
 """
 
 _encoder = msgspec.msgpack.Encoder()
@@ -27,14 +27,14 @@ encode = _encoder.encode
 
 
 def parser(messages: Any) -> Callable[[bytes], Any]:
-    """What turns a frame into a message, or into one of a union of them.
+    """Return a function that parses a frame as a message type, or as one of a union of them.
 
-    Raises, when called: WireError.
+    The function raises WireError.
     """
     decode = msgspec.msgpack.Decoder(messages).decode
 
     def parse(frame: bytes) -> Any:
-        """Raises: WireError."""
+        """Return the message in `frame`. Raises: WireError."""
         if len(frame) > MAX_FRAME_BYTES:
             raise WireError(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
         try:
@@ -52,14 +52,14 @@ parse_at_member: Callable[[bytes], ToMember] = parser(ToMember)
 
 
 def prompt_digest(token_ids: Sequence[int] | NDArray[np.integer[Any]]) -> bytes:
-    """SHA-256 over the token ids as little-endian u32:
-    how the two legs agree on the prompt (I8).
+    """Return SHA-256 over the token ids as little-endian u32, by which the two halves of a room
+    agree on the prompt (I8).
     """
+    # `data` passes the array to the hash without a copy: a prompt may have a million tokens.
     return hashlib.sha256(np.ascontiguousarray(token_ids, dtype="<u4").data).digest()
 
 
 def routing_id(incarnation: Incarnation) -> bytes:
-    """The ZMQ routing id of an incarnation; the leading byte keeps it from starting with zero,
-    which ZMQ reserves.
-    """
+    """Return the ZMQ routing id of an incarnation."""
+    # ZMQ reserves ids that begin with a zero byte, and an incarnation may begin with one.
     return b"k" + incarnation.to_bytes(8, "big")

@@ -1,10 +1,10 @@
 """The messages within one group of prefill ranks, between its leader (rank 0) and each member, the
 leader's own rank included. One frame is one message: a msgpack array that begins with its tag.
 
-Votes and decisions are numbered within a session, and are handled in that order, each once: what is
-lost is sent again when a `Beat` tells of it. A session is one membership of one process in the log
-of one leader's process; it ends with either, and when either has not heard the other for too long.
-The next one begins with nothing of the one before.
+Votes and decisions are numbered within a session, and are handled in that order, each once: a
+`Beat` reveals a loss, and the sender repeats the message. A session is one membership of one
+process in the log of one leader's process. It ends with either process, and when either receives
+no message from the other for too long. The next session takes over no state of the one before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ GROUP_WIRE_VERSION = 1
 MAX_REQUEST_BYTES = 4 << 20
 
 Ticket = NewType("Ticket", int)
-"""Counts up within one life of a leader: one request of the group, whatever room it is for."""
+"""The number of one request of the group, whatever its room; counts up within one life of a leader.
+"""
 
 TicketNumber = Annotated[Ticket, Meta(ge=1, le=1 << 53)]
 SessionNumber = Annotated[int, Meta(ge=1, le=1 << 53)]
@@ -31,28 +32,29 @@ Number = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 class Vote(IntEnum):
-    """What one rank says of one request."""
+    """The state of one request at one rank."""
 
     READY = 0  # both halves of its room are known
-    DONE = 1  # every write of it has landed
+    DONE = 1  # every write of it landed
     FAILED = 2
 
 
 class Ruling(IntEnum):
-    """What holds for every rank."""
+    """A decision of the leader, which holds for every rank."""
 
     OPEN = 0
     START = 1  # every rank is ready
     SUCCEED = 2  # every rank is done
     FAIL = 3
-    REFUSE = 4  # no request: the room is opened on no rank, and its decode is told why
+    REFUSE = 4  # no request: no rank opens the room, and its decode receives the cause
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """member -> leader, repeated until answered: this process wants to be that rank.
+    """member -> leader, repeated until answered: this process requests to be that rank.
 
-    It was in `last_session` of `last_leader` before, 0 for none: that one is over. `process` is
-    this one, for a leader that can watch it."""
+    Its earlier session, `last_session` of `last_leader` (0 for none), is over. `process` identifies
+    the member, for a leader that can watch it.
+    """
 
     member: Life
     rank: RankNumber
@@ -66,8 +68,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
 class Joined(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
     """leader -> member: the number of its session.
 
-    With a refusal: that session is over, or, without a number, why there is none; the member asks
-    again."""
+    With a refusal, that session is over; with a refusal and session 0, the leader begins no
+    session. In both cases the member sends Join again.
+    """
 
     leader: Life
     member: Life
@@ -77,7 +80,9 @@ class Joined(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
 
 
 class RankVote(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=3):
-    """member -> leader. The rank is that of the session: a member votes for no other."""
+    """member -> leader: the vote of one rank. The session implies the rank, so a member cannot vote
+    for another one.
+    """
 
     leader: Life
     member: Life
@@ -91,8 +96,9 @@ class RankVote(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
     """leader -> every member.
 
-    `number` counts the decisions of this leader: the log that all members apply. `room` comes with
-    OPEN and with REFUSE; `request`, which means something to the engine alone, with OPEN."""
+    `number` counts the decisions of this leader, the log that all members apply. OPEN and REFUSE
+    carry `room`; OPEN also carries `request`, which only the engine can read.
+    """
 
     leader: Life
     member: Life
@@ -107,8 +113,9 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
-    """Both ways: the sender has sent what is numbered below `sent_below`, and has everything below
-    `received_below`. `gap`: it knows that more was sent, and asks for it."""
+    """Both ways: the sender sent every message numbered below `sent_below`, and received all below
+    `received_below`. `gap`: it knows of later messages that it lacks, and requests them.
+    """
 
     leader: Life
     member: Life

@@ -5,13 +5,12 @@ An event is a map with its kind under "type", or, in the older form, an array wi
 Token ids and hashes are laid out by numpy: a request's prompt would otherwise become tens of
 thousands of Python integers.
 
-**Media.** An event names its tier by `medium`, and each world of subscribers has names of its own
-(`media_of`). A name that a subscriber does not know is worse than none: SGLang's router drops such
-a store, and takes such a removal for one of all tiers; older routers of dynamo take either for the
-device's.
+**Media.** An event names its tier by `medium`, and the subscribers of each engine expect different
+names (`media_of`). An unknown name is worse than a missing one: SGLang's router drops such a store,
+and applies such a removal to all tiers; older routers of dynamo apply either to the device.
 
-**Namespaces.** `lora_name` names the LoRA. `extra_keys` says for each block what else its hash
-depends on, as vLLM does: the LoRA's name, and in the first block of a prompt its salt. The chain of
+**Namespaces.** `lora_name` names the LoRA. `extra_keys` lists for each block the other inputs of
+its hash, as vLLM does: the LoRA's name, and in the first block of a prompt its salt. The chain of
 hashes begins with `hashes.chain_root`.
 """
 
@@ -28,7 +27,8 @@ from numpy.typing import NDArray
 from kvflow.protocols.cache.choices import Dialect
 from kvflow.protocols.cache.events import Event, Removed, Stored
 
-# A replay is asked for from a number on, or with SNAPSHOT; END is the number that ends it.
+# A request for a replay carries the first number, or SNAPSHOT. END is the number of the last frame
+# of a replay.
 SNAPSHOT = b"snapshot"
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -36,7 +36,8 @@ Media: TypeAlias = tuple[str, str, str]  # by tier
 VLLM_MEDIA: Media = ("GPU", "CPU", "STORAGE")
 ExtraKeys: TypeAlias = list[tuple[str, ...] | None]
 
-# Heads of msgpack: arrays, and numbers of fixed size, each big-endian.
+# Heads of msgpack for arrays and for numbers of fixed size, each with its big-endian numpy type. A
+# fixed size lets numpy lay out all numbers at once, although msgpack has shorter forms.
 _ARRAY_OF_3, _ARRAY_32 = b"\x93", b"\xdd"
 _INT_64 = (0xD3, ">i8")
 _UINT_16 = (0xCD, ">u2")
@@ -44,10 +45,11 @@ _UINT_32 = (0xCE, ">u4")
 
 
 def media_of(dialect: Dialect, *, shared_storage: bool = False) -> Media:
-    """How the subscribers of a dialect call the tiers.
+    """Return the names of the tiers for the subscribers of a dialect.
 
-    `shared_storage`: other workers read what is stored, too, which SGLang tells from a worker's own
-    disk."""
+    `shared_storage`: other workers read the same storage, which SGLang distinguishes from a
+    worker's own disk.
+    """
     if dialect == "vllm":
         return VLLM_MEDIA
     return ("GPU", "CPU_PINNED", "EXTERNAL" if shared_storage else "DISK")
@@ -88,7 +90,9 @@ class PositionalAllBlocksCleared(
 
 
 class BatchEncoder:
-    """Batches of one stream: one block size, one rank, one form, one set of names for media."""
+    """An encoder for the batches of one stream, with one block size, rank, form and set of media
+    names.
+    """
 
     def __init__(
         self, page_size: int, rank: int = 0, *, positional: bool = False, media: Media = VLLM_MEDIA
@@ -102,15 +106,17 @@ class BatchEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, events: Iterable[Event], ts: float) -> bytes:
-        """`ts`: seconds since the epoch."""
+        """Return one batch. `ts`: seconds since the epoch."""
         return self._encoder.encode((ts, list(self._on_the_wire(events)), self._rank))
 
     def parts(self, events: Iterable[Event]) -> list[bytes]:
-        """Encoded events, for `join`: a long batch can be made bit by bit."""
+        """Return encoded events for `join`, so that a caller can make a long batch in steps."""
         return [self._encoder.encode(event) for event in self._on_the_wire(events)]
 
     def join(self, parts: list[bytes], ts: float) -> bytes:
-        """One batch of them; where it is long, other threads can run meanwhile."""
+        """Return one batch of encoded events. A long one is joined without the GIL, so that other
+        threads can run.
+        """
         head = _ARRAY_OF_3 + self._encoder.encode(ts) + _array_head(len(parts))
         return b"".join([head, *parts, self._encoder.encode(self._rank)])
 
@@ -121,7 +127,9 @@ class BatchEncoder:
             if tier is None:
                 for event in group:
                     yield self._stored_event(event) if isinstance(event, Stored) else self._cleared
-            else:  # eviction takes leaves one by one
+            # Eviction takes leaves one by one, and records an event for each. Subscribers receive
+            # one event for all that follow each other in a tier.
+            else:
                 together = [event.digests[:, 0] for event in group if isinstance(event, Removed)]
                 yield self._removed(_packed(np.concatenate(together), *_INT_64), self._media[tier])
 
@@ -141,7 +149,7 @@ class BatchEncoder:
 
 
 def _extra_keys(event: Stored) -> ExtraKeys:
-    """One entry per block; nothing where no block has any."""
+    """Return one entry per block, or an empty list if all of them would be empty."""
     salt, lora = event.namespace
     if not lora and (not salt or event.parent is not None):
         return []
@@ -152,7 +160,7 @@ def _extra_keys(event: Stored) -> ExtraKeys:
 
 
 def _packed(numbers: NDArray[Any], head: int, width: str) -> msgspec.Raw:
-    """A msgpack array of integers, each `head` and then the number as `width`."""
+    """Return a msgpack array of integers, each as `head` and the number as `width`."""
     packed = np.empty(len(numbers), [("head", "u1"), ("number", width)])
     packed["head"], packed["number"] = head, numbers
     return msgspec.Raw(_array_head(len(numbers)) + packed.tobytes())
@@ -163,7 +171,7 @@ def _array_head(count: int) -> bytes:
 
 
 class StoredBlocks(msgspec.Struct, tag="BlockStored", tag_field="type", frozen=True):
-    """What a reader of a stream needs of BlockStored to know which blocks there are."""
+    """The fields of BlockStored from which a reader of a stream knows the cached blocks."""
 
     block_hashes: list[int]
     block_size: int
@@ -200,10 +208,11 @@ _ARRAYS = msgspec.msgpack.Decoder(
 
 
 def read_batch(payload: bytes | memoryview) -> list[BlockEvent]:
-    """The events of a batch, in either form.
+    """Return the events of a batch, in either form.
 
     Raises: msgspec.DecodeError, UnicodeDecodeError, RecursionError.
     """
+    # A batch does not name its form: one that is not valid as maps is read as arrays.
     try:
         return list(_MAPS.decode(payload)[1])
     except msgspec.ValidationError:

@@ -1,30 +1,19 @@
 """The messages between prefill and decode.
 
 One frame is one message: a msgpack array that begins with its tag. A ZMQ message carries one or
-more frames.
+more frames. Version 1 is the first wire version.
 
-Wire history
-    1   first version; later ChunkDone.checksum, Registered.asked
-    2   Announce; Register.fresh_from instead of settled_below, echoed by Registered; PoolLayout.tag
-        and .fingerprint; the rank of every message from prefill is checked; several frames in one
-        ZMQ message; later Component.unit and .format, Buffer.unit, PoolLayout.num_rows: of a pool
-        with rows, the last of Bootstrap.pages is the room's row, numbered on from the pages, and
-        ChunkDone.pages counts it. A peer of before refuses such a pool: its components do not hold
-        for it.
-    3   Component.start and what follows it: a prefill may have a part of decode's pool.
-        Registered.served: decode must check that all ranks together have all of it; one of before
-        would not, so a prefill refuses it.
-    4   Goodbye and GoodbyeAck: a node that closes ends what the other one holds for it. An older
-        node counts both as malformed, and would keep its loans for ever. Heartbeat.settled. Begun:
-        a decode may hold its pages back until every rank has sent it; an older prefill never does.
+Arrays grow at the end only: a reader ignores unknown elements, and a new element has a default. A
+change that cannot be made in this way needs a new version. `Register` carries the version, and a
+prefill with another one refuses it and names both.
 
-Arrays grow at the end only: a reader ignores elements it does not know, and a new element has a
-default. What cannot be expressed that way takes a new version; `Register` carries it, and a prefill
-with another version refuses with both.
+Every message names two incarnations: `source` is always prefill's, `target` always decode's,
+whichever of them sends it. An incarnation is a random u64 that a process draws at start; it is also
+the routing id of the link.
 
-Every message names the incarnation it comes from and the one it is meant for. An incarnation is a
-random u64 that a process draws at start; it is also the routing id of the link. `source` is always
-prefill's, `target` always decode's.
+In a pool with rows, the last of `Bootstrap.pages` is the room's row, and `ChunkDone.pages` counts
+it: row r is `num_pages + r`. A prefill rank may have only a part of decode's pool. `Registered`
+names this part, and decode checks that all ranks together have all of the pool.
 """
 
 from __future__ import annotations
@@ -43,8 +32,8 @@ from kvflow.protocols.ports import PlaneAddress
 WIRE_VERSION = 1
 
 MAX_FRAME_BYTES = 8 << 20
-# Work on so many pages at once takes the event loop some 3 ms. A context of a million tokens needs
-# pages of 2 tokens.
+# Work on this many pages blocks the event loop for some 3 ms. They are enough for a context of a
+# million tokens in pages of 2 tokens.
 MAX_PAGES_PER_ROOM = 1 << 19
 MAX_HANDOFF_BYTES = 1 << 20
 MAX_BELIEFS = 4096
@@ -54,16 +43,20 @@ MAX_SETTLED_RANGES = 1024
 MAX_TEXT = 4096
 
 RoomId = NewType("RoomId", int)
-"""Drawn by whoever pairs the two legs of a request (a router); an unsigned 64-bit integer."""
+"""The number of a room, an unsigned 64-bit integer; drawn by the router, or by another party that
+pairs the two halves.
+"""
 GrantId = NewType("GrantId", int)
-"""Counts up within one decode incarnation: which promise of pages, and which life of a room."""
+"""The number of a grant; counts up within one decode incarnation. A room that is opened again under
+the same number has another grant.
+"""
 Incarnation = NewType("Incarnation", int)
-"""One life of one process."""
+"""One life of one process, a random number."""
 Rank = NewType("Rank", int)
 
 
 def room_id(value: object) -> RoomId:
-    """A room id given by a user, of any integer type. Raises: MisuseError."""
+    """Return a user's room id, of any integer type, as a RoomId. Raises: MisuseError."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -73,7 +66,8 @@ def room_id(value: object) -> RoomId:
     return RoomId(number)
 
 
-Room = Annotated[RoomId, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+# msgpack integers end at 2**64 - 1, so a room needs no upper bound.
+Room = Annotated[RoomId, Meta(ge=0)]
 Grant = Annotated[GrantId, Meta(ge=1)]
 Life = Annotated[Incarnation, Meta(ge=1)]
 RankNumber = Annotated[Rank, Meta(ge=0, lt=MAX_RANKS)]
@@ -86,8 +80,8 @@ Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1):
-    """decode -> prefill, once per pair and again while silent:
-    this decode's identity and its pool.
+    """decode -> prefill, once per pair and again while prefill is silent: this decode's identity
+    and its pool.
     """
 
     source: Life
@@ -95,16 +89,19 @@ class Register(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=1
     wire_version: int
     layout: PoolLayout
     address: PlaneAddress
-    fresh_from: GrantBound  # no grant below it may begin: prefill may have known and forgotten them
+    # No grant below it may begin: prefill may have known and forgotten these grants.
+    fresh_from: GrantBound
 
 
 class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=2):
-    """prefill -> decode: accepted (`refusal` empty), or what differs.
+    """prefill -> decode: accepted (`refusal` empty), or the differences.
 
-    `source` is who really answers here, `asked` who was asked: a decode that knows two lives of one
-    address must not take the answer to one for that to the other. `fresh_from` is that of the
-    newest Register that has come: acceptance of an older one brings no silent link up. `served`, of
-    who accepts: what of decode's pool this rank sends."""
+    `source` is the incarnation that answers, `asked` the one to which Register was addressed: a
+    decode that knows two lives of one address must not mistake the answer of one for that of the
+    other. `fresh_from` is that of the newest Register received: the acceptance of an older one does
+    not bring a silent link up. `served`, if accepted: the part of decode's pool that this rank
+    sends.
+    """
 
     source: Life
     target: Life
@@ -118,8 +115,8 @@ class Registered(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
 
 
 class Announce(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=10):
-    """decode -> every prefill rank: a room will be offered under this grant as soon as there are
-    pages, or aborted.
+    """decode -> every prefill rank: decode will offer a room under this grant as soon as it has
+    pages, or abort it.
     """
 
     room: Room
@@ -131,7 +128,7 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 class Bootstrap(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=3):
     """decode -> every prefill rank: these pages are on loan to you for this room.
 
-    The first `prefix_tokens` of the prompt are at decode already: a whole number of pages, or the
+    Decode already has the first `prefix_tokens` of the prompt: a whole number of pages, or the
     whole prompt.
     """
 
@@ -146,12 +143,10 @@ class Bootstrap(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 
 
 class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=4):
-    """prefill -> decode: every write of chunk `seq` has landed; it filled `pages` pages.
+    """prefill -> decode: every write of chunk `seq` landed; it filled `pages` pages.
 
-    `last` is the rank's proof.
-
-    `checksum` is that of the source pages (see `ports.Checksums`), empty where transfers are not
-    verified.
+    `last` proves that the rank writes no more for this grant. `checksum` is that of the source
+    pages (see `ports.Checksums`), empty where transfers are not verified.
     """
 
     room: Room
@@ -169,7 +164,7 @@ class ChunkDone(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 class RoomFailed(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=5):
     """prefill -> decode: this room will not succeed.
 
-    Proves nothing about writes; an AbortAck follows.
+    It is no proof about writes; an AbortAck follows.
     """
 
     room: Room
@@ -192,8 +187,8 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True
 
 
 class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=7):
-    """prefill -> decode: nothing of this grant runs any more; `drained` when all that was submitted
-    has landed.
+    """prefill -> decode: no write of this grant runs any more; `drained` if every submitted write
+    landed.
     """
 
     room: Room
@@ -205,8 +200,8 @@ class AbortAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=T
 
 
 class Belief(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One open room as one side sees it; `next_seq` is the first chunk
-    that has not been received.
+    """One open room as one side knows it; `next_seq` is the first chunk that decode did not
+    receive.
     """
 
     room: Room
@@ -215,8 +210,9 @@ class Belief(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
-    """decode -> prefill: rooms that made no progress; what they missed is sent again. prefill ->
-    decode: grants asked about that prefill does not know; their Bootstrap is sent again."""
+    """decode -> prefill: rooms that made no progress; prefill sends their missing messages again.
+    prefill -> decode: grants of such a Resync that prefill does not know; decode sends their
+    Bootstrap again."""
 
     source: Life
     target: Life
@@ -225,8 +221,9 @@ class Resync(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=8):
 
 class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=13):
     """prefill -> decode: the engine's half of an announced room has a place for its whole prompt,
-    so pages that decode lends from here on wait for no other room. Sent again with every repetition
-    of the announcement."""
+    so pages that decode lends now wait for no other room. Prefill answers every repetition of the
+    announcement with it.
+    """
 
     room: Room
     grant: Grant
@@ -236,12 +233,13 @@ class Begun(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=9):
-    """Both ways.
+    """Both ways: the sender is alive.
 
-    From decode: every grant of this pair below `settled_below` has ended there, and nothing of it
-    need be sent again. The same holds for the grants in `settled`, ranges above the first grant
-    that has not ended: from a grant to below another. Of many ranges some stand in one heartbeat,
-    and the others in the next ones."""
+    From decode: every grant of this pair below `settled_below` ended there, and prefill need not
+    send any message of it again. The same holds for the grants in `settled`, half-open ranges above
+    the first grant that did not end. If there are too many ranges, the next heartbeats carry the
+    others.
+    """
 
     source: Life
     target: Life
@@ -252,13 +250,12 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
-    """Both ways, repeated until acknowledged: this incarnation closes, and begins nothing with the
-    other one any more.
+    """Both ways, repeated until acknowledged: this incarnation closes, and begins no more rooms
+    with the other one.
 
-    From prefill it is proof for every grant of this decode, also for one that prefill has never
-    received: each write that was submitted has landed, and none will be submitted. It proves
-    nothing about the grants in `unproven`. From decode it says that decode asks about no grant any
-    more.
+    From prefill it is proof for every grant of this decode except those in `unproven`, also for a
+    grant that prefill never received: every submitted write landed, and no other will be submitted.
+    From decode it means that decode awaits no more proof.
     """
 
     source: Life
@@ -267,7 +264,7 @@ class Goodbye(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11
 
 
 class GoodbyeAck(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=True, tag=12):
-    """Both ways: the other one's Goodbye has come. Proves nothing about writes."""
+    """Both ways: the sender received the other one's Goodbye. It is no proof about writes."""
 
     source: Life
     target: Life

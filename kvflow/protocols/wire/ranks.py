@@ -1,6 +1,4 @@
-"""What the bootstrap registry knows: which rank of a prefill serves where, and which life of it
-that is.
-"""
+"""Entries of the bootstrap registry: the address and the incarnation of every rank of a prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from kvflow.protocols.wire.messages import MAX_RANKS
 
 
 class PoolShape(msgspec.Struct, frozen=True):
-    """The pool in a line, for people and dashboards; peers compare the whole layout when they
+    """The sizes of a pool, for people and dashboards; peers compare the whole layout when they
     register.
     """
 
@@ -29,8 +27,8 @@ class RankInfo(msgspec.Struct, frozen=True):
 
     `control` is its "tcp://host:port"; `incarnation` is drawn anew at every start.
 
-    A data-parallel prefill has `dp_size` equal groups of `world_size` ranks each; a request is one
-    group's.
+    A data-parallel prefill has `dp_size` equal groups of `world_size` ranks each; one group serves
+    a request.
     """
 
     rank: int
@@ -55,14 +53,15 @@ class DpRankError(MisuseError):
 
 
 def check_infos(ranks: object, what: str) -> Sequence[RankInfo]:
-    """A user's list of ranks, or a resolver's. Raises: MisuseError."""
+    """Check a list of ranks from a user or a resolver, and return it. Raises: MisuseError."""
     if isinstance(ranks, Sequence) and all(isinstance(info, RankInfo) for info in ranks):
         return ranks
     raise MisuseError(f"{what} must be a list of kvflow.RankInfo, not {ranks!r:.200}")
 
 
 def check_dp_rank(dp_rank: object) -> None:
-    """The number of a group that a user names, or None. Raises: MisuseError."""
+    """Check the number of a group that a user names; None is allowed. Raises: MisuseError."""
+    # A bool is an int for Python, and would silently mean group 0 or 1.
     if dp_rank is not None and (not isinstance(dp_rank, int) or isinstance(dp_rank, bool)):
         raise MisuseError(f"dp_rank {dp_rank!r} is not the number of a group")
 
@@ -70,11 +69,13 @@ def check_dp_rank(dp_rank: object) -> None:
 def group_for(
     ranks: Sequence[RankInfo], room: int, dp_rank: int | None = None
 ) -> Sequence[RankInfo]:
-    """Of all ranks of a prefill those that serve a room: the group that was asked for, or else
-    number `room % dp_size`, which is what a router and both legs can work out by themselves. Ranks
-    of one group have been chosen already.
+    """Return the ranks that serve a room, out of all ranks of a prefill.
 
-    Raises: DpRankError for a group that there is not, LostError for one of which no rank is known.
+    They are the group `dp_rank`, or by default group `room % dp_size`, which a router and both
+    halves compute alike. If `ranks` are of one group only, the caller already chose it.
+
+    Raises: DpRankError for a group that does not exist, LostError for one of which no rank is
+    known.
     """
     size = ranks[0].dp_size if ranks else 1
     if dp_rank is not None and not 0 <= dp_rank < size:
@@ -91,10 +92,10 @@ def group_for(
 def groups_to_tell(
     ranks: Sequence[RankInfo], room: int, dp_rank: int | None
 ) -> list[Sequence[RankInfo]]:
-    """The groups at which the other half of a refused room may wait: its own; all that are known,
-    where the one it names is none.
+    """Return the groups at which the other half of a refused room may wait: its own, or all known
+    groups if it names one that does not exist.
 
-    Raises: LostError, as `group_for`.
+    Raises: LostError, as `group_for` does.
     """
     try:
         return [group_for(ranks, room, dp_rank)]
@@ -104,9 +105,9 @@ def groups_to_tell(
 
 
 def check_ranks(ranks: Sequence[RankInfo]) -> None:
-    """Every rank of one group of a prefill, each once; in any order.
+    """Check that `ranks` are every rank of one group of a prefill, each once, in any order.
 
-    Raises: PeerError naming what does not fit.
+    Raises: PeerError naming the fault.
     """
     first, size = ranks[0], ranks[0].world_size
     if len(ranks) != size:
@@ -142,7 +143,8 @@ class _RankJson(msgspec.Struct, frozen=True):
 
 
 def rank_to_json(info: RankInfo) -> dict[str, Any]:
-    """JSON cannot carry a u64, so the incarnation travels as hex digits."""
+    """Return the JSON object of a rank, with its incarnation as hex digits."""
+    # Many JSON readers keep numbers as doubles, which cannot hold every u64.
     return {
         **msgspec.structs.asdict(info),
         "incarnation": f"{info.incarnation:016x}",
@@ -151,7 +153,7 @@ def rank_to_json(info: RankInfo) -> dict[str, Any]:
 
 
 def rank_from_json(value: object) -> RankInfo:
-    """The rank somebody announced, checked.
+    """Return the rank in a JSON object that another process sent.
 
     Raises: WireError naming the field.
     """
