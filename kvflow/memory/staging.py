@@ -8,8 +8,8 @@ Where two pools differ in width, the bytes of the staging have another order, in
 together (`pages.arrange`).
 
 At decode, rooms lend pages of the staging: a late or lost writer reaches no other memory. A chunk
-counts as landed once it is copied to the room's own pages (`StagedArrivals`). At prefill, each slice passes
-through the staging (`transports.data.staged`).
+counts as landed once it is copied to the room's own pages (`StagedArrivals`). At prefill, each
+slice passes through the staging (`transports.data.staged`).
 """
 
 from __future__ import annotations

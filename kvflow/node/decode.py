@@ -76,7 +76,7 @@ class DecodeNode(Node[DecodeShell]):
         is one. `pages` knows who owns which page of the pool (by default the pool's own allocator).
 
         `verify_transfers`: a chunk counts as landed once its checksum equals prefill's, which must
-        send one. A room whose pages differ fails, and prefill is notified. If it was the last chunk,
+        send one. A room whose pages differ fails, and prefill is notified. After the last chunk
         prefill is not notified, because its room ended in success before.
 
         `staging`: host memory beside the pool, which peers write in its place; a chunk counts as

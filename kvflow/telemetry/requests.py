@@ -36,6 +36,7 @@ CURRENT: ContextVar[RequestTrace] = ContextVar("kvflow_request", default=NO_REQU
 
 def name_rooms(rooms: Iterable[int]) -> None:
     """Set the rooms of the current request, for its log lines."""
+    # Tasks outside of any request share NO_REQUEST, which must stay empty.
     if (trace := CURRENT.get()) is not NO_REQUEST:
         trace.rooms = tuple(rooms)
 
