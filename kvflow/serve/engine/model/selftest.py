@@ -233,9 +233,7 @@ def _forward(
     more: dict[str, Any] = {"use_cache": True, cache_argument(model) or "": cache}
     if "position_ids" in inspect.signature(model.forward).parameters:
         # Some models count from 0 without positions.
-        more["position_ids"] = torch.arange(start, end, device=model.device)[
-            None
-        ]  # some models count from 0 without them
+        more["position_ids"] = torch.arange(start, end, device=model.device)[None]
     logits: torch.Tensor = model(
         input_ids=torch.tensor([prompt[start:end]], device=model.device), **more
     ).logits

@@ -406,7 +406,8 @@ class StepFollower:
             self.steps.send(request)
         except KvflowError as error:
             request.room.close(error.cause())
-        except Exception as error:  # an error of one room must not end the others
+        # An error of one room must not end the others.
+        except Exception as error:
             self.failed_steps += 1
             log.exception("sending pages failed")
             request.room.close(

@@ -125,7 +125,7 @@ class PlannedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=12):
-    """One step; `step` counts them within the generation, from 1."""
+    """Announces one step; `step` counts them within the generation, from 1."""
 
     generation: _Number
     step: _Number

@@ -303,9 +303,9 @@ class PageBudget:
     def _promised(self, admissions: Iterable[Admission]) -> int:
         """Return how many pages `admissions` are still promised, all together."""
         ratio, ahead = self._ratio.now, self._most_ahead
-        if ratio >= 1:  # no call for each: every request that ends asks for the sum over all
-            # Every request that ends computes this sum over all others, so this common case calls
-            # no method per admission.
+        # Every request that ends computes this sum over all others, so the common case calls no
+        # method per admission.
+        if ratio >= 1:
             return sum(a.total - a.taken for a in admissions)
         return sum(a.outstanding(ratio, ahead) for a in admissions)
 

@@ -137,8 +137,8 @@ class DecodeRequest:
         """
         s = self.sequence
         left = s.length - s.computed
-        if one_by_one:  # the generated ones in steps of one token, as they were computed before
-            # Generated tokens are computed in steps of one, as they were the first time.
+        # Generated tokens are computed in steps of one, as they were the first time.
+        if one_by_one:
             left = max(1, s.prompt_length - s.computed)
         new = chunk(left, most)
         return Row(s, new, int(s.computed + new == s.length))

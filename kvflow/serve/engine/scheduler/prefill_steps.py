@@ -215,7 +215,6 @@ class PrefillSteps:
         """Lock the cached pages of the first `most_tokens` tokens, for a request without places."""
         request.agreed = most_tokens
         if self.cache is not None:
-            # The shorter prefix is locked first, so that eviction cannot take its pages in between.
             request.prefix = self._match(self.cache, request)
 
     def lacks(self, request: PrefillRequest) -> bool:
@@ -251,7 +250,7 @@ class PrefillSteps:
         request.agreed = tokens
         longer = request.prefix
         if self.cache is not None and longer is not None and longer.tokens > tokens:
-            # Before the longer one can be evicted.
+            # The shorter prefix is locked first, so that eviction cannot take its pages in between.
             request.prefix = self._match(self.cache, request)
             longer.release()
 

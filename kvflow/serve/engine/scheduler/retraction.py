@@ -186,9 +186,9 @@ class Retractions:
                 await request.admission.granted
                 try:
                     await self._return(request)
-                except CapacityError:  # others have grown into the pages in the turn before
-                    # Others grew into the pages since they were granted, so the request waits once
-                    # more.
+                # Others grew into the pages since they were granted, so the request waits once
+                # more.
+                except CapacityError:
                     self._budget.retract(request.admission, request.resident.sizes[0])
         except KvflowError as error:
             self._failed(request, error)
