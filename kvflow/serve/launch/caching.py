@@ -1,5 +1,5 @@
-"""The prefix cache of a worker, from its settings: tiers behind the pool, and a publisher of what
-is in them.
+"""The prefix cache of a worker, made from its settings: tiers behind the pool, and a publisher of
+cache events.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ T = TypeVar("T")
 
 
 def check_cache(settings: Settings) -> None:
-    """What can be known before a model is loaded.
+    """Check what can be known of the cache before a model is loaded.
 
-    Raises: MisuseError for host memory that is not there, a port in use, or a key file that holds
-    no key."""
+    Raises: MisuseError for more host memory than the machine has free, a port in use, or a file
+    without a key.
+    """
     available = available_memory()
     if available is not None and settings.cache_host_bytes > available.size_bytes:
         raise MisuseError(f"--cache-host-bytes {settings.cache_host_bytes}: {available}")
@@ -65,7 +66,8 @@ def _is_taken(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
         except OSError as error:
-            # The name of an interface, which ZeroMQ takes, too, is none that can be bound to here.
+            # ZeroMQ also accepts the name of an interface, which this bind does not know: only a
+            # port in use counts here.
             return error.errno == errno.EADDRINUSE
     return False
 
@@ -74,13 +76,15 @@ def _is_taken(host: str, port: int) -> bool:
 async def prefix_cache(
     settings: Settings, parts: Parts, *, computes: bool = False, ranks: int = 1
 ) -> AsyncGenerator[PrefixCache | None, None]:
-    """Of a worker's pool, which has all of its pages again at the end; None where prefixes are not
-    cached, by choice or because nothing asked for it and the model cannot take it, which is logged.
-    `computes`: prompts, which may have to go on from a state. `ranks`: of this worker, each with a
-    cache of its own.
+    """Open the prefix cache of a worker's pool, whose pages are all free again at the end. Yield
+    None where prefixes are not cached: by choice, or because the model cannot take a cache that is
+    only the default, which is logged.
 
-    Raises: MisuseError for a model that cannot take what was asked for, host memory that is not
-    there, a port in use.
+    `computes` is True where the worker computes prompts, which may have to continue from a state.
+    `ranks` is the number of this worker's ranks; each has a separate cache.
+
+    Raises: MisuseError for a model that cannot take a cache that was asked for, host memory that is
+    not there, a port in use.
     """
     has_states = computes and parts.pool.layout.num_rows > 0
     if settings.prefix_cache == "off" or not _can_cache(
@@ -124,13 +128,16 @@ async def prefix_cache(
             await cache.close()
         finally:
             if cache.publisher is not None:
-                await cache.publisher.close()  # when it has told that nothing is cached any more
+                # Closed last, because it must still publish that the cache is empty.
+                await cache.publisher.close()
 
 
 async def _tiers(
     settings: Settings, parts: Parts, *, has_states: bool
 ) -> tuple[HostTier | None, StateStore | None, StorageTier | None]:
-    """The memory and the stores behind the pool; nothing is kept of them when one cannot be had."""
+    """Open the memory and the stores behind the pool. If one fails to open, the others are
+    closed.
+    """
     host = await _host_tier(settings, parts)
     states: StateStore | None = None
     try:
@@ -147,10 +154,10 @@ async def _tiers(
 
 
 def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
-    """False, with a line in the log, where the model cannot take a prefix cache that is only the
-    default. `of_states`: each of several ranks would have to cache states.
+    """Return False, with a line in the log, where the model cannot take a prefix cache that is only
+    the default. `of_states` is True where each of several ranks would have to cache states.
 
-    Raises: MisuseError where a setting asks for one by name.
+    Raises: MisuseError where a setting asks for a cache by name.
     """
     obstacle = ""
     if parts.model.whole_prompts:
@@ -169,7 +176,9 @@ def _can_cache(settings: Settings, parts: Parts, *, of_states: bool) -> bool:
 
 
 def _asked_for(settings: Settings) -> str:
-    """The setting that asks for a prefix cache by name; empty where it is only the default."""
+    """Return the setting that asks for a prefix cache by name; empty where the cache is only the
+    default.
+    """
     if settings.prefix_cache != "auto":
         return f"--prefix-cache {settings.prefix_cache}"
     for name in ("cache_host_bytes", "cache_state_bytes", "kv_events_config"):
@@ -179,7 +188,7 @@ def _asked_for(settings: Settings) -> str:
 
 
 async def _allocated(parts: Parts, allocate: Callable[[], T], setting: str) -> T:
-    """Host memory, taken in a thread. Raises: MisuseError that names the setting."""
+    """Allocate host memory in the model's thread. Raises: MisuseError that names the setting."""
     try:
         return await asyncio.get_running_loop().run_in_executor(parts.executor, allocate)
     except (LayoutError, MisuseError) as error:
@@ -195,12 +204,12 @@ async def _host_tier(settings: Settings, parts: Parts) -> HostTier | None:
 
 
 async def _states(settings: Settings, parts: Parts, most: int) -> StateStore | None:
-    """`most`: pages, at whose ends they are.
+    """Open the store of states, which are kept at the ends of at most `most` pages.
 
-    None, with a line in the log, where there is no memory for a prefix cache that is only the
-    default.
+    Return None, with a line in the log, where there is no memory for a prefix cache that is only
+    the default.
 
-    Raises: MisuseError where a setting asks for one by name.
+    Raises: MisuseError where a setting asks for a cache by name.
     """
     size = settings.cache_state_bytes
     allocate = functools.partial(StateStore, parts.pool, size, most)
@@ -253,7 +262,9 @@ def _backend(settings: Settings, layout: PoolLayout) -> Backend:
 
 
 def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> EventPublisher:
-    """Raises: MisuseError naming the address that cannot be bound, or the key file."""
+    """Start the publisher. Raises: MisuseError naming the address that cannot be bound, or the key
+    file.
+    """
     key = read_key(settings.kv_events_key_file)
     media = media_of(config.dialect, shared_storage=settings.l3 == "mooncake")
     try:
@@ -267,7 +278,8 @@ def _publisher(config: KvEvents, settings: Settings, cache: PrefixCache) -> Even
             media=media,
             key=key,
             limits=StreamLimits(kept_batches=config.buffer_steps),
-            # After a restart subscribers see a gap, and ask for a replay.
+            # The numbers grow from one process to the next, so after a restart subscribers see a
+            # gap and ask for a replay.
             first_seq=time.time_ns() // 1_000_000 << 16,
         )
     except MisuseError as error:

@@ -19,18 +19,22 @@ from kvflow.serve.launch.logs import LogFormat, relayed
 from kvflow.serve.launch.process import PARENT_PID, READY_FD, Ready
 
 KEPT_LINES = 40
-_ERROR_MARK = ": error: "  # see `cli.main`
+_ERROR_MARK = ": error: "  # written by `cli.main`
 _log = logging.getLogger("kvflow.up")
 
 
 class ChildEndedError(KvflowError):
-    """A role ended that should be running; `status` is its exit status, negative for a signal."""
+    """The end of a role that should be running. `status` is its exit status, negative for a
+    signal.
+    """
 
     def __init__(self, name: str, status: int, last_line: str = "") -> None:
         how = f"{name} {_how(status)}"
-        if status in (-signal.SIGKILL, -signal.SIGTERM):  # by others: what it wrote last is not why
+        # Another process sent the signal, so the last line does not explain the end.
+        if status in (-signal.SIGKILL, -signal.SIGTERM):
             last_line = ""
-        if status == 2:  # a usage error: the child's own message is all that its user needs
+        # After a usage error the child's message is all that the user needs.
+        if status == 2:
             how, last_line = name, last_line.partition(_ERROR_MARK)[2] or last_line
         super().__init__(f"{how}: {last_line}" if last_line else how)
         self.status = status
@@ -44,7 +48,7 @@ def _how(status: int) -> str:
 
 
 class Child:
-    """One role as a process. `url` and `bootstrap_port` are known once it is ready."""
+    """One role as a process. `url` and `bootstrap_port` are known when it is ready."""
 
     def __init__(
         self,
@@ -56,7 +60,7 @@ class Child:
         log_format: LogFormat = "text",
         descriptors: tuple[int, ...] = (),
     ) -> None:
-        """`descriptors` are those of this process that it is given, under the same numbers."""
+        """`descriptors` of this process are passed to the child under the same numbers."""
         self.name, self.role = name, role
         self.url = ""
         self.bootstrap_port: int | None = None
@@ -73,7 +77,9 @@ class Child:
         return self._process
 
     async def start(self, environment: Mapping[str, str], timeout_s: float) -> None:
-        """Return when it is ready to serve. Raises: ChildEndedError, TimeoutError."""
+        """Start the process. Return when it is ready to serve. Raises: ChildEndedError,
+        TimeoutError.
+        """
         reading, writing = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -92,13 +98,14 @@ class Child:
                     READY_FD: str(writing),
                     PARENT_PID: str(os.getpid()),
                 },
-                # Ctrl-C reaches the supervisor alone, which ends the roles in order.
+                # Ctrl-C reaches only the supervisor, which then ends the roles in order.
                 start_new_session=True,
             )
         except BaseException:
             os.close(reading)
             raise
         finally:
+            # The parent's copy must be closed, or the pipe would stay open after the child's end.
             os.close(writing)
         self._reading = asyncio.create_task(self._read_stderr())
         async with asyncio.timeout(timeout_s):
@@ -109,14 +116,14 @@ class Child:
         self.url, self.bootstrap_port = ready.url, ready.bootstrap_port
 
     async def wait_for_end(self) -> ChildEndedError:
-        """Return when the process has ended, with how it ended."""
+        """Wait until the process ends. Return how it ended."""
         await self.process.wait()
         return await self._ended()
 
     async def stop(self, timeout_s: float) -> int:
-        """Send SIGTERM, and SIGKILL when it has not ended within `timeout_s`.
+        """Send SIGTERM, and SIGKILL if the process does not end within `timeout_s`.
 
-        Returns the exit status.
+        Return the exit status.
         """
         if self._process is None:
             return 0
@@ -152,9 +159,8 @@ class Child:
             text = line.decode(errors="replace").rstrip("\n")
             if text:
                 self.last_lines.append(text)
-            if not self._quiet and not text.startswith(
-                f"kvflow {self.role}{_ERROR_MARK}"
-            ):  # the supervisor prints that line itself
+            # The supervisor reports this line in its own error, so it is not relayed.
+            if not self._quiet and not text.startswith(f"kvflow {self.role}{_ERROR_MARK}"):
                 shown = (
                     relayed(text, self.role, self.name)
                     if self._log_format == "json"
@@ -165,16 +171,19 @@ class Child:
 
 
 async def all_read(reading: asyncio.Task[None] | None) -> None:
-    """Return when the task that reads a process's stderr has its last line.
+    """Wait until the task that reads a process's stderr has the last line.
 
-    A cancellation ends this wait alone, since others may wait for the same task, `stop` after it
-    among them."""
+    A cancellation ends only this wait and not the task, because other callers may wait for it,
+    `stop` among them.
+    """
     if reading is not None:
         await asyncio.wait([reading])
 
 
 async def _line_of(stream: asyncio.StreamReader) -> bytes:
-    """The next line, empty at the end; a line longer than the reader's buffer comes in pieces."""
+    """Return the next line, empty at the end. A line that is longer than the reader's buffer comes
+    in pieces.
+    """
     try:
         return await stream.readuntil()
     except asyncio.IncompleteReadError as error:
@@ -184,7 +193,7 @@ async def _line_of(stream: asyncio.StreamReader) -> bytes:
 
 
 async def _line_from(descriptor: int) -> bytes:
-    """The first line of a pipe; empty when the pipe closes without one."""
+    """Return the first line of a pipe; empty when the pipe closes without one."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     transport, _ = await loop.connect_read_pipe(
@@ -199,8 +208,7 @@ async def _line_from(descriptor: int) -> bytes:
 async def start_together(
     children: Iterable[tuple[Child, Mapping[str, str]]], timeout_s: float
 ) -> None:
-    """Start children, each with its environment; when one cannot start, the others are not waited
-    for.
+    """Start children, each with its environment. If one cannot start, the wait for the others ends.
 
     Raises: ChildEndedError, TimeoutError.
     """
@@ -216,7 +224,7 @@ async def start_together(
 
 
 async def first_end(children: Iterable[Child]) -> ChildEndedError:
-    """Return when the first of them ends, with how it ended."""
+    """Wait until the first of the children ends. Return how it ended."""
     waits = [asyncio.create_task(child.wait_for_end()) for child in children]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

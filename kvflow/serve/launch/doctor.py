@@ -1,4 +1,4 @@
-"""`kvflow doctor`: what this machine lacks, and what to do about it."""
+"""`kvflow doctor`: the checks of this machine, each with advice where it fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOONCAKE_WHEELS = (
 )
 _KFD, _RDMA_DEVICES = Path("/dev/kfd"), Path("/sys/class/infiniband")
 OLDEST_MOONCAKE = (0, 3, 12)
-NIXL_WHEELS = {"nixl-cu12": "nixl_cu12", "nixl-cu13": "nixl_cu13"}  # what each installs
+NIXL_WHEELS = {"nixl-cu12": "nixl_cu12", "nixl-cu13": "nixl_cu13"}  # modules, by distribution
 # The name for the dynamic loader, and the Debian package.
 LIBRARIES = (("ibverbs", "libibverbs1"), ("numa", "libnuma1"), ("curl", "libcurl4"))
 MIN_OPEN_FILES = 4096
@@ -50,11 +50,11 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def findings() -> Iterator[Finding]:
-    """All checks, one after the other; together they take as long as importing mooncake twice and
-    nixl.
+    """Yield all checks, one after the other; together they take as long as importing mooncake twice
+    and nixl.
     """
     yield _python()
-    # Reads the metadata of all that is installed.
+    # This reads the metadata of every installed distribution, so it is done once.
     distributions = importlib.metadata.packages_distributions()
     for names, needed, advice in (
         (CORE, True, "pip install kvflow"),
@@ -79,8 +79,9 @@ def findings() -> Iterator[Finding]:
 
 
 def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
-    """Why the mooncake data plane, or another `module` of the package, cannot be used here, in one
-    line; None when it can."""
+    """Return why the mooncake data plane, or another `module` of the package, cannot be used here,
+    in one line; None when it can.
+    """
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed: pip install 'kvflow[mooncake]'"
     wheels = _mooncake_wheels()
@@ -94,7 +95,7 @@ def mooncake_unavailable_reason(module: str = "mooncake.engine") -> str | None:
 
 
 def nixl_unavailable_reason() -> str | None:
-    """Why the nixl data plane cannot be used here, in one line; None when it can."""
+    """Return why the nixl data plane cannot be used here, in one line; None when it can."""
     module = next(
         (module for module in NIXL_WHEELS.values() if importlib.util.find_spec(module) is not None),
         None,
@@ -107,8 +108,8 @@ def nixl_unavailable_reason() -> str | None:
 
 
 def ascend_unavailable_reason() -> str | None:
-    """Why the ascend data plane cannot be used here, in one line; None when nothing that can be
-    seen is missing.
+    """Return why the ascend data plane cannot be used here, in one line; None when every part that
+    can be checked is there.
     """
     missing = missing_for_ascend()
     if not missing and (why := _import_error("mooncake.engine")):
@@ -117,7 +118,7 @@ def ascend_unavailable_reason() -> str | None:
 
 
 def mori_unavailable_reason() -> str | None:
-    """As `ascend_unavailable_reason`, of the mori data plane."""
+    """Act as `ascend_unavailable_reason` does, for the mori data plane."""
     missing = []
     if importlib.util.find_spec("mori") is None:
         missing.append("mori is not installed (pip install amd_mori)")
@@ -131,8 +132,8 @@ def mori_unavailable_reason() -> str | None:
 
 
 def plane_unavailable_reason(plane: str) -> str | None:
-    """Why a data plane that ships cannot be used here, in one line; None when it can, as far as can
-    be seen.
+    """Return why a built-in data plane cannot be used here, in one line; None when every part that
+    can be checked is there.
     """
     reasons = {
         "mooncake": mooncake_unavailable_reason,
@@ -144,9 +145,10 @@ def plane_unavailable_reason(plane: str) -> str | None:
 
 
 def _import_error(module: str) -> str:
-    """Why a module cannot be imported; empty when it can.
+    """Return why a module cannot be imported; empty when it can.
 
-    In a process of its own: a broken library may end the one that loads it."""
+    The import runs in another process, because a broken library may end the process that loads it.
+    """
     try:
         probe = subprocess.run(
             [sys.executable, "-P", "-c", f"import {module}"],
@@ -183,7 +185,7 @@ def _package(
 
 
 def _device() -> Finding:
-    """Where `--device auto` runs a model."""
+    """Check the device on which `--device auto` runs a model."""
     if (
         importlib.util.find_spec("torch") is None
         or importlib.util.find_spec("transformers") is None
@@ -212,7 +214,8 @@ def _mooncake_wheels() -> Finding:
             "mooncake wheel", False, "not installed", False, "pip install 'kvflow[mooncake]'"
         )
     detail = ", ".join(f"{name} {version}" for name, version in found.items())
-    # They install the same files: the last one wins, and uninstalling one removes both.
+    # Both wheels install the same files: the last one overwrites the other, and uninstalling one
+    # removes the files of both.
     if len(found) > 1:
         advice = f"pip uninstall -y {' '.join(found)}, then install one of them"
         return Finding(
@@ -247,7 +250,7 @@ def _mooncake() -> Finding:
 
 
 def _mooncake_store() -> Finding:
-    """Of `--l3 mooncake`."""
+    """Check what `--l3 mooncake` needs."""
     reason, program = mooncake_unavailable_reason("mooncake.store"), find_program()
     detail = reason or (
         f"can be loaded; {program}" if program else f"can be loaded; no {MASTER} to start"
@@ -275,7 +278,7 @@ def _nixl() -> Finding:
 
 
 def _plane(name: str) -> Finding:
-    """Of a plane that has never run on its hardware."""
+    """Check a data plane that never ran on its hardware."""
     reason = plane_unavailable_reason(name)
     detail = reason or "nothing is missing; it has never run on its hardware"
     return Finding(
@@ -325,7 +328,7 @@ def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Finding(
         "open files",
-        # Roles raise the soft limit by themselves.
+        # Only the hard limit counts, because roles raise their soft limit to it.
         hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES,
         f"soft {soft}, hard {hard}",
         False,
@@ -345,7 +348,7 @@ def _variables() -> Finding:
 
 
 def run_doctor(*, as_json: bool) -> int:
-    """Print the findings. Returns the exit status: 0 when all needed checks pass."""
+    """Print the findings. Return the exit status: 0 when all needed checks pass."""
     found = list(findings())
     bad = [finding for finding in found if finding.needed and not finding.ok]
     if as_json:

@@ -1,8 +1,8 @@
-"""A prefill over several ranks: the first one, which has the HTTP server and starts the others, and
-each other one.
+"""A prefill over several ranks: the first rank, which has the HTTP server and starts the others,
+and each of the other ranks.
 
-All are processes of one machine. They share a new key, which no file holds, for the sockets of
-their group.
+All ranks are processes of one machine. The sockets of their group share a new key, which is not
+stored in any file.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from kvflow.transports.host.identity import own_identity, wait_dead
 
 _HERE = "127.0.0.1"
 _DRAIN_S = 5.0
-_LOOK_S = 0.02  # at start, how often it is looked whether all have joined
+_LOOK_S = 0.02  # the interval at which the start looks whether all ranks joined
 
 
 class _Rank(NamedTuple):
-    """What every rank has."""
+    """The parts that every rank has."""
 
     node: PrefillNode
     parts: Parts
@@ -70,8 +70,9 @@ class _Rank(NamedTuple):
 async def group_over(
     settings: Settings, control: Control, table: RankTable
 ) -> AsyncGenerator[tuple[GroupPrefillService, Parts], None]:
-    """A running prefill over `settings.pp * settings.tp` ranks without its HTTP server, once all of
-    them are there. `table` is told of each of the others. Raises: MisuseError."""
+    """Start a prefill over `settings.pp * settings.tp` ranks, without its HTTP server, and yield it
+    when all ranks are there. `table` receives an entry for each of the others. Raises: MisuseError.
+    """
     async with AsyncExitStack() as stack:
         stack.callback(control[0].close)
         descriptor = open_new_key()
@@ -106,9 +107,7 @@ async def group_over(
 
 
 class _FirstRank:
-    """What rank 0 has beside its part of the model: the leader of the group, the steps, the
-    service.
-    """
+    """The parts that only rank 0 has: the leader of the group, the steps, the service."""
 
     def __init__(self, spec: PrefillRankSpec, table: RankTable) -> None:
         self._spec, self._table = spec, table
@@ -126,7 +125,7 @@ class _FirstRank:
         key: ControlKey | None,
         stack: AsyncExitStack,
     ) -> GroupPrefillService:
-        """Returns once all ranks are there."""
+        """Start the group. Return when all ranks are there."""
         settings, node, model = rank.settings, rank.node, rank.parts.model
         steps = self._steps = self._step_leader(rank.parts, steps_socket)
         engine = self._engine = self._engine_of(rank, steps)
@@ -164,7 +163,8 @@ class _FirstRank:
             world=(self._spec.stages, self._spec.shards),
         )
         stack.push_async_callback(engine.close)
-        # First: a step of the engine may wait for another rank.
+        # Pushed after the engine, so that it closes first: a step of the engine may wait for
+        # another rank.
         stack.push_async_callback(steps.close)
         stack.push_async_callback(group.close)
         stack.push_async_callback(member.drain, _DRAIN_S)
@@ -209,11 +209,12 @@ class _FirstRank:
         )
 
     def end_at_once(self, error: BaseException) -> None:
+        # The process ends without leaving its blocks, so the directory is removed here.
         shutil.rmtree(self._spec.meeting, ignore_errors=True)
         end_at_once("prefill", error)
 
     def lost(self, rank: int, why: str) -> None:
-        """The process of a rank has ended."""
+        """Note that the process of a rank ended."""
         if self._steps is not None:
             self._steps.lost(rank, why)
 
@@ -270,10 +271,11 @@ def _hello(spec: PrefillRankSpec, life: Incarnation, rank: _Rank) -> wire.Hello:
 
 
 async def run_rank(spec: PrefillRankSpec) -> None:
-    """One of the other ranks, until a signal stops it, or its group does."""
+    """Run one of the other ranks, until a signal or its group stops it."""
     async with AsyncExitStack() as stack:
         key = read_key(spec.key)
         settings = spec.settings
+        # Each rank has a control endpoint and needs its own port; 0 stays 0, which is any free one.
         port = settings.control_port and settings.control_port + spec.rank
         rank = await _rank(
             spec, stack, bind_control(msgspec.structs.replace(settings, control_port=port))
@@ -361,8 +363,9 @@ async def _rank(spec: PrefillRankSpec, stack: AsyncExitStack, control: Control) 
 
 
 def _settings_of_rank(spec: PrefillRankSpec) -> Settings:
-    """Its own directory for what it stores, since each has its own part of every page; the first
-    one tells what is cached."""
+    """Return the settings of one rank. Each rank stores its part of every page in a separate
+    directory, and only the first one publishes cache events.
+    """
     settings = spec.settings
     return msgspec.structs.replace(
         settings,
@@ -399,7 +402,7 @@ def _member(
 def _open_room(
     node: PrefillNode, room: RoomId, request: bytes
 ) -> tuple[PrefillRoom, wire.GroupPrompt]:
-    """Raises: WireError, MisuseError."""
+    """Open prefill's half of a room for a request of the group. Raises: WireError, MisuseError."""
     asked = wire.parse_prompt(request)
     return node.room(room, asked.checked, deadline_s=asked.deadline_s), asked
 
@@ -428,7 +431,7 @@ def _status(
 
 
 def _samples(spec: PrefillRankSpec) -> bool:
-    """The first shard of the last stage chooses the first tokens."""
+    """Return True for the rank that chooses the first tokens: the first shard of the last stage."""
     return spec.rank == (spec.stages - 1) * spec.shards
 
 

@@ -1,4 +1,4 @@
-"""A worker that joins routers by itself, and leaves them before it drains."""
+"""A worker's membership in routers: it joins them, and leaves them before it drains."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvflow.http.authorization import bearer
 from kvflow.http.errors import Failure
 from kvflow.http.paths import WORKERS_PATH
 
-JOIN_EVERY_S = 2.0  # a router that was restarted does not know those who joined it
-TIMEOUT_S = 5.0  # of a join; the router asks the worker meanwhile
+JOIN_EVERY_S = 2.0  # a restarted router does not know the workers that joined
+TIMEOUT_S = 5.0  # for a join, during which the router also checks the worker
 LEAVE_TIMEOUT_S = 2.0
 _log = logging.getLogger("kvflow.serve")
 
 
 class WorkerIdentity(NamedTuple):
-    """Who joins: what a router is told, and finds out by asking."""
+    """The identity with which a worker joins; the router checks it by asking the worker."""
 
     role: str
     incarnation: str
@@ -30,7 +30,7 @@ class WorkerIdentity(NamedTuple):
 
 
 class _RouterLink:
-    """One router, as the worker at `url` sees it."""
+    """The link to one router, for the worker at `url`."""
 
     def __init__(
         self,
@@ -46,13 +46,14 @@ class _RouterLink:
             identity,
         )
         self._worker_id = ""
-        self._joined: WorkerIdentity | None = None  # as whom
+        self._joined: WorkerIdentity | None = None  # the identity with which it joined
         self._last_problem = ""
 
     async def keep_joined(self, leaving: asyncio.Event) -> None:
-        """Join, and again and again, until it is to leave.
+        """Join, and repeat the join until `leaving` is set; then leave.
 
-        A join that is under way is answered first: the router may have taken it."""
+        A running join is completed first, because the router may have accepted it.
+        """
         while not leaving.is_set():
             await self._join()
             with suppress(TimeoutError):
@@ -62,7 +63,8 @@ class _RouterLink:
 
     async def _join(self) -> None:
         who = self._identity()
-        # sglang_router keeps the role it was told.
+        # sglang_router keeps the role of the first join, so a worker that changed its role has to
+        # leave.
         if self._joined is not None and who.role != self._joined.role:
             await self._leave()
         body: dict[str, Any] = {
@@ -83,10 +85,13 @@ class _RouterLink:
         self._last_problem = problem
 
     async def _leave(self) -> None:
-        """Be sent no more requests by it; one that does not answer in time finds out by itself."""
+        """Make the router stop sending requests. A router that does not answer in time finds out
+        from the worker's /health.
+        """
         if self._joined is None:
             return
-        who, self._joined = self._joined, None  # the router may have seen already who it is now
+        # Leave with the identity of the join, even where the worker has another one by now.
+        who, self._joined = self._joined, None
         path = f"{WORKERS_PATH}/{self._worker_id}?incarnation={who.incarnation}"
         problem, _ = await self._call("DELETE", path, LEAVE_TIMEOUT_S)
         if problem:
@@ -95,7 +100,7 @@ class _RouterLink:
     async def _call(
         self, method: str, path: str, timeout_s: float, body: Any = None
     ) -> tuple[str, dict[str, Any]]:
-        """What went wrong, empty when nothing did, and the answer."""
+        """Return the problem, empty for success, and the answer."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(
@@ -115,8 +120,9 @@ class _RouterLink:
 async def member_of(
     routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], key: str
 ) -> AsyncGenerator[None, None]:
-    """Within the block the worker at `url` is a member of these routers, as soon as each of them
-    answers. `key` is that of the routers' operator."""
+    """Keep the worker at `url` a member of these routers within the block, as soon as each of them
+    answers. `key` is that of the routers' operator.
+    """
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(key)))
         links = [_RouterLink(session, router, url, identity) for router in routers]

@@ -14,7 +14,7 @@ _log = logging.getLogger("kvflow.load")
 
 
 class LoadingProgress:
-    """Shows the progress that `load_model` reports from its thread."""
+    """A display of the progress that `load_model` reports from its thread."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -26,7 +26,7 @@ class LoadingProgress:
             self._task = self._progress.add_task(f"loading {model}", total=1.0)
 
     def report(self, stage: str, done: float) -> None:
-        """Show a stage, and how much of it is done, 0 to 1."""
+        """Show a stage, and how much of it is done, from 0 to 1."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{self._model}: {stage}", completed=done)
         elif stage != self._stage:

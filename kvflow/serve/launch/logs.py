@@ -1,8 +1,7 @@
-"""Log lines of a role, as text or as JSON: every line of a request names it, and no line can be
-forged by a peer.
+"""Log lines of a role, as text or as JSON: every line of a request names it, and a peer cannot
+forge a line.
 
-Messages and tracebacks are cut to a size that no request decides: both may repeat what a client has
-sent.
+Messages and tracebacks are cut to a fixed size, because both may repeat what a client sent.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import msgspec
 from kvflow.telemetry.requests import CURRENT
 
 LogFormat = Literal["text", "json"]
-# What could end a line, or move a terminal's cursor: C0, DEL, C1, the Unicode line ends, lone
-# surrogates.
+# The characters that could end a line or move a terminal's cursor: C0, DEL, C1, the Unicode line
+# ends, lone surrogates.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _SHOWN_ROOMS = 8
 MAX_MESSAGE = 4096  # characters
@@ -32,13 +31,13 @@ _MAX_FRAMES = 32  # of one exception
 
 
 def printable(text: str) -> str:
-    """`text` in one line: control characters as Python writes them."""
+    """Return `text` in one line, with control characters escaped as in Python."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class RequestFields(logging.Filter):
-    """Gives every record the request and the rooms it is about: its own (`extra`), or those of the
-    current task.
+    """A filter that adds the request and the rooms to every record: those given in `extra`, or
+    those of the current task.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -51,7 +50,7 @@ class RequestFields(logging.Filter):
 
 
 def _cut(text: str, most: int) -> str:
-    """`text`, or its two ends around the number of characters that are left out."""
+    """Return `text`, or its two ends around the number of characters that are left out."""
     if len(text) <= most:
         return text
     return (
@@ -60,17 +59,17 @@ def _cut(text: str, most: int) -> str:
 
 
 def _formatted(exc_info: tuple[type[BaseException], BaseException, TracebackType | None]) -> str:
-    """A traceback of bounded size.
+    """Return a traceback of bounded size.
 
-    Its innermost calls are shown: an endless recursion has thousands of them.
+    It shows the innermost calls, because an endless recursion has thousands of the others.
     """
     found = traceback.TracebackException(*exc_info, limit=-_MAX_FRAMES, compact=True)
     return _cut("".join(found.format()).removesuffix("\n"), MAX_TRACEBACK)
 
 
 class TextFormatter(logging.Formatter):
-    """`time level logger: message (request ID, room N)`;
-    what follows in a traceback is indented.
+    """A formatter for text: `time level logger: message (request ID, room N)`, with the lines of a
+    traceback indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -81,6 +80,8 @@ class TextFormatter(logging.Formatter):
         if rooms:
             more = f" and {len(rooms) - _SHOWN_ROOMS} more" if len(rooms) > _SHOWN_ROOMS else ""
             about.append(f"room {', '.join(map(str, rooms[:_SHOWN_ROOMS]))}{more}")
+        # The message is cut before it is escaped, because escaping can make it several times
+        # longer.
         message = printable(_cut(record.getMessage(), MAX_MESSAGE))
         line = f"{self.formatTime(record)} {record.levelname[0]} {record.name}: {message}"
         line += f" ({', '.join(about)})" if about else ""
@@ -91,7 +92,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line; `fields` of a record's `extra` become fields of it."""
+    """A formatter for JSON: one object per line, to which `fields` of a record's `extra` are
+    added.
+    """
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -116,7 +119,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def encoded(document: dict[str, Any]) -> str:
-    """One line of JSON; characters that UTF-8 cannot write are escaped."""
+    """Return one line of JSON; characters that UTF-8 cannot encode are escaped."""
     try:
         return msgspec.json.encode(document).decode()
     except UnicodeEncodeError:
@@ -128,8 +131,8 @@ def encoded(document: dict[str, Any]) -> str:
 
 
 def relayed(text: str, role: str, process: str) -> str:
-    """A line that the child `process` wrote: its own JSON object, or any other text as the message
-    of one.
+    """Return the JSON line for a line that the child `process` wrote: the child's own JSON object,
+    or any other text as the message of a new one.
     """
     document: dict[str, Any] = {
         "time": _iso(time.time()),
@@ -150,8 +153,8 @@ def _iso(at_s: float) -> str:
 def set_up_logging(
     level: str, *, log_format: LogFormat = "text", access_log: bool = True, role: str = ""
 ) -> None:
-    """One line per event on stderr, warnings of Python included; from libraries only warnings and
-    above.
+    """Log one line per event to stderr, including Python's warnings; of libraries only warnings and
+    more severe events.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestFields())
@@ -167,7 +170,7 @@ def set_up_logging(
 def _log_exception(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """The last words of a process that ends by an exception, as a line like any other."""
+    """Log the exception that ends the process, as a JSON line like any other."""
     logging.getLogger("kvflow").critical(
         "the process ends by an exception", exc_info=(kind, error, trace)
     )

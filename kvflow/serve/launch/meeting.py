@@ -1,5 +1,5 @@
-"""The directory where the parts of a model meet,
-which does not outlive the process that made it.
+"""The directory where the parts of a model meet, which is removed when the process that made it
+ends.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 
-# The kernel kills the other ranks with the first one, so none of them could remove it. A shell
-# waits for the end of its input, which this process alone holds open.
+# The kernel kills the other ranks together with the first one, so none of them could remove the
+# directory. A shell removes it: it waits for the end of its input, which only this process holds
+# open.
 _REMOVE = 'cat; exec rm -rf -- "$1"'
 
 
 @contextlib.contextmanager
 def meeting_directory() -> Iterator[str]:
-    """Only its owner can enter it.
+    """Make a directory that only its owner can enter.
 
-    It is removed at the end of the block, or of this process: kill -9 included, where there is a
-    shell."""
+    It is removed at the end of the block or of this process, kill -9 included where there is a
+    shell.
+    """
     found = tempfile.mkdtemp(prefix="kvflow-")
     remover: subprocess.Popen[bytes] | None = None
     try:
-        with contextlib.suppress(OSError):  # no shell
+        with contextlib.suppress(OSError):  # there is no shell
             remover = subprocess.Popen(
                 ["/bin/sh", "-c", _REMOVE, "kvflow-meeting", found],
                 stdin=subprocess.PIPE,

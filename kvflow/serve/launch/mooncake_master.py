@@ -1,8 +1,9 @@
 """The `mooncake_master` of `kvflow up --l3 mooncake`: one process at a free port of the loopback,
-for this fleet alone.
+for this fleet only.
 
-It ends with the fleet, kill -9 of the supervisor included. One that ends by itself is started again
-at its port, where the workers find it: what was stored is gone, and serving goes on meanwhile.
+It ends with the fleet, even after a kill -9 of the supervisor. If it ends early it is started again
+at the same port, where the workers find it: the stored pages are lost, and serving continues
+meanwhile.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from kvflow.serve.launch.child import KEPT_LINES, ChildEndedError, all_read
 
 NAME = "mooncake_master"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 20.0, 5.0
-TRIES = 3  # at the start: somebody else may take a port that was free
-# Before it is started again; doubled unless it has lived for a while.
+TRIES = 3  # at the start: another process may take a port that was free
+# The pause before it is started again; it doubles, unless the process ran for a while.
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 LIVED_S = 60.0
-# The death of the parent, here, is that of the supervisor's main thread, which is its last one. It
-# outlives an exec.
+# This asks the kernel to kill the process when the thread that started it ends, here the
+# supervisor's main thread, which is its last one. The setting survives an exec. A parent that ended
+# before the call sends no signal, so the parent is checked after it.
 _EXEC = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
@@ -40,15 +42,15 @@ _log = logging.getLogger("kvflow.up")
 
 
 def find_program() -> str | None:
-    """The path of `mooncake_master`, beside this Python or on the PATH;
-    None where there is none.
+    """Return the path of `mooncake_master`, beside this Python or on the PATH; None where it is not
+    installed.
     """
     beside = Path(sys.executable).with_name(NAME)
     return str(beside) if os.access(beside, os.X_OK) else shutil.which(NAME)
 
 
 class MooncakeMaster:
-    """`address` is known, and stays, once it has started."""
+    """The process. `address` is known after the start, and does not change."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -60,14 +62,15 @@ class MooncakeMaster:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now, or ran last."""
+        """The id of the process that runs now, or ran last."""
         assert self._process is not None
         return self._process.pid
 
     async def start(self) -> None:
-        """Return when it takes connections.
+        """Start the process. Return when it accepts connections.
 
-        Raises: MisuseError where it is not installed; ChildEndedError, TimeoutError."""
+        Raises: MisuseError where it is not installed; ChildEndedError, TimeoutError.
+        """
         if (program := find_program()) is None:
             raise MisuseError(f"--l3 mooncake: there is no {NAME}: pip install 'kvflow[mooncake]'")
         self._program = program
@@ -86,7 +89,7 @@ class MooncakeMaster:
         self._watching = asyncio.create_task(self._keep(ports), name="kvflow-mooncake-master")
 
     async def stop(self) -> None:
-        """End it. Idempotent."""
+        """End the process. Idempotent."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
@@ -107,7 +110,7 @@ class MooncakeMaster:
         await all_read(self._reading)
 
     async def _keep(self, ports: tuple[int, int]) -> None:
-        """Start it again whenever it ends."""
+        """Start the process again whenever it ends."""
         pause_s = FIRST_PAUSE_S
         while True:
             assert self._process is not None
@@ -147,7 +150,7 @@ class MooncakeMaster:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends it last
+            start_new_session=True,  # Ctrl-C reaches only the supervisor, which ends this last
         )
         assert process.stderr is not None
         self._reading = asyncio.create_task(self._read(process.stderr))

@@ -23,7 +23,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
-    """`kvflow declare-dead`: print the peers that are left. `key` is the operator's.
+    """`kvflow declare-dead`: declare a prefill dead and print the remaining peers. `key` is the
+    operator's.
 
     Raises: MisuseError (refused), LostError (no answer).
     """
@@ -34,9 +35,9 @@ def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
     if not url.startswith(("http://", "https://")):
         raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
     request = urllib.request.Request(url.rstrip("/") + path, method="POST", headers=bearer(key))
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), _NoRedirects
-    )  # the key is for this server only
+    # The request carries the operator's key, which only this server may receive: neither a proxy
+    # nor the target of a redirect.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             document = msgspec.json.decode(answer.read())

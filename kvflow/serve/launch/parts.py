@@ -1,5 +1,5 @@
-"""What a worker has whatever its role: the model, its pool, the thread of model steps; and the
-role's own memory.
+"""The parts of a worker in any role: the model, its pool, and the thread of model steps; and the
+host memory of a role.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("kvflow.serve")
 
 
 class Parts(NamedTuple):
-    """They outlive a switch of the role."""
+    """The parts of a worker, which outlive a switch of its role."""
 
     model: LoadedModel
     pool: PagedPool
@@ -45,13 +45,15 @@ class Parts(NamedTuple):
 async def loaded_model(
     settings: Settings, part: ModelPart | None = None, meeting: Meeting | None = None
 ) -> AsyncGenerator[tuple[LoadedModel, ThreadPoolExecutor], None]:
-    """A model, and the thread of its steps. The device is checked before it is loaded.
+    """Load a model, and yield it with the thread of its steps. The device is checked before it is
+    loaded.
 
-    `part`: of a model that several processes have, which find each other by `meeting`."""
+    `part` is given where several processes share a model; they find each other by `meeting`.
+    """
     executor = ThreadPoolExecutor(1, thread_name_prefix="kvflow-model")
     loop = asyncio.get_running_loop()
     try:
-        # Which are always there, and it is a second of imports.
+        # These two are always there, and the check costs a second of imports.
         if settings.device not in ("auto", "cpu"):
             from kvflow.serve.engine.model.device import find_device
 
@@ -59,7 +61,7 @@ async def loaded_model(
         from kvflow.serve.engine.model.source import locate
 
         source = await loop.run_in_executor(executor, locate, settings.model_path)
-        # Seconds of imports, after what can be refused at once.
+        # These imports take seconds, so they follow all checks that can refuse at once.
         from kvflow.serve.engine.model.load import load_model
         from kvflow.serve.engine.model.parallel.part import WHOLE
 
@@ -92,10 +94,12 @@ async def loaded(
     *,
     for_stage: bool = False,
 ) -> AsyncGenerator[Parts, None]:
-    """The parts of a worker; settings of the data plane and of storage are checked before the model
-    is loaded.
+    """Make the parts of a worker. Settings of the data plane and of storage are checked before the
+    model is loaded.
 
-    `part`, `meeting`: see `loaded_model`. `for_stage`: the pool is for all shards of the stage."""
+    `part` and `meeting` are as in `loaded_model`. `for_stage` is True where the pool is for all
+    shards of the stage.
+    """
     check_plane(
         settings.disaggregation_transfer_backend,
         settings.disaggregation_ib_device,
@@ -123,7 +127,7 @@ async def loaded(
 
 
 def described(pool: PagedPool) -> str:
-    """The pool in one line of the log."""
+    """Return a description of the pool in one line, for the log."""
     layout = pool.layout
     rows = f" and {layout.num_rows} rows for states" if layout.num_rows else ""
     return (
@@ -134,7 +138,7 @@ def described(pool: PagedPool) -> str:
 
 
 def say_what_fits(limits: EngineLimits) -> None:
-    """Warn where the pool cuts the model's context short."""
+    """Warn where the pool is smaller than the model's context."""
     if limits.max_tokens < limits.context_length:
         text = (
             "the KV pool is smaller than the model's context of %d tokens: prompt and completion "
@@ -147,8 +151,8 @@ def say_what_fits(limits: EngineLimits) -> None:
 async def staged(
     settings: Settings, parts: Parts, staging_bytes: int
 ) -> AsyncGenerator[Staging | None, None]:
-    """The host memory that a role's transfers pass through, where they do; `staging_bytes` where
-    none are given.
+    """Allocate the host memory through which a role's transfers pass, where they do.
+    `staging_bytes` is the default size.
     """
     loop = asyncio.get_running_loop()
     staging = await loop.run_in_executor(
@@ -170,7 +174,7 @@ async def staged(
 
 
 def plane_of(settings: Settings, pool: PagedPool) -> DataPlane:
-    """`pool`: what it reads and writes."""
+    """Return the data plane for `pool`, which it reads and writes."""
     rate = float(settings.transfer_rate_limit) or None
     device = settings.disaggregation_ib_device
     return open_plane(
@@ -183,7 +187,9 @@ def plane_of(settings: Settings, pool: PagedPool) -> DataPlane:
 
 
 def card_of(settings: Settings, model: LoadedModel) -> ModelCard:
-    """Raises: MisuseError for sampling defaults that no request may have."""
+    """Return the model's card. Raises: MisuseError for sampling defaults that no request may
+    have.
+    """
     return ModelCard(
         path=settings.model_path,
         name=settings.model_name,
@@ -197,7 +203,9 @@ def card_of(settings: Settings, model: LoadedModel) -> ModelCard:
 
 
 def _sampling_defaults(settings: Settings, model: LoadedModel) -> dict[str, float]:
-    """Raises: MisuseError for values that no request may have."""
+    """Return the model's sampling defaults. Raises: MisuseError for values that no request may
+    have.
+    """
     if settings.sampling_defaults != "model":
         return {}
     found = dict(model.sampling_defaults)

@@ -1,4 +1,4 @@
-"""The pool of a role: its size from the settings, checked against memory before any of it is
+"""The pool of a role: its size from the settings, checked against the free memory before it is
 allocated.
 """
 
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("kvflow.serve")
 DEFAULT_POOL_TOKENS = 65_536
-# One for so many running requests: of those that have ended while something is still copied.
+# One more row for so many running requests: rows of requests that ended stay in use while they are
+# still copied.
 _MORE_ROWS = 16
 _MOST_EMPTY_PAGES = 1 << 20
 
@@ -44,9 +45,10 @@ def make_pool(
     *,
     ring_bytes: int = 0,
 ) -> PagedPool:
-    """Allocate the pool for a model's `streams`, where the model is; blocks.
+    """Allocate the pool for a model's `streams` in the memory where the model is; this blocks.
 
-    `ring_bytes`: of a row, those that hold sliding windows. Raises: ConfigError, LayoutError."""
+    `ring_bytes` is the part of a row that holds sliding windows. Raises: ConfigError, LayoutError.
+    """
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
     num_rows = _num_rows(settings, one, ring_bytes) if has_rows else 0
@@ -65,9 +67,10 @@ def make_pool(
 
 
 def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Staging | None:
-    """Allocate the host memory that transfers pass through, where they do; blocks.
+    """Allocate the host memory through which transfers pass, where they do; this blocks.
 
-    `default_bytes`: 0 is as much as the pool has. Raises: ConfigError."""
+    A `default_bytes` of 0 means as much as the pool has. Raises: ConfigError.
+    """
     shards = _shards_told_apart(settings, pool)
     if pool.on_host and settings.staging == "auto" and shards == 1:
         return None
@@ -82,8 +85,8 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
 
 
 def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
-    """Of the prefills that a decode serves,
-    where their slices of its pages would be tiny; else 1.
+    """Return the number of shards of the prefills that a decode serves, where their slices of its
+    pages would be tiny; otherwise 1.
     """
     plane, shards = settings.disaggregation_transfer_backend, settings.disaggregation_prefill_tp
     if shards < 2 or not are_tiny(plane, blocks := from_shards(pool.layout, shards)):
@@ -100,10 +103,11 @@ def _shards_told_apart(settings: Settings, pool: PagedPool) -> int:
 
 
 def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
-    """Allocate the host memory of retracted requests; blocks.
+    """Allocate the host memory for retracted requests; this blocks.
 
-    None where none are retracted to it, also where the default of it does not do for the state of
-    one request. Raises: ConfigError."""
+    Return None where retracted requests do not use it, and where its default size is not enough for
+    the state of one request. Raises: ConfigError.
+    """
     if not _uses_host_memory(settings):
         return None
     try:
@@ -118,7 +122,7 @@ def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
 
 
 def check_host_memory(settings: Settings) -> None:
-    """Whether the host memory of retracted requests is there, before a model is loaded.
+    """Check that the host memory for retracted requests is there, before a model is loaded.
 
     Raises: ConfigError.
     """
@@ -132,8 +136,8 @@ def _uses_host_memory(settings: Settings) -> bool:
 
 
 def _needs_host_memory(settings: Settings) -> bool:
-    """Whether a role starts with it or not at all: it is asked for, or nothing else is done with
-    retracted requests.
+    """Return True where a role must not start without the memory: a setting asks for it, or
+    retracted requests have no other way to continue.
     """
     asked_for = settings.host_memory_bytes != FIELDS["host_memory_bytes"].default
     return asked_for or settings.host_memory_full == "refuse"
@@ -147,7 +151,7 @@ def _check_host_memory(settings: Settings) -> None:
 
 @contextmanager
 def _naming(name: str, settings: Settings) -> Generator[None]:
-    """What is wrong is wrong with this setting's value. Raises: ConfigError."""
+    """Turn an error within the block into one that names this setting. Raises: ConfigError."""
     try:
         yield
     except MisuseError as error:
@@ -155,8 +159,9 @@ def _naming(name: str, settings: Settings) -> Generator[None]:
 
 
 def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
-    """A row for every running request and some more; where `--pool-bytes` is the limit, at most
-    half of it, unless the model keeps nothing else."""
+    """Return a row for every running request and some more. Where `--pool-bytes` is the limit the
+    rows get at most half of it, unless the model keeps only rows.
+    """
     wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
     if settings.num_pages:
         return wanted
@@ -190,7 +195,8 @@ def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
     if settings.num_pages:
         return settings.num_pages
     wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
-    # All is in rows, and pages only count tokens: each row may have the default.
+    # All state is in rows, and pages only count tokens: each row may have the default number of
+    # tokens.
     if not one.page_bytes:
         return min(wanted * num_rows, _MOST_EMPTY_PAGES)
     return max(1, min(wanted, (settings.pool_bytes - num_rows * one.row_bytes) // one.page_bytes))
@@ -227,9 +233,10 @@ def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -
 
 @contextmanager
 def _one_at_a_time() -> Generator[None]:
-    """Roles that start together must not count the same free memory twice: a pool is pre-faulted
-    when it is made.
+    """Serialize the allocation of pools on this machine: roles that start together must not count
+    the same free memory twice. A pool takes its memory when it is made.
     """
+    # The lock is on the package's directory, which all roles of an installation have in common.
     descriptor = os.open(os.path.dirname(kvflow.__file__), os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

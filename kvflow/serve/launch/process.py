@@ -32,15 +32,16 @@ PARENT_PID = "KVFLOW_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
 LAST_WORDS_S = 1.0  # for the errors of requests that did not finish in time
 MAX_OPEN_FILES = 1 << 16
-# For which the event loop waits for a thread that computes in Python; the default is 5 ms.
+# The longest time that the event loop waits for a thread that computes in Python; the default is 5
+# ms.
 SWITCH_INTERVAL_S = 0.001
-# Younger collections between two full ones; Python's default is 10.
+# The number of younger collections between two full ones; Python's default is 10.
 FULL_COLLECTION_THRESHOLD = 1000
 _log = logging.getLogger("kvflow.serve")
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What a started role reports to its supervisor, as one line of JSON."""
+    """The line of JSON that a started role sends to its supervisor."""
 
     role: str
     url: str
@@ -49,19 +50,20 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when the supervisor that started it ends,
-    kill -9 included.
+    """Make the kernel kill this process when the supervisor that started it ends, kill -9
+    included.
     """
     parent = os.environ.pop(PARENT_PID, "")
     if not parent:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # the supervisor ended before the prctl call
+    # The supervisor ended before the prctl call, so no signal will come.
+    if os.getppid() != int(parent):
         os._exit(1)
 
 
 def leave_at_once_on_signals() -> None:
-    """End the process on SIGTERM and SIGINT: until a role serves, there is nothing to drain."""
+    """End the process on SIGTERM and SIGINT: until a role serves, it has no requests to drain."""
 
     def leave(*_: object) -> None:
         os._exit(0)
@@ -71,7 +73,7 @@ def leave_at_once_on_signals() -> None:
 
 
 def allow_many_connections() -> None:
-    """As many open files as the system lets this process have: each request is a connection, at a
+    """Raise the limit of open files as far as the system allows: each request is a connection, at a
     router three.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -91,8 +93,8 @@ def announce(ready: Ready) -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first one drains the role (`requested`), a second one ends it at once
-    (`forced`).
+    """SIGTERM and SIGINT: the first signal drains the role (`requested`), a second one ends it at
+    once (`forced`).
     """
 
     def __init__(self) -> None:
@@ -109,8 +111,8 @@ class StopSignals:
 
 
 async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float) -> None:
-    """Refuse new requests, and return when the running ones have ended, after `timeout_s`, or on a
-    second signal.
+    """Refuse new requests. Return when the running ones ended, after `timeout_s`, or on a second
+    signal.
 
     /health answers 503 from here on.
     """
@@ -131,8 +133,10 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
 
 
 def _settle() -> None:
-    """What start-up has made stays: a full collection need not look at it, and comes a hundred
-    times more rarely. Threads (of the tokenizer, of the model) hand the interpreter over sooner."""
+    """Tune the interpreter for serving. What the start made stays in memory: full collections skip
+    it, and come a hundred times more rarely. Threads (of the tokenizer, of the model) release the
+    interpreter sooner.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_THRESHOLD)
@@ -148,12 +152,13 @@ async def serve_until_stopped(
     member: AbstractAsyncContextManager[None] | None = None,
     lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
-    """Announce a role whose parts are running, serve, drain; handlers that are left after the drain
-    are cancelled.
+    """Announce a role whose parts are running, serve, and drain. Handlers that are left after the
+    drain are cancelled.
 
-    `member`: entered when it can be reached, left before it drains. `lost` gets an error when what
-    is served cannot go on: its requests have ended, and have a moment to say so. Raises: that
-    error.
+    `member` is entered when the role can be reached, and left before it drains. `lost` receives an
+    error when the role cannot continue: its requests ended, and have a moment to send their errors.
+
+    Raises: that error.
     """
     stop = StopSignals()
     async with listening_on(app, made):
@@ -176,7 +181,7 @@ async def _stopped(stop: StopSignals, lost: asyncio.Future[KvflowError] | None) 
 
 
 def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> None:
-    """Run a role's coroutine on uvloop, logging to stderr.
+    """Run a role's coroutine on uvloop, and log to stderr.
 
     Raises: MisuseError when the role cannot start.
     """
@@ -198,8 +203,9 @@ def run_role(role: str, main: Callable[[Settings], Any], settings: Settings) -> 
 
 
 def leave_past_hung_threads(patience_s: float = 1.0) -> None:
-    """End the process here when a thread of ours still runs: one that comes back from foreign code
-    while Python takes itself apart can abort it (status 134)."""
+    """End the process here when one of kvflow's threads still runs. A thread that returns from
+    foreign code while Python shuts down can abort the process (status 134).
+    """
     until_s = time.monotonic() + patience_s
     ours = [
         thread

@@ -18,19 +18,20 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.launch.child import Child, ChildEndedError, first_end, start_together
 
-RANK = "KVFLOW_RANK"  # the environment variable that tells a child what it is
-START_S = 1800.0  # for which a rank may load its part of the model
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0  # before a rank that has ended is started again
-STEADY_S = 60.0  # a rank that has run for so long may have the first pause again
+RANK = "KVFLOW_RANK"  # the environment variable with a child's spec
+START_S = 1800.0  # the time in which a rank must load its part of the model
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0  # before an ended rank is started again
+STEADY_S = 60.0  # after so long a run the first pause applies again
 STOP_S = 5.0
 log = logging.getLogger("kvflow.serve")
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is told by the first one.
+    """The description of a rank that the first one passes to it.
 
     `meeting` is the directory where the parts of the model meet; `attempt` counts the starts of its
-    stage's shards."""
+    stage's shards.
+    """
 
     rank: int
     stages: int
@@ -41,7 +42,10 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Raises: MisuseError where the first rank has not started this process."""
+        """Read the spec from the environment.
+
+        Raises: MisuseError where the first rank did not start this process.
+        """
         text = os.environ.pop(RANK, "")
         try:
             return msgspec.json.decode(text, type=cls)
@@ -54,7 +58,9 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
-    """`group` and `steps` are the first rank's sockets, `key` the file of their key."""
+    """The spec of a prefill's rank. `group` and `steps` are the first rank's sockets, `key` the
+    file of their key.
+    """
 
     group: str
     steps: str
@@ -62,7 +68,9 @@ class PrefillRankSpec(RankSpec, frozen=True, kw_only=True):
 
 
 class DecodeRankSpec(RankSpec, frozen=True, kw_only=True):
-    """`links`: by rank, the descriptor of its connection to the first one, which has none."""
+    """The spec of a decode's rank. `links` has, by rank, the descriptor of its connection to the
+    first rank.
+    """
 
     links: dict[int, int]
 
@@ -70,7 +78,7 @@ class DecodeRankSpec(RankSpec, frozen=True, kw_only=True):
 class RankProcesses:
     """Ranks 1 and up.
 
-    The shards of one stage cannot work without each other: they are started again together.
+    The shards of one stage cannot work without each other, so they are started again together.
     """
 
     def __init__(
@@ -83,10 +91,11 @@ class RankProcesses:
         descriptors: tuple[int, ...] = (),
         own: Mapping[int, int] | None = None,
     ) -> None:
-        """`first` is the spec of the first rank, `command` what the others are.
+        """`first` is the spec of the first rank, `command` the command that runs the others.
 
-        `on_fatal`: a rank could not be started, or one has ended that the first one cannot do
-        without. Every rank is given `descriptors`, and the one that `own` has for it."""
+        `on_fatal` is called where a rank cannot be started, or where one ends that the first rank
+        needs. Every rank gets `descriptors`, and the one that `own` has for it.
+        """
         self._first, self._command, self._on_lost, self._on_fatal = (
             first,
             command,
@@ -129,6 +138,9 @@ class RankProcesses:
                 error = ended
             for rank in ranks:
                 self._on_lost(rank, str(error))
+            # Shards of the first rank's stage cannot be replaced, because the first rank would have
+            # to load its part again with them. A rank that fails at its very first start would fail
+            # again.
             if needed or not (started or attempt):
                 self._on_fatal(error)
                 return
@@ -157,7 +169,7 @@ class RankProcesses:
         )
 
     async def _all_started(self, ranks: list[int], attempt: int) -> None:
-        """Raises: ChildEndedError."""
+        """Start the ranks. Raises: ChildEndedError."""
         starts = []
         for rank in ranks:
             spec = msgspec.structs.replace(self._first, rank=rank, attempt=attempt)
@@ -168,9 +180,11 @@ class RankProcesses:
 
 
 def end_at_once(role: str, error: BaseException) -> None:
-    """A rank that cannot go on: a step of its model may wait for ever, so nothing is drained.
+    """End this rank, which cannot continue. A step of its model may wait forever, so requests are
+    not drained.
 
-    The kernel ends its children with it."""
+    The kernel ends the rank's children with it.
+    """
     sys.stderr.write(f"kvflow {role}: error: {' '.join(str(error).split())}\n")
     sys.stderr.flush()
     os._exit(error.status if isinstance(error, ChildEndedError) and error.status == 2 else 1)
@@ -181,6 +195,6 @@ def _names(ranks: list[int]) -> str:
 
 
 def _inherited(path: str) -> tuple[int, ...]:
-    """The descriptor that a path names, for a child that is given the same path."""
+    """Return the descriptor that `path` names, which a child with the same path must inherit."""
     found = re.fullmatch(r"/(?:dev|proc/self)/fd/([0-9]+)", path)
     return (int(found[1]),) if found else ()

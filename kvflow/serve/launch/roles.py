@@ -1,4 +1,4 @@
-"""The composition root: a role as a process, from its settings (parts, services, routes)."""
+"""The composition root: a role as a process, made from its settings (parts, services, routes)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ from kvflow.transports.control.registry import RankTable
 
 _log = logging.getLogger("kvflow.serve.launch")
 SettingsOf = Callable[[Role], Settings]
-"""The settings of a worker's other role, read when it is to switch to that. Raises: ConfigError."""
+"""A function that reads the settings of a worker's other role, for a switch to it. Raises:
+ConfigError.
+"""
 
 
 async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None) -> None:
-    """`kvflow prefill`, until a signal stops it. Raises: MisuseError."""
+    """Run `kvflow prefill` until a signal stops it. Raises: MisuseError."""
     with (
         closing(bound_socket(settings.host, settings.port, "--port")) as http,
-        # A port in use is refused before a model is loaded.
+        # Binding first refuses a port in use before a model is loaded.
         closing(_PrefillPorts.bind(settings)) as ports,
     ):
         check_cache(settings)
@@ -63,8 +65,8 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
 
 
 async def _run_first_rank(settings: Settings, http: socket.socket, ports: _PrefillPorts) -> None:
-    """A prefill over several ranks, the others of which are processes that this one starts."""
-    from kvflow.serve.launch.group import group_over  # seconds of imports
+    """Run a prefill over several ranks; this process is the first one and starts the others."""
+    from kvflow.serve.launch.group import group_over  # takes seconds
 
     table = RankTable()
     async with AsyncExitStack() as stack:
@@ -75,7 +77,7 @@ async def _run_first_rank(settings: Settings, http: socket.socket, ports: _Prefi
 
 
 async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) -> None:
-    """`kvflow decode`, until a signal stops it. Raises: MisuseError."""
+    """Run `kvflow decode` until a signal stops it. Raises: MisuseError."""
     with closing(bound_socket(settings.host, settings.port, "--port")) as http:
         check_cache(settings)
         check_decode(settings)
@@ -88,8 +90,8 @@ async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) 
 
 
 async def _run_first_shard(settings: Settings, http: socket.socket) -> None:
-    """A decode over several shards, the others of which are processes that this one starts."""
-    from kvflow.serve.launch.shards import decode_over_shards  # seconds of imports
+    """Run a decode over several shards; this process is the first one and starts the others."""
+    from kvflow.serve.launch.shards import decode_over_shards  # takes seconds
 
     async with AsyncExitStack() as stack:
         service, parts, lost = await stack.enter_async_context(decode_over_shards(settings))
@@ -102,14 +104,14 @@ def _keys_of(settings: Settings) -> Keys:
 
 
 class _PrefillPorts(NamedTuple):
-    """What a prefill listens on beside its HTTP server."""
+    """The sockets on which a prefill listens beside its HTTP server."""
 
     bootstrap: socket.socket
     control: Control
 
     @classmethod
     def bind(cls, settings: Settings, bootstrap_port: int | None = None) -> Self:
-        """Raises: MisuseError."""
+        """Bind the sockets. Raises: MisuseError."""
         port = settings.disaggregation_bootstrap_port if bootstrap_port is None else bootstrap_port
         bootstrap = bound_socket(settings.host, port, "--disaggregation-bootstrap-port")
         try:
@@ -119,7 +121,7 @@ class _PrefillPorts(NamedTuple):
             raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sockets. Idempotent."""
         self.bootstrap.close()
         self.control[0].close()
 
@@ -149,7 +151,7 @@ class _Roles:
             parts,
             settings_of,
         )
-        # Of the prefill that this was last: routers know it by that one.
+        # The port of the last prefill here. Routers know it, so the next one takes it again.
         self._bootstrap_port: int | None = None
         self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)
 
@@ -173,7 +175,7 @@ class _Roles:
         return await self.start_decode(settings)
 
     async def start_prefill(self, settings: Settings, ports: _PrefillPorts) -> _RunningRole:
-        """Raises: MisuseError."""
+        """Start a prefill. Raises: MisuseError."""
         async with AsyncExitStack() as stack:
             stack.callback(ports.close)
             service = await stack.enter_async_context(
@@ -197,13 +199,15 @@ class _Roles:
             return _RunningRole(service, self._bootstrap_port, stack.pop_all())
 
     async def start_decode(self, settings: Settings) -> _RunningRole:
-        """Raises: MisuseError."""
+        """Start a decode. Raises: MisuseError."""
         async with AsyncExitStack() as stack:
             service = await stack.enter_async_context(decode_over(self._parts, settings))
             return _RunningRole(service, None, stack.pop_all())
 
     def _settings_of_other(self, role: Role) -> Settings:
-        """What both roles have stays as it is, what concerns model and pool among it."""
+        """Return the settings for `role`. Settings that both roles have keep their values, those of
+        the model and the pool included.
+        """
         if self._settings_of is None:
             return self._settings
         other, shared = self._settings_of(role), set(FIELDS_OF_ROLE[self._own])
@@ -220,10 +224,11 @@ async def _serve(
     http: socket.socket,
     lost: asyncio.Future[KvflowError] | None = None,
 ) -> None:
-    """Serve the worker, in whichever role, until a signal stops it, or something is `lost`;
-    `running` is closed then.
+    """Serve the worker in either role, until a signal stops it or `lost` has an error; then close
+    `running`.
 
-    Raises: what is lost."""
+    Raises: the error in `lost`.
+    """
     model = roles.parts.model
     say_what_fits(running.service.limits)
     tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)

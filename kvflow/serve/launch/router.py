@@ -1,5 +1,5 @@
-"""The router role as a process. It loads neither an engine nor a pool; with `--tokenizer-path` it
-loads what reads the model's tokenizer.
+"""The router role as a process. It loads no engine and no pool; with `--tokenizer-path` it loads
+the code that reads the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger("kvflow.serve.launch")
 
 
 async def run_router(settings: Settings) -> None:
-    """`kvflow router`, until a signal stops it."""
+    """Run `kvflow router` until a signal stops it."""
     events_key = read_key(settings.kv_events_key_file)
     tokenizer = _routing_tokenizer(settings.tokenizer_path) if settings.tokenizer_path else None
     http = bound_socket(settings.host, settings.port, "--port")
@@ -57,7 +57,9 @@ async def run_router(settings: Settings) -> None:
 
 
 def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
-    """None where there is none, as a model may have none. Raises: MisuseError."""
+    """Return the tokenizer at `path`; None where there is none, since a model may have none.
+    Raises: MisuseError.
+    """
     from kvflow.serve.engine.model.tokenizer import find_tokenizer
     from kvflow.serve.http.tokenizer import ThreadedTokenizer
 

@@ -1,5 +1,5 @@
-"""A role over a worker's parts, without its HTTP server: node, engine, and the memory they alone
-need.
+"""A role over a worker's parts, without its HTTP server: node, engine, and the memory that only
+they need.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Control = tuple[ZmqSocket, int]
 
 
 def bind_control(settings: Settings) -> Control:
-    """Raises: MisuseError for a port in use, or a key file that is none."""
+    """Bind prefill's control endpoint. Raises: MisuseError for a port in use, or a file without a
+    key.
+    """
     return bind_router(settings.host, settings.control_port, read_key(settings.control_key_file))
 
 
@@ -46,8 +48,8 @@ async def prefill_node(
     rank: int = 0,
     world_size: int = 1,
 ) -> PrefillNode:
-    """A prefill's node over its pool, with staging where that is needed; not started yet, and
-    closed with `stack`.
+    """Make a prefill's node over its pool, with staging where it is needed. The node is not
+    started, and `stack` closes it.
 
     Raises: MisuseError.
     """
@@ -66,6 +68,7 @@ async def prefill_node(
         verify_transfers=settings.verify_transfers,
         staging=staging,
         advertise=reachable(settings.host),
+        # The endpoint is already bound, so that a port in use was refused before the model loaded.
         bind=lambda _host, _port: control,
     )
     stack.push_async_callback(node.close)
@@ -76,7 +79,7 @@ async def prefill_node(
 async def prefill_over(
     parts: Parts, settings: Settings, control: Control
 ) -> AsyncGenerator[PrefillService, None]:
-    """A running prefill. Raises: MisuseError."""
+    """Run a prefill within the block. Raises: MisuseError."""
     from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
     model, pool, executor = parts
@@ -102,14 +105,14 @@ async def prefill_over(
 
 
 def check_decode(settings: Settings) -> None:
-    """What a decode needs, before a model is loaded. Raises: MisuseError."""
+    """Check what a decode needs, before a model is loaded. Raises: MisuseError."""
     check_host_memory(settings)
     read_key(settings.control_key_file)
 
 
 @asynccontextmanager
 async def decode_over(parts: Parts, settings: Settings) -> AsyncGenerator[DecodeService, None]:
-    """A running decode. Raises: MisuseError."""
+    """Run a decode within the block. Raises: MisuseError."""
     card = card_of(settings, parts.model)
     async with _decode_engine(parts, settings) as (node, engine):
         yield DecodeService(card, node, engine, settings.request_timeout_s)
@@ -119,7 +122,7 @@ async def decode_over(parts: Parts, settings: Settings) -> AsyncGenerator[Decode
 async def sharded_decode_over(
     parts: Parts, settings: Settings, shards: ShardLeader
 ) -> AsyncGenerator[ShardedDecodeService, None]:
-    """A running decode whose steps other shards run, too. Raises: MisuseError."""
+    """Run a decode whose steps other shards run too. Raises: MisuseError."""
     card = card_of(settings, parts.model)
     async with _decode_engine(parts, settings) as (node, engine):
         yield ShardedDecodeService(card, node, engine, settings.request_timeout_s, shards=shards)

@@ -1,9 +1,8 @@
-"""A decode over several shards: the first one, which has everything that a decode has, and each
-other one.
+"""A decode over several shards: the first shard, which has all parts of a decode, and each of the
+other shards.
 
-All are processes of one machine, and have one pool: what the others are told of with each step are
-pages of it. So who owns which page, what travels and what is retracted is the first shard's affair
-alone.
+All shards are processes of one machine with one pool: each step names pages of it to the others.
+Only the first shard decides who owns a page, what travels, and which request is retracted.
 """
 
 from __future__ import annotations
@@ -36,8 +35,9 @@ from kvflow.transports.host.identity import own_identity
 class ShardedDecode(NamedTuple):
     """A running decode.
 
-    `lost` gets what has happened to another shard, after which no step can follow: the requests
-    have been told, and the process is to end."""
+    `lost` receives the error of another shard, after which no step can follow: the requests ended
+    with that error, and the process has to end.
+    """
 
     service: ShardedDecodeService
     parts: Parts
@@ -46,8 +46,8 @@ class ShardedDecode(NamedTuple):
 
 @asynccontextmanager
 async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode, None]:
-    """A running decode over `settings.tp` shards without its HTTP server, once all of them are
-    there.
+    """Run a decode over `settings.tp` shards, without its HTTP server, and yield it when all shards
+    are there.
 
     Raises: MisuseError, LostError.
     """
@@ -87,7 +87,8 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
         stack.push_async_callback(loop.run_in_executor, None, leader.close)
         await loop.run_in_executor(parts.executor, leader.share, parts.pool)
         for end in theirs.values():
-            end.close()  # so that the others' end of it is the last one
+            # With these closed, the end of another shard closes its connection.
+            end.close()
         neighbours.lead(leader)
         service = await stack.enter_async_context(sharded_decode_over(parts, settings, leader))
         first.serves(service)
@@ -96,7 +97,7 @@ async def decode_over_shards(settings: Settings) -> AsyncGenerator[ShardedDecode
 
 
 async def run_shard(spec: DecodeRankSpec) -> None:
-    """One of the other shards, until a signal stops it, or the first one ends.
+    """Run one of the other shards, until a signal stops it or the first one ends.
 
     Raises: KvflowError.
     """
@@ -123,7 +124,7 @@ def _part(spec: DecodeRankSpec) -> ModelPart:
 
 
 class _FirstShard:
-    """What the first shard does when another one is gone."""
+    """The reaction of the first shard to the loss of another one."""
 
     def __init__(self, meeting: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -134,13 +135,13 @@ class _FirstShard:
         self.lost: asyncio.Future[KvflowError] = self._loop.create_future()
 
     def serves(self, service: ShardedDecodeService) -> None:
-        """From now on its requests are told."""
+        """Note the service, whose requests end with an error if a shard is lost."""
         self._service = service
         if self.lost.done():
             service.break_off(self.lost.result().cause())
 
     def stop(self) -> None:
-        """That the others end is no loss any more."""
+        """Stop counting the end of another shard as a loss."""
         self._stopping = True
 
     def process_ended(self, shard: int, why: str) -> None:
@@ -148,15 +149,15 @@ class _FirstShard:
             self.leader.lost(shard, why)
 
     def cannot_go_on(self, error: ChildEndedError) -> None:
-        """A process has ended: until there is a service, this one may wait for it in the middle of
-        loading.
+        """End this process because a shard's process ended. Before there is a service, loading may
+        wait for that shard forever.
         """
         if self._service is None and not self._stopping:
             shutil.rmtree(self._meeting, ignore_errors=True)
             end_at_once("decode", error)
 
     def on_lost(self, error: LostError) -> None:
-        """In any thread."""
+        """Break off the requests; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._break_off, error)
 
     def _break_off(self, error: LostError) -> None:

@@ -1,9 +1,9 @@
 """`kvflow up`: router, prefills and decodes as processes of this machine, which end together.
 
-Children announce themselves through a pipe, so the kernel can pick their ports. The kernel kills
-them when this process ends, kill -9 included (`process.die_with_parent`); they have no named shared
-memory, so nothing is left behind. Unless a control key is given they share a new one, which no file
-holds.
+Children announce themselves through a pipe, so the kernel can choose their ports. The kernel kills
+them when this process ends, kill -9 included (`process.die_with_parent`), and they have no named
+shared memory that would be left behind. Unless a control key is given they share a new one, which
+is not stored in any file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvflow.transports.control.curve import open_new_key
 
 KILL_AFTER_S = 5.0
 _log = logging.getLogger("kvflow.up")
-# Set by the supervisor itself, or not to be visible in a process list.
+# The supervisor sets these, or passes them so that they are not visible in a process list.
 _OWN_FIELDS = frozenset(
     {
         "port",
@@ -46,7 +46,7 @@ _OWN_FIELDS = frozenset(
 
 
 class Fleet:
-    """The roles of one machine. Use as an async context manager; leaving stops all of them."""
+    """The roles of one machine. Use it as an async context manager; leaving stops all of them."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Fleet:
         self.prefills: list[Child] = []
         self.decodes: list[Child] = []
         self.router: Child | None = None
-        self.store: MooncakeMaster | None = None  # of its own, where it has one
+        self.store: MooncakeMaster | None = None  # where the fleet starts one
         self._key: int | None = None  # an open descriptor
 
     @property
@@ -78,10 +78,11 @@ class Fleet:
         return self.router.url if self.router else ""
 
     async def start(self) -> None:
-        """Return when all roles are up and healthy.
+        """Start all roles. Return when they are up and healthy.
 
-        Raises: ChildEndedError, TimeoutError; MisuseError for a program that is not there, or a
-        port."""
+        Raises: ChildEndedError, TimeoutError; MisuseError for a program that is not installed, or a
+        port.
+        """
         settings = self._settings
         if not settings.control_key_file:
             self._key = open_new_key()
@@ -95,6 +96,8 @@ class Fleet:
             f for child in (*self.prefills, *self.decodes) for f in (f"--{child.role}", child.url)
         ]
         arguments = [*self._arguments("router"), "--port", str(settings.port), *urls]
+        # The events name blocks by hashes of tokens, so a router needs the tokenizer to match
+        # prompts of text.
         if (
             settings.kv_events_config
             and settings.policy == "cache_aware"
@@ -106,12 +109,13 @@ class Fleet:
         await self._healthy()
 
     async def wait_for_end(self) -> ChildEndedError:
-        """Return when the first role ends, with how it ended."""
+        """Wait until the first role ends. Return how it ended."""
         return await first_end(self.children)
 
     async def stop(self, forced: asyncio.Event | None = None) -> None:
         """Stop the router first, so that no new request arrives, then all workers, then their
-        store; once `forced` is set, kill all roles."""
+        store. Once `forced` is set, kill all roles.
+        """
         timeout_s = self._settings.drain_timeout_s + KILL_AFTER_S
         killing = asyncio.create_task(self._kill_when(forced or asyncio.Event()))
         try:
@@ -149,7 +153,7 @@ class Fleet:
             self._settings.prefill_workers if role == "prefill" else self._settings.decode_workers
         )
         name = f"{role}-{index}" if several > 1 else role
-        # A decode needs a registry's port, too: a switch may make it a prefill.
+        # A decode needs a registry port too, because a switch may make it a prefill.
         arguments = [*self._arguments(role), "--port", "0", "--disaggregation-bootstrap-port", "0"]
         if role == "prefill":
             arguments += ["--control-port", "0"]
@@ -179,13 +183,12 @@ class Fleet:
         )
 
     def _arguments(self, role: str) -> list[str]:
-        """The given flags that this role has too;
-        it reads the environment and the file by itself.
+        """Return the given flags that this role has too. The role itself reads the environment and
+        the file.
         """
         arguments = ["--config", self._config] if self._config else []
-        if (
-            role == "decode" and self._settings.decode_tp * self._settings.tp > 1
-        ):  # its own --tp is no matter of prefill
+        # The --tp of `kvflow up` is that of the prefills; decodes get --decode-tp under that name.
+        if role == "decode" and self._settings.decode_tp * self._settings.tp > 1:
             arguments += ["--tp", str(self._settings.decode_tp)]
         for name, value in self._given.items():
             if name in FIELDS_OF_ROLE[role] and not (role == "decode" and name == "tp"):
@@ -200,6 +203,7 @@ class Fleet:
 
     async def _start_together(self, children: list[Child]) -> None:
         environment = dict(os.environ)
+        # Keys are passed in the environment, because arguments are visible in a process list.
         for name in ("api_key", "admin_api_key"):
             if key := getattr(self._settings, name):
                 environment[env_of(name)] = key
@@ -220,14 +224,14 @@ class Fleet:
 
 
 async def run_up(settings: Settings, given: Mapping[str, Any], config: str | None) -> int:
-    """`kvflow up`.
+    """Run `kvflow up`.
 
-    Returns the exit status: 0 after a signal, otherwise that of the role that ended first, or 1.
+    Return the exit status: 0 after a signal, otherwise that of the role that ended first, or 1.
     """
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
-    # Refuses a port in use before a model is loaded.
+    # Binding refuses a port in use before a model is loaded.
     bound_socket(settings.host, settings.port, "--port").close()
     _announce(
         settings,
@@ -263,7 +267,9 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
 
 
 def _announce(settings: Settings, model: str) -> None:
-    """What is started: until it is there, seconds pass, and with a large model minutes."""
+    """Report what is being started, because the start takes seconds, and minutes with a large
+    model.
+    """
     workers = f"{settings.prefill_workers} prefill, {settings.decode_workers} decode"
     text = f"starting {workers} and a router on port {settings.port} for {model}"
     if settings.log_format == "json":
