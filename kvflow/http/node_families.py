@@ -27,7 +27,7 @@ def _memory(report: NodeReport) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "kvflow_pool_bytes", "Bytes of the KV pool, its rows included.", value=report.pool_bytes
     )
-    # Only models with a recurrent state have rows.
+    # Only models that keep something once per request, such as a recurrent state, have rows.
     if report.rows_total:
         rows = GaugeMetricFamily(
             "kvflow_rows", "State rows of the pool by owner; a request has one.", labels=["owner"]

@@ -55,7 +55,7 @@ class BlockFeed:
         self.source = source
         self.blocks = KnownBlocks()
         self.live = False
-        self.gaps = 0  # gaps in the numbers of batches, each asked for again
+        self.gaps = 0  # in the numbers of batches; one gap may be several batches
         self._name = name
         self._next_seq: int | None = None
         self._last_live = -1  # number of the last batch that was published live, not replayed

@@ -79,8 +79,8 @@ class Leg:
         Raises: LegFailedError.
         """
         session, url, body, headers = self._call
-        # aiohttp writes a bytes body in one piece, which holds up the loop when it is large; it
-        # reads a file in steps.
+        # aiohttp writes a bytes body in one piece, which holds up the loop when it is large; a
+        # file object is read and written in steps.
         in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
         try:
             self._answer = await session.post(url, data=in_steps, headers=headers)
