@@ -84,7 +84,7 @@ class PageAllocator:
         self._holds: NDArray[np.int32] = np.zeros(num_pages, dtype=np.int32)
         self._accounts: dict[Hashable, _Account] = {}
         self._next_mark = itertools.count()
-        self._spare_marks: list[int] = []  # of owners without a page
+        self._spare_marks: list[int] = []  # left by owners without a page
         self._returning = 0
         self.reclaimables: list[Reclaimable] = []  # two while a worker changes its role
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ class BlockKernel:
     """A copier of lists of blocks on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Compiles the kernel, which takes a second the first time."""
+        """Compile the kernel, which takes a second the first time."""
         self._device = device
         words = torch.zeros(2, device=device, dtype=torch.int64)
         address = np.array([words.data_ptr()], dtype=np.int64)

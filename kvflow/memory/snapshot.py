@@ -98,7 +98,7 @@ class SnapshotStore:
         rows: PageStore | None = None,
         slice_bytes: int | None = None,
     ) -> None:
-        """Allocates the host memory, pre-faulted: make it in a thread.
+        """Allocate the host memory, pre-faulted: make the store in a thread.
 
         `limit_bytes` is for pages and `num_rows` rows; by default as many rows as the pool has, or
         as half of the limit holds. `pages`, `rows`: the owners of the pool's places, if they are

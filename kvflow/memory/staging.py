@@ -47,7 +47,7 @@ class Staging:
     def __init__(
         self, pool: PagedPool, size_bytes: int = 0, *, shared: bool = True, shards: int = 1
     ) -> None:
-        """Allocates the memory, pre-faulted: make it in a thread.
+        """Allocate the memory, pre-faulted: make the staging in a thread.
 
         `size_bytes` is for pages and rows; 0, or more than the pool has, means as many as the pool
         has. `shared` lets peers of this machine open it.
@@ -164,7 +164,7 @@ class StagedChecksums(PageTasks):
     """
 
     def __init__(self, pool: PagedPool) -> None:
-        """Allocates host memory for each thread. Raises: LayoutError, as `Staging`."""
+        """Allocate host memory for each thread. Raises: LayoutError, as `Staging`."""
         super().__init__("checksum")
         layout = pool.layout
         largest = layout.page_bytes + layout.row_bytes

@@ -70,10 +70,11 @@ class DecodeNode(Node[DecodeShell]):
         connect: Connect = connect_dealer,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """`plane` is a data plane, or the name of one that prefills reach at `host`.
+        """Make a node over `pool`; `start` begins its work.
 
-        `resolve` turns the word by which a room names its prefill into ranks; a registry's client
-        is one. `pages` knows who owns which page of the pool (by default the pool's own allocator).
+        `plane` is a data plane, or the name of one that prefills reach at `host`. `resolve` turns
+        the word by which a room names its prefill into ranks; a registry's client is one. `pages`
+        knows who owns which page of the pool (by default the pool's own allocator).
 
         `verify_transfers`: a chunk counts as landed once its checksum equals prefill's, which must
         send one. A room whose pages differ fails, and prefill is notified. After the last chunk

@@ -59,8 +59,9 @@ class PrefillNode(Node[PrefillShell]):
         bind: Bind = bind_router,
         now: Callable[[], float] = monotonic,
     ) -> None:
-        """Binds the control socket on `host` (`port` 0: a free one); decodes reach it at
-        `advertise`, by default `host`.
+        """Make a node over `pool`; `start` binds its control socket on `host`.
+
+        With `port` 0 it is bound to a free one. Decodes reach it at `advertise`, by default `host`.
 
         `plane` is a data plane, or the name of one. `pages` knows who owns which page of the pool
         (by default the pool's own allocator). `verify_transfers`: send a checksum with every chunk,

@@ -46,7 +46,9 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         make_thread: MakeThread = LoopThread,
         **options: Any,
     ) -> None:
-        """`options` are those of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
+        """Make a node over `pool`; `start` starts it in a thread.
+
+        `options` are those of `DecodeNode`: host, resolve, timing, bounds, verify_transfers ...
 
         `loop_factory` is for example `uvloop.new_event_loop`, where uvloop is installed.
         `make_thread` makes the loop's thread; the simulator passes one of virtual time.

@@ -44,7 +44,9 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         make_thread: MakeThread = LoopThread,
         **options: Any,
     ) -> None:
-        """`options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers
+        """Make a node over `pool`; `start` starts it in a thread.
+
+        `options` are those of `PrefillNode`: host, port, rank, timing, bounds, verify_transfers
         ...
 
         `registry_port` (0: a free one) serves a registry of this rank alone, so that decodes find
@@ -55,7 +57,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         super().__init__(pool, pages, loop_factory, make_thread)
         self._make_node = partial(PrefillNode, pool, plane, pages=self.pages, **options)
         self._host, self._registry_port = options.get("host", "127.0.0.1"), registry_port
-        self._numbers: set[int] = set()  # of rooms that are not released
+        self._numbers: set[int] = set()  # numbers of rooms that are not released
         self._stack = AsyncExitStack()
         self.registry = ""
 
