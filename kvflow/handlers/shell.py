@@ -85,8 +85,8 @@ class Shell:
                     runners[type(command)](command)
                 except ENDS_PROCESS:
                     raise
-                # The commands that follow belong to other rooms.
                 except BaseException:
+                    # The commands that follow belong to other rooms.
                     self.counts.handler_errors += 1
                     log.exception("%r failed", command)
         finally:

@@ -29,8 +29,8 @@ def memory_on(device: torch.device | str, size_bytes: int) -> torch.Tensor:
         ) from None
     try:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    # torch.OutOfMemoryError is a RuntimeError.
     except RuntimeError as error:
+        # torch.OutOfMemoryError is a RuntimeError.
         line = str(error).partition("\n")[0]
         raise LayoutError(
             f"no memory for a pool of {size_bytes} bytes on {device}: {line}"

@@ -175,8 +175,8 @@ class PoolQuarantine:
             for store in found.stores:
                 try:
                     store.unhold(found.pages)
-                # The other stores receive their pages all the same.
                 except Exception:
+                    # The other stores receive their pages all the same.
                     log.exception("%r could not take pages back from quarantine", store)
 
     def forget(self, incarnation: int, writer: PlaneAddress | None) -> None:

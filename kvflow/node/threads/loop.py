@@ -129,7 +129,7 @@ class LoopThread:
         for call in calls:
             try:
                 call()
-            # The calls behind it belong to other rooms.
             except Exception:
+                # The calls behind it belong to other rooms.
                 self.errors += 1
                 log.exception("a call that was posted to %s failed", self.name)
