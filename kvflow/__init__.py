@@ -1,5 +1,5 @@
-"""kvflow moves the KV cache of a prompt from the machine that computed it to the machine that goes
-on generating.
+"""kvflow moves the KV cache of a prompt from the machine that computed it to the machine that
+generates from it.
 
 nodes and rooms   PrefillNode, DecodeNode, PrefillRoom, DecodeRoom, Timing, Bounds
 without asyncio   PrefillThread, DecodeThread, PrefillThreadRoom, DecodeThreadRoom, RoomEvent
@@ -8,10 +8,10 @@ pools             PagedPool, PageAllocator, ExternalPages, SharedSegment, Snapsh
                   build_layout
 hand-overs        HandOff, PackedArray
 data planes       open_plane, LocalPlane, MooncakePlane, NixlPlane
-errors            KvflowError and the classes under it that have to be told apart; Cause, Code
+errors            KvflowError and the subclasses that callers need to distinguish; Cause, Code
 
-Each name is imported when it is first used: `import kvflow` by itself loads neither numpy nor a
-socket library.
+Each name is imported when it is first used: `import kvflow` alone loads neither numpy nor a socket
+library.
 """
 
 from importlib import import_module
@@ -104,6 +104,7 @@ __all__ = [
     "serve_ranks",
 ]
 
+# A table beside the imports above, because a type checker needs those and must not run them.
 _ERRORS = "kvflow.protocols.errors"
 _HOMES = {
     "AbortedError": _ERRORS,
@@ -151,12 +152,14 @@ _HOMES = {
     "serve_ranks": "kvflow.transports.control.rank_server",
 }
 
-if not TYPE_CHECKING:  # a type checker that saw this would believe in every name
+# With a visible `__getattr__`, a type checker would accept any name of the module.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         home, _, there = _HOMES.get(name, "").partition(":")
         if not home:
             raise AttributeError(f"module 'kvflow' has no attribute {name!r}")
+        # The next use finds the name in the module and does not call this function.
         found = globals()[name] = getattr(import_module(home), there or name)
         return found
 

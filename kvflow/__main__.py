@@ -1,5 +1,5 @@
-"""The `kvflow` script, and `python -m kvflow`: the command line, or one line that names the extra
-it needs.
+"""The `kvflow` script, and `python -m kvflow`: runs the command line, or prints one line that names
+the missing extra.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from kvflow.extras import missing_extra
 
 
 def main() -> None:
-    """Exit status 2 when a package of an extra is missing."""
-    # Libraries start Python processes too, `multiprocessing` among them: they would import from the
-    # working directory.
+    """Run the command line. The exit status is 2 when a package of an extra is missing."""
+    # Libraries such as `multiprocessing` start Python processes too, which would otherwise import
+    # modules from the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         from kvflow.cli import main as run

@@ -1,5 +1,6 @@
-"""The asyncio idioms: awaiting what runs in a thread to its end, since cancelling a coroutine does
-not stop it (I12); long work, and what arrives at once, in turns with the rest of the loop."""
+"""Helpers for asyncio: await a thread's work to its end, since the cancellation of a coroutine does
+not stop the thread (I12); divide long work, and bursts of arrivals, into turns of the event loop.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 ENDS_PROCESS = (KeyboardInterrupt, SystemExit)
-TURN_S = 0.001  # of the event loop that long work takes at a time
+TURN_S = 0.001  # long work holds the event loop for this long at a time
 
 
 def must_pass(error: BaseException) -> bool:
-    """Whether a task may not survive `error`, raised by what it awaits: the process ends, or
-    somebody has cancelled the task. A CancelledError that nobody has asked for is what it awaits,
-    cancelled, and an error as any other."""
+    """Return True if a task must let `error` pass, which came from something that it awaits: the
+    process ends, or another task cancelled this one.
+    """
+    # Without a request to cancel this task, the awaited future itself was cancelled. For the task
+    # this is an error like any other.
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and task.cancelling() > 0
@@ -27,11 +30,11 @@ def must_pass(error: BaseException) -> bool:
 
 
 async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) -> T:
-    """Await a thread's work until it has ended.
+    """Await a thread's work to its end, and return its result.
 
-    A cancellation is raised only then; a second one changes nothing.
+    A cancellation is raised only after the end; a second one has no effect.
 
-    Raises: TimeoutError, or the cancellation, when it has not ended `within_s` from now.
+    Raises: TimeoutError, or the cancellation, when the work does not end `within_s` from now.
     """
     loop = asyncio.get_running_loop()
     until_s = None if within_s is None else loop.time() + within_s
@@ -45,17 +48,19 @@ async def run_to_end(running: asyncio.Future[T], within_s: float | None = None) 
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
+        # asyncio logs an exception that is never retrieved.
         if not running.cancelled():
-            running.exception()  # retrieved, or asyncio logs it
+            running.exception()
         raise cancelled
     return running.result()
 
 
 async def all_ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Wait until every one of `tasks` has ended, in whatever way.
+    """Wait until all of `tasks` end, with a result, an error or a cancellation.
 
-    A cancellation of this coroutine is raised only then: what follows in its caller must not meet
-    them."""
+    A cancellation of this coroutine is raised only then, so that no task still runs when the caller
+    continues.
+    """
     if waited := list(tasks):
         await run_to_end(asyncio.ensure_future(asyncio.wait(waited)))
 
@@ -63,15 +68,16 @@ async def all_ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
 async def wait_or_cancel(
     running: asyncio.Future[T], undo: Callable[[T], object] = lambda _: None
 ) -> None:
-    """Wait until `running` has ended, in whatever way.
+    """Wait until `running` ends, with a result, an error or a cancellation.
 
-    A cancellation of this coroutine is passed on to it, and raised when it has ended; its result is
-    undone then."""
+    A cancellation of this coroutine is passed on to `running`, and raised when it ends. If it ends
+    with a result nevertheless, `undo` receives it.
+    """
     try:
         await asyncio.wait([running])
     except asyncio.CancelledError:
         running.cancel()
-        # The cancellation that came first is raised.
+        # The first cancellation is raised below, whatever happens during this wait.
         with suppress(Exception, asyncio.CancelledError):
             await run_to_end(running)
         if not running.cancelled() and running.exception() is None:
@@ -80,8 +86,8 @@ async def wait_or_cancel(
 
 
 async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda _: None) -> T:
-    """Run `work` in a thread, to its end; where this coroutine was cancelled meanwhile, its result
-    is undone.
+    """Run `work` in a thread, to its end, and return its result. If this coroutine is cancelled
+    meanwhile, `undo` receives the result.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
@@ -93,9 +99,7 @@ async def in_thread(work: Callable[[], T], undo: Callable[[T], object] = lambda 
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """`items`, for a loop whose body is quick: others get their turn of the event loop every
-    `TURN_S`.
-    """
+    """Yield `items` for a loop with a quick body, and let other tasks run every `TURN_S`."""
     turn_ends = time.perf_counter() + TURN_S
     for item in items:
         yield item
@@ -105,10 +109,10 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
 
 
 class Turnstile:
-    """Lets at most `per_turn` coroutines go on in a turn of the event loop, first come first
-    served.
+    """A gate that lets at most `per_turn` coroutines pass in a turn of the event loop, in order of
+    arrival.
 
-    One that comes alone does not wait.
+    A coroutine that arrives alone does not wait.
     """
 
     def __init__(self, per_turn: int) -> None:
@@ -120,7 +124,8 @@ class Turnstile:
         if not self._counting:
             self._counting = True
             asyncio.get_running_loop().call_soon(self._next_turn)
-        if self._left:  # nobody waits, then
+        # Places are left only while the queue is empty, so no coroutine is passed here.
+        if self._left:
             self._left -= 1
             return
         mine = asyncio.get_running_loop().create_future()
@@ -132,7 +137,8 @@ class Turnstile:
         self._left = self._per_turn
         while self._left and self._waiting:
             first = self._waiting.popleft()
-            if not first.done():  # it was not cancelled
+            # A cancelled coroutine must not use up a place.
+            if not first.done():
                 first.set_result(None)
                 self._left -= 1
         if self._counting:
@@ -140,10 +146,11 @@ class Turnstile:
 
 
 class Threads:
-    """Threads for one kind of blocking work: what hangs keeps no other kind waiting.
+    """Threads for one kind of blocking work, so that a call that hangs delays no other kind.
 
-    At most `limit` at a time, one per call, and daemons: a call that never returns does not hold up
-    the end of the process either. For work that is rare or takes long: a thread costs some 100 us.
+    There are at most `limit` at a time, one per call. They are daemons: a call that never returns
+    does not delay the end of the process. Use them for work that is rare or takes long, since a
+    thread costs some 100 us.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -161,17 +168,19 @@ class Threads:
         *,
         within_s: float | None = None,
     ) -> T:
-        """Run `work` to its end, or for `within_s`, the wait for a thread included; then it is left
-        alone with its thread. The result of what was left alone, or was cancelled meanwhile, is
-        undone.
+        """Run `work` and return its result, but wait at most `within_s`, the wait for a thread
+        included; then abandon the thread. If the work is abandoned or cancelled, `undo` receives
+        its result.
 
-        Raises: TimeoutError; RuntimeError when no thread is to be had; what `work` raises.
+        Raises: TimeoutError; RuntimeError when the system has no thread; every error of `work`.
         """
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         async with asyncio.timeout(within_s):
             await self._free.acquire()
         running: asyncio.Future[T] = loop.create_future()
+        # The place is free when the work ends, not when the wait does: a thread that hangs keeps
+        # its place, so there are never more than `limit`.
         running.add_done_callback(lambda _: self._free.release())
         try:
             threading.Thread(
@@ -206,5 +215,6 @@ def _work(
 
 
 def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[T], None], value: T) -> None:
-    with suppress(RuntimeError):  # the loop is closed, and with it all that waited
+    # On a closed loop no task waits for the result.
+    with suppress(RuntimeError):
         loop.call_soon_threadsafe(call, value)

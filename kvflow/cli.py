@@ -36,8 +36,8 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def _option(name: str, role: str) -> Any:
-    """The typer option of one setting; values stay text, so that `config` checks all of them in one
-    way.
+    """Return the typer option of one setting. Values stay text, so that `config` checks those of
+    flags, environment and file alike.
     """
     kind = catalog.base_type(name)
     default = catalog.default_of(name, role)
@@ -62,7 +62,7 @@ def _option(name: str, role: str) -> Any:
 
 
 def _shown(default: Any) -> str:
-    """A default as one would write it."""
+    """Return a default as a user would write it."""
     if isinstance(default, bool):
         return "on" if default else "off"
     return f"{default:g}" if isinstance(default, float) else str(default)
@@ -71,8 +71,8 @@ def _shown(default: Any) -> str:
 def _with_settings(
     role: str,
 ) -> Callable[[Callable[[dict[str, Any], str | None], None]], Callable[..., None]]:
-    """A command whose parameters are the settings of `role`; the function gets the given ones and
-    the config file.
+    """Return a decorator that makes a command whose options are the settings of `role`; the
+    decorated function receives the given ones and the path of the config file.
     """
 
     def decorate(function: Callable[[dict[str, Any], str | None], None]) -> Callable[..., None]:
@@ -97,6 +97,7 @@ def _with_settings(
         parameters = [
             inspect.Parameter(n, kind, default=None, annotation=hint) for n, hint in hints.items()
         ]
+        # Typer reads the options of a command from its signature, and the help from its docstring.
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = hints
         command.__doc__ = function.__doc__
@@ -110,10 +111,12 @@ def _run(
     role: Literal["prefill", "decode", "router"], given: Mapping[str, Any], path: str | None
 ) -> None:
     settings = resolve(role, given, config=path)
+    # This must precede the imports below, which may load torch.
     _limit_threads(settings.threads)
     from kvflow.serve.launch import process
 
-    if role == "router":  # whose process loads no engine
+    # The router's process never imports `roles`, which would load the engine.
+    if role == "router":
         from kvflow.serve.launch.router import run_router
 
         return process.run_role(role, run_router, settings)
@@ -128,8 +131,8 @@ def _run(
 
 
 def _limit_threads(threads: int) -> None:
-    """Must run before torch is imported: its threads spin against each other when roles share
-    cores.
+    """Limit the threads of torch, which spin against each other when roles share cores. It has an
+    effect only before torch is imported.
     """
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -296,7 +299,9 @@ def declare_dead(
     declare_dead(url, admin_api_key, incarnation, why)
 
 
-_GROUP = {  # its words are read by the group itself, which is loaded when it is named
+# The command passes its words to a Typer app of another module unparsed. So the module is loaded
+# only when the user names the command, and the app prints its own help.
+_GROUP = {
     "add_help_option": False,
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
@@ -341,6 +346,7 @@ def main() -> None:
 
     An error is one line on stderr; exit status 2 for misuse, 1 for other errors.
     """
+    # The error does not carry the name of the command, so it comes from the command line.
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
     try:
         app()

@@ -1,10 +1,11 @@
-"""The optional packages, by the extra of the distribution that brings them; pyproject.toml has the
-versions.
+"""The optional packages, by the extra of the distribution that installs them. Their versions are in
+pyproject.toml.
 """
 
 from __future__ import annotations
 
-EXTRAS: dict[str, tuple[str, ...]] = {  # import names
+# Import names, which may differ from the names of the distributions.
+EXTRAS: dict[str, tuple[str, ...]] = {
     "server": ("aiohttp", "prometheus_client", "rich", "typer", "uvloop"),
     "engine": ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2"),
     "mooncake": ("mooncake",),
@@ -14,7 +15,7 @@ CORE = ("msgspec", "numpy", "xxhash", "zmq")
 
 
 def missing_extra(error: ModuleNotFoundError) -> str:
-    """One line that says which extra brings the module that was not found; empty when none does."""
+    """Return one line that names the extra with the missing module; empty if no extra has it."""
     missing = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if missing in modules:

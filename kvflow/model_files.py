@@ -1,4 +1,4 @@
-"""The files of a model, and digests of what they say: for engines that compare their models."""
+"""The files of a model, and digests of their content, by which engines compare their models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from zipfile import is_zipfile
 
 from kvflow.protocols.errors import MisuseError
 
-# Of each weight, spread evenly: another fine-tune of it differs in some of them.
+# The digest reads this many stretches of each weight, spread evenly: another fine-tune of the model
+# differs in some of them.
 STRETCHES, STRETCH_BYTES = 16, 64
-# What config.json tells about its file, about generation and about training; none of it changes the
-# KV of a prompt. The dtype is compared as it was loaded.
+# Keys of config.json about the file, about generation and about training, which do not change the
+# KV of a prompt. Engines compare the dtype as it was loaded.
 _IRRELEVANT = frozenset(
     {
         *(
@@ -42,8 +43,8 @@ _IRRELEVANT = frozenset(
 
 
 def folder_of(source: str) -> Path:
-    """Where the files of a model lie that has been loaded from `source`, a folder or a name on a
-    hub.
+    """Return the folder with the files of a model that was loaded from `source`, a folder or a name
+    on a hub.
     """
     from huggingface_hub import snapshot_download
 
@@ -52,8 +53,8 @@ def folder_of(source: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Those that transformers loads: safetensors where there are any, in one file or in several
-    that an index names.
+    """Return the weight files that transformers loads: safetensors if there are any, in one file or
+    in several that an index names.
     """
     for whole in ("model.safetensors", "pytorch_model.bin"):
         if (folder / whole).is_file():
@@ -68,15 +69,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def config_digest(config: dict[str, Any]) -> str:
-    """8 hex digits over what matters in a config.json, whatever the order of its keys."""
+    """Return 8 hex digits over the relevant keys of a config.json, independent of their order."""
     return hashlib.sha256(
         json.dumps(_relevant(config), sort_keys=True, default=str).encode()
     ).hexdigest()[:8]
 
 
 def weights_digest(name: str) -> str:
-    """12 hex digits over name, type, shape and some bytes of every weight: little is read, however
-    large the model is.
+    """Return 12 hex digits over name, type, shape and some bytes of every weight. Little is read,
+    however large the model is.
 
     Raises: MisuseError.
     """
@@ -96,10 +97,8 @@ def weights_digest(name: str) -> str:
 
 
 def _of_safetensors(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Every weight's name and what identifies it.
-
-    Read piece by piece: of a mapped file the kernel would read more.
-    """
+    """Yield the name of every weight with the bytes that identify it."""
+    # Single reads at random places, since the kernel would read ahead in a mapped file.
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -128,7 +127,7 @@ def _of_pickle(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _places(size: int) -> list[tuple[int, int]]:
-    """Where, and how many bytes, of so many."""
+    """Return offset and length of the stretches to read of a weight of `size` bytes."""
     if size <= STRETCHES * STRETCH_BYTES:
         return [(0, size)]
     return [

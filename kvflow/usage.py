@@ -1,8 +1,8 @@
-"""Help pages for a terminal of 80 columns: options in groups, and no flag, value or word broken at
-a line's end.
+"""Help pages for a terminal of 80 columns: options in groups, and flags, values and words that are
+never broken at the end of a line.
 
-The pages of rich cut long flags off at that width, and the plain ones of click break `--num-pages`
-behind its hyphens.
+At that width the pages of rich truncate long flags, and the plain pages of click break
+`--num-pages` after its hyphens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-FLAGS_WIDTH = 24  # a longer flag has a line of its own
+FLAGS_WIDTH = 24  # a longer flag stands alone on its line
 _GAP = 2
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -23,7 +23,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class App(typer.Typer):
     """A Typer with these help pages.
 
-    An option's group is its `rich_help_panel`; groups stand in the order of their first options.
+    The group of an option is its `rich_help_panel`; groups are in the order of their first options.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -81,6 +81,7 @@ def _write_options(formatter: Any, params: Iterable[Any], ctx: Any) -> None:
         if record is not None:
             heading = "Arguments" if param.param_type_name == "argument" else "Options"
             groups.setdefault(getattr(param, "rich_help_panel", None) or heading, []).append(record)
+    # All groups have one width, so that the texts of a page line up.
     width = max((len(flags) for records in groups.values() for flags, _ in records), default=0)
     for heading, records in groups.items():
         _write_section(formatter, heading, records, min(width, FLAGS_WIDTH))
@@ -92,6 +93,7 @@ def _write_section(
     indent = " " * (2 + width + _GAP)
     with formatter.section(heading):
         for first, text in rows:
+            # The text begins beside its flags where they fit into the column, else below them.
             lines = _wrapped(text, formatter.width - len(indent))
             beside = lines.pop(0) if len(first) <= width and lines else ""
             *above, last = _wrapped(first, formatter.width - 2)
