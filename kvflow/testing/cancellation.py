@@ -1,4 +1,4 @@
-"""Cancel a coroutine at one chosen wait, so that a test can do it at every wait there is.
+"""Cancellation of a coroutine at one chosen wait, so that a test can try every wait there is.
 
     for at in itertools.count():
         # Steps(work, 3, 4): again at the next wait, in the clean-up
@@ -8,8 +8,8 @@
         if steps.waits <= at:
             break                                   # it had fewer waits than that: all were tried
 
-Only waits that give the event loop a turn count: an `await` of something that is ready is no place
-to be cancelled at. `stepping` does the same to a task that the code under test starts for itself.
+Only waits that give the event loop a turn count: an `await` of a result that is ready cannot be
+cancelled. `stepping` does the same to a task that the code under test starts.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ T = TypeVar("T")
 
 
 class Steps(Generic[T]):
-    """Drives a coroutine in the task that awaits this, and cancels that task in its waits number
-    `at` (from 0): as they begin, or when they have lasted for `after_s`."""
+    """Drives a coroutine in the task that awaits this object, and cancels that task in its waits
+    number `at` (from 0).
+
+    The cancel comes when a wait begins, or when it has lasted for `after_s`.
+    """
 
     def __init__(self, work: Coroutine[Any, Any, T], *at: int, after_s: float = 0.0) -> None:
         self._work, self._at, self._after_s = work, frozenset(at), after_s
         self.waits = 0  # begun so far
 
     def task(self) -> asyncio.Task[T]:
-        """In a task of its own."""
+        """Return a task that drives the coroutine."""
         return asyncio.create_task(self.run())
 
     async def run(self) -> T:
@@ -52,6 +55,7 @@ class Steps(Generic[T]):
                 error = None
             except BaseException as caught:  # noqa: BLE001 - all of it belongs to the coroutine
                 error = caught
+            # The wait ended before its cancel was due: the next wait must not receive it.
             if late is not None:
                 late.cancel()
 
@@ -66,8 +70,10 @@ class Steps(Generic[T]):
 
 @contextmanager
 def stepping(name: str, *at: int) -> Iterator[list[Steps[Any]]]:
-    """The first task created meanwhile whose coroutine is called `name` ("PrefillHandlers._serve")
-    is driven by the `Steps` that then stand in the list."""
+    """Drive the first new task whose coroutine is called `name` ("PrefillHandlers._serve").
+
+    The yielded list then holds the `Steps` that drive it.
+    """
     found: list[Steps[Any]] = []
     loop = asyncio.get_running_loop()
     before = loop.get_task_factory()

@@ -1,9 +1,9 @@
-"""Fixtures for tests of whatever stands on kvflow: `pytest_plugins = ["kvflow.testing.fixtures"]`
+"""Fixtures for tests of code that stands on kvflow: `pytest_plugins = ["kvflow.testing.fixtures"]`
 in a test module.
 
 `kvflow_pair` is a prefill and a decode node in this process (see `testing.pair`). At its end both
-must have come to rest, with no task left and nothing raised into the event loop; a test that leaves
-something behind fails.
+must be at rest, with no task left and no exception raised into the event loop; otherwise the test
+fails.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from kvflow.testing.pair import Pair, pair
 
 @pytest_asyncio.fixture
 async def kvflow_clean_loop() -> AsyncIterator[None]:
-    """Nothing is left on the event loop: no task, no exception nobody saw."""
+    """Check that the test leaves no task and no unhandled exception on the event loop."""
     loop = asyncio.get_running_loop()
     raised: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: raised.append(context))
     before = asyncio.all_tasks()
     yield
     for _ in range(3):
-        await asyncio.sleep(0)  # callbacks of what was just closed
+        # Callbacks of objects that were just closed run first.
+        await asyncio.sleep(0)
     left = [
         task for task in asyncio.all_tasks() - before - {asyncio.current_task()} if not task.done()
     ]
@@ -36,9 +37,10 @@ async def kvflow_clean_loop() -> AsyncIterator[None]:
 
 @pytest_asyncio.fixture
 async def kvflow_pair(kvflow_clean_loop: None) -> AsyncIterator[Pair]:
-    """A prefill and a decode on a network in memory, at rest again at the end of the test."""
+    """Yield a prefill and a decode on a network in memory, at rest again when the test ends."""
     async with pair() as made:
         yield made
+        # A test may end with a network that is cut and writes that are held: they are no leak.
         made.network.mend()
         for node in made.nodes:
             made.plane(node).release()

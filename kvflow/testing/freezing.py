@@ -1,7 +1,7 @@
-"""Freezing a process, for tests in which a peer stands still.
+"""Freezing of a process, for tests in which a peer stands still.
 
 SIGSTOP is asynchronous: `kill` returns at once, and on a busy machine a thread of the process may
-go on running for milliseconds, long enough to answer what the test sends next.
+run on for milliseconds, long enough to answer the test's next message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ STOPPED = {"T", "t"}
 
 
 async def freeze(pid: int, *, within_s: float = 20.0) -> None:
-    """Stop process `pid`; at the return none of its threads runs.
+    """Stop process `pid`, and return when every thread of it stands still.
 
     `os.kill(pid, signal.SIGCONT)` thaws it.
 
@@ -35,10 +35,10 @@ async def freeze(pid: int, *, within_s: float = 20.0) -> None:
 
 
 def is_frozen(pid: int) -> bool:
-    """Whether every thread of the process is stopped.
+    """Return True when every thread of the process is stopped.
 
-    A thread may have been started while the others were being read. None starts once one of them
-    has stopped, so a second look that finds the same threads has seen all of them.
+    A thread may start while the states of others are read. After one of them stops no thread
+    starts, so a second look that finds the same threads covers all of them.
     """
     states = thread_states(pid)
     return (
@@ -49,8 +49,9 @@ def is_frozen(pid: int) -> bool:
 
 
 def thread_states(pid: int) -> dict[str, str]:
-    """State letter of every thread by its id; empty when the process is gone (source:
-    proc_pid_stat(5)).
+    """Return the state letter of every thread by its id (source: proc_pid_stat(5)).
+
+    Empty when the process is gone.
     """
     states = {}
     try:
@@ -59,5 +60,6 @@ def thread_states(pid: int) -> dict[str, str]:
             stat = Path(f"/proc/{pid}/task/{task}/stat").read_text()
             states[task] = stat.rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return {}  # a thread ended meanwhile: look again
+        # A thread ended meanwhile: the caller looks again.
+        return {}
     return states

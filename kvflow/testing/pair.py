@@ -1,13 +1,13 @@
 """Two nodes in one process: prefill ranks and a decode on a network in memory and fake data planes,
-real bytes between.
+with real bytes between them.
 
-async with pair() as p:
-    source, target = await p.open(7, prompt=range(40))
-    await source.matched()
-    p.send_all(source)
-    assert await target.landed() == b"handoff"
-    p.decode.pages.give_back(target.keep("me"), "me")
-    await p.rest()  # every page home, every table empty, or it says what is left
+    async with pair() as p:
+        source, target = await p.open(7, prompt=range(40))
+        await source.matched()
+        p.send_all(source)
+        assert await target.landed() == b"handoff"
+        p.decode.pages.give_back(target.keep("me"), "me")
+        await p.rest()  # every page home, every table empty; the error names what is left
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ PAGE_SIZE = 4
 QUICK = Timing(
     heartbeat_s=0.02, lost_after_s=60, repeat_after_s=0.02, rendezvous_s=60, register_s=60
 )
-"""Repeats at once and never loses patience by itself: move a `Clock` where patience is what the
-test is about.
-"""
+"""Timing that repeats messages at once, and loses patience only when the test moves a `Clock`."""
 
 
 class Clock:
@@ -53,19 +51,18 @@ class Clock:
         return monotonic() + self._ahead_s
 
     def advance(self, seconds: float) -> None:
+        """Move time forward, and wake every watcher."""
         self._ahead_s += seconds
         for wake in self._watching:
             wake()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` whenever time has been moved:
-        a timer of the event loop does not know of it.
-        """
+        """Call `wake` whenever time is moved: a timer of the event loop does not notice."""
         self._watching.append(wake)
 
 
 def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayout:
-    """Two streams of a page, page-first, some 100 bytes a page."""
+    """Return a layout of two streams, page-first, some 100 bytes a page."""
     streams: list[tuple[str, str, tuple[int, ...]]] = [
         ("0.k", "uint8", (8,)),
         ("0.v", "uint8", (16,)),
@@ -74,9 +71,9 @@ def small_layout(num_pages: int = 64, *, page_size: int = PAGE_SIZE) -> PoolLayo
 
 
 class Pair:
-    """The nodes, and what a test does with them.
+    """The nodes of a test, and the steps that it takes with them.
 
-    Source page p holds the byte p + 1 everywhere, target pages 0.
+    Every byte of source page p is p % 255 + 1; target pages hold 0.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class Pair:
         ranks: int,
         open_plane: Callable[[PagedPool], DataPlane] | None = None,
     ) -> None:
-        """`open_plane`: makes a data plane for each pool, instead of the fake ones."""
+        """`open_plane` makes a data plane for each pool, in the place of a fake one."""
         self.network, self.planes = Network(), FakeNetwork()
         self._open_plane = open_plane
         self.timing, self._layouts, self._world_size = timing, layouts, ranks
@@ -122,9 +119,11 @@ class Pair:
     async def add_prefill(
         self, port: int = 0, *, alone: bool = False, staging_bytes: int | None = None
     ) -> PrefillNode:
-        """One more rank, or, in the place of one that was closed or crashed, its next life: give it
-        the old port. `alone`: another prefill, of one rank. With `staging_bytes` it sends from host
-        memory beside the pool."""
+        """Add a rank, or the next life of one that was closed or crashed.
+
+        A next life has the old port. With `alone` it is another prefill, of one rank. With
+        `staging_bytes` it sends from host memory beside the pool.
+        """
         taken = set() if alone else {node.info.rank for node in self.prefills}
         rank = min(set(range(self._world_size + 1)) - taken)
         shards = 1 if alone else self._world_size
@@ -147,6 +146,7 @@ class Pair:
         self.clocks[node.incarnation] = clock
         await node.start()
         clock.watch(node.shell.wake)
+        # Each source page has its own byte, so that a test recognises a page at the target.
         for page in range(pool.layout.num_pages):
             fill(pool, [page], page % 255 + 1)
         self.prefills.insert(len(self.prefills) if alone else rank, node)
@@ -159,8 +159,11 @@ class Pair:
         staging_bytes: int | None = None,
         over: Staging | None = None,
     ) -> DecodeNode:
-        """With `staging_bytes` prefill writes into host memory beside the pool (0: as much as the
-        pool has); `over` is that of a node before it."""
+        """Add a decode.
+
+        With `staging_bytes` prefill writes into host memory beside the pool (0: as much as the pool
+        has). `over` is the staging of an earlier node, over whose pool the new one runs.
+        """
         if over is None:
             pool = self._pool(layout or self._layouts[1])
             staging = (
@@ -185,7 +188,7 @@ class Pair:
         return node
 
     async def open(self, room: int, prompt: TokenIds) -> tuple[PrefillRoom, DecodeRoom]:
-        """Both halves of a room on rank 0, prefill's first."""
+        """Open both halves of a room on rank 0, prefill's first."""
         source = self.prefill.room(room, prompt)
         return source, await self.decode.room(room, "sim", prompt)
 
@@ -197,8 +200,9 @@ class Pair:
         node: PrefillNode | None = None,
         handoff: bytes = b"handoff",
     ) -> PageIndices:
-        """Take source pages for the whole room, send them in `chunks` pieces; they go back when the
-        room has ended.
+        """Take source pages for the whole room, and send them in `chunks` pieces.
+
+        The pages return when the room ends.
         """
         node = node or self.prefill
         count = source.bytes_total // node.pool.layout.page_bytes
@@ -212,16 +216,19 @@ class Pair:
         return pages
 
     async def crash(self, node: PrefillNode | DecodeNode) -> None:
-        """The process is gone without a word: no goodbye arrives, no write lands any more, fences
+        """End a node as its death would: no goodbye arrives, no write lands any more, fences
         resolve.
         """
+        # While the node closes only the cut applies, so that no rule of the test lets a goodbye
+        # through.
         rules = self.network.rules
         self.network.rules = []
         self.network.cut()
         self.plane(node).die()
         closing = asyncio.create_task(node.close())
         await asyncio.sleep(0)
-        self.clock(node).advance(1e9)  # a dead decode waits for nobody
+        # A decode that closes waits for its peers' proof; the lapse of time ends that.
+        self.clock(node).advance(1e9)
         await closing
         self.network.rules = rules
         if isinstance(node, PrefillNode):
@@ -230,7 +237,7 @@ class Pair:
             self.decodes.remove(node)
 
     def left(self) -> list[str]:
-        """What is not at rest, in words; empty when all is (I1, I5)."""
+        """Return what is not at rest, in words; empty when everything is (I1, I5)."""
         found: list[str] = []
         for prefill in self.prefills:
             name, endpoint = f"prefill {prefill.info.rank}", prefill.shell.endpoint
@@ -262,7 +269,7 @@ class Pair:
         return found
 
     async def rest(self) -> None:
-        """Wait until everything is at rest. Raises: TimeoutError that says what is left."""
+        """Wait until everything is at rest. Raises: TimeoutError that names what is left."""
         try:
             await until(lambda: not self.left(), self.patience_s)
         except TimeoutError:
@@ -270,6 +277,7 @@ class Pair:
 
     async def close(self) -> None:
         for node in self.nodes:
+            # A node's close waits for its writes, which a test may have held.
             if isinstance(node.plane, FakePlane):
                 node.plane.release()
             await node.close()
@@ -281,7 +289,7 @@ class Pair:
 
     @property
     def _shared(self) -> bool:
-        """Whether pools are in shared memory, as planes between processes may want."""
+        """True when pools lie in shared memory, as planes between processes may need."""
         return self._open_plane is not None
 
     def _new_plane(self, pool: PagedPool) -> DataPlane:
@@ -304,9 +312,11 @@ async def pair(
     source_staging_bytes: int | None = None,
     open_plane: Callable[[PagedPool], DataPlane] | None = None,
 ) -> AsyncIterator[Pair]:
-    """`ranks` prefill nodes and one decode node (see `Pair.add_decode`), started; closed, with
-    every write let go, at the end. `open_plane` makes the data plane of each, for its pool, or for
-    the staging beside it."""
+    """Start `ranks` prefill nodes and one decode node (see `Pair.add_decode`), and yield them.
+
+    At the end every held write lands and every node is closed. `open_plane` makes the data plane of
+    each node, for its pool, or for the staging beside it.
+    """
     made = Pair(
         timing,
         (source_layout or small_layout(), target_layout or small_layout()),

@@ -1,4 +1,4 @@
-"""What each of several prefill ranks has of a pool that a decode has whole."""
+"""Shares of a pool: a decode has the whole of it, and each of several prefill ranks a part."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from kvflow.protocols.pages.layout import Order, PoolLayout, build_layout
 def shard_layout(
     layout: PoolLayout, rank: int, ranks: int, order: Order = "page_first"
 ) -> PoolLayout:
-    """The same pages and rows with one rank's share of each component along its axis, as even as
-    can be; where there are fewer entries than ranks, some have the same one."""
+    """Return the same pages and rows with one rank's share of each component along its axis.
+
+    Shares are as even as can be; where there are fewer entries than ranks, some ranks have the same
+    one.
+    """
     if ranks == 1:
         return layout
     kinds = [_share(c, rank, ranks) for c in layout.components]
@@ -32,6 +35,7 @@ def shard_layout(
 def _share(c: Component, rank: int, ranks: int) -> StateKind:
     count = c.shape[c.axis]
     if count < ranks:
+        # Ranks with the same entry are numbered as copies of it.
         firsts = [each * count // ranks for each in range(ranks)]
         twins = [each for each in range(ranks) if firsts[each] == firsts[rank]]
         start, share, copy, copies = firsts[rank], 1, twins.index(rank), len(twins)
@@ -44,7 +48,7 @@ def _share(c: Component, rank: int, ranks: int) -> StateKind:
 
 
 def placed_at_zero(layout: PoolLayout) -> PoolLayout:
-    """With every buffer at address 0: what is planned over it are offsets."""
+    """Return the layout with every buffer at address 0, so that planned addresses are offsets."""
     return msgspec.structs.replace(
         layout, buffers=tuple(msgspec.structs.replace(b, address=0) for b in layout.buffers)
     )

@@ -1,5 +1,5 @@
-"""A subscriber of cache events that knows nothing but the contract, and hashes that are computed
-without kvflow's.
+"""A subscriber of cache events that relies on the contract alone, and hashes that are computed
+without kvflow's code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvflow.protocols.cache.events import Cleared, Event, Stored, Tier
 
 
 def digests_of_prompt(tokens: Iterable[int], page_size: int) -> list[bytes]:
-    """The digest of every whole page: SHA-256 over the one before it and the page's tokens."""
+    """Return the digest of every whole page: SHA-256 of the one before it and the page's tokens."""
     ids, found, previous = list(tokens), list[bytes](), b""
     for start in range(0, len(ids) - page_size + 1, page_size):
         page = struct.pack(f"<{page_size}I", *ids[start : start + page_size])
@@ -22,18 +22,21 @@ def digests_of_prompt(tokens: Iterable[int], page_size: int) -> list[bytes]:
 
 
 def block_hash(digest: bytes) -> int:
-    """What events call a page."""
+    """Return the number by which events name a page."""
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
 class Subscriber:
-    """Which blocks are where: of each tier a map from a block's hash to its parent's."""
+    """Blocks in each tier: a map from a block's hash to its parent's."""
 
     def __init__(self) -> None:
         self.blocks: tuple[dict[int, int | None], ...] = ({}, {}, {})
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Raises: AssertionError for what a stream must not do (I10)."""
+        """Apply events in their order.
+
+        Raises: AssertionError for what a stream must not do (I10).
+        """
         for event in events:
             if isinstance(event, Cleared):
                 for held in self.blocks:
@@ -52,6 +55,7 @@ class Subscriber:
                 )
             if number in held:
                 raise AssertionError(f"I10: {tier.name.lower()}: a page is told of twice")
+            # Within one event each block is the parent of the next.
             held[number] = parent
             parent = number
 

@@ -1,10 +1,10 @@
-"""Prove a data plane: what `protocols.ports.DataPlane` promises, shown by experiment, on planes
-that ship and on yours.
+"""A suite that proves a data plane: what `protocols.ports.DataPlane` promises, shown by experiment,
+on planes that ship and on yours.
 
     python -m kvflow.testing.conformance --plane local
     python -m kvflow.testing.conformance --plane my_package.planes:MyAdapter --rooms 10000
 
-An adapter says how to open a plane and what it can do:
+An adapter opens a plane, and states what it can do:
 
     class MyAdapter(Adapter):
         def open(self, pool, rate_bytes_per_s):
@@ -20,9 +20,9 @@ asyncio plugin:
         except NotRunError as error:
             pytest.skip(str(error))
 
-A check that fails raises `NotConformingError`, an AssertionError. What cannot be run is said, with
-the reason. What a suite cannot show stays the author's to find out: what the engine's own documents
-leave open, and other hardware.
+A check that fails raises `NotConformingError`, an AssertionError. One that cannot run raises
+`NotRunError`, with the reason. Two things the suite cannot show, and the author has to find out:
+what the engine's own documents leave open, and how other hardware behaves.
 """
 
 from kvflow.testing.conformance import closings, losses, rooms, writes

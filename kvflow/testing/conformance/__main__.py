@@ -18,8 +18,9 @@ OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status: 0 when no check has failed, 1 when one has, 2 for a plane that does
-    not exist.
+    """Run the suite; return the exit status.
+
+    It is 0 when no check failed, 1 when one did, 2 for a plane that does not exist.
     """
     names = ", ".join(check.name for check in CHECKS)
     parser = argparse.ArgumentParser(
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
 async def prove(
     plane: str, checks: list[Check], seed: int, rooms: int, *, quiet: bool
 ) -> dict[str, dict[str, Any]]:
-    """Run the checks one after the other; returns {check: {"status", "detail", "seconds"}}.
+    """Run the checks one after the other; return {check: {"status", "detail", "seconds"}}.
 
     Raises: MisuseError (no such plane).
     """

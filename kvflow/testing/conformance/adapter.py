@@ -1,4 +1,4 @@
-"""How the suite opens planes of one kind, and what it may expect of them."""
+"""Adapters, which open planes of one kind for the suite, and state what it may expect of them."""
 
 from __future__ import annotations
 
@@ -18,50 +18,59 @@ QUESTIONS = ("What status means landed?", "Can a write outlive its error?", "Wha
 
 
 class NotRunError(Exception):
-    """A check cannot be run on this plane, or on this machine; the text says why."""
+    """A check cannot run on this plane, or on this machine; the text gives the reason."""
 
 
 class Adapter:
-    """Derive from it, and override `open` and what else differs."""
+    """A base of adapters: override `open`, and whatever else differs."""
 
     name = ""
-    host = "127.0.0.1"  # the address others reach its planes at
+    host = "127.0.0.1"  # the address at which others reach its planes
     between_processes = True
-    """Its planes reach other processes of this machine: peers are processes, which are killed and
-    frozen.
+    """True if its planes reach other processes of this machine: peers are then processes, which are
+    killed and frozen.
     """
     death_is_proof = True
-    """`fence` returns some time after the death of a writer of this machine.
+    """True if `fence` returns some time after the death of a writer of this machine.
 
-    Where False it must refuse at once: then what such a writer has left in doubt stays in
-    quarantine."""
+    If it is False, `fence` must refuse at once: pages that such a writer leaves in doubt then stay
+    in quarantine.
+    """
     limits_rate = True
-    """Its planes send no faster than they are told to."""
+    """True if its planes keep to the rate that `open` receives."""
 
     def unavailable_reason(self) -> str:
-        """Why nothing of it can be run here; empty when it can."""
+        """Return why its planes cannot run here; empty when they can."""
         return ""
 
     def open(self, pool: PagedPool, rate_bytes_per_s: float | None) -> DataPlane:
-        """A plane for `pool`, which lies in shared memory (`pool.segment`), and whose layout the
-        suite exports. With a rate it sends so many bytes a second at most. Called in each process,
-        also before its event loop runs."""
+        """Open a plane for `pool`, whose layout the suite exports.
+
+        The pool lies in shared memory (`pool.segment`). With a rate the plane sends so many bytes a
+        second at most. Called in each process, also before its event loop runs.
+        """
         raise NotImplementedError
 
     def under_way(self, plane: DataPlane) -> Mapping[str, int]:
-        """What the plane and its engine keep for writes: handles, descriptors, notifications.
+        """Return what the plane and its engine keep for writes: handles, descriptors,
+        notifications.
 
         All 0 at rest.
         """
         return dict(getattr(plane, "under_way", {}))
 
     def kill(self, plane: DataPlane) -> None:
-        """As the death of its process, for planes within one process. Raises: NotRunError."""
+        """Stop a plane as the death of its process does, for planes within one process.
+
+        Raises: NotRunError.
+        """
         raise NotRunError("its planes live within one process, which would die too")
 
     def answers(self, plane: DataPlane) -> dict[str, str]:
-        """The plane's answers to the three `QUESTIONS`, from the docstring of its module, where
-        they make one paragraph; empty where one is missing."""
+        """Return the plane's answers to the three `QUESTIONS`, from the docstring of its module.
+
+        The questions stand there in one paragraph; the answer to one that is missing is empty.
+        """
         written = inspect.getdoc(inspect.getmodule(type(plane))) or ""
         text = next(
             (" ".join(part.split()) for part in written.split("\n\n") if QUESTIONS[0] in part), ""
@@ -70,13 +79,14 @@ class Adapter:
 
 
 def _answer(question: str, text: str) -> str:
+    # An answer ends where another question begins.
     others = "|".join(re.escape(other) for other in QUESTIONS if other != question)
     found = re.search(rf"{re.escape(question)} +(.+?)(?: (?:{others})|$)", text)
     return found[1].strip() if found else ""
 
 
 class NamedAdapter(Adapter):
-    """A plane that ships, by its name."""
+    """An adapter for a plane that ships, by its name."""
 
     def __init__(self, name: str) -> None:
         self.name, self.death_is_proof = name, name not in UNFENCED
@@ -93,7 +103,7 @@ class NamedAdapter(Adapter):
 
 
 class FakeAdapter(Adapter):
-    """`kvflow.transports.data.fake`, for tests of whatever stands on a plane."""
+    """An adapter for `kvflow.transports.data.fake`, the plane for tests of code above a plane."""
 
     name = "fake"
     between_processes = False
@@ -119,7 +129,7 @@ class FakeAdapter(Adapter):
 
 
 class _SlowFake(FakePlane):
-    """Page by page, each write at `rate` bytes/s."""
+    """A fake plane that copies page by page, each write at `rate` bytes/s."""
 
     def __init__(self, network: FakeNetwork, rate: float) -> None:
         super().__init__(network)
@@ -137,9 +147,11 @@ class _SlowFake(FakePlane):
 
 
 def load_adapter(text: str) -> Adapter:
-    """Of a plane that ships, by name (`local`, `fake`, ...), or of "module:factory": what the
-    factory, an `Adapter` class for one, returns when it is called without arguments. Raises:
-    MisuseError."""
+    """Return the adapter of a plane that ships, by name (`local`, `fake`, ...), or of
+    "module:factory".
+
+    The factory, an `Adapter` class for one, is called without arguments. Raises: MisuseError.
+    """
     if text == FakeAdapter.name:
         return FakeAdapter()
     if text in PLANES:

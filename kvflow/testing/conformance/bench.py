@@ -1,6 +1,4 @@
-"""What a check works with: sides and peers of the plane under test, and the words for what does not
-hold.
-"""
+"""Tools of the checks: sides and peers of the plane under test, and the error of a check."""
 
 from __future__ import annotations
 
@@ -19,24 +17,24 @@ from kvflow.testing.conformance.adapter import NotRunError, load_adapter
 from kvflow.testing.conformance.peer import ObjectPeer, Peer, spawned
 from kvflow.testing.conformance.station import NUM_PAGES, Side
 
-WITHIN_S = 20.0  # what ends at all has ended by then
-SETTLE_S = 0.3  # what could still arrive would arrive within it
-RATE = 4_000_000  # bytes/s: all pages take 2.6 s, so there is a middle
+WITHIN_S = 20.0  # limit for everything that ends at all
+SETTLE_S = 0.3  # bytes that can still arrive do so within this time
+RATE = 4_000_000  # bytes/s: all pages take 2.6 s, so a check can act in the middle
 EVERYTHING: PageIndices = np.arange(NUM_PAGES, dtype=np.int32)
 
 
 class NotConformingError(AssertionError):
-    """What the plane did, and what it should have done."""
+    """A promise is broken; the text describes what the plane did."""
 
 
 def require(holds: object, text: str) -> None:
-    """Raises: NotConformingError."""
+    """Check that a promise holds. Raises: NotConformingError."""
     if not holds:
         raise NotConformingError(text)
 
 
 class Bench:
-    """`plane` is as `load_adapter` takes it."""
+    """The plane under test, by a name that `load_adapter` takes."""
 
     def __init__(self, plane: str, seed: int = 0, rooms: int = 200) -> None:
         self.plane, self.adapter, self.seed, self.rooms = plane, load_adapter(plane), seed, rooms
@@ -45,7 +43,7 @@ class Bench:
     async def side(
         self, order: Order = "page_first", rate: float | None = None
     ) -> AsyncIterator[Side]:
-        """A pool and a plane in this process, closed at the end."""
+        """Yield a pool and a plane in this process, closed at the end."""
         side = Side(self.adapter.open, order, rate)
         try:
             yield side
@@ -56,7 +54,7 @@ class Bench:
     async def peer(
         self, order: Order = "page_first", rate: float | None = None
     ) -> AsyncIterator[Peer]:
-        """The other side: a process, for planes that reach one."""
+        """Yield the other side: a process, for planes that reach one."""
         if not self.adapter.between_processes:
             async with self.side(order, rate) as side:
                 yield ObjectPeer(self.adapter, side)
@@ -65,22 +63,23 @@ class Bench:
                 yield peer
 
     def only_between_processes(self) -> None:
-        """Raises: NotRunError."""
+        """Skip the check for planes within one process. Raises: NotRunError."""
         if not self.adapter.between_processes:
             raise NotRunError("its planes live within one process")
 
 
 async def bytes_of(peer: Peer, which: PageIndices) -> bytes:
+    """Return the bytes of the peer's pages."""
     return base64.b64decode(await peer.ask("read", which.tolist()))
 
 
 async def let_write(peer: Peer, side: Side) -> None:
-    """Let the peer write into our pool."""
+    """Connect the peer to our pool, so that it can write there."""
     await peer.ask("connect", msgspec.to_builtins((side.address, side.layout)))
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
-    """Raises: NotConformingError when it has not come true in time."""
+    """Wait until `condition()` is true. Raises: NotConformingError when that takes too long."""
     try:
         async with asyncio.timeout(WITHIN_S):
             while not condition():  # noqa: ASYNC110 - what is observed may be another process
@@ -90,7 +89,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Resources(NamedTuple):
-    """What this process holds."""
+    """Descriptors, threads and memory that this process has."""
 
     descriptors: int
     threads: int
@@ -103,10 +102,9 @@ class Resources(NamedTuple):
         return cls(len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), resident)
 
     async def returned(self) -> Resources:
-        """Wait until this process has no more descriptors and no more threads than these; what it
-        has then.
+        """Wait until this process has no more descriptors and no more threads than these.
 
-        Raises: NotConformingError.
+        Returns what it has then. Raises: NotConformingError.
         """
 
         def are_there() -> bool:
@@ -120,9 +118,9 @@ class Resources(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One thing to show.
+    """One promise to check.
 
-    `run` returns what it saw, in words; it raises NotConformingError, or NotRunError.
+    `run` returns what it observed, in words; it raises NotConformingError, or NotRunError.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""What a plane has to show at its end, and at rest: closing in every state, and nothing left
-behind.
-"""
+"""Checks of a plane's end and rest: it closes in every state, and gives back what it took."""
 
 from __future__ import annotations
 
@@ -24,14 +22,15 @@ from kvflow.testing.conformance.bench import (
 from kvflow.testing.conformance.peer import Peer
 from kvflow.testing.conformance.station import Side, pages
 
+# Rounds that count, and rounds before them: an engine keeps what it opens for its first writes.
 _ROUNDS, _WARM = 40, 6
 _STATES = ("new", "exported", "connected", "used")
 _GROWTH_BYTES = 8 << 20
 
 
 async def closed_while_writing(bench: Bench) -> str:
-    """Closing ends every write; what it had not submitted never arrives, and nothing can be written
-    any more.
+    """Closing ends every write; bytes that were not submitted never arrive, and no route takes a
+    write any more.
     """
     async with bench.peer() as peer:
         side = Side(bench.adapter.open, rate=RATE)
@@ -56,11 +55,15 @@ async def closed_while_writing(bench: Bench) -> str:
 
 
 async def closed_in_every_state(bench: Bench) -> str:
-    """Closing is idempotent: a plane that was never exported or connected, one that is closed
-    already, or twice at once; a route twice, and after its plane."""
+    """Closing is idempotent.
+
+    A plane may be closed before it is exported or connected, when it is closed already, and twice
+    at once; a route twice, and after its plane.
+    """
     async with bench.peer() as peer:
         for state in _STATES:
             side = Side(bench.adapter.open)
+            # A side exports its plane at once, so "new" needs a second plane over the pool.
             planes = (
                 [side.plane]
                 if state != "new"
@@ -98,10 +101,11 @@ def _check_closed(route: Route) -> None:
 
 
 async def at_rest(bench: Bench) -> str:
-    """Routes and writes, landed and cancelled, leave nothing behind, here and there; an open route
-    goes on.
+    """Routes and writes, landed and cancelled, keep no resources on either side; an open route goes
+    on.
     """
     async with bench.side("layer_first") as side, bench.peer() as peer:
+        # Every other page, so that a write has several blocks.
         some = EVERYTHING[:18:2].copy()
         kept = await side.plane.connect(peer.address, peer.layout)
         before, theirs = Resources.now(), 0
@@ -130,7 +134,7 @@ async def at_rest(bench: Bench) -> str:
 
 
 async def _two_routes(side: Side, peer: Peer, some: PageIndices) -> None:
-    """Open them, write on both, one of which is cancelled, and close them."""
+    """Open two routes, write on both, cancel one write, and close the routes."""
     routes = [await side.plane.connect(peer.address, peer.layout) for _ in range(2)]
     writes = [route.write(some, some) for route in routes]
     writes[1].cancel()
@@ -144,8 +148,9 @@ async def _two_routes(side: Side, peer: Peer, some: PageIndices) -> None:
 
 
 async def planes_come_and_go(bench: Bench) -> str:
-    """A plane that was closed and dropped gives back its descriptors and threads."""
-    async with bench.side():  # what its library keeps once it is loaded
+    """A plane that is closed and dropped gives back its descriptors and threads."""
+    async with bench.side():
+        # Load the plane's library first, which keeps some resources from then on.
         pass
     gc.collect()
     before = Resources.now()

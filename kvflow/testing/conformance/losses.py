@@ -1,5 +1,6 @@
-"""What a plane has to show when a peer is killed or frozen: it claims no byte that is not there,
-and proves nothing that is not so."""
+"""Checks with a peer that is killed or frozen: a plane claims only bytes that are there, and gives
+proof only of what is true.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +29,12 @@ from kvflow.testing.conformance.peer import Peer
 from kvflow.testing.conformance.station import Side, pages
 
 _CANARY = 0x5A
-_SHOWN_S = 0.3  # a fence that has not returned by then is taken to wait
+_SHOWN_S = 0.3  # a fence that does not return in this time counts as waiting
 
 
 async def killed_receiver(bench: Bench) -> str:
-    """A write to a peer that is killed ends, and so does one that comes after it;
-    neither raises.
-    """
+    """A write to a peer that is killed ends, and the next one ends or is refused."""
+    # The rate makes the write last, so that the kill comes in the middle of it.
     async with bench.side(rate=4 * RATE) as side, bench.peer() as peer:
         side.fill(1)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -60,9 +60,11 @@ async def killed_receiver(bench: Bench) -> str:
 
 
 async def frozen_receiver(bench: Bench) -> str:
-    """Of a peer that stands still nothing is claimed that is not in its memory, and what was
-    claimed stays true when it goes on, whatever the source holds by then. Writes to another peer go
-    on meanwhile."""
+    """A plane claims only bytes that are in the memory of a frozen peer.
+
+    The claim stays true when the peer thaws, whatever the source holds by then. Writes to another
+    peer go on meanwhile.
+    """
     bench.only_between_processes()
     async with bench.side() as side, bench.peer() as peer, bench.peer() as other:
         side.fill(1)
@@ -82,10 +84,12 @@ async def frozen_receiver(bench: Bench) -> str:
         ended = write.done.done()
         told = write.landed_bytes
         if ended:
-            side.fill(2)  # the source is ours again
+            # The write ended, so it reads the source no more: these bytes must not reach the peer.
+            side.fill(2)
         peer.thaw()
         outcome = await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
         await asyncio.sleep(SETTLE_S)
+        # Late bytes have arrived by now, so the count is final.
         there = np.frombuffer(await bytes_of(peer, EVERYTHING), np.uint8)
         found = int(np.count_nonzero(there))
         require(
@@ -104,9 +108,7 @@ async def frozen_receiver(bench: Bench) -> str:
 
 
 async def fence_of_the_dead(bench: Bench) -> str:
-    """A writer that lives is not fenced; of one that is dead no byte arrives once the fence has
-    returned.
-    """
+    """A fence waits for a writer that lives; after it returns, no byte of the dead one arrives."""
     async with bench.side() as side, bench.peer(rate=RATE) as peer:
         await _begin(peer, side)
         fence = asyncio.ensure_future(side.plane.fence(peer.address))
@@ -125,11 +127,13 @@ async def fence_of_the_dead(bench: Bench) -> str:
         finally:
             fence.cancel()
         landed = side.landed_bytes()
-        side.wipe(_CANARY)  # somebody else's pages now
+        # The pages could have another owner now: any other byte is the dead writer's.
+        side.wipe(_CANARY)
         await asyncio.sleep(SETTLE_S)
         foreign = side.foreign_bytes(_CANARY)
         require(not foreign, f"{foreign} bytes of a writer arrived after the fence had returned")
-        await asyncio.wait_for(side.plane.fence(peer.address), WITHIN_S)  # dead stays dead
+        # A second fence for a dead writer returns as well.
+        await asyncio.wait_for(side.plane.fence(peer.address), WITHIN_S)
         require(not side.plane.sees_alive(peer.address), "a dead writer is said to be alive")
         return (
             f"{landed} of {side.pool.layout.size_bytes} bytes before the fence returned, 0 after it"
@@ -146,7 +150,7 @@ def _refused(fence: asyncio.Future[None]) -> str:
 
 
 async def fence_of_the_frozen(bench: Bench) -> str:
-    """A writer that stands still is not fenced: it may go on, and then its bytes arrive."""
+    """A fence waits for a frozen writer, which may go on, and then its bytes arrive."""
     bench.only_between_processes()
     async with bench.side() as side, bench.peer(rate=RATE) as peer:
         await _begin(peer, side)
@@ -165,8 +169,8 @@ async def fence_of_the_frozen(bench: Bench) -> str:
 
 
 async def fence_elsewhere(bench: Bench) -> str:
-    """A writer of another host cannot be observed: the fence refuses at once, and it is not said to
-    be alive.
+    """A writer on another host cannot be observed: the fence refuses at once, and the plane does
+    not report it as alive.
     """
     bench.only_between_processes()
     async with bench.side() as side:
@@ -181,7 +185,7 @@ async def fence_elsewhere(bench: Bench) -> str:
 
 
 async def _begin(peer: Peer, side: Side) -> None:
-    """The peer writes all of its pages, slowly, into ours; some bytes are there at the return."""
+    """Make the peer write all of its pages slowly into ours; return when some bytes are there."""
     await peer.ask("fill", 6)
     await let_write(peer, side)
     await peer.ask("write", EVERYTHING.tolist(), EVERYTHING.tolist())

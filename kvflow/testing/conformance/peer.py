@@ -25,23 +25,25 @@ from kvflow.testing.freezing import freeze
 
 
 class Peer(Protocol):
+    """The other side of a check."""
+
     address: PlaneAddress
     layout: PoolLayout
 
     async def ask(self, *command: Any) -> Any:
-        """Run a command of `station.Station` there."""
+        """Run a command of `station.Station` there, and return its answer."""
 
     async def kill(self) -> None:
-        """As kill -9; returns when it is dead. Raises: NotRunError."""
+        """Kill it as kill -9 does; return when it is dead. Raises: NotRunError."""
 
     async def freeze(self) -> None:
-        """As SIGSTOP; returns when none of its threads runs. Raises: NotRunError."""
+        """Stop it as SIGSTOP does; return when no thread of it runs. Raises: NotRunError."""
 
     def thaw(self) -> None: ...
 
 
 class ProcessPeer:
-    """Implements `Peer`."""
+    """Implements `Peer` with a process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -49,13 +51,16 @@ class ProcessPeer:
         self.layout: PoolLayout
 
     async def start(self) -> None:
-        """Wait until it has exported its pool. Raises: LostError when it has ended instead."""
+        """Wait until it exports its pool. Raises: LostError when it ends instead."""
         self.address, self.layout = msgspec.json.decode(
             await self._line(), type=tuple[PlaneAddress, PoolLayout]
         )
 
     async def ask(self, *command: object) -> Any:
-        """Raises: LostError when it has ended instead of answering; its standard error says why."""
+        """Run a command there, and return its answer.
+
+        Raises: LostError when it ends instead of answering; its standard error shows why.
+        """
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         return json.loads(await self._line())
@@ -78,7 +83,7 @@ class ProcessPeer:
 
 
 class ObjectPeer:
-    """Implements `Peer` in this process."""
+    """Implements `Peer` with an object in this process."""
 
     def __init__(self, adapter: Adapter, side: Side) -> None:
         self.address, self.layout = side.address, side.layout
@@ -106,11 +111,12 @@ async def spawned(
     prefix: Sequence[str] = (),
     host: str = "127.0.0.1",
 ) -> AsyncIterator[ProcessPeer]:
-    """A station in a process.
+    """Run a station in a process, and yield it.
 
-    `plane` is as `load_adapter` takes it; `prefix` a command that runs the process; `host` the
-    address others reach it at."""
-    # An engine that is garbage cannot be freed by a forked child, which has none of its threads.
+    `plane` is a name that `load_adapter` takes; `prefix` a command that runs the process; `host`
+    the address at which others reach it.
+    """
+    # Free garbage engines before the fork: a child cannot free one, because it lacks the threads.
     gc.collect()
     process = await asyncio.create_subprocess_exec(
         *(
@@ -124,9 +130,11 @@ async def spawned(
             str(rate or 0),
             host,
         ),
+        # The process imports whatever this one can, the adapter's module included.
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        # One line may carry a whole pool in base 64.
         limit=1 << 26,
     )
     try:
@@ -135,9 +143,10 @@ async def spawned(
         yield peer
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # also ends a child it may have forked
+        # This also ends a child that the process may have forked.
+        process.stdin.close()
         if process.returncode is None:
             process.kill()
         await process.wait()
-        # Or uvloop warns, when a child still holds a pipe.
+        # Otherwise uvloop warns when a child still holds a pipe.
         process._transport.close()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A station in a process of its own, told line by line what to do.
+"""A station in a separate process, which reads its commands line by line.
 
 python -m kvflow.testing.conformance.process PLANE ORDER RATE HOST
 """
@@ -23,6 +23,7 @@ async def _serve(plane: str, order: Order, rate: float, host: str) -> None:
     station = Station(Side(adapter.open, order, rate or None))
     _say(msgspec.json.encode((station.side.address, station.side.layout)).decode())
     gc.collect()
+    # A thread reads the commands, so that the plane's event loop runs on meanwhile.
     while line := await asyncio.to_thread(sys.stdin.readline):
         _say(json.dumps(await station.do(*json.loads(line))))
 

@@ -1,8 +1,8 @@
-"""Thousands of rooms of every ending over a plane, success included: afterwards nothing is left of
-them on either side.
+"""Thousands of rooms of every ending over a plane, success included: afterwards neither side keeps
+anything of them.
 
 Both nodes live in this process, on a control link in memory: endings are many and quick, and what
-is left is counted exactly.
+remains is counted exactly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvflow.testing.pair import Pair, pair
 from kvflow.transports.data.route import PlannedRoute
 from kvflow.transports.data.staged import StagedPlane
 
-# Up to 96 KiB: some are copied at once, some by the plane's thread.
+# A room has up to 96 KiB: some are copied at once, some by the plane's thread.
 _LANES, _MOST_PAGES, _PAGE_SIZE = 24, 24, 4
 _SOON_S = 0.02
 _GROWTH_KIB = 64 << 10
@@ -44,7 +44,7 @@ _FULL = Cause(Code.CAPACITY, "full on purpose")
 
 
 class _Room:
-    """One room of the mix: its number, and a prompt of as many pages as it is to have."""
+    """One room of the mix: its number, and a prompt that fills so many pages."""
 
     def __init__(self, p: Pair, number: int, num_pages: int) -> None:
         self._pair, self._number = p, number
@@ -87,6 +87,7 @@ class _Room:
             self._pair.prefill.pages.give_back(pages, self._number)
 
     async def prompts_differ(self) -> None:
+        # Only prefill's half has this prompt.
         self._prompt += 1
         self._open_source()
         self._prompt -= 1
@@ -140,7 +141,7 @@ class _Room:
         return self._target
 
     async def finish(self) -> None:
-        """End what is open, and wait until nothing touches its pages."""
+        """End the halves that are open, and wait until nothing touches their pages."""
         for side in (self._source, self._target):
             if side is not None:
                 side.close()
@@ -166,12 +167,12 @@ ENDINGS: dict[str, Callable[[_Room], Awaitable[None]]] = {
 
 
 async def rooms(bench: Bench) -> str:
-    """As many rooms of every ending as are asked for."""
+    """Run as many rooms of every ending as the bench asks for."""
     return await _run(bench, bench.rooms)
 
 
 async def staged_rooms(bench: Bench) -> str:
-    """The same through staging on both sides."""
+    """Run the same rooms through staging on both sides."""
     return await _run(bench, bench.rooms, staging_bytes=_LAYOUT.size_bytes // 2)
 
 
@@ -196,11 +197,13 @@ async def _run(bench: Bench, count: int, staging_bytes: int | None = None) -> st
             p.patience_s = WITHIN_S
             stagings += [node.staging for node in p.nodes if node.staging is not None]
             lanes = Lanes(p, plan, told)
+            # One room opens a route, which shows whether the plane can write from staging.
             await lanes.run(1, ["succeeds"])
             routes = list(p.prefill.shell.routes.values())
             if stagings and not (routes and isinstance(routes[0], PlannedRoute)):
                 raise NotRunError("its routes cannot write from staging")
-            await lanes.run(_LANES, [*ENDINGS] * _LANES)  # every thread has been started
+            # Start every thread before resources are counted.
+            await lanes.run(_LANES, [*ENDINGS] * _LANES)
             await p.rest()
             before = Resources.now()
             await lanes.run(_LANES)
@@ -232,7 +235,7 @@ async def _run(bench: Bench, count: int, staging_bytes: int | None = None) -> st
 
 
 async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int], Resources]:
-    """Wait until nothing is left of any room; what was counted then."""
+    """Wait until neither node keeps anything of a room; return the counts and resources then."""
     try:
         await p.rest()
     except TimeoutError as error:
@@ -257,14 +260,17 @@ async def _rest(bench: Bench, p: Pair, before: Resources) -> tuple[dict[str, int
 
 
 class Lanes:
-    """Run rooms of a plan, some at a time."""
+    """Runs the rooms of a plan, some at a time."""
 
     def __init__(self, p: Pair, plan: list[tuple[str, int]], told: dict[str, Counter[str]]) -> None:
         self._pair, self._plan, self._told = p, plan, told
         self.run_rooms = 0
 
     async def run(self, at_once: int, only: list[str] | None = None) -> None:
-        """Raises: NotConformingError for a room that does not end."""
+        """Run the plan, or one room for each ending in `only`, `at_once` of them at a time.
+
+        Raises: NotConformingError for a room that does not end.
+        """
         plan = iter([(name, _MOST_PAGES) for name in only] if only else self._plan)
         await asyncio.gather(*(self._lane(plan) for _ in range(at_once)))
 
@@ -282,7 +288,7 @@ class Lanes:
 
 
 async def _ended(name: str, room: _Room) -> str:
-    """How a room ended, by its code."""
+    """Run a room to its end, and return the code of its error, or "success"."""
     try:
         await ENDINGS[name](room)
     except KvflowError as error:

@@ -1,4 +1,4 @@
-"""A pool and a plane that are told what to do: in this process, or line by line in another one
+"""A pool and a plane that carry out commands: in this process, or line by line in another one
 (`process`).
 """
 
@@ -50,7 +50,7 @@ class Side:
         ]
 
     def fill(self, seed: int) -> None:
-        """Bytes 1..255: a zero is a byte that never arrived."""
+        """Fill the pool with bytes 1..255: a zero is a byte that never arrived."""
         for column in self.memory:
             column[:] = np.random.default_rng(seed).integers(1, 256, column.size, dtype=np.uint8)
 
@@ -59,11 +59,11 @@ class Side:
             column[:] = value
 
     def landed_bytes(self) -> int:
-        """Bytes that are not 0."""
+        """Return how many bytes are not 0."""
         return sum(int(np.count_nonzero(column)) for column in self.memory)
 
     def foreign_bytes(self, value: int) -> int:
-        """Bytes that are not `value`."""
+        """Return how many bytes are not `value`."""
         return sum(int(np.count_nonzero(column != value)) for column in self.memory)
 
     async def close(self) -> None:
@@ -72,7 +72,7 @@ class Side:
 
 
 class Station:
-    """The commands, over one side; each answers with what JSON can carry."""
+    """The commands, over one side; each returns a value that JSON can carry."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
@@ -91,7 +91,7 @@ class Station:
         return base64.b64encode(self.side.pool.pages_bytes(pages(*which)).tobytes()).decode()
 
     async def do_digest(self, which: list[int]) -> str:
-        """Equal for equal bytes of these pages, in this order."""
+        """Return a digest, equal for equal bytes of these pages, in this order."""
         return hashlib.sha256(self.side.pool.pages_bytes(pages(*which)).tobytes()).hexdigest()
 
     async def do_landed(self) -> int:
@@ -107,6 +107,7 @@ class Station:
         return "started"
 
     async def do_done(self) -> list[Any]:
+        # The plane owns this future: a cancelled command must not cancel it.
         outcome: WriteOutcome = await asyncio.shield(self._write.done)
         return [outcome.value, self._write.landed_bytes]
 
@@ -114,14 +115,14 @@ class Station:
         return len(os.listdir("/proc/self/fd"))
 
     async def do_fork(self) -> int:
-        """A child that outlives us, until our input ends:
-        what we mapped must not be mapped there.
-        """
+        """Fork a child that outlives us, until our input ends: it must not have our mappings."""
         if child := os.fork():
             self.children.append(child)
             return child
+        # Our reader waits for the end of our output, which the child must not hold open.
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         hang_up = select.poll()
-        hang_up.register(0, 0)  # no more than the end of the input: what is in it is the parent's
+        # Only the end of the input is awaited: the commands in it are the parent's.
+        hang_up.register(0, 0)
         hang_up.poll()
         os._exit(0)

@@ -1,6 +1,4 @@
-"""What a write has to show: landed means every byte, a cancel is drained, and nothing else is
-touched.
-"""
+"""Checks of writes: landed means every byte, a cancel is drained, and no other byte is touched."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ ORDERS: tuple[Order, ...] = ("page_first", "layer_first")
 
 
 async def questions(bench: Bench) -> str:
-    """The three questions are answered where the next reader looks for them."""
+    """The docstring of the plane's module answers the three questions."""
     async with bench.side() as side:
         answers = bench.adapter.answers(side.plane)
     missing = [question for question, answer in answers.items() if not answer]
@@ -43,9 +41,7 @@ async def questions(bench: Bench) -> str:
 
 
 async def landed(bench: Bench) -> str:
-    """LANDED means every byte, whatever the order of either pool; pages that were not written keep
-    theirs.
-    """
+    """LANDED means every byte, whatever the order of either pool; other pages keep their bytes."""
     moved = 0
     for theirs in ORDERS:
         async with bench.peer(theirs) as peer:
@@ -57,11 +53,12 @@ async def landed(bench: Bench) -> str:
 
 
 async def _land_scattered(bench: Bench, side: Side, peer: Peer, which: str) -> int:
-    """Writes of 1, 2 and 200 pages; how many bytes they had."""
+    """Write 1, 2 and 200 scattered pages; return how many bytes they had."""
     rng, moved = np.random.default_rng(bench.seed), 0
     route = await side.plane.connect(peer.address, peer.layout)
     for count in (1, 2, 200):
         source, target = (rng.permutation(NUM_PAGES)[:count].astype(np.int32) for _ in range(2))
+        # Pages that are not written must not change.
         others = np.setdiff1d(EVERYTHING, target).tolist()
         before = await peer.ask("digest", others)
         write = route.write(source, target)
@@ -88,7 +85,7 @@ async def _land_scattered(bench: Bench, side: Side, peer: Peer, which: str) -> i
 
 
 async def many_at_once(bench: Bench) -> str:
-    """Every one of many writes lands where it was told to."""
+    """Each of many writes lands on the pages that it names."""
     async with bench.side() as side, bench.peer() as peer:
         side.fill(3)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -104,8 +101,9 @@ async def many_at_once(bench: Bench) -> str:
 
 
 async def cancelled(bench: Bench) -> str:
-    """A cancel takes effect in the middle, and what it says of the bytes is exact: no more come,
-    whatever becomes of the source."""
+    """A cancel takes effect in the middle, and its count of bytes is exact: no more arrive,
+    whatever the source holds later.
+    """
     async with bench.side(rate=RATE) as side, bench.peer() as peer:
         side.fill(4)
         route = await side.plane.connect(peer.address, peer.layout)
@@ -130,7 +128,7 @@ async def cancelled(bench: Bench) -> str:
             found == write.landed_bytes,
             f"{write.landed_bytes} bytes are said to have landed, {found} have",
         )
-        # The source is ours again: whatever is written from now on would show other bytes.
+        # The source is free again: bytes that are sent from now on would be different ones.
         side.fill(5)
         await asyncio.sleep(SETTLE_S)
         there = await peer.ask("digest", EVERYTHING.tolist())
@@ -144,7 +142,7 @@ async def cancelled(bench: Bench) -> str:
 
 
 async def rate_limit(bench: Bench) -> str:
-    """No more is sent than a slice above rate x time."""
+    """A plane sends at most one slice more than rate x time."""
     if not bench.adapter.limits_rate:
         raise NotRunError("it takes no rate limit")
     loop, some = asyncio.get_running_loop(), EVERYTHING[:40]
@@ -156,6 +154,7 @@ async def rate_limit(bench: Bench) -> str:
             await asyncio.wait_for(asyncio.shield(write.done), WITHIN_S)
         sent, took_s = sum(write.landed_bytes for write in writes), loop.time() - began
         require(
+            # One slice is 5 ms worth of the rate; the 8 KiB are a margin.
             sent <= RATE * (took_s + 0.005) + 8192,
             f"{sent} bytes in {took_s:.3f} s, at {RATE} bytes/s",
         )
@@ -163,7 +162,7 @@ async def rate_limit(bench: Bench) -> str:
 
 
 async def bad_lists(bench: Bench) -> str:
-    """Page lists that are wrong start nothing, and pools that do not fit are refused."""
+    """Wrong page lists start no write, and pools that do not fit are refused."""
     wrong = [
         ((0,), (NUM_PAGES,)),
         ((-1,), (0,)),
@@ -192,7 +191,7 @@ async def bad_lists(bench: Bench) -> str:
 
 
 async def unreachable(bench: Bench) -> str:
-    """A peer that is gone, and one of another plane, cannot be reached: TransferError, in time."""
+    """A peer that is gone, or of another plane, cannot be reached: TransferError, in time."""
     async with bench.side() as side:
         async with bench.peer() as peer:
             address, layout = peer.address, peer.layout
