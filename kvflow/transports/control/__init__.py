@@ -1,1 +1,1 @@
-"""The control link."""
+"""The control link between decode and prefill, over ZMQ or in memory, and the registry of ranks."""

@@ -162,7 +162,7 @@ def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[Zm
     socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance(), ipv6=":" in host)
     authentication = key.arm_server(socket) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # A decode that reconnects takes over its own routing id.
+    # A decode that reconnects takes its routing id over from its old connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     connections = TcpConnections(socket)
     named = bracketed(host)

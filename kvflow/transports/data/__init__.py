@@ -1,1 +1,1 @@
-"""The data planes."""
+"""Data planes, which move pages from one pool into another."""

@@ -343,7 +343,8 @@ class StagedJob:
 
     def _was_copied(self, part: _Slice) -> bool:
         try:
-            return part.copied.result()  # False: it was cancelled
+            # False after a cancel.
+            return part.copied.result()
         except Exception as error:  # noqa: BLE001
             # An error of a copy ends this write, drained, and no other.
             self.error = (

@@ -41,7 +41,10 @@ class ThreadedPlane(Generic[R]):
     """
 
     def __init__(self, rate_limit_bytes_per_s: float | None) -> None:
-        """Raises: MisuseError for a rate that is not positive."""
+        """The rate limit holds for the plane as a whole; None means no limit.
+
+        Raises: MisuseError for a rate that is not positive.
+        """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
         self._layout: PoolLayout | None = None  # of our own pool, while peers can be reached
         self._routes: set[R] = set()

@@ -166,7 +166,10 @@ class WriteThread:
     def __init__(
         self, name: str, rate_limit_bytes_per_s: float | None = None, slice_bytes: int = SLICE_BYTES
     ) -> None:
-        """Raises: MisuseError for a rate that is not positive."""
+        """The rate limit holds for all writes together; None means no limit.
+
+        Raises: MisuseError for a rate that is not positive.
+        """
         rate = rate_limit_bytes_per_s
         if rate is not None and not rate > 0:
             raise MisuseError(f"rate limit {rate} bytes/s is not above 0")
@@ -210,7 +213,9 @@ class WriteThread:
 
     @property
     def stalled_s(self) -> float:
-        """See `protocols.ports.DataPlane`."""
+        """Seconds since the thread last moved on, while it has work; see
+        `protocols.ports.DataPlane`.
+        """
         if self._thread is None or len(self._open) == len(self._ended):
             return 0.0
         return time.monotonic() - self._turned_at if self._thread.is_alive() else float("inf")

@@ -1,1 +1,1 @@
-"""Processes of this machine."""
+"""Processes of this machine: their identity, their death, their connections."""

@@ -57,9 +57,8 @@ class _Connection:
     ends: Ends | None  # None after a reset: then only its port is known
     is_local: bool  # it comes from an address of our own network namespace
     first_look: int  # the look that found it
-    holders: dict[ProcessIdentity, int] = field(
-        default_factory=dict
-    )  # writers seen with it, and the first look at each
+    # Writers seen with it, and for each the first look at that writer.
+    holders: dict[ProcessIdentity, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
