@@ -28,7 +28,7 @@ class NotConformingError(AssertionError):
 
 
 def require(holds: object, text: str) -> None:
-    """Check that a promise holds. Raises: NotConformingError."""
+    """Check that a promise holds. Raises: NotConformingError when it does not."""
     if not holds:
         raise NotConformingError(text)
 

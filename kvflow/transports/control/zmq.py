@@ -25,8 +25,8 @@ from kvflow.transports.host.address import bracketed
 BURST_FRAMES = 16  # about a millisecond of work for the handlers
 QUEUE_MESSAGES = 100_000
 RECONNECT_MS = 100
-# Handshakes that fail in a row without an error from the peer, until it counts as one that has
-# another key or is not kvflow. One failure with an error counts as much.
+# After so many failed handshakes in a row a peer counts as one that has another key, or that is not
+# kvflow. A handshake that the peer rejects with an error counts as that many.
 FAILED_HANDSHAKES = 4
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HANDSHAKES = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED

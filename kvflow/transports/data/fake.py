@@ -16,7 +16,7 @@ move writes on, one after the other:
     prefill.step(3); write.cancel()         # exactly 3 pages are in decode's pool
 
 A subclass that overrides `began`, `copied` and `ended` decides when pages move, and observes them
-(`sim.plane`).
+(`proof.sim.plane`).
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ class MoriPlane(EnginePlane[TransfersRoute]):
                 f"no mori session with process {pid} within {_CONNECT_S:g} s"
             ) from None
         if process.is_gone:
-            # Checked after opening: before that, another process may have answered.
+            # Checked after the answer: if the process still lives, no other can have given it.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)

@@ -141,7 +141,7 @@ class InboundConnections:
                 writer.suspects = self._suspects(dead_writer)
             if any(_is_open(fd, inode) for inode, fd in writer.suspects.items()):
                 return len(writer.suspects)
-            # These descriptors are closed, but each may have been a duplicate.
+            # The connections may still be open under other descriptors of ours.
             ours = self._own_sockets()
             writer.suspects = {inode: ours[inode] for inode in writer.suspects if inode in ours}
             return len(writer.suspects)
@@ -197,7 +197,7 @@ class InboundConnections:
         their inodes.
         """
         is_here = identity.network_namespace == here
-        # In another namespace an address of ours means another machine, as its own loopback does.
+        # In another namespace an address equal to ours is another machine's, its loopback for one.
         wanted = {
             c.ends.reversed()
             for c in self._connections.values()

@@ -174,7 +174,7 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         self, address: PlaneAddress, layout: PoolLayout, planner: Planner, process: PeerProcess
     ) -> MooncakeRoute:
         engine = await self._connect(address, self._own_layout(), layout)
-        # Checked after opening: before that, another process may have answered.
+        # Checked after the answer: if the process still lives, no other can have given it.
         process.check()
         for other in self._routes:
             if other.session == address.locator and other.process.identity != address.process:

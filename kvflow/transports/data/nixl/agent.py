@@ -44,7 +44,7 @@ def decode_metadata(locator: str, process: ProcessIdentity) -> tuple[str, bytes]
 class Agent:
     """An agent without a thread: transfers move on when its owner looks at them.
 
-    Thread-safe. Calls wait for one another: for a post, as long as its copies take.
+    Thread-safe. One call runs at a time, and a post takes as long as its copies.
     """
 
     def __init__(self, name: str, host: str, device: str) -> None:

@@ -141,7 +141,7 @@ class NixlPlane(EnginePlane[TransfersRoute]):
         except TimeoutError:
             raise TransferError(f"no connection with {name} within {_CONNECT_S:g} s") from None
         if process.is_gone:
-            # Checked after opening: before that, another process may have answered.
+            # Checked after the answer: if the process still lives, no other can have given it.
             self.leave(peer)
             process.check()
         return TransfersRoute(self._thread, planner, peer, process, self._routes)
