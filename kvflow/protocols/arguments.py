@@ -160,7 +160,8 @@ def page_indices(pages: Sequence[int] | NDArray[Any], num_pages: int, what: str)
     Raises: MisuseError describing the first fault.
     """
     array = np.asarray(pages)
-    # Tiny rooms are common, and a list of one page is checked a few times as fast without numpy.
+    # Tiny rooms are common, and one page needs none of the passes over the array below, which makes
+    # this a few times as fast.
     if array.shape == (1,) and array.dtype == np.int32 and 0 <= array[0] < num_pages:
         return array.copy()
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -46,7 +46,7 @@ class Dial(msgspec.Struct, frozen=True, gc=False):
 
 
 class HangUp(msgspec.Struct, frozen=True, gc=False):
-    """Close the connection after the frames that were sent before."""
+    """Close the connection; frames that were sent before still go out."""
 
     peer: PeerKey
 
@@ -83,8 +83,8 @@ class StopEarlierWatch(msgspec.Struct, frozen=True):
 
 
 class Linked(msgspec.Struct, frozen=True, gc=False):
-    """Take the pages of the room and call `lend`, or `close_room` when there are no free pages:
-    every rank of the room is registered.
+    """Report that every rank of the room is registered: take its pages and call `lend`, or
+    `close_room` when there are no free pages.
     """
 
     grant: GrantId

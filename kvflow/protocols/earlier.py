@@ -25,7 +25,7 @@ _CAUSE = Cause(
 
 
 class EarlierWriter:
-    """One writer that an earlier node lent pages to."""
+    """A writer to which an earlier node lent pages."""
 
     __slots__ = ("address", "control", "incarnation", "number", "rank")
 

@@ -62,7 +62,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     # Decodes that name one process as theirs: prefill opens a descriptor for each of them.
     decodes_per_process: int = 64
     decodes_per_address: int = 256  # decodes whose connections have one network address
-    rooms: int = 32_768  # at prefill; a decode never opens more
+    rooms: int = 32_768  # at one prefill, and as many announced ones
     links: int = 512  # prefill ranks that one decode is connected to
     ranks_per_room: int = 64
     quarantine_share: float = 0.5  # of decode's pages: above it no room is opened

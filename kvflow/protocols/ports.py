@@ -418,8 +418,9 @@ class Quarantine(Protocol):
         """Return those of `loans` that did not end meanwhile."""
 
     def check(self, pages: PageIndices) -> None:
-        """Raises: OwnershipError for pages that a writer of an earlier node may still write
-        into.
+        """Check that no writer of an earlier node may still write into `pages`.
+
+        Raises: OwnershipError.
         """
 
     def join(self, heir: Heir, store: PageStore) -> list[UnprovenLoan]:

@@ -46,7 +46,7 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """All pages of all tiers can no longer be read."""
+    """No page can be read any more, in any tier."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared

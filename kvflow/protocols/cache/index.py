@@ -116,7 +116,7 @@ class PrefixIndex:
     ) -> Match:
         """Return the longest cached prefix of whole pages of `tokens` (see `hashes.token_bytes`),
         and mark it as used now. With `hit` also count one more use: a caller that matches one
-        prompt repeatedly passes `hit` once.
+        prompt repeatedly passes True only once.
 
         Raises: MisuseError.
         """

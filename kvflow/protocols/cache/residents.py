@@ -50,7 +50,7 @@ class Gathered:
 
 
 def check_pages(pages: object) -> None:
-    """Raises: MisuseError unless they are int32 [n]."""
+    """Check that `pages` are int32 [n]. Raises: MisuseError."""
     if not isinstance(pages, np.ndarray):
         raise MisuseError(f"pages must be a numpy array of int32, not {type(pages).__name__}")
     if pages.dtype != np.int32 or pages.ndim != 1:
@@ -175,7 +175,7 @@ class Residents:
         return False
 
     def split(self, node: Node, keep: int, *, fray: bool = False) -> Node:
-        """See `nodes.split`."""
+        """Split a node, and count the new one; see `nodes.split`."""
         self.num_nodes += 1
         return split(node, keep, self._page_bytes, fray=fray)
 
@@ -215,7 +215,7 @@ class Residents:
             self.offer(node)
 
     def lost(self, end: Node, first: int) -> int:
-        """See PrefixIndex.lost."""
+        """Stop counting pages as stored; see PrefixIndex.lost."""
         top: Node | None = None
         above: Node | None = end
         while above is not None and above.depth > first:

@@ -69,7 +69,7 @@ class EventStream:
         *,
         first_seq: int = 0,
     ) -> None:
-        """Raises: MisuseError."""
+        """Begin a stream with a snapshot of `source`. Raises: MisuseError for a limit below 1."""
         self._source, self.encoder, self._limits = (
             source,
             encoder,

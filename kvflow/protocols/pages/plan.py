@@ -164,7 +164,7 @@ class _Stretch(NamedTuple):
     target_step: int = 0
 
     def followed_by(self, other: _Stretch) -> bool:
-        """Return True if `other` continues this stretch on both sides, so that one copy does."""
+        """Return True if `other` continues this stretch on both sides, so that one copy covers both."""
         places = (
             other.source_buffer,
             other.source_offset,
@@ -189,7 +189,7 @@ def _stretches(
         every = _opaque_stretches(source, target, in_rows)
     else:
         every = _typed_stretches(source, target, only, in_rows)
-    # Sorted by their place in the source, stretches that can be merged follow each other.
+    # In the order of the source, stretches that can be merged follow each other.
     for stretch in sorted(every):
         if found and found[-1].followed_by(stretch):
             found[-1] = found[-1]._replace(size=found[-1].size + stretch.size)
