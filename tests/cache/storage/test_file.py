@@ -279,6 +279,21 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
     store.close()
 
 
+def test_a_start_on_a_full_disk_leaves_the_folder_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(MisuseError, match="No space left"):
+            opened(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    opened(tmp_path).close()
+
+
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MisuseError, match=f"storage directory {tmp_path}/file/.*: Not a directory"):

@@ -32,6 +32,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 from kvflow.protocols.errors import MisuseError
 from kvflow.serve.cache.storage.disk import Disk
@@ -238,18 +239,22 @@ class FileBackend:
 
         Raises: MisuseError when another process, or another store of this one, has the lock."""
         lock = os.open(os.path.join(self._folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
-            os.close(lock)
-            raise MisuseError(
-                f"storage directory {self._folder} is in use by process {owner or 'unknown'}: give "
-                "each process a directory of its own"
-            ) from None
-        # The process id is for the error text of another process only; the lock does not use it.
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        with ExitStack() as stack:
+            # Whatever fails below, a full disk too, must not keep the folder locked.
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                raise MisuseError(
+                    f"storage directory {self._folder} is in use by process {owner or 'unknown'}: "
+                    "give each process a directory of its own"
+                ) from None
+            # The process id is for the error text of another process only; the lock does not use
+            # it.
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            stack.pop_all()
         return lock
 
     def _clean(self) -> None:
