@@ -164,7 +164,7 @@ class _Stretch(NamedTuple):
     target_step: int = 0
 
     def followed_by(self, other: _Stretch) -> bool:
-        """Return True if `other` continues this stretch on both sides, so that one copy covers both."""
+        """Return True if `other` continues this stretch on both sides: one copy covers both."""
         places = (
             other.source_buffer,
             other.source_offset,
