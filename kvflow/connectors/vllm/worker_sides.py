@@ -59,16 +59,16 @@ class WorkerSides:
         bootstrap_port: int,
         segment: SharedSegment | None,
     ) -> Self:
-        """Make the pool over vLLM's cache, start its sides and the status server. `bootstrap_port`
-        is that of this engine's rank 0. Raises: KvflowError.
-        """
+        """Make the pool over vLLM's cache, and start its sides and the status server.
+
+        `bootstrap_port` is that of this engine's rank 0. Raises: KvflowError."""
         config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
         pool = _pool(vllm_config, settings, place, caches, block_size, segment)
         check_moves(caches, pool, num_blocks)
-        pages, wake = ExternalPages(pool.layout.num_pages), threading.Event()
+        wake = threading.Event()
         engine = vllm_config.parallel_config.data_parallel_index
         transfers = Transfers(pool.layout.page_bytes, f"{engine}.{place.rank}")
-        options = _options(settings, pages)
+        options = _options(settings, ExternalPages(pool.layout.num_pages))
         prefill = decode = None
         if config.is_kv_producer:
             named = options | _names(vllm_config.model_config, place)
@@ -80,9 +80,8 @@ class WorkerSides:
             )
             prefill.start()
         if config.is_kv_consumer:
-            thread = _decode_thread(pool, settings, segment, options)
             decode = DecodeWorker(
-                thread,
+                _decode_thread(pool, settings, segment, options),
                 transfers,
                 wake.set,
                 rank=place.rank,

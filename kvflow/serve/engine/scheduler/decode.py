@@ -271,11 +271,9 @@ class DecodeEngine(EngineLoop):
         """Yield tokens as they are generated; prefill chose the first one.
 
         Takes ownership of the room, of the admission, and of the prefix, whose pages the room does
-        not include.
-
-        Closing the generator, or cancelling its reader, aborts the room or ends the sequence. Pages
-        that a step uses become free when the step ends. Without an admission, the pages to grow are
-        requested after landing.
+        not include. Closing the generator, or cancelling its reader, aborts the room or ends the
+        sequence. Pages that a step uses become free when the step ends. Without an admission, the
+        pages to grow are requested after landing.
 
         Raises: MisuseError, CapacityError, the room's error.
         """
