@@ -32,8 +32,12 @@ class KnownBlocks:
     def apply(self, event: BlockEvent) -> None:
         if isinstance(event, StoredBlocks):
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
-            for one in event.block_hashes[: MAX_BLOCKS - len(self._media)]:
-                self._media[one] = self._media.get(one, 0) | bit
+            for one in event.block_hashes:
+                media = self._media.get(one, 0)
+                # A further medium of a known block takes no room, and without it the block would
+                # be forgotten when it leaves the first one.
+                if media or len(self._media) < MAX_BLOCKS:
+                    self._media[one] = media | bit
         elif isinstance(event, RemovedBlocks):
             bit = _BIT_OF_MEDIUM.get(event.medium or "GPU", _OTHER_MEDIUM)
             for one in event.block_hashes:

@@ -378,6 +378,18 @@ def test_a_worker_cannot_fill_the_router(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(known) == 10
 
 
+def test_a_full_router_learns_further_media_of_the_blocks_it_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blocks_module, "MAX_BLOCKS", 2)
+    known = KnownBlocks()
+    known.apply(StoredBlocks([1, 2], PAGE, "GPU"))
+    known.apply(StoredBlocks([2, 3], PAGE, "CPU"))
+    known.apply(RemovedBlocks([1, 2], "GPU"))
+    assert known.matched([2]) == 1, "it is in host memory still"
+    assert known.matched([1]) == known.matched([3]) == 0
+
+
 def test_events_of_neither_form_are_refused() -> None:
     for payload in (b"", b"\x93", msgspec.msgpack.encode([1.0, [{"type": "Other"}], 0])):
         with pytest.raises(msgspec.DecodeError):
