@@ -70,10 +70,9 @@ class TextStream:
     def finish(self) -> str:
         """Return the rest of the text after the last token.
 
-        This is the text that was held back, with incomplete characters as U+FFFD.
+        This is the text that was held back, with incomplete characters as U+FFFD. After a stop
+        string nothing is held back.
         """
-        if self.stopped is not None:
-            return ""
         text = ""
         if self._since:
             text = self._tokenizer.decode(self._since, skip_special_tokens=self._special)
