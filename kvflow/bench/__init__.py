@@ -1,3 +1,3 @@
-"""What is reported about speed comes from here: each figure beside a peer or a physical limit of
-the same run.
+"""The benchmarks of kvflow: every figure is measured beside a peer or a physical limit, in the same
+run.
 """

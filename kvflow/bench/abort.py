@@ -1,5 +1,5 @@
-"""`kvflow bench abort`: what an abort in mid-transfer costs, and whether a byte of it reaches the
-pages' next owner.
+"""`kvflow bench abort`: the cost of an abort in mid-transfer, and the bytes that still reach the
+pages after their next owner took them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from kvflow.transports.data.write_thread import SLICE_BYTES
 
 WORKER = "kvflow.bench.abort_worker"
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}  # 2 MiB a page
-# What a plane may have under way when it is told to stop.
+# The most bytes that a plane may have under way when it is asked to stop.
 WINDOWS = {"local": SLICE_BYTES, "mooncake": WINDOW_BYTES, "nixl": TRANSFERS_WINDOW_BYTES}
-EARLIEST, LATEST = 0.1, 0.9  # an abort counts when this part of the bytes has moved
-WHOLE_PAGES_IN = 0.1  # of the aborts every byte is looked at, not only the marks
-STOPPED_AFTER_S = (0.01, 0.06)  # the bare plane, as a transfer of 512 MiB would be
+# An abort counts if the part of the bytes that moved before it lies between these: outside them the
+# plane was starting, or had nearly finished.
+EARLIEST, LATEST = 0.1, 0.9
+# In this share of the aborts the check covers every byte of a page; in the others only the marks,
+# which are 1/2048 of a page of 2 MiB.
+WHOLE_PAGES_IN = 0.1
+# The range of times after which the bare plane is asked to stop, as a transfer of 512 MiB would be.
+STOPPED_AFTER_S = (0.01, 0.06)
 TRIES = 10  # per abort that counts
 SETTLE_S = 1.0
 PEER_TIMES = 20
-PEER_AFTER_S = 0.25  # the peer aborts up to so long after its first byte
-# The batch size at which its workers look for an abort, and whether pages wait for prefill's word.
+PEER_AFTER_S = 0.25  # the peer aborts at most so long after its first byte
+# SGLang's workers look for an abort only between batches of this size.
 PEER_ENV = {"SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES": "16"}
+# Selects whether SGLang's decode keeps an aborted request's pages until prefill confirms the end.
 DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 
 Say = Callable[[str], None]
@@ -38,7 +44,7 @@ Row = dict[str, float]
 
 
 class Plan(NamedTuple):
-    """`times` aborts of rooms of `pages` pages."""
+    """Parameters of one measurement: `times` aborts of rooms of `pages` pages each."""
 
     times: int
     pages: int
@@ -48,7 +54,7 @@ class Plan(NamedTuple):
 
 
 def spread(values: list[float]) -> Row:
-    """Median, 99th percentile and maximum."""
+    """Return the median, the 99th percentile and the maximum of `values`."""
     median, p99, largest = np.percentile(values, (50, 99, 100))
     return {
         "median": round(float(median), 3),
@@ -60,8 +66,8 @@ def spread(values: list[float]) -> Row:
 async def bench_plane(
     plane: str, plan: Plan, say: Say, shape: dict[str, int] = SHAPE
 ) -> dict[str, Any]:
-    """One data plane: aborts at random places, each followed by a stop of the bare plane in
-    mid-transfer.
+    """Measure one data plane: aborts at random points of a transfer, each followed by a stop of the
+    bare plane in mid-transfer.
     """
     chance = random.Random(plan.seed)
     whole = set(chance.sample(range(plan.times), math.ceil(WHOLE_PAGES_IN * plan.times)))
@@ -112,14 +118,15 @@ async def bench_plane(
 
 
 def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
-    """Times in ms.
+    """Summarize `rows`; times are in ms.
 
-    `windows`: each abort by the median bare window of this run. `stops`: by the time in which
-    decode has the bare plane stopped, median by median, p99 by p99, maximum by maximum: what the
-    machine does delays both.
+    `abort_to_reusable_windows` divides the time of each abort by the median bare window of this
+    run. `abort_to_reusable_stops` divides it by the time in which decode stops the bare plane: the
+    medians, the 99th percentiles and the maxima, each by each.
     """
     if not rows:
         return {}
+    # The single windows vary with the load of the machine, so every abort is divided by the same.
     window_s = float(np.median([r["window_s"] for r in rows]))
     aborts, stops = (spread([r[what] * 1e3 for r in rows]) for what in ("seconds", "stop_s"))
     return {
@@ -136,8 +143,8 @@ def figures(rows: list[Row], window_bytes: int) -> dict[str, Any]:
 
 
 async def bench_peer(harness: str, plan: Plan, deferred: bool, say: Say) -> dict[str, Any]:
-    """SGLang's aborts: with its deferred release, or with the pages given to the next owner at
-    once.
+    """Measure SGLang's aborts: with its deferred release, or with the pages released to their next
+    owner at once.
     """
     env = {**PEER_ENV, DEFERRED: str(int(deferred))}
     shape = {
@@ -173,7 +180,7 @@ async def bench_peer(harness: str, plan: Plan, deferred: bool, say: Say) -> dict
 async def bench_abort(
     planes: tuple[str, ...], times: int, pages: int, seed: int, peer_harness: str | None, say: Say
 ) -> dict[str, Any]:
-    """Every data plane in turn, then the peer."""
+    """Measure every data plane in turn, then the peer, and return the report."""
     plan = Plan(times, pages, seed)
     report: dict[str, Any] = {"times": times, "pages": pages, "shape": SHAPE, "seed": seed}
     for plane in planes:

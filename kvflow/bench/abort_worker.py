@@ -1,5 +1,5 @@
-"""One role of `kvflow bench abort` as a process of its own; what the commands are told, `worker.py`
-says.
+"""The process of one role in `kvflow bench abort`; `worker.py` describes the protocol of its
+commands.
 
     python -m kvflow.bench.abort_worker prefill|decode
 
@@ -29,13 +29,15 @@ from kvflow.protocols.machines import prefill_room
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
 
-POLL_S = 0.001  # uvloop makes 0 of anything that is less
-WATCHED_ROOMS = 3  # a re-used page is looked at while so many more rooms run
+# uvloop rounds anything shorter down to 0, and the loop would spin.
+POLL_S = 0.001
+# Reused pages stay under watch while so many more rooms run: a late write needs time to show.
+WATCHED_ROOMS = 3
 _SCRATCH = "scratch"
 
 
 class _Reused(NamedTuple):
-    """Pages of an aborted room in the hands of their next owner."""
+    """Pages of an aborted room that `owner` took at `reusable_at_s`; `whole`: check every byte."""
 
     pages: PageIndices
     whole: bool
@@ -44,7 +46,7 @@ class _Reused(NamedTuple):
 
 
 class AbortWorker(Worker):
-    """Rooms that are aborted in mid-transfer, and an eye on the pages they had."""
+    """A worker whose rooms are aborted in mid-transfer, and which then watches their pages."""
 
     def __init__(self, role: str) -> None:
         super().__init__(role)
@@ -68,8 +70,10 @@ class AbortWorker(Worker):
         return reply
 
     async def reserve(self, *, pages: int) -> dict[str, Any]:
-        """Decode takes `pages` for the bare writes, and wipes what they have left elsewhere;
-        prefill opens a socket.
+        """Prepare for `bare_stop`.
+
+        Decode takes `pages` for the bare writes and marks every other page: tuning the bare plane
+        (`raw_setup`) wrote into them. Prefill opens a socket.
         """
         if self.role == "prefill":
             self._bare_socket, port = bind_router("127.0.0.1", 0)
@@ -77,7 +81,7 @@ class AbortWorker(Worker):
         kept, others = self.node.pages.take(pages, _SCRATCH), self.node.pages.free_pages
         left = self.node.pages.take(others, "wipe")
         self._canary.mark(left)
-        # Page by page, in this order: rooms shall go on finding them scattered.
+        # The pages go back one by one, in this order, so that those of a room stay scattered.
         for one in left[:, None]:
             self.node.pages.give_back(one, "wipe")
         return {"targets": kept.tolist()}
@@ -85,18 +89,20 @@ class AbortWorker(Worker):
     async def bare_stop(
         self, *, control: str, targets: list[int], window_pages: int, after_s: float
     ) -> dict[str, Any]:
-        """The bare data plane moves window upon window to `targets`; after `after_s` decode asks it
-        to stop, the window under way is the last one, decode is told.
+        """Move window after window to `targets` over the bare data plane, until decode asks
+        prefill, after `after_s`, to stop; the window under way is the last one.
 
-        Prefill's seconds are those of that window; decode's run from asking to being told: the rest
-        of the window, a thread, and two messages over a control socket without any room.
+        Prefill returns the seconds of that window. Decode returns the seconds from its request to
+        prefill's answer: the rest of the window, a change of threads, and two messages over a
+        control socket without any room.
         """
         if self.role == "decode":
             socket = self._bare_socket = self._bare_socket or connect_dealer(
                 control, self.node.incarnation
             )
             socket.send(b"")
-            await socket.receive()  # it is moving now
+            # Prefill answers when its thread runs, so `after_s` counts from the start of the move.
+            await socket.receive()
             await asyncio.sleep(after_s)
             asked_at_s = time.monotonic()
             socket.send(b"")
@@ -127,8 +133,8 @@ class AbortWorker(Worker):
         return {"seconds": seconds}
 
     async def abort(self, *, room: int, pages: int, aim: float, whole: bool) -> dict[str, Any]:
-        """One room of `pages` pages that decode aborts when the part `aim`
-        of its bytes has moved.
+        """Run one room of `pages` pages, which decode aborts when the part `aim` of its bytes
+        moved.
         """
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
         if self.role == "prefill":
@@ -139,7 +145,9 @@ class AbortWorker(Worker):
         return found
 
     async def look(self, *, after_s: float) -> dict[str, Any]:
-        """Wait, let go of every page that is still watched; what was found in all of them."""
+        """Wait, check and release every page that is still watched, and return the counts of all
+        aborts.
+        """
         await asyncio.sleep(after_s)
         while self._watched:
             self._let_go()
@@ -155,12 +163,14 @@ class AbortWorker(Worker):
         room = self.node.room(number, prompt)
         await room.matched()
         at_end: list[int] = []
-        room.on_end(lambda: at_end.append(room.bytes_landed))  # called when the Abort is received
+        # `on_end` runs when the Abort arrives, so all that lands later counts as after the abort.
+        room.on_end(lambda: at_end.append(room.bytes_landed))
         room.send(source_slice(self.source_pages, number, pages), last=True)
         try:
             await room.done()
         except AbortedError:
-            # Rooms tell nobody of this.
+            # `done` raises as soon as the Abort arrives, while writes may still be draining. The
+            # phase is terminal only when they ended.
             while room.state.phase not in prefill_room.TERMINAL:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
         told = {line.what: line.at_s for line in room.story()}
@@ -174,7 +184,8 @@ class AbortWorker(Worker):
         while moved < aim and not room.ended:
             await asyncio.sleep(POLL_S)
             moved = self._canary.moved(room.pages)
-        if room.ended:  # it was faster
+        # The transfer ended before the abort could hit it: the try does not count.
+        if room.ended:
             await room.landed()
             self._canary.mark(room.pages)
             room.close()
@@ -187,9 +198,10 @@ class AbortWorker(Worker):
         return {"aborted": True, "moved": moved, "seconds": reused.reusable_at_s - aborted_at_s}
 
     def _reuse(self, room: DecodeRoom, whole: bool, home: asyncio.Future[_Reused]) -> None:
-        """The room has ended: its pages are the free list's next, and go to an owner who writes at
-        once.
+        """Take the pages of an ended room for an owner that writes into them at once, and set the
+        result of `home`.
         """
+        # The pages of the room came back last, so they are the next ones in the free list.
         owner = ("reused", room.room)
         try:
             pages = self.node.pages.take(len(room.pages), owner)
@@ -206,7 +218,8 @@ class AbortWorker(Worker):
         return home.set_result(reused)
 
     def _let_go(self) -> None:
-        """Whatever came late is there to be seen: nobody else has written into these pages."""
+        """Check the pages that are watched longest, count foreign bytes, and free the pages."""
+        # Only this worker owned and marked them since, so any other byte came late from prefill.
         reused = self._watched.popleft()
         foreign = self._canary.foreign_bytes(reused.pages, whole=reused.whole)
         self._seen["foreign_bytes"] += int(foreign.sum())

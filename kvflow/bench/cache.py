@@ -1,11 +1,11 @@
 """`kvflow bench cache`: CPU time and hit rate of the prefix index on a trace of prompts, beside
 SGLang's compiled tree.
 
-The protocol is one that radix trees are measured with: every prompt of the trace is matched, the
-path that was found is locked, as much is evicted as the rest needs, the rest is inserted, and the
-lock is released. With events, they are then taken and encoded as their subscribers read them. There
-is no pool and no model: only the index runs, and its clock is the CPU time of its thread. Tokens
-are prepared before the clock starts, in the form that each index takes them in.
+The protocol is the usual one for radix trees. For every prompt of the trace, the benchmark matches
+it, locks the path that was found, evicts as much as the rest needs, inserts the rest, and releases
+the lock. With events, it then takes them and encodes them as subscribers read them. Neither a pool
+nor a model is involved: only the index runs, and the clock is the CPU time of its thread. Tokens
+are prepared before the clock starts, in the form that each index accepts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.wire.kv_events import BatchEncoder
 
 PARTS = ("match", "lock", "evict", "insert", "events")
-SHAPE_PAGE_SIZE = 16  # of the two cases below
+# The cases of `evict_us` and `deep_match_us`. `radix_driver.py` repeats these numbers, because it
+# cannot import kvflow.
+SHAPE_PAGE_SIZE = 16
 LEAVES, LEAF_TOKENS, EVICTIONS = 50_000, 32, 20
 DEEP_TOKENS, DEPTH, MATCHES = 131_072, 1_024, 10
 VOCABULARY = 1 << 17
@@ -41,8 +43,11 @@ COMPARED = ("us_per_request", "evict_us", "deep_match_us")
 
 
 class CachePlan(NamedTuple):
-    """`page_size` and `capacity_tokens` in tokens; `events`: record KV events, and encode them
-    after every request; `rounds` interleaved turns; `peer`: folder of the radix harness."""
+    """Parameters of `bench_cache`.
+
+    `page_size` and `capacity_tokens` are in tokens. `events`: record KV events, and encode them
+    after every request. `rounds`: number of interleaved turns. `peer`: folder of the radix harness.
+    """
 
     page_size: int = 64
     capacity_tokens: int = 3_000_000
@@ -52,7 +57,11 @@ class CachePlan(NamedTuple):
 
 
 async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> Figures:
-    """Medians over all rounds, and of the ratios round by round. Raises: MisuseError."""
+    """Measure the index, and the peer where there is one, in interleaved rounds.
+
+    Returns medians over all rounds, and quartiles of the ratios round by round. Raises:
+    MisuseError.
+    """
     if plan.page_size < 1:
         raise MisuseError(f"--page-size {plan.page_size}: at least 1 token is needed")
     if plan.capacity_tokens < plan.page_size:
@@ -95,7 +104,8 @@ async def bench_cache(prompts: Sequence[Prompt], plan: CachePlan, say: Say) -> F
 
 
 def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool) -> Figures:
-    """What the peer's driver answers to the same, of kvflow's index."""
+    """Measure kvflow's index, and return the figures that the peer's driver returns for its own."""
+    # Prompts are millions of objects. Frozen, they do not lengthen collections during the replay.
     gc.collect()
     gc.freeze()
     try:
@@ -108,9 +118,11 @@ def measure(prompts: Sequence[Prompt], page_size: int, capacity: int, events: bo
 def replay(
     prompts: Sequence[Prompt], page_size: int, capacity: int, events: bool = False
 ) -> Figures:
-    """CPU seconds of every call by its part, and the share of all tokens that was found cached.
+    """Replay `prompts`, and return CPU seconds of every call by its part, and the share of all
+    tokens that was found in the cache.
 
-    `capacity` in pages: of a prompt that is longer only the beginning is cached."""
+    `capacity` is in pages; only the beginning of a longer prompt is cached.
+    """
     index, encoder = PrefixIndex(page_size, events=events), BatchEncoder(page_size)
     match_s, lock_s, evict_s, insert_s, events_s = seconds = [list[float]() for _ in PARTS]
     clock = time.thread_time
@@ -118,7 +130,8 @@ def replay(
     for now_s, prompt in enumerate(prompts):
         ids = prompt.tokens()[: capacity * page_size]
         tokens, count = token_bytes(ids), len(ids) // page_size
-        numbers = np.arange(count, dtype=np.int32)  # the index does not look at them
+        # The same page numbers serve for every prompt: the index does not interpret them.
+        numbers = np.arange(count, dtype=np.int32)
         began_s = clock()
         found = index.match(tokens, now_s)
         matched_s = clock()
@@ -150,7 +163,7 @@ def replay(
 
 
 def evict_us() -> float:
-    """CPU us of evicting 32 tokens where 50,000 prompts of as many are cached."""
+    """Return CPU us of evicting 32 tokens from an index that holds 50,000 prompts of 32 tokens."""
     gc.collect()
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
     numbers = np.arange(LEAF_TOKENS // SHAPE_PAGE_SIZE, dtype=np.int32)
@@ -166,8 +179,8 @@ def evict_us() -> float:
 
 
 def deep_match_us() -> float:
-    """CPU us of matching a prompt of 131,072 tokens, all cached, by 1,024 prompts of which each
-    continues the last.
+    """Return CPU us of matching a prompt of 131,072 cached tokens, which 1,024 prompts inserted,
+    each continuing the one before.
     """
     gc.collect()
     index, draw = PrefixIndex(SHAPE_PAGE_SIZE), random.Random(1)
@@ -185,7 +198,9 @@ def deep_match_us() -> float:
 
 
 def summary(figures: Figures) -> Figures:
-    """With the seconds of all calls as us per request, and as spreads of each part."""
+    """Return `figures` with the seconds of the calls replaced by us per request and by the spread
+    of each part.
+    """
     seconds: dict[str, list[float]] = figures["seconds"]
     parts = {
         part: spread([call_s * 1e6 for call_s in calls]) for part, calls in seconds.items() if calls
@@ -206,7 +221,7 @@ def spread(values: list[float]) -> Figures:
 
 
 def middle(rounds: list[Figures]) -> Figures:
-    """The median of every figure, 4 digits of it behind the point."""
+    """Return the median of every figure over `rounds`, rounded to 4 decimals."""
     first = rounds[0]
     return {
         name: middle([figures[name] for figures in rounds])

@@ -1,10 +1,10 @@
 """`kvflow bench cache --capacity-curve`: hit rate by capacity, beside Mooncake's paper for its
 synthetic trace.
 
-`index` is kvflow's with pages of 512 tokens: cached tokens / tokens of all prompts. `lru` is what
-the curve was read beside: whole blocks only, forgotten one by one in the order of their last use,
-the first of a prompt before its last. The index lets the end of a prompt go before its beginning,
-so it is a little better where capacity is short.
+`index` is kvflow's index with pages of 512 tokens: cached tokens / tokens of all prompts. `lru` is
+a plain LRU of whole blocks, which evicts one block at a time in the order of last use, the first of
+a prompt before its last. The index evicts the end of a prompt before its beginning, so it is a
+little better where capacity is short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvflow.bench.cache_trace import BLOCK_TOKENS, Prompt
 from kvflow.protocols.errors import MisuseError
 
 MILLIONS = (0.1, 0.2, 0.5, 1, 2, 4, 5, 8, 10, 20, 50)
-# FAST'25, Fig. 9.
+# Millions of tokens -> hit rate: Mooncake, FAST'25, Fig. 9.
 PAPER = {0.1: 0.012, 1: 0.146, 2: 0.235, 4: 0.380, 5: 0.435, 8: 0.545, 10: 0.589, 50: 0.658}
 PAPER_TRACE = "synthetic"
 WITHIN = 0.01
@@ -36,12 +36,13 @@ Row = dict[str, Any]
 async def capacity_curve(
     name: str, prompts: Sequence[Prompt], plot: Path | None, say: Say
 ) -> dict[str, Any]:
-    """`name`: of the trace.
+    """Measure the hit rate at every capacity in `MILLIONS`, and write an SVG of it to `plot`.
 
-    `plot`: where an SVG is written. Returns {"table": rows, "holds": all within 0.01 of the
-    paper's, or None for another trace}. Raises: MisuseError."""
+    `name` is the name of the trace. Returns {"table": rows, "holds": True if all rows are within
+    0.01 of the paper's, None for a trace without figures in the paper}. Raises: MisuseError.
+    """
+    # The curve takes minutes, so the check comes before it.
     if plot is not None and not plot.parent.is_dir():
-        # Before all is measured.
         raise MisuseError(f"--plot {plot}: there is no folder {plot.parent}")
     rows: list[Row] = []
     for millions in MILLIONS:
@@ -74,8 +75,8 @@ async def capacity_curve(
 
 
 def block_lru(prompts: Sequence[Prompt], capacity: int) -> float:
-    """The share of whole blocks that a plain LRU of `capacity` blocks has, up to the first that it
-    lacks.
+    """Return the hit rate of a plain LRU of `capacity` blocks: the share of whole blocks before the
+    first one that it lacks.
     """
     cached: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
@@ -108,13 +109,13 @@ def printed(rows: Sequence[Row]) -> Table:
 
 
 WIDTH, HEIGHT, MARGIN = 720, 420, 56
-TOP = 0.8  # of the hit rates shown
+TOP = 0.8  # the axis of hit rates ends here, or at a higher rate in the data
 INDEX_COLOUR, PAPER_COLOUR = "#1f77b4", "#d62728"
 
 
 def svg(title: str, rows: Sequence[Row]) -> str:
-    """A plot with a logarithmic axis of capacities: the index as a line, the paper's figures as
-    dots.
+    """Return a plot over a logarithmic axis of capacities: the index as a line, the paper's figures
+    as dots.
     """
     low, high = (math.log10(rows[at]["capacity_tokens"]) for at in (0, -1))
     top = max(TOP, *(row["index"] for row in rows))

@@ -1,6 +1,8 @@
-"""Traces of prompts as Mooncake publishes them: JSON lines with an `input_length` in tokens and
-`hash_ids`, one for each block of 512 tokens. Prompts that begin with the same ids begin with the
-same tokens."""
+"""Traces of prompts as Mooncake publishes them.
+
+A trace is JSON lines with an `input_length` in tokens and `hash_ids`, one for each block of 512
+tokens. Prompts that begin with the same ids begin with the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,22 @@ _OFFSETS = np.arange(BLOCK_TOKENS, dtype=np.int64)
 
 
 class Prompt(NamedTuple):
-    """`blocks`: the ids of the trace, numbered in the order in which they first occur in it."""
+    """One prompt of a trace; `blocks` are its ids, renumbered in the order in which they first
+    occur in the trace.
+    """
 
     num_tokens: int
     blocks: list[int]
 
     def tokens(self) -> NDArray[np.int64]:
-        """int64 [num_tokens]: ids of tokens; no two blocks have one in common."""
+        """Return token ids, int64 [num_tokens]; no two blocks have an id in common."""
         spread = np.array(self.blocks, np.int64)[:, None] * BLOCK_TOKENS + _OFFSETS
         return spread.reshape(-1)[: self.num_tokens]
 
 
 def find_trace(name: str, folder: Path | None) -> Path:
-    """`name`: a file, or the name of a trace that lies in `folder` as NAME_trace.jsonl.
+    """Return the path of trace `name`: a file, or one of `NAMED`, which `folder` holds as
+    NAME_trace.jsonl.
 
     Raises: MisuseError.
     """
@@ -57,9 +62,9 @@ def find_trace(name: str, folder: Path | None) -> Path:
 
 
 def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
-    """The first `limit` prompts of a file, or all of them (0).
+    """Return the first `limit` prompts of a file, or all of them (0).
 
-    Raises: MisuseError, with the line that is wrong.
+    Raises: MisuseError, which names the line that is wrong.
     """
     numbers: dict[int, int] = {}
     prompts: list[Prompt] = []
@@ -80,14 +85,15 @@ def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
 
 
 def _parse(line: bytes) -> tuple[int, list[int]]:
-    """Raises: ValueError."""
+    """Return `input_length` and `hash_ids` of one line. Raises: ValueError."""
     try:
         entry: Any = json.loads(line)
-    except ValueError as error:  # of JSON, or of UTF-8
+    except ValueError as error:  # from JSON, or from UTF-8
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(entry, dict):
         raise ValueError("not a JSON object")
     length, ids = entry.get("input_length"), entry.get("hash_ids")
+    # `type`, not `isinstance`: True and False are instances of int, and no lengths.
     if type(length) is not int or length < 1:
         raise ValueError(f"input_length {length!r} is not a number of at least 1")
     if not isinstance(ids, list) or not all(type(one) is int for one in ids):

@@ -1,5 +1,4 @@
-"""Bytes that tell whose they are: what prefill writes, and what the next owner of the same pages
-put there.
+"""Canaries: one word that prefill writes, and another that the next owner of the same pages writes.
 
 Marks are the first and the last word of every component of a page, so a page of 32 layers has 128
 of them: a write that comes late cannot miss all the marks of a page it reaches.
@@ -17,16 +16,19 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import PageIndices
 
-WRITTEN = np.uint64(0xE7E7E7E7E7E7E7E7)  # every word prefill sends
-CANARY = np.uint64(0x5A5A5A5A5A5A5A5A)  # every word of the next owner
+WRITTEN = np.uint64(0xE7E7E7E7E7E7E7E7)  # every word that prefill sends
+CANARY = np.uint64(0x5A5A5A5A5A5A5A5A)  # every word that the next owner writes
+# Bounds the memory of a check: a page of 2 MiB makes as large a temporary array.
 _PAGES_AT_ONCE = 16
 
 
 class CanaryPool:
-    """The words of a page-first pool on this machine; functions take page lists, int32 [n]."""
+    """The words of a page-first pool in host memory; methods take page lists, int32 [n]."""
 
     def __init__(self, pool: PagedPool) -> None:
-        """Raises: MisuseError for a pool whose components are no whole words, or lie in several
+        """Map the words of `pool`.
+
+        Raises: MisuseError for a pool whose components are no whole words, or lie in several
         buffers.
         """
         layout = pool.layout
@@ -37,7 +39,8 @@ class CanaryPool:
             raise MisuseError("canaries need a page-first pool of whole words")
         (buffer,) = layout.buffers
         memory = (ctypes.c_uint64 * (buffer.size_bytes // 8)).from_address(buffer.address)
-        self._pool = pool  # keeps the memory
+        # `_words` below has the bare address: this reference keeps the memory alive.
+        self._pool = pool
         self._words: NDArray[np.uint64] = np.ctypeslib.as_array(memory).reshape(
             layout.num_pages, -1
         )
@@ -48,15 +51,15 @@ class CanaryPool:
         return len(self._edges)
 
     def fill(self, word: np.uint64 = WRITTEN) -> None:
-        """Fill the whole pool, as prefill does with what it is going to send."""
+        """Fill the whole pool with `word`, as prefill does before it sends."""
         self._words[:] = word
 
     def moved(self, pages: PageIndices) -> float:
-        """The part of `pages`, from 0 to 1, whose last word is prefill's."""
+        """Return the part of `pages`, from 0 to 1, whose last word is prefill's."""
         return float(np.count_nonzero(self._words[pages, -1] == WRITTEN)) / len(pages)
 
     def mark(self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False) -> None:
-        """Fill `pages` as their next owner would: the marks first, then all of it where `whole`."""
+        """Fill `pages` as their next owner would: the marks first, then every word if `whole`."""
         self._words[pages[:, None], self._edges] = word
         for few in self._in_turn(pages) if whole else ():
             self._words[few] = word
@@ -64,8 +67,8 @@ class CanaryPool:
     def foreign_bytes(
         self, pages: PageIndices, word: np.uint64 = CANARY, *, whole: bool = False
     ) -> NDArray[np.int64]:
-        """Per page, how many bytes of its marks (`whole`: of all of it) are not those of `word`.
-        int64 [n]
+        """Return for each page the number of bytes that differ from `word`, int64 [n]: in its
+        marks, or if `whole` in the whole page.
         """
         if not whole:
             return _differing(self._words[pages[:, None], self._edges], word)
@@ -79,8 +82,9 @@ class CanaryPool:
 
 
 def _differing(words: NDArray[np.uint64], word: np.uint64) -> NDArray[np.int64]:
-    """Bytes of `words` [n, m] that are not those of `word`, per row."""
+    """Return for each row of `words` [n, m] the number of bytes that differ from `word`."""
     found = np.zeros(len(words), dtype=np.int64)
+    # Only rows that differ are compared by bytes; in a correct run there are not any.
     for row in np.flatnonzero((words != word).any(axis=1)):
         found[row] = np.count_nonzero((words[row] ^ word).view(np.uint8))
     return found

@@ -1,5 +1,5 @@
-"""What a benchmark's child process is made of: JSON lines in, JSON lines out, its CPU, its event
-loop's stalls.
+"""Parts of a benchmark's child process: its commands over JSON lines, its CPU time, and the stalls
+of its event loop.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ TICK_S = 0.001
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, all its threads."""
+    """Return the CPU seconds that all threads of this process took."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 class Ticker:
-    """Lateness of a 1 ms ticker on the event loop: how long anything else on the loop would have
-    waited.
-    """
+    """A 1 ms ticker on the event loop; its lateness is how long any other task there would wait."""
 
     def __init__(self) -> None:
         self.late_s: list[float] = []
@@ -37,20 +35,20 @@ class Ticker:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             now = time.perf_counter()
             self.late_s.append(now - due)
+            # Ticks that a stall skipped are not caught up, so one stall counts once.
             due = max(due + TICK_S, now)
 
     def stop(self) -> float:
-        """99th percentile of the lateness, in ms."""
+        """Stop, and return the 99th percentile of the lateness, in ms."""
         self._task.cancel()
         return float(np.percentile(self.late_s, 99) * 1e3) if self.late_s else 0.0
 
 
 class StallTicker(Ticker):
-    """A ticker that tells stalls from lateness.
+    """A ticker that separates stalls of its loop from lateness of any cause.
 
-    A tick is also late when the machine ran somebody else's process, so the CPU time that the
-    loop's thread took meanwhile is kept beside it: a stall of the loop's own making is the smaller
-    of the two.
+    A tick is also late when the machine ran another process. So the ticker also reads the CPU time
+    that the loop's thread took meanwhile: a stall is the smaller of lateness and CPU time.
     """
 
     def __init__(self) -> None:
@@ -67,8 +65,8 @@ class StallTicker(Ticker):
             due, cpu_before_s = max(due + TICK_S, now), cpu_now_s
 
     def stalls(self) -> dict[str, float]:
-        """Stop; the stalls in ms: of the loop's making (`stall_*`), and lateness whatever its
-        reason (`late_*`).
+        """Stop, and return percentiles in ms of the stalls that the loop caused (`stall_*`) and of
+        the lateness of any cause (`late_*`).
         """
         self._task.cancel()
         found: dict[str, float] = {}
@@ -88,8 +86,9 @@ class Commands(Protocol):
 
 
 async def serve(commands: Commands) -> None:
-    """Answer commands with the methods of their names, until told to quit."""
+    """Answer each command with the method of its name, until `quit` or the end of stdin."""
     loop = asyncio.get_running_loop()
+    # A line of figures, or of prompts, is far longer than the reader's default limit of 64 KiB.
     reader = asyncio.StreamReader(limit=1 << 26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -100,7 +99,8 @@ async def serve(commands: Commands) -> None:
         reply: dict[str, Any]
         try:
             reply = await getattr(commands, name)(**command)
-        except Exception as error:  # noqa: BLE001  # the driver is told, and decides
+        # The driver receives every error and decides, so this process must survive it.
+        except Exception as error:  # noqa: BLE001
             reply = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()

@@ -371,7 +371,8 @@ def offload(
     from kvflow.memory.past_caches import copying_environment
 
     environment = copying_environment(os.environ)
-    # As the roles that copy are started: it is read once, before the program.
+    # glibc reads its tunables once, before the program starts, so the process is replaced.
+    # `kvflow up` starts the roles that copy with the same environment.
     if environment != dict(os.environ):
         os.execve(sys.executable, sys.orig_argv, environment)
     if device != "cpu":

@@ -1,10 +1,10 @@
-"""`kvflow bench compare`: one measurement of several checkouts, interleaved, beside the first one
+"""`kvflow bench compare`: one measurement of several checkouts, interleaved, with the first one
 measured twice.
 
 Each turn measures every tree once and the first once more (A/A), in an order that rotates. Every
-ratio is to the first tree's figures of the same turn, so what the machine does meanwhile touches
-both; A/A shows the spread that a difference must exceed. Rooms and transfers alternate by short
-rounds (`side_by_side.py`); anything else is a whole run of `kvflow bench ...` a turn.
+ratio is to the first tree's figures of the same turn, so other load on the machine affects both;
+A/A shows the spread that a difference must exceed. Rooms and transfers alternate by short rounds
+(`side_by_side.py`); for anything else a turn is a whole run of `kvflow bench ...` in each tree.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Figures = dict[str, float]
 HIGHER_IS_BETTER = ("rooms_per_s", "rooms_per_s_first", "rooms_per_s_last", "rooms_gb_s", "ratio")
 # Parts of a report that hold no figure to compare.
 LEFT_OUT = {"plan", "shape", "left", "raw", "must", "idle"}
-# Of the machine, or the load.
+# These figures describe the machine or the load, not the tree.
 NO_FIGURES = {"raw_gb_s", "bare_window_ms", "bare_stop_ms", "moved", "received_per_s"}
 PRINTED = {
     *HIGHER_IS_BETTER,
@@ -60,10 +60,12 @@ PRINTED = {
 async def bench_compare(
     trees: Sequence[str], planes: tuple[str, ...], what: Sequence[str], turns: int, say: Say
 ) -> dict[str, Any]:
-    """`trees` are absolute. Returns {"trees", "what", "turns": the figures of each, "table": rows}.
+    """Run the bench `what` over all `trees`, which are absolute paths, in interleaved turns.
 
-    Raises: MisuseError (no checkout, options for what takes none), KvflowError (a run failed).
+    Returns {"trees", "what", "turns": the figures of each, "table": rows}. Raises: MisuseError (no
+    checkout, or options for a bench that takes none), KvflowError (a run failed).
     """
+    # Without the check a mistyped path would measure whatever kvflow Python finds elsewhere.
     await asyncio.gather(*(_check(tree) for tree in trees))
     runs = {chr(ord("A") + at): tree for at, tree in enumerate(trees)} | {AGAIN: trees[0]}
     if what[0] in SIDE_BY_SIDE and "--open" not in what:
@@ -91,17 +93,18 @@ async def _whole_runs(
 
 
 async def measure(tree: str, what: Sequence[str]) -> dict[str, Any]:
-    """One run of `kvflow bench` over the library in `tree`: by its own code, or, for open rooms, by
-    this one's.
+    """Run `kvflow bench` once over the library in `tree`: with the tree's own bench, or for open
+    rooms with the bench of this tree.
     """
+    # Older trees lack `--open`, and a figure of open rooms is only comparable from one bench.
     if "--open" in what:
         return await _bench(str(HERE), *what, "--tree", tree)
     return await _bench(tree, *what)
 
 
 def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
-    """The figures of a report by their path, CPU of both sides added up;
-    spreads by their median.
+    """Return the figures of a report by their path, with the CPU of both sides added up and with
+    the median in place of a spread.
     """
     found: Figures = {}
     for name, value in report.items():
@@ -121,14 +124,14 @@ def flatten(report: dict[str, Any], path: tuple[str, ...] = ()) -> Figures:
 
 
 def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
-    """A row per figure and tree: the first tree's median, the ratios to it turn by turn, and its
-    own to itself.
+    """Return a row for each figure and tree: the first tree's median, the tree's ratios to it turn
+    by turn, and the first tree's ratios to itself.
 
     A ratio is to the geometric mean of the first tree's two figures of that turn. `spread` is the
-    factor by which these two typically differ; a tree is worse when its median ratio is worse by
-    more than that. Other load only ever makes a figure worse, so `best` compares the better
-    quartiles of all turns too: the tree's, and A/A's, to the first one's. A figure that is 0 in
-    some turn has no ratio and no row.
+    factor by which these two typically differ; a tree is worse if its median ratio is worse by
+    more than that. Other load can only make a figure worse, so `best` also compares the better
+    quartiles of all turns: the tree's, and A/A's, to the first one's. A figure that is 0 in some
+    turn has no ratio and no row.
     """
     rows: list[dict[str, Any]] = []
     names = [name for name in sorted(seen[0]) if name not in ("A", AGAIN)] or [AGAIN]
@@ -169,8 +172,8 @@ def table(seen: list[dict[str, Figures]]) -> list[dict[str, Any]]:
 
 
 def printed(rows: list[dict[str, Any]]) -> Table:
-    """The rows that are asked about most; a star where a tree is worse than the first one's spread
-    explains.
+    """Return a table of the rows in `PRINTED`; a star marks a tree that is worse than the first
+    tree's spread explains.
     """
     shown = Table(
         "figure",
@@ -210,7 +213,7 @@ def _places(ratios: list[float]) -> dict[str, float]:
 
 
 async def _check(tree: str) -> None:
-    """Raises: MisuseError when what runs there would not be what lies there."""
+    """Check that Python, run in `tree`, imports kvflow from `tree`. Raises: MisuseError."""
     find = (
         "import importlib.util as u; found = u.find_spec('kvflow'); print(found.origin if found "
         "else 'no kvflow')"
@@ -240,7 +243,8 @@ async def _run(tree: str, *argv: str) -> str:
     try:
         out, err = await child.communicate()
     finally:
-        if child.returncode is None:  # cancelled
+        # The wait was cancelled: a child that ran on would disturb the next measurement.
+        if child.returncode is None:
             child.kill()
             await child.wait()
     if child.returncode:

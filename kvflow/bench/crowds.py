@@ -1,5 +1,5 @@
-"""Crowds for `kvflow bench stalls`: what costs prefill's event loop by its number alone, whatever
-else is served.
+"""Crowds for `kvflow bench stalls`: connections and rooms that load prefill's event loop by their
+number alone.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ IDLE_CONNECTIONS = 2_000
 ANNOUNCED_ROOMS = 32_000
 
 Crowd = Callable[[Process, dict[str, Any], float], Awaitable[int]]
-"""(prefill, what it said when it was set up, for how long at least) -> how many came."""
+"""(prefill, its reply to `setup`, least seconds to watch) -> size of the crowd."""
 
 
 def allow_many_connections() -> None:
-    """Raise this process's limit of descriptors as far as the system lets it, as roles do."""
+    """Raise this process's limit of descriptors as far as the system allows, as roles do."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
-    """Strangers that connect to the control port, and never send a byte."""
+    """Connect strangers to the control port, which never send a byte, and return the number of
+    connections at prefill.
+    """
+    # This end needs as many descriptors as prefill.
     allow_many_connections()
     loop, port = asyncio.get_running_loop(), int(ready["rank"]["control"].rpartition(":")[2])
     with ExitStack() as stack:
@@ -41,7 +44,9 @@ async def idle_connections(prefill: Process, ready: dict[str, Any], watch_s: flo
 
 
 async def announced_rooms(prefill: Process, ready: dict[str, Any], watch_s: float) -> int:
-    """A decode announces rooms that no engine opens here, and is killed: all of them are void."""
+    """Let a decode announce rooms that no engine at prefill opens, and kill it, which ends them
+    all.
+    """
     decode = await Process.spawn(
         sys.executable, "-P", "-m", "kvflow.bench.stalls_worker", "crowd", name="crowd"
     )

@@ -1,11 +1,10 @@
-"""Time to first token of prompts whose decode comes later than their prefill, with
-`--optimistic-prefill` and without.
+"""Time to first token, with and without `--optimistic-prefill`, of prompts whose decode comes late.
 
     python -m kvflow.bench.early [--turns N] [--gap-s S]
 
-Two `kvflow up` side by side, asked in turn: prefill's leg, then after the gap decode's, from which
-the time counts. It is the best case: prefill has nothing else to do. Where prefill is what requests
-wait for, there is nothing to gain.
+Two `kvflow up` run side by side and receive requests in turn: prefill's leg, then after the gap
+decode's leg, from which the time counts. This is the best case: prefill is idle otherwise. Where
+requests wait for prefill, the option gains no time.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ from kvflow.bench.serve import Server, serving
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 
-PROMPT = " ".join(DEMO_PROMPTS * 12)  # a thousand tokens
+PROMPT = " ".join(DEMO_PROMPTS * 12)  # about a thousand tokens
 _rooms = itertools.count(1)
 
 
 async def bench_early(turns: int, gap_s: float) -> dict[str, Any]:
-    """Returns {"off" | "on": {"ms": first tokens, "median_ms"}, "optimistic": the counts of the one
-    that begins early}.
+    """Measure both servers in `turns` turns.
 
-    Raises: KvflowError when a server does not start, or refuses.
+    Returns {"off" | "on": {"ms": times to first token, "median_ms"}, "optimistic": the counters of
+    the server that begins early, "gap_s"}. Raises: KvflowError when a server does not start, or
+    refuses.
     """
     async with AsyncExitStack() as stack:
         servers = {
@@ -45,7 +45,9 @@ async def bench_early(turns: int, gap_s: float) -> dict[str, Any]:
         }
         session = await stack.enter_async_context(aiohttp.ClientSession())
         seen: dict[str, list[float]] = {name: [] for name in servers}
-        for turn in range(-1, turns):  # the first one warms up
+        # Turn -1 warms up and does not count.
+        for turn in range(-1, turns):
+            # The order alternates, so that neither server always runs on the other's heels.
             for name in list(servers)[:: 1 if turn % 2 else -1]:
                 first_ms = await _first_token_ms(session, servers[name], gap_s)
                 if turn >= 0:

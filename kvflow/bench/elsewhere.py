@@ -2,8 +2,8 @@
 
     PYTHONPATH=CHECKOUT python -P kvflow/bench/elsewhere.py MODULE prefill|decode
 
-MODULE is a worker, such as `kvflow.bench.growth_worker`. Only `kvflow.bench` is taken from here.
-Modules that have moved since are found under the names they had.
+MODULE is a worker, such as `kvflow.bench.growth_worker`. Only `kvflow.bench` comes from this tree.
+Modules that moved after that checkout are found under their earlier names.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ BEFORE_THE_FLOORS = {
 
 
 def worker_command(tree: str, module: str) -> tuple[list[str], dict[str, str]]:
-    """What starts `module` of this bench over the library in `tree`: arguments and environment."""
+    """Return the arguments and the environment that start `module` of this bench over the library
+    in `tree`.
+    """
     env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
     return [sys.executable, "-P", str(Path(__file__).resolve()), module], env
 
 
 def _main() -> None:
+    # The checkout has a `kvflow.bench` too: submodules must come from beside this file instead.
     bench.__path__[:] = [os.path.dirname(os.path.abspath(__file__))]
     for name, before in BEFORE_THE_FLOORS.items():
         try:

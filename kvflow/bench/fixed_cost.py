@@ -1,9 +1,9 @@
 """A model for benchmarks whose decode steps cost about the same for 16 rows as for 48, as they do
 on accelerators.
 
-It is deep and very narrow: on a CPU, calling its many small kernels takes longer than what they
-compute. Its weights are random, and large, so that its tokens do not repeat themselves. They mean
-nothing: it is for timings alone.
+It is deep and very narrow: on a CPU, the calls of its many small kernels take longer than the
+arithmetic in them. Its weights are random, so its tokens have no meaning: the model is for timings
+alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LAYERS, WIDTH, HEAD_DIM, VOCABULARY_SIZE, CONTEXT_TOKENS = 16, 32, 8, 4096, 4096
 
 
 def build_fixed_cost_model(directory: Path) -> None:
-    """Write it, with the demo model's tokenizer."""
+    """Write the model to `directory`, with the demo model's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,12 +30,14 @@ def build_fixed_cost_model(directory: Path) -> None:
         num_key_value_heads=1,
         head_dim=HEAD_DIM,
         max_position_embeddings=CONTEXT_TOKENS,
+        # Larger weights than usual: with the usual ones a random model repeats one token.
         initializer_range=0.3,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
     )
+    # The seed makes the weights the same in every run; the fork keeps the caller's generator.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(directory)

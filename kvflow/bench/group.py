@@ -1,10 +1,10 @@
-"""`kvflow bench group`: what it costs that ranks agree, beside the same frames over bare ZeroMQ
-sockets.
+"""`kvflow bench group`: the cost of agreement between ranks, beside the same frames over bare
+ZeroMQ sockets.
 
-A process a rank, real shells and sockets; rooms that wait for nothing, so that the agreement alone
-is measured. A request is three decisions (open, start, succeed), which go to every rank, and two
-votes of every rank: the bare sockets carry frames of those sizes in that order, in a thread that
-does nothing else.
+Each rank is a process with real shells and sockets. Its rooms move no pages, so that the agreement
+alone is measured. A request takes three decisions (open, start, succeed), which go to every rank,
+and two votes of every rank. The bare sockets carry frames of those sizes in that order, in a thread
+that has no other work.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from kvflow.protocols.wire.messages import Incarnation, RoomId
 WORKER = "kvflow.bench.group_worker"
 CONCURRENCY = (1, 32)
 DECISIONS = 3  # of a request that succeeds
-REQUEST_BYTES = 1_024  # what the engines are told of a request: a short prompt
+REQUEST_BYTES = 1_024  # of a request that rank 0 passes to the engines: a short prompt
 
 Say = Callable[[str], None]
 Row = dict[str, float]
 
 
 def frame_sizes() -> tuple[list[int], int]:
-    """Bytes of each decision about one request, and of one vote, as in a group that has run for a
-    while.
-    """
+    """Return the bytes of each decision about one request, and of one vote."""
+    # msgpack encodes small numbers in fewer bytes: these are as large as after some time of work.
     ends: dict[str, Any] = {
         "leader": Incarnation(1 << 62),
         "member": Incarnation(1 << 61),
@@ -58,7 +57,7 @@ def frame_sizes() -> tuple[list[int], int]:
 
 
 class Ranks:
-    """The processes of one group, rank 0 first."""
+    """The processes of one group, in the order of their ranks."""
 
     def __init__(self, processes: list[Process]) -> None:
         self.processes = processes
@@ -79,9 +78,9 @@ class Ranks:
         await first.ask("bare_ready")
 
     async def agree(self, count: int, concurrency: int) -> Row:
-        """`count` requests through the group.
+        """Run `count` requests through the group, `concurrency` at a time, and return the figures.
 
-        A stall is of a loop's own making: see `StallTicker`.
+        A stall counts only CPU time of the loop's thread: see `StallTicker`.
         """
         await self.every("begin")
         arguments = {"count": count, "concurrency": concurrency, "request_bytes": REQUEST_BYTES}
@@ -120,8 +119,9 @@ class Ranks:
         }
 
     async def at_rest(self) -> dict[str, int]:
-        """What is left at all ranks, and what went wrong."""
-        await asyncio.sleep(0.2)  # the last decision travels, and a heartbeat or none
+        """Return the number of requests and of errors that are left at all ranks together."""
+        # The last decision may still be on its way to the other ranks.
+        await asyncio.sleep(0.2)
         left = await self.every("rest")
         return {name: sum(one[name] for one in left) for name in ("requests", "errors")}
 
@@ -143,7 +143,7 @@ async def group_of(ranks: int) -> AsyncIterator[Ranks]:
 
 
 async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say) -> dict[str, Any]:
-    """Each size of a group in turn, its rounds interleaved with bare ones.
+    """Measure each size of a group in turn, its rounds interleaved with bare ones.
 
     Returns {"rounds", "requests", "frame_bytes", "groups": {ranks: {concurrency: {"group", "bare",
     "ratios"}, "left"}}, "growth": {concurrency: ...}}; figures are medians, ratios medians of those
@@ -176,7 +176,8 @@ async def bench_group(sizes: tuple[int, ...], rounds: int, count: int, say: Say)
 
 
 async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
-    await group.agree(count // 10 + 1, 8)  # warm
+    # Both kinds warm up first: connections, allocators and caches.
+    await group.agree(count // 10 + 1, 8)
     await group.bare(count // 10 + 1, 8)
     found: dict[str, Any] = {}
     for concurrency in CONCURRENCY:
@@ -196,8 +197,8 @@ async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
 
 
 def growth_of(rows: dict[int, dict[str, Row]]) -> dict[str, Row]:
-    """What each rank beyond those of the smallest group adds: CPU of one room over all processes,
-    in ms.
+    """Return the CPU time of one room over all processes, in ms, that each rank beyond the smallest
+    group adds.
     """
     fewest, most = min(rows), max(rows)
     if fewest == most:

@@ -1,12 +1,11 @@
-"""One rank of `kvflow bench group` as a process of its own; the protocol of the pipe is that of
-`child.py`.
+"""The process of one rank in `kvflow bench group`; the protocol of the pipe is that of `child.py`.
 
     python -m kvflow.bench.group_worker
 
-Rank 0 has the leader's shell too. What a rank's room would do takes no time here: it is matched
-when it is opened, and has landed when it has started, so that what is left is the agreement. The
-ticker's own thousand wake-ups a second of each process are in the group's CPU, and not in that of
-the bare sockets.
+Rank 0 also has the leader's shell. The work of a room takes no time here: the room is matched when
+it is opened, and done when the group starts it, so that only the agreement remains. The CPU time of
+the group includes the ticker's thousand wake-ups a second in each process; that of the bare sockets
+does not.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from kvflow.transports.host.identity import own_identity, wait_dead
 HOST = "127.0.0.1"
 LEADER_LIFE = 1_000
 JOIN_S = 30.0
-BARE_HEADER = 8  # bytes of a bare frame that say which request it is of
+BARE_HEADER = 8  # bytes of a bare frame that name its request
 
 
 class SwiftRoom(PrefillRoom):
-    """A rank's room that moves no page: it waits for nothing but the group."""
+    """A rank's room that moves no page and waits only for the group."""
 
     def __init__(self, room: RoomId) -> None:
-        # It belongs to no prefill shell and has no record, so nothing of the base class is set up.
+        # The base class is not set up: this room belongs to no prefill shell and has no record.
         self._room = room
         self.when_done: Answer[None] = Answer()
 
@@ -64,7 +63,7 @@ class SwiftRoom(PrefillRoom):
 
 
 class GroupWorker:
-    """A rank that waits for no transfer, in a group that is real."""
+    """A rank of a real group, whose rooms wait for no transfer."""
 
     def __init__(self) -> None:
         self._leader: LeaderShell | None = None
@@ -75,7 +74,7 @@ class GroupWorker:
         self._router: zmq.Socket[bytes] | None = None
 
     async def setup(self, *, rank: int, ranks: int, port: int) -> dict[str, Any]:
-        """Join the group at `port`; rank 0 chooses it."""
+        """Join the group at `port`, which rank 0 chooses and returns."""
         self._rank, self._ranks, process = rank, ranks, own_identity()
         if rank == 0:
             socket, port = bind_router(HOST, 0)
@@ -102,16 +101,16 @@ class GroupWorker:
         return {"port": port}
 
     async def _land(self) -> None:
-        """The engine of this rank: what has started has landed."""
+        """Act as the engine of this rank: end every room as soon as the group starts it."""
         while True:
             request = await self._member.started()
             cast(SwiftRoom, request.room).when_done.give(None)
 
     async def joined(self) -> dict[str, Any]:
-        """Wait until every rank is in the group, at rank 0."""
+        """Wait, at rank 0, until every rank is in the group."""
         assert self._leader is not None
         async with asyncio.timeout(JOIN_S):
-            # Before anything is measured.
+            # Polling is good enough: it ends before the measurements begin.
             while self._leader.leader.unavailable_reason:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         return {}
@@ -126,7 +125,7 @@ class GroupWorker:
         return {"cpu_s": cpu_s() - self._cpu_before_s, **self._ticker.stalls()}
 
     async def requests(self, *, count: int, concurrency: int, request_bytes: int) -> dict[str, Any]:
-        """So many requests through the group, so many of them open at once; at rank 0."""
+        """Run `count` requests through the group, at rank 0, with `concurrency` open at a time."""
         assert self._leader is not None
         shell, request, took_s, left = self._leader, bytes(request_bytes), [], count
         decisions_before = shell.leader.decisions
@@ -150,7 +149,7 @@ class GroupWorker:
         }
 
     async def rest(self) -> dict[str, Any]:
-        """What is left when nothing is asked for, and what went wrong."""
+        """Return the numbers of requests that this rank holds, and of errors in its handlers."""
         leader = (
             0
             if self._leader is None
@@ -167,7 +166,7 @@ class GroupWorker:
     # --- the same frames over bare sockets
 
     async def bare_setup(self, *, port: int) -> dict[str, Any]:
-        """A ROUTER at rank 0, a DEALER at each rank, rank 0 included."""
+        """Open a ROUTER at rank 0, and a DEALER at each rank, rank 0 included."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         if self._rank == 0:
             self._router = context.socket(zmq.ROUTER)
@@ -175,11 +174,12 @@ class GroupWorker:
         self._bare = context.socket(zmq.DEALER)
         self._bare.setsockopt(zmq.ROUTING_ID, b"%d" % self._rank)
         self._bare.connect(f"tcp://{HOST}:{port}")
+        # The ROUTER can reach this rank only after a frame of it: `bare_ready` awaits this one.
         self._bare.send(b"")
         return {"port": port}
 
     async def bare_ready(self) -> dict[str, Any]:
-        """Every rank has connected; at rank 0."""
+        """Wait, at rank 0, until every rank is connected."""
         assert self._router is not None
         self._peers = [
             (await asyncio.to_thread(self._router.recv_multipart))[0] for _ in range(self._ranks)
@@ -189,9 +189,11 @@ class GroupWorker:
     async def bare(
         self, *, count: int, concurrency: int, sizes: list[int], vote_bytes: int
     ) -> dict[str, Any]:
-        """Rank 0 sends each rank a frame of each of `sizes` in turn, all but the last answered by
-        each rank with `vote_bytes`, `count` times; the other ranks answer. In a thread, and nothing
-        else runs."""
+        """Play the frames of `count` requests over the bare sockets, in threads.
+
+        For each request rank 0 sends every rank a frame of each of `sizes` in turn. Every rank,
+        rank 0 included, answers all but the last with `vote_bytes`.
+        """
         before_s, begun_s = cpu_s(), perf_counter()
         if self._rank:
             took_s = await asyncio.to_thread(
@@ -207,7 +209,8 @@ class GroupWorker:
         return {"seconds": seconds, "cpu_s": cpu_s() - before_s, **_latency(took_s)}
 
     def _answer(self, frames: int, votes: int, vote_bytes: int) -> list[float]:
-        """A request's last frame has no answer: it is the shortest."""
+        """Receive `frames` frames, and answer the `votes` frames among them that ask for a vote."""
+        # The byte after the header is 1 in a frame that asks for a vote.
         socket, padding = self._bare, bytes(vote_bytes - BARE_HEADER)
         assert socket is not None
         for _ in range(frames):
@@ -245,6 +248,7 @@ class GroupWorker:
             _, frame = router.recv_multipart()
             name = frame[:BARE_HEADER]
             answers[name] += 1
+            # The next stage begins when every rank has answered this one.
             stage, rest = divmod(answers[name], len(peers))
             if rest:
                 continue

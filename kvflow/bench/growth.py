@@ -1,9 +1,10 @@
-"""`kvflow bench rooms --open N`: what rooms cost that stay open, matched and waiting for input.
+"""`kvflow bench rooms --open N`: the cost of rooms that stay open, matched and waiting for input.
 
-Two processes, one room a page. Opened; at rest; with more links; then each peer in turn is killed,
-or falls silent and is killed later, and the other side ends all rooms. A stall is the CPU time that
-the event loop's thread took in one go while a 1 ms ticker waited; `late_*` is the ticker's whole
-lateness, which other processes of the machine add to.
+Two processes share N rooms of one page each. The bench measures them while they open, at rest, at
+rest with more links, and when each peer in turn is killed, or falls silent and is killed later, so
+that the other side ends all rooms. A stall is the CPU time that the event loop's thread took in one
+go while a 1 ms ticker waited; `late_*` is the ticker's whole lateness, to which other processes of
+the machine contribute.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from kvflow.bench.elsewhere import worker_command
 from kvflow.bench.pair import Process
 
 WORKER = "kvflow.bench.growth_worker"
-BATCH = 500  # rooms opened before the driver looks whether all are matched
+BATCH = 500  # rooms that open before the driver waits for all of them to match
 LINKS_AT_ONCE = 10
 SPARE_PAGES = 64
 SETTLE_S = 1.0
-WATCH_S = 0.3  # a ticker runs before the peer falls
+WATCH_S = 0.3  # the ticker runs so long before the peer falls
 END_S = 120.0
 MUST_STALL_MS = 5.0
-MUST_ROOMS = 10_000  # up to so many; above it the same figure is an aim
+MUST_ROOMS = 10_000  # up to this number the limit is a must, above it an aim
 LOSSES = ("killed prefill", "silent prefill", "killed decode", "silent decode")
 
 Say = Callable[[str], None]
@@ -34,14 +35,14 @@ Figures = dict[str, Any]
 
 
 class Growth(NamedTuple):
-    """What is measured at each number of rooms."""
+    """The measurements at each number of rooms."""
 
     plane: str = "local"
     rest_s: float = 5.0
-    links: int = 300  # to so many prefills in all; 1: not measured
+    links: int = 300  # in all, each to another prefill; 1: not measured
     losses: tuple[str, ...] = LOSSES
     frozen: bool = True  # gc.freeze while rooms are opened and after, as the roles do
-    tree: str = ""  # of the library, when it is not this one
+    tree: str = ""  # checkout of the library; empty: this one
 
 
 class OpenRooms:
@@ -52,7 +53,7 @@ class OpenRooms:
         self.sides = {"prefill": prefill, "decode": decode}
 
     async def both(self, do: str, **arguments: Any) -> Figures:
-        """Ask both sides the same; the answers by side."""
+        """Send both sides the same command, and return the answers by side."""
         seen = await asyncio.gather(*(side.ask(do, **arguments) for side in self.sides.values()))
         return dict(zip(self.sides, seen, strict=True))
 
@@ -68,7 +69,8 @@ class OpenRooms:
     async def open(self) -> Figures:
         """Open the rooms, a batch at a time.
 
-        Rates are of the first and of the last tenth, so that growth shows.
+        Returns the rate over all rooms, and over the first and the last tenth of them, which shows
+        growth, with each side's stalls and memory per room.
         """
         await self.both("opening", on=True)
         seconds = []
@@ -77,6 +79,7 @@ class OpenRooms:
             begun = time.monotonic()
             await self.both("open", first=first, count=count)
             seconds.append((time.monotonic() - begun) / count)
+            # The roles freeze what lives long, so that no collection walks over all open rooms.
             if self._plan.frozen:
                 await self.both("freeze")
         tenth = max(1, len(seconds) // 10)
@@ -88,8 +91,9 @@ class OpenRooms:
         return {**per_s, **await self.both("opening", on=False)}
 
     async def more_links(self) -> None:
-        """One room over each further link, few at a time: registering takes long on a busy machine,
-        and halves that wait for it have a deadline."""
+        """Open one room over each further link."""
+        # Few at a time: registering takes long on a busy machine, and the halves that wait for it
+        # have a deadline.
         ready = await self.sides["prefill"].ask(
             "link", plane=self._plan.plane, links=self._plan.links, ranks=[]
         )
@@ -105,11 +109,12 @@ class OpenRooms:
             await self.both("freeze")
 
     async def lose(self, loss: str) -> Figures:
-        """What the other side suffers from it; times of its first and last room's end since the
-        peer fell.
+        """Make one peer fall as `loss` states, and return what the other side measured: its stalls,
+        and the times from the fall to the ends of its first and its last room.
         """
         how, lost = loss.split()
         victim, other = self.sides[lost], self.sides["decode" if lost == "prefill" else "prefill"]
+        # Only an observed death of prefill proves that its writes ended, and frees decode's pages.
         pages_return = how == "killed" and lost == "prefill"
         watching = asyncio.create_task(
             other.ask("ending", within_s=END_S, pages_return=pages_return)
@@ -121,8 +126,9 @@ class OpenRooms:
         else:
             victim.freeze()
         seen = await watching
+        # A frozen process would not answer `quit`.
         if how == "silent":
-            await victim.kill()  # it would not answer when it is asked to quit
+            await victim.kill()
         times = {name: seen.pop(f"{name}_at_s") for name in ("first", "last", "pages")}
         seen["noticed_ms"] = round((times["first"] - fell_at_s) * 1e3, 1)
         seen["ended_ms"] = round((times["last"] - fell_at_s) * 1e3, 1)
@@ -151,7 +157,10 @@ async def open_rooms(plan: Growth, count: int) -> AsyncIterator[OpenRooms]:
 
 
 async def bench_growth(counts: tuple[int, ...], plan: Growth, say: Say) -> Figures:
-    """Every number of rooms in turn. Returns {"plan", str(count): figures, "must": [...]}."""
+    """Measure every number of rooms in turn.
+
+    Returns {"plan", str(count): figures, "must": [...]}.
+    """
     report: Figures = {"plan": plan._asdict(), "must": []}
     for count in counts:
         figures = report[str(count)] = await grow(count, plan, say)
@@ -165,8 +174,8 @@ async def bench_growth(counts: tuple[int, ...], plan: Growth, say: Say) -> Figur
 
 
 async def grow(count: int, plan: Growth, say: Say) -> Figures:
-    """One number of rooms: a pair of processes that live through everything, and a new one for each
-    further loss.
+    """Measure one number of rooms: opening and rest with one pair of processes, and each loss of a
+    peer with a new pair.
     """
     figures: Figures = {}
     async with open_rooms(plan, count) as rooms:
@@ -192,7 +201,7 @@ async def grow(count: int, plan: Growth, say: Say) -> Figures:
 
 
 def judge(count: int, figures: Figures) -> list[Figures]:
-    """Every stall beside its limit: a must up to `MUST_ROOMS`, else an aim."""
+    """Return every stall beside its limit: a must up to `MUST_ROOMS` rooms, else an aim."""
     stalls: dict[str, float] = {}
     for phase, seen in figures.items():
         if phase == "collection":
@@ -202,7 +211,7 @@ def judge(count: int, figures: Figures) -> list[Figures]:
         elif "stall_max_ms" in seen:
             stalls[phase] = seen["stall_max_ms"]
         else:
-            # With many links all of their prefills share one loop here, which none does in earnest.
+            # The prefills of all links share one event loop here, which they never do in a cluster.
             sides = ("decode",) if "links" in phase else ("prefill", "decode")
             stalls |= {f"{phase}, {side}": seen[side]["stall_max_ms"] for side in sides}
     kind = "must" if count <= MUST_ROOMS else "aim"

@@ -1,5 +1,5 @@
-"""One role of `kvflow bench rooms --open` as a process of its own; the protocol of the pipe is that
-of `child.py`.
+"""The process of one role in `kvflow bench rooms --open`; the protocol of the pipe is that of
+`child.py`.
 
     python -m kvflow.bench.growth_worker prefill|decode
 
@@ -32,11 +32,12 @@ from kvflow.transports.data.select import open_plane
 
 PAGE_SIZE = 16
 PROMPT = np.arange(PAGE_SIZE, dtype=np.int64)  # one page a room
-AFTERMATH_S = 1.0  # what follows when all rooms have ended: repeated messages, loans without proof
+# The watch goes on after all rooms ended: messages are repeated, and loans still await proof.
+AFTERMATH_S = 1.0
 
 
 class CountedSocket:
-    """Implements `protocols.ports.ControlSocket`: another one, and how much passes through it."""
+    """A `protocols.ports.ControlSocket` over another one, which counts frames and bytes."""
 
     def __init__(self, socket: ControlSocket, traffic: dict[str, int]) -> None:
         self._socket, self._traffic = socket, traffic
@@ -63,7 +64,7 @@ class CountedSocket:
 
 
 class GrowthWorker:
-    """Rooms that are opened and stay open, somebody waiting for the end of each."""
+    """The commands: open rooms, with a task that waits for the end of each, and watch them."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -87,7 +88,7 @@ class GrowthWorker:
         return await self.link(plane=plane, links=1, ranks=ranks)
 
     async def link(self, *, plane: str, links: int, ranks: list[Any]) -> dict[str, Any]:
-        """Prefill starts nodes until there are `links`; decode takes note of their `ranks`."""
+        """Start nodes at prefill until there are `links`; at decode, store their `ranks`."""
         while self._role == "prefill" and len(self._prefills) < links:
             data_plane = await asyncio.to_thread(open_plane, plane, self._pool.segment)
             node = PrefillNode(self._pool, data_plane, bind=self._bind)
@@ -99,8 +100,8 @@ class GrowthWorker:
     async def open(
         self, *, first: int, count: int, first_link: int = 0, links: int = 1
     ) -> dict[str, Any]:
-        """Rooms first..first+count-1, spread over `links` links; prefill answers when every one is
-        matched.
+        """Open rooms first..first+count-1, spread over `links` links; prefill answers when every
+        one is matched.
         """
         opened: list[Callable[[], Awaitable[Any]]] = []
         halves = []
@@ -112,15 +113,17 @@ class GrowthWorker:
                 opened.append(half.done)
             else:
                 opened.append((await self._decode.room(number, [self._ranks[at]], PROMPT)).landed)
-            await asyncio.sleep(0)  # as requests of an engine come: one by one
+            # The requests of an engine come one by one, not all in one turn of the loop.
+            await asyncio.sleep(0)
         await asyncio.gather(*(half.matched() for half in halves))
         self._all_ended.clear()
         self._waiting |= {asyncio.create_task(self._wait(ended)) for ended in opened}
-        await asyncio.sleep(0)  # each of them waits now
+        # One turn of the loop starts every task, so each of them waits when the driver goes on.
+        await asyncio.sleep(0)
         return {}
 
     async def opening(self, *, on: bool) -> dict[str, Any]:
-        """Begin to measure, or tell what the loop has suffered since."""
+        """Begin to measure; or with `on` False, return stalls and memory per room since then."""
         if on:
             self._ticker, self._rss_before = StallTicker(), _rss_kib()
             return {}
@@ -128,13 +131,14 @@ class GrowthWorker:
         return {**self._ticker.stalls(), "memory_kib_per_room": round(grown_kib, 2)}
 
     async def freeze(self) -> dict[str, Any]:
-        """What lives now is no business of the garbage collector's any more, as in the roles."""
+        """Exempt all live objects from garbage collection, as the roles do."""
         gc.freeze()
         return {}
 
     async def collect(self, *, frozen: bool) -> dict[str, Any]:
-        """The pause of a full garbage collection over all there is, and after `gc.freeze`, which
-        then stays.
+        """Measure the pause of a full garbage collection over all objects, and after `gc.freeze`.
+
+        Everything stays frozen if `frozen`.
         """
         gc.freeze()
         frozen_ms = _full_collection_ms()
@@ -145,7 +149,7 @@ class GrowthWorker:
         return {"full_ms": full_ms, "frozen_ms": frozen_ms, "objects": objects}
 
     async def rest(self, *, seconds: float) -> dict[str, Any]:
-        """Nothing is asked of the rooms: what they cost all the same."""
+        """Measure CPU time, traffic and stalls for `seconds` in which no room changes."""
         ticker, cpu_before, before = StallTicker(), cpu_s(), dict(self._traffic)
         await asyncio.sleep(seconds)
         cpu = cpu_s() - cpu_before
@@ -153,8 +157,8 @@ class GrowthWorker:
             f"{name}_per_s": round((self._traffic[name] - before[name]) / seconds, 1)
             for name in before
         }
-        # The ticker's own thousand wake-ups a second are in it: about a percent, the same at every
-        # number of rooms.
+        # `cpu_percent` includes the ticker's thousand wake-ups a second: about a percent, the same
+        # at every number of rooms.
         return {
             **ticker.stalls(),
             "cpu_percent": round(cpu / seconds * 100, 2),
@@ -163,8 +167,8 @@ class GrowthWorker:
         }
 
     async def ending(self, *, within_s: float, pages_return: bool) -> dict[str, Any]:
-        """Wait until every room has ended, and, at decode, until its pages are free; what the loop
-        suffers meanwhile.
+        """Wait until every room ended, and with `pages_return` until all pages of decode are free;
+        return the stalls of the loop meanwhile.
 
         Times are of the monotonic clock, which all processes of a machine share.
         """
@@ -188,7 +192,7 @@ class GrowthWorker:
             await node.close()
 
     async def _wait(self, ended: Callable[[], Awaitable[Any]]) -> None:
-        """As the request of an engine would, whose room it is."""
+        """Wait for the end of one room, as the engine's request does, and record its time."""
         try:
             await ended()
         except KvflowError:
@@ -208,7 +212,8 @@ class GrowthWorker:
 
 
 def _full_collection_ms() -> float:
-    """CPU time of this thread, as of stalls: other processes do not count."""
+    """Return the CPU time of a full collection in this thread, in ms."""
+    # CPU time, as for stalls: the pause must not include turns of other processes.
     begun = time.thread_time()
     gc.collect()
     return round((time.thread_time() - begun) * 1e3, 3)

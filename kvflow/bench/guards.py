@@ -1,5 +1,5 @@
-"""`kvflow bench guards`: what a control key and `--verify-transfers` cost, beside the same rooms
-without them.
+"""`kvflow bench guards`: the cost of a control key and of `--verify-transfers`, beside the same
+rooms without them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from kvflow.transports.control.curve import write_key
 async def bench_guards(
     planes: tuple[str, ...], turns: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Runs "A" and "A/A" are plain, "key" has CURVE on the control link, "verify" a checksum of
-    every page.
+    """Measure four runs in interleaved turns: "A" and "A/A" are plain, "key" has CURVE on the
+    control link, "verify" a checksum of every page.
 
     Returns {"turns": the figures of each, "table": rows as `kvflow bench compare` makes them}.
     """
+    # An empty path stands for this tree: the runs differ only in their options.
     with TemporaryDirectory() as folder:
         key = os.path.join(folder, "control.key")
         await asyncio.to_thread(write_key, key)

@@ -1,6 +1,9 @@
-"""How fast pages leave a pool for host memory and come back, as a ratio to one large memcpy of as
-many bytes between the same two memories, interleaved in one run; how long the event loop stood
-still meanwhile, and how much slower the decode steps of a model are beside it (`offload_steps`)."""
+"""`kvflow bench offload`: the speed of copies from a pool to host memory and back, as a ratio to
+one large memcpy of as many bytes between the same two memories.
+
+Copies and memcpy interleave in one run. The report also has the stalls of the event loop meanwhile,
+and the slowdown of a model's decode steps beside the copies (`offload_steps`).
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,15 @@ if TYPE_CHECKING:
 PAGE_SIZE, LAYERS, HEADS, DIM = 16, 32, 8, 128  # 2 MiB a page
 ROW_ELEMENTS = 1 << 16
 _FILL_WORDS = 1 << 20
-SPREAD = 2  # the pool has so many times the pages that are copied
+SPREAD = 2  # pages of the pool per page that is copied
 MUST_RATIO = 0.8
 Say = Callable[[str], None]
 
 
 class OffloadPlan(NamedTuple):
-    """`pages` of 2 MiB, scattered over a pool; `rounds` interleaved turns of each way; steps of
-    `batch` sequences (0: none) for at least `steps_s` beside each."""
+    """Parameters of `bench_offload`: `pages` of 2 MiB, scattered over a pool; `rounds` interleaved
+    turns of each way; steps of `batch` sequences (0: no steps) for at least `steps_s` beside each.
+    """
 
     pages: int = 512
     rounds: int = 10
@@ -47,12 +51,15 @@ class OffloadPlan(NamedTuple):
 
 
 async def bench_offload(plan: OffloadPlan, say: Say) -> dict[str, Any]:
-    """Raises: LayoutError when there is not enough memory, MisuseError for a copy that came back
-    with other bytes.
+    """Measure every order of the pool in turn.
+
+    Raises: LayoutError when there is not enough memory, MisuseError for a copy that came back with
+    other bytes.
     """
     if not plan.batch:
         return {order: await _one_order(plan, order, None, say) for order in plan.orders}
-    from kvflow.bench.offload_steps import make_batch  # imports torch
+    # This module imports torch, which a run without steps does not need.
+    from kvflow.bench.offload_steps import make_batch
 
     steps = await make_batch(plan.batch, plan.device or "cpu")
     try:
@@ -93,7 +100,9 @@ def _layout(num_pages: int, order: str) -> PoolLayout:
 
 
 def _fill(pool: PagedPool) -> None:
-    """Every 8 bytes say where they are; on a device, bytes are drawn."""
+    """Fill the pool: on the host every 8 bytes with a number that grows with the address, on a
+    device with random bytes.
+    """
     if not pool.on_host:
         import torch
 
@@ -126,7 +135,8 @@ async def _rounds(
     before = await asyncio.to_thread(_content, pool, scattered[:8])
     seconds: dict[str, list[float]] = {"memcpy": [], "copy_out": [], "restore": []}
     ticker = StallTicker()
-    for turn in range(plan.rounds + 1):  # the first warms up
+    # Turn 0 warms up and does not count.
+    for turn in range(plan.rounds + 1):
         took = {"memcpy": await asyncio.to_thread(_memcpy, pool, store, total_bytes)}
         began_s = time.perf_counter()
         held = await store.take(places)
@@ -146,7 +156,8 @@ async def _rounds(
         line = f"{order} {turn}: " + ", ".join(
             f"{way} {total_bytes / s / 1e9:.2f} GB/s" for way, s in took.items()
         )
-        await asyncio.to_thread(say, line)  # printing is no part of what may hold up the loop
+        # The ticker would count a slow terminal as a stall, so a thread prints.
+        await asyncio.to_thread(say, line)
     return _report(plan, total_bytes, seconds) | ticker.stalls()
 
 
@@ -158,7 +169,7 @@ async def _beside_steps(
     pages = (
         np.random.default_rng(2).permutation(pool.layout.num_pages)[: plan.pages].astype(np.int32)
     )
-    # All of the pool belongs to the rounds before.
+    # `_rounds` took every page and the row and keeps them, so these belong to the bench already.
     places = Places(pages, np.zeros(1, dtype=np.int32))
     total_bytes = plan.pages * pool.layout.page_bytes
 
@@ -187,8 +198,8 @@ async def _beside_steps(
 
 
 def _memcpy(pool: PagedPool, store: SnapshotStore, total_bytes: int) -> float:
-    """One copy from the start of the pool's largest buffers into host memory: the limit of any copy
-    out.
+    """Copy `total_bytes` from the start of the pool's largest buffer into host memory, in as few
+    copies as possible, and return the seconds: the limit of any copy out.
     """
     source = max(pool.layout.buffers, key=lambda b: b.size_bytes)
     target = max(store.host.layout.buffers, key=lambda b: b.size_bytes)

@@ -1,11 +1,11 @@
-"""What copies between a pool and host memory cost the decode steps of a model beside them, and
-steps the copies.
+"""The slowdown that copies between a pool and host memory cause in the decode steps of a model, and
+steps in copies.
 
 Steps of the demo model run in their thread, as a decode runs them. Each round has them alone,
-beside a busy core that touches no memory, beside one large memcpy, which nothing that moves as many
-bytes undercuts, beside copy-outs and beside restores: a step's time divided by that of the same
-round's quiet steps. What a busy core costs already is the machine's lack of cores; what a memcpy
-costs beyond it, memory bandwidth; what copies cost beyond that, kvflow.
+beside a busy core that touches no memory, beside one large memcpy, which is the cheapest way to
+move as many bytes, beside copy-outs and beside restores. A figure is a step's time divided by that
+of the same round's quiet steps. The cost of a busy core shows the machine's lack of cores; what a
+memcpy costs beyond it is memory bandwidth; what copies cost beyond that is kvflow's.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ Times = dict[str, list[float]]
 
 
 class DecodeBatch:
-    """Sequences that decode for ever: at their last token they go back to their prompts.
+    """Sequences that decode without end: at their last token they return to their prompts.
 
-    Blocks; for threads.
+    Its methods block, and are meant for a thread.
     """
 
     def __init__(self, model: LoadedModel, batch: int) -> None:
-        """Raises: LayoutError when there is not enough memory."""
+        """Compute the prompts of `batch` sequences.
+
+        Raises: LayoutError when there is not enough memory.
+        """
         each = -(-(PROMPT_TOKENS + NEW_TOKENS) // PAGE_SIZE)
         layout = build_layout(
             model.streams,
@@ -66,9 +69,10 @@ class DecodeBatch:
         )
 
     def steps_until(self, stop: threading.Event) -> list[float]:
-        """Seconds of each step, as many as there are before `stop` is set."""
+        """Run steps until `stop` is set, and return the seconds of each."""
         seconds: list[float] = []
         while not stop.is_set():
+            # The runner may compute this many steps in one call, so there must be room for them.
             if self._sequences[0].tokens.size - self._sequences[0].length < MOST_STEPS:
                 for sequence in self._sequences:
                     sequence.computed, sequence.length = PROMPT_TOKENS, PROMPT_TOKENS + 1
@@ -84,7 +88,7 @@ class DecodeBatch:
 
 
 async def make_batch(batch: int, device: str) -> DecodeBatch:
-    """Of the demo model, on one CPU thread, as roles run it by default."""
+    """Return a batch over the demo model, on one CPU thread, as roles run it by default."""
     torch.set_num_threads(1)
     return await asyncio.to_thread(
         lambda: DecodeBatch(load_model(str(DEMO_MODEL_DIR), device=device), batch)
@@ -92,7 +96,8 @@ async def make_batch(batch: int, device: str) -> DecodeBatch:
 
 
 def keep_busy() -> float:
-    """A core, and no memory, without the GIL. Returns its seconds."""
+    """Keep one core busy without memory traffic and without the GIL, and return the seconds."""
+    # hashlib releases the GIL for a block of this size, which stays in the core's cache.
     block, began_s = bytes(1 << 16), time.perf_counter()
     for _ in range(1 << 9):
         hashlib.sha256(block)
@@ -100,17 +105,18 @@ def keep_busy() -> float:
 
 
 class BesideSteps:
-    """Times of steps, and of what else is done, each alone and beside the other."""
+    """Times of decode steps and of other work, each alone and beside the other."""
 
     def __init__(self, steps: DecodeBatch, at_least_s: float) -> None:
         self._steps, self._at_least_s = steps, at_least_s
-        self._step_s: Times = {}  # by what was beside them, one mean a round
+        # By the name of the work beside the steps; one figure for each round.
+        self._step_s: Times = {}
         self._slowest_s: Times = {}
         self._work_s: Times = {}
         self._alone_s: Times = {}
 
     async def quiet(self) -> None:
-        """Steps alone, with which the round begins."""
+        """Measure steps alone; every round begins with this."""
 
         async def wait() -> float:
             await asyncio.sleep(self._at_least_s)
@@ -119,7 +125,7 @@ class BesideSteps:
         await self._steps_beside("quiet", wait)
 
     async def work(self, name: str, work: Callable[[], Awaitable[float]]) -> None:
-        """Some work, which returns its seconds: alone, then again and again beside steps."""
+        """Measure `work`, which returns its seconds: once alone, then repeatedly beside steps."""
         self._alone_s.setdefault(name, []).append(await work())
         await self._steps_beside(name, work)
 
@@ -138,7 +144,7 @@ class BesideSteps:
         self._slowest_s.setdefault(name, []).append(float(np.percentile(seconds, 99)))
 
     def report(self) -> dict[str, Any]:
-        """Medians over the rounds."""
+        """Return medians over the rounds."""
         quiet, slowest = self._step_s["quiet"], self._slowest_s["quiet"]
         found: dict[str, Any] = {"step_ms": statistics.median(quiet) * 1e3}
         for name, alone_s in self._alone_s.items():

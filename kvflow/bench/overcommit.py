@@ -1,15 +1,14 @@
 """`kvflow bench overcommit`: requests per second of a decode whose pool is too small,
 over-committed and in safe mode.
 
-Three servers take the same requests in the same turns: one whose pool holds the worst case of all
-of them, and two whose pools hold a share of it, of which one promises every request its worst case
-(`--new-token-ratio 1.0`). All answers must be those of the first. Requests that end early, at a
-stop token, are what over-commitment is for.
+Three servers receive the same requests in the same turns: one whose pool holds the worst case of
+all of them, and two whose pools hold a share of it, of which one promises every request its worst
+case (`--new-token-ratio 1.0`). All answers must equal those of the first. Over-commitment helps
+requests that end early, at a stop token.
 
-How much it can give depends on what a step costs by itself and for each row: where rows cost most,
-as for the demo model on a CPU, a larger batch saves little. So the first server's rate divided by
-safe mode's is printed as the bound, and the step's cost is fitted to the seconds and steps of all
-turns.
+The gain depends on the fixed cost of a step and on the cost of each row: where rows cost most, as
+for the demo model on a CPU, a larger batch saves little. So the report has the first server's rate
+divided by safe mode's as the bound, and a step's cost fitted to the seconds and steps of all turns.
 """
 
 from __future__ import annotations
@@ -42,7 +41,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class OvercommitPlan:
-    """`share` of the pages that the requests need at worst; `ratio` is `--new-token-ratio`."""
+    """Parameters of `bench_overcommit`.
+
+    `share`: part of the pages needed at worst that the small pools have. `ratio`:
+    `--new-token-ratio` of the over-committed server.
+    """
 
     requests: int = 64
     new_tokens: int = 200
@@ -61,9 +64,10 @@ class _Turn(NamedTuple):
 
 
 async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
-    """Returns {load: {server: requests per second, "ratio": over-committed / safe mode, "bound":
-    all fit / safe mode, "batch": {server: tokens of a step}, "step_ms": its cost, counters}}.
+    """Measure the three servers under two loads: requests that end early, and the same without.
 
+    Returns {load: {server: requests per second, "ratio": over-committed / safe mode, "bound": all
+    fit / safe mode, "batch": {server: tokens of a step}, "step_ms": cost of a step, counters}}.
     Raises: KvflowError when a server does not start, or an answer differs.
     """
     dice = random.Random(plan.seed)
@@ -110,6 +114,7 @@ async def bench_overcommit(plan: OvercommitPlan, say: Say) -> dict[str, Any]:
                 serving(model, plan.threads, arguments=arguments)
             )
         bodies = [_body(prompt, plan.new_tokens) for prompt in prompts]
+        # Stop tokens come from the full answers, so that each early end hits a known token.
         full = await _answers(session, servers[ROOMY], bodies)
         early = [_stopping(body, tokens, dice) for body, tokens in zip(bodies, full, strict=True)]
         for load, given in (("early ends", early), ("no early ends", bodies)):
@@ -127,8 +132,10 @@ async def _load(
     seen: dict[str, list[_Turn]] = {name: [] for name in servers}
     before = await _counters(session, servers[OVER])
     want = await _answers(session, servers[ROOMY], bodies)
-    for turn in range(-1, turns):  # the first one warms up
+    # Turn -1 warms up and does not count.
+    for turn in range(-1, turns):
         names = list(servers)
+        # The order alternates, so that no server always runs on another's heels.
         for name in names[:: 1 if turn % 2 else -1]:
             steps, begun = (
                 await _counter(session, servers[name], "decode_steps"),
@@ -146,7 +153,8 @@ async def _load(
                 steps = await _counter(session, servers[name], "decode_steps") - steps
                 seen[name].append(_Turn(seconds, int(steps)))
     after = await _counters(session, servers[OVER])
-    decoded = sum(len(tokens) - 1 for tokens in want)  # the first one is prefill's
+    # Prefill computes the first token of each answer.
+    decoded = sum(len(tokens) - 1 for tokens in want)
     found: dict[str, Any] = {
         name: round(len(bodies) / float(np.median([turn.seconds for turn in rounds])), 2)
         for name, rounds in seen.items()
@@ -165,7 +173,7 @@ async def _load(
 
 
 def _ratio(over: list[_Turn], under: list[_Turn]) -> dict[str, float]:
-    """Of rates, of the same turns."""
+    """Return the spread of the ratios of the rates, `over` to `under`, turn by turn."""
     ratios = [slow.seconds / fast.seconds for fast, slow in zip(over, under, strict=True)]
     low, middle, high = np.percentile(ratios, (0, 50, 100))
     return {
@@ -176,8 +184,10 @@ def _ratio(over: list[_Turn], under: list[_Turn]) -> dict[str, float]:
 
 
 def _step_cost(turns: list[_Turn], tokens: int) -> dict[str, float]:
-    """Milliseconds of a step, and of each row in it, if a turn's seconds are so much for each step
-    and token; empty where all turns had as many steps."""
+    """Return the milliseconds of a step and of each row in it, from a linear fit of the turns'
+    seconds; empty if all turns had the same number of steps.
+    """
+    # A line through points of one abscissa is not determined.
     if len({turn.steps for turn in turns}) < 2:
         return {}
     fixed, rest = np.polyfit(
@@ -209,9 +219,9 @@ def _body(prompt: list[int], new_tokens: int) -> dict[str, Any]:
 
 
 def _stopping(body: dict[str, Any], tokens: list[int], dice: random.Random) -> dict[str, Any]:
-    """The same request, which ends about anywhere: at a token that it generates there for the first
-    time.
-    """
+    """Return the same request with a stop token, so that it ends at about a random position."""
+    # A stop token ends the answer where it first occurs. So the choice is the token whose first
+    # position is closest to the one that was drawn.
     wanted, first = (
         dice.randrange(len(tokens)),
         {token: at for at, token in reversed(list(enumerate(tokens)))},

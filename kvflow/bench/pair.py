@@ -1,4 +1,4 @@
-"""Two worker processes, prefill and decode, and a driver that asks both the same thing at once."""
+"""Two worker processes, prefill and decode, and a driver that sends both the same commands."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Process:
             *argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            # Replies are single lines, far longer than the default limit of 64 KiB.
             limit=1 << 26,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         )
@@ -37,7 +38,7 @@ class Process:
         return self._child.pid
 
     async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Raises: RuntimeError with the child's own words."""
+        """Send one command, and return the reply. Raises: RuntimeError with the child's error."""
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         await self._child.stdin.drain()
@@ -50,11 +51,11 @@ class Process:
         return reply
 
     def freeze(self) -> None:
-        """Stop it where it stands: it is silent, and not dead."""
+        """Stop the process in place, so that it is silent but not dead."""
         self._child.send_signal(signal.SIGSTOP)
 
     async def kill(self) -> None:
-        """End it at once, frozen or not."""
+        """End the process at once, frozen or not."""
         self._child.kill()
         await self._child.wait()
 
@@ -70,7 +71,7 @@ class Process:
 
 
 class WorkerPair:
-    """kvflow's prefill and decode, on one data plane and one pool shape."""
+    """A prefill and a decode worker of kvflow, on one data plane and one pool shape."""
 
     def __init__(self, prefill: Process, decode: Process, page_bytes: int) -> None:
         self.prefill, self.decode, self.page_bytes = prefill, decode, page_bytes
@@ -80,10 +81,10 @@ class WorkerPair:
     async def open(
         cls, plane: str, module: str = WORKER, tree: str = "", /, **shape: Any
     ) -> WorkerPair:
-        """`module`: what each process runs, with its role, as it is in the checkout `tree` (empty:
-        here).
+        """Start both workers and set them up.
 
-        `shape`: layers, heads, dim, page_size, pages, order.
+        Each process runs `module` with its role as the argument, over the checkout `tree` (empty:
+        this one). `shape`: layers, heads, dim, page_size, pages, order.
         """
         env = (
             {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1"}
@@ -101,7 +102,7 @@ class WorkerPair:
     async def rooms(
         self, count: int, concurrency: int, pages: int, *, ticking: bool = False
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run `count` rooms of `pages` pages; what prefill and what decode saw."""
+        """Run `count` rooms of `pages` pages, and return the figures of prefill and of decode."""
         first, self._next_room = self._next_room, self._next_room + count
         arguments = {
             "first": first,
@@ -110,24 +111,26 @@ class WorkerPair:
             "pages": pages,
             "ticking": ticking,
         }
+        # Both sides start at the same moment, however late the command reaches each of them.
         return await self.both("rooms", start_at=time.monotonic() + START_DELAY_S, **arguments)
 
     async def both(self, do: str, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Ask prefill and decode the same; what each answered."""
+        """Send prefill and decode the same command, and return both replies."""
         seen = await asyncio.gather(
             *(side.ask(do, **arguments) for side in (self.prefill, self.decode))
         )
         return seen[0], seen[1]
 
     async def raw_setup(self) -> dict[str, Any]:
-        """The way of driving the bare plane that was found best."""
+        """Prepare bare writes, and return the fastest way of driving the bare plane."""
         return await self.prefill.ask("raw_setup", **await self.decode.ask("exported"))
 
     async def raw(self, count: int, pages: int) -> float:
-        """Seconds for the bytes of `count` rooms of `pages` pages through the bare data plane,
-        after the same pause as `rooms`: sockets and caches that have just been used are a third
-        faster."""
+        """Return the seconds that the bytes of `count` rooms of `pages` pages take through the bare
+        data plane.
+        """
         first, self._next_room = self._next_room, self._next_room + count
+        # The same pause as in `rooms`: sockets and caches in recent use are a third faster.
         await asyncio.sleep(START_DELAY_S)
         return float(
             (await self.prefill.ask("raw", first=first, count=count, pages=pages))["seconds"]

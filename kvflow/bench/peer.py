@@ -1,4 +1,4 @@
-"""Where the peer to measure against lives, and how to start it."""
+"""The peers to measure against: where they are installed, and how to start them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POLLS_MS = (0.1, 1.0)
 async def open_peer(
     harness: str, settings: Mapping[str, str] | None = None, /, **shape: int
 ) -> Process:
-    """SGLang's pair, set up with `shape` (layers, pages, heads, dim) and environment `settings`.
+    """Start SGLang's pair with `shape` (layers, pages, heads, dim) and environment `settings`.
 
     Raises: MisuseError when it is not installed.
     """
@@ -27,9 +27,9 @@ async def open_peer(
 
 
 async def open_radix_peer(harness: str) -> Process:
-    """SGLang's prefix tree with its compiled core, in a process of its own.
+    """Start a process with SGLang's prefix tree and its compiled core.
 
-    Raises: MisuseError when not installed.
+    Raises: MisuseError when it is not installed.
     """
     argv, env = _radix_command(harness)
     return await Process.spawn(*argv, name="sglang", env=env)
@@ -48,7 +48,8 @@ def _radix_command(harness: str) -> tuple[list[str], dict[str, str]]:
             "leave --peer out"
         )
     driver = str(Path(__file__).with_name("radix_driver.py"))
-    # -P: beside the driver lie modules with names of the standard library's.
+    # -P keeps the driver's folder off sys.path: modules there, such as profile.py, have names of
+    # the standard library.
     return [str(python), "-P", "-W", "ignore", driver], {"PYTHONPATH": f"{shim}:{source}"}
 
 

@@ -1,4 +1,4 @@
-"""`kvflow bench profile`: what one room calls on each side, in one checkout or several."""
+"""`kvflow bench profile`: the function calls of one room on each side, in one or more checkouts."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from kvflow.bench.pair import START_DELAY_S, Process, WorkerPair
 
 WORKER = str(Path(__file__).with_name("profiled_worker.py"))
 ROOMS = 3000
-FUNCTIONS = 20  # of each side that are named
+FUNCTIONS = 20  # reported by name for each side
 
 Say = Callable[[str], None]
 
 
 async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say) -> dict[str, Any]:
-    """Returns {tree: {side: figures per room}}."""
+    """Profile `ROOMS` rooms in each checkout. Returns {tree: {side: figures per room}}."""
     report: dict[str, Any] = {"rooms": ROOMS, "at_once": at_once, "plane": plane}
     for tree in trees:
         async with await _open(tree, plane) as pair:
+            # Warm up, with room numbers below those of the profile.
             await pair.rooms(ROOMS // 10, at_once, 1)
             first, start_at = ROOMS, time.monotonic() + START_DELAY_S
             seen = await pair.both(
@@ -41,9 +42,10 @@ async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say
 
 
 def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
-    """Calls and microseconds of a room, ours apart from all, and the functions that take most of
-    their own.
+    """Return calls and microseconds of one room, in all and in kvflow's functions alone, and the
+    functions that take most time without their callees.
     """
+    # The bench's own functions are in every tree's figures, and are no part of the library.
     ours = [row for row in functions if "/kvflow/" in row[0] and "/kvflow/bench/" not in row[0]]
     named = sorted(functions, key=lambda row: float(row[3]), reverse=True)[:FUNCTIONS]
     return {

@@ -1,11 +1,11 @@
-"""A tree's own bench worker with a profiler around its rooms; a file to be run, since the tree may
-not have it.
+"""A tree's bench worker with a profiler around its rooms; run as a file, since the tree may not
+have this module.
 
     PYTHONPATH=CHECKOUT python -P kvflow/bench/profiled_worker.py prefill|decode
 
 One more command: profile(first, count, concurrency, start_at). Time is the CPU time of the event
-loop's thread, so what else runs on the machine does not count; the profiler itself does, most of
-all in functions that are called often.
+loop's thread, so other load on the machine does not count; the profiler itself does, most of all in
+functions that are called often.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvflow.bench.worker import Worker, serve
 
 
 class ProfiledWorker(Worker):
-    """Rooms of one page, profiled on the event loop's thread."""
+    """A worker that profiles rooms of one page on the event loop's thread."""
 
     async def profile(
         self, *, first: int, count: int, concurrency: int, start_at: float
     ) -> dict[str, Any]:
-        """Per function: [file, name, calls, seconds of its own]."""
+        """Run rooms, and return for each function [file, name, calls, seconds without callees]."""
         profiler = cProfile.Profile(time.thread_time)
         profiler.enable()
         try:

@@ -1,11 +1,11 @@
-"""SGLang's prefix tree with its compiled core, driven as kvflow's index is.
+"""A driver of SGLang's prefix tree with its compiled core, which takes the steps of `cache.py`.
 
-Runs under the peer's Python, imports nothing of kvflow.
+It runs under the peer's Python, and imports no module of kvflow.
 
     PYTHONPATH=DIR/shim:SOURCE PEER_PYTHON radix_driver.py      (DIR holds the harness)
 
-JSON lines in, JSON lines out, as `worker.py`: prompts, measure, quit. What is measured is said in
-`cache.py`.
+JSON lines in, JSON lines out, as `worker.py`: prompts, measure, quit. `cache.py` describes the
+measurements.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+# Copies of constants in `cache_trace.py` and `cache.py`.
 BLOCK_TOKENS = 512
 SHAPE_PAGE_SIZE = 16
 LEAVES, LEAF_TOKENS, EVICTIONS = 50_000, 32, 20
@@ -37,7 +38,7 @@ VOCABULARY = 1 << 17
 
 
 class Allocator:
-    """Frees nothing, so that only the tree is measured."""
+    """An allocator whose calls have no effect, so that only the tree is measured."""
 
     device = "cpu"
 
@@ -83,6 +84,7 @@ def replay(prompts: list[Any], page_size: int, capacity: int, events: bool) -> d
     }
     clock = time.thread_time
     hits = total = held = 0
+    # Frozen prompts do not lengthen collections during the replay; `cache.measure` does the same.
     gc.collect()
     gc.freeze()
     for num_tokens, blocks in prompts:
@@ -161,6 +163,7 @@ def main() -> None:
         if do == "quit":
             break
         reply: dict[str, Any] = {}
+        # stdout carries the replies, so whatever the peer prints goes to stderr.
         with contextlib.redirect_stdout(sys.stderr):
             if do == "prompts":
                 prompts = command["prompts"]

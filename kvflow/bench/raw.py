@@ -1,9 +1,9 @@
 """The physical limit beside every goodput figure: the same page lists through the data plane's bare
 calls.
 
-Blocks are planned before the clock starts. Each writer tries a few ways and keeps the fastest:
-block sizes, and for a windowed plane also the window and whether to spin or to pause while it waits
-(spinning takes a core from the engine).
+Blocks are planned before the clock starts. Each writer tries several ways and keeps the fastest:
+block sizes, and for a windowed plane also the window and the choice to spin or to pause while it
+waits (spinning takes a core from the engine).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TUNE_PAGES = 256
 
 
 class Way(NamedTuple):
-    """One way of driving the bare plane; only a windowed one looks at `window` and `pause_s`."""
+    """One way of driving the bare plane; only a windowed plane uses `window` and `pause_s`."""
 
     block_bytes: int
     window: int = 0
@@ -41,7 +41,7 @@ class Way(NamedTuple):
 
 
 class RawWriter:
-    """One process's bare writes into a peer's pool."""
+    """Bare writes of one process into a peer's pool; one subclass for each data plane."""
 
     def __init__(self, pairing: Pairing, target_bases: Any) -> None:
         self._pairing, self._target_bases = pairing, target_bases
@@ -51,7 +51,7 @@ class RawWriter:
         return [Way(size) for size in BLOCK_SIZES]
 
     def tune(self, pages: PageIndices) -> Way:
-        """Keep the way that moves `pages` fastest; returns it."""
+        """Find the way that moves `pages` fastest, keep it for later writes, and return it."""
         seconds = {}
         for way in self.ways():
             self.way = way
@@ -60,8 +60,8 @@ class RawWriter:
         return self.way
 
     def write(self, pages: PageIndices, targets: PageIndices | None = None) -> float:
-        """Copy `pages` onto `targets`, or as many scattered target pages; returns the seconds it
-        took.
+        """Copy `pages` onto `targets`, or onto as many scattered target pages, and return the
+        seconds.
         """
         if targets is None:
             total = self._pairing.target.num_pages
@@ -71,6 +71,7 @@ class RawWriter:
         blocks = self._pairing.blocks(
             pages, targets, max_block_bytes=self.way.block_bytes, target_bases=self._target_bases
         )
+        # Python's integers are faster to pass to the bare calls, one by one, than numpy's.
         columns = Blocks(*(column.tolist() for column in blocks))
         start = time.perf_counter()
         self.move(columns)
@@ -81,7 +82,7 @@ class RawWriter:
 
 
 class RawMemmove(RawWriter):
-    """memmove, block by block, into the shared pool."""
+    """The local plane's limit: memmove, block by block, into the shared pool."""
 
     def __init__(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
         self._segment = map_peer(address)
@@ -97,8 +98,8 @@ class RawMemmove(RawWriter):
 
 
 class RawWindow(RawWriter):
-    """Windowed transfer_submit_write and transfer_check_status: the fastest way known to drive the
-    engine.
+    """Mooncake's limit: transfer_submit_write and transfer_check_status over a window of blocks,
+    the fastest known way to drive the engine.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class RawWindow(RawWriter):
     def _follow(self, window: deque[int], check: Any) -> None:
         before = len(window)
         while window and (status := check(window[0])):
+            # Mooncake's status: 0 while the block is under way, 1 when it landed.
             if status != 1:
                 raise RuntimeError(f"raw write ended with status {status}")
             window.popleft()
@@ -137,8 +139,11 @@ class RawWindow(RawWriter):
 
 
 class RawTransfers(RawWriter):
-    """NIXL's transfers of `window` blocks each, one after the other: within a machine a post copies
-    by itself, so a second one would wait for the first."""
+    """NIXL's limit: transfers of `window` blocks each, one after the other.
+
+    Within a machine a post makes the copy before it returns, so a second transfer at a time would
+    only wait for the first.
+    """
 
     def __init__(
         self, plane: NixlPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout
@@ -179,7 +184,10 @@ class RawTransfers(RawWriter):
 def open_raw(
     plane: DataPlane, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout
 ) -> RawWriter:
-    """The bare writer of a plane."""
+    """Return the bare writer that belongs to `plane`, into the pool at `address`.
+
+    Raises: TypeError for another plane.
+    """
     if isinstance(plane, LocalPlane):
         return RawMemmove(ours, address, theirs)
     if isinstance(plane, MooncakePlane):

@@ -1,4 +1,4 @@
-"""`kvflow bench rooms`: what a room costs when there is next to nothing to move."""
+"""`kvflow bench rooms`: the cost of a room that has only one small page to move."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ Say = Callable[[str], None]
 def row(
     opened: dict[Any, float], done: dict[Any, float], prefill_cpu_s: float, decode_cpu_s: float
 ) -> Row:
-    """One round's figures from decode's clock: a room runs from its opening to its last page."""
+    """Return the figures of one round by decode's clock; a room lasts from its opening to its last
+    page.
+    """
     latency_ms = np.array([(done[r] - opened[r]) * 1e3 for r in done])
     n = len(done)
     return {
@@ -60,8 +62,8 @@ async def theirs(peer: Process, concurrency: int, poll_ms: float) -> Row:
 async def bench_rooms(
     planes: tuple[str, ...], rounds: int, peer_harness: str | None, say: Say
 ) -> dict[str, Any]:
-    """Rounds interleaved: every data plane, then the peer at each polling interval, at each
-    concurrency.
+    """Measure in interleaved rounds: at each concurrency every data plane, then the peer at each
+    polling interval.
 
     Returns {"rounds", "idle": {...}, plane: {concurrency: medians}, "sglang": ..., "ratios": ...}.
     """
@@ -73,6 +75,7 @@ async def bench_rooms(
         idle = {
             plane: await pair.decode.ask("idle", seconds=IDLE_S) for plane, pair in pairs.items()
         }
+        # A few rooms before the clock starts: links connect and caches warm up.
         for pair in pairs.values():
             await pair.rooms(200, 8, 1)
         for turn in range(rounds):
@@ -109,8 +112,8 @@ def compare(
     polled: dict[tuple[float, int], list[Row]],
     planes: tuple[str, ...],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The peer at its best polling, separately for rooms/s and for CPU, and our median ratios round
-    by round.
+    """Return the peer's medians at its best polling interval, chosen separately for rooms/s and for
+    CPU, and the medians of kvflow's ratios round by round.
     """
     best: dict[str, Any] = {}
     ratios: dict[str, Any] = {plane: {} for plane in planes}
@@ -138,5 +141,5 @@ def compare(
 
 
 def cpu(r: Row) -> float:
-    """CPU ms per room, both sides together."""
+    """Return CPU ms per room, both sides together."""
     return r["cpu_ms_per_room_prefill"] + r["cpu_ms_per_room_decode"]

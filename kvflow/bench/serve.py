@@ -1,9 +1,10 @@
 """`kvflow bench serve`: tokens per second of `kvflow up`, streamed through its router, beside stock
 `generate`.
 
-Stock transformers is one process with the same threads that completes the same prompts as one
-batch. Turns interleave: each is one batch of stock's and the same prompts as concurrent streams of
-every server, so a ratio is of one turn. Then many streams at once, and short GETs beside them.
+Stock transformers is one process with the same number of threads, which completes the same prompts
+as one batch. Turns interleave: each has one batch of stock's and the same prompts as concurrent
+streams of every server, so both sides of a ratio come from one turn. Afterwards the bench times
+short GETs beside many streams at once.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ class Server:
     pids: dict[str, int]
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds that each role has taken."""
+        """Return the CPU seconds that each role took so far."""
         return {role: cpu_of(pid) for role, pid in self.pids.items()}
 
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What is measured. `trees`: other checkouts whose servers are measured in the same turns."""
+    """Parameters of `bench_serve`.
+
+    `trees`: other checkouts, whose servers are measured in the same turns.
+    """
 
     model: str = ""
     api: str = "completions"
@@ -62,10 +66,10 @@ class ServePlan:
 
 
 async def bench_serve(plan: ServePlan, say: Say) -> dict[str, Any]:
-    """Returns {"clients": {number: {server: figures}}, "beside": {server: latencies of GETs}}.
+    """Measure every server beside stock transformers.
 
-    Raises: KvflowError when a server does not start, or answers with other tokens than were asked
-    for.
+    Returns {"clients": {number: {server: figures}}, "beside": {server: latencies of GETs}}. Raises:
+    KvflowError when a server does not start, or answers with other tokens than stock.
     """
     model = plan.model or str(DEMO_MODEL_DIR)
     report: dict[str, Any] = {
@@ -106,18 +110,20 @@ async def _beside_stock(
     client: Process,
     say: Say,
 ) -> dict[str, Any]:
-    """Every server's tokens per second at so many clients, whole requests and after all first
-    tokens; and stock's.
+    """Return tokens per second with `clients` clients, of stock and of every server: over whole
+    requests, and after all first tokens.
     """
     prompts = [prompt_of(i) for i in range(clients)]
     total = clients * plan.new_tokens
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in servers}
     cpu: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
-    for turn in range(-1, plan.turns):  # the first one warms up
+    # Turn -1 warms up and does not count.
+    for turn in range(-1, plan.turns):
         before_s = cpu_of(stock.pid)
         reference = await stock.ask("generate", prompts=prompts, new_tokens=plan.new_tokens)
         stock_cpu_s = cpu_of(stock.pid) - before_s
         names = list(servers)
+        # The order alternates, so that no server always runs on another's heels.
         for name in names[:: 1 if turn % 2 else -1]:
             before = servers[name].cpu_s()
             got = await _streamed(
@@ -145,8 +151,10 @@ def _summary(
     cpu: dict[str, list[dict[str, float]]],
     say: Say,
 ) -> dict[str, Any]:
-    """`seen`: of each server and turn, the rates of stock and of the server, and the time to its
-    first token.
+    """Summarize the turns.
+
+    `seen` has for each server and turn the rate of stock, the server's two rates, and its time to
+    the first token.
     """
     found: dict[str, Any] = {}
     for name, turns in seen.items():
@@ -177,8 +185,8 @@ def _summary(
 
 
 async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process) -> dict[str, Any]:
-    """Latency of GET /health at the router and at decode,
-    idle and beside `plan.streams` streams.
+    """Return the latencies of GET /health at the router and at decode, idle and beside
+    `plan.streams` streams.
     """
     found: dict[str, Any] = {}
     for beside in (0, plan.streams):
@@ -203,9 +211,10 @@ async def _gets_beside_streams(plan: ServePlan, server: Server, client: Process)
 
 
 async def _pings(urls: dict[str, str], until: asyncio.Future[Any] | None) -> dict[str, list[float]]:
-    """Seconds of one GET after another at each role, until the streams have ended; 100 each where
-    there are none.
+    """Return the seconds of each GET at each role, one after another, until the streams end; 100
+    each without streams.
     """
+    # Bare sockets: an HTTP client's own CPU time would count as latency.
     seen: dict[str, list[float]] = {"router": [], "decode": []}
     connections = {role: await _connected(urls[role]) for role in seen}
     try:
@@ -242,14 +251,16 @@ async def _streamed(
 
 
 def _check(name: str, tokens: list[Any], expected: list[list[int]], new_tokens: int) -> None:
-    """A rate of other tokens would prove nothing. Raises: KvflowError."""
+    """Check that the streams of a server have stock's tokens, or as many where the API has no ids,
+    since rates of different work do not compare. Raises: KvflowError.
+    """
     for i, found in enumerate(tokens):
         if found != (expected[i] if isinstance(found, list) else new_tokens):
             raise KvflowError(f"{name}: stream {i} has {found}, stock generate {expected[i]}")
 
 
 def prompt_of(index: int) -> list[int]:
-    """Token ids that the demo model knows, other ones for every index."""
+    """Return token ids in the demo model's vocabulary, different ones for each index."""
     return [(j * 7 + index * 13) % 4000 + 3 for j in range(PROMPT_TOKENS)]
 
 
@@ -275,7 +286,7 @@ async def _process(module: str) -> AsyncIterator[Process]:
 async def serving(
     model: str, threads: int, tree: str = "", arguments: tuple[str, ...] = ()
 ) -> AsyncIterator[Server]:
-    """`kvflow up` of this checkout, or of `tree`, with more `arguments`.
+    """Run `kvflow up` of this checkout, or of `tree`, with more `arguments`.
 
     Raises: KvflowError when it does not start.
     """
@@ -316,7 +327,11 @@ async def serving(
 
 
 async def _announced(child: asyncio.subprocess.Process) -> Server:
-    """What `kvflow up` prints once all of its roles are healthy: name, URL, "pid", number."""
+    """Read the roles that `kvflow up` prints once all of them are healthy: name, URL, "pid",
+    number.
+
+    Raises: KvflowError when it ends before.
+    """
     server = Server({}, {})
     assert child.stdout is not None
     while "router" not in server.urls:
@@ -330,7 +345,8 @@ async def _announced(child: asyncio.subprocess.Process) -> Server:
 
 
 def cpu_of(pid: int) -> float:
-    """CPU seconds of a process, from /proc."""
+    """Return the CPU seconds of a process, from /proc."""
     with open(f"/proc/{pid}/stat") as stat:
+        # The fields after the name in parentheses, which may itself contain spaces.
         fields = stat.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,12 +1,12 @@
-"""SGLang's own prefill/decode pair, driven beside ours.
+"""A driver of SGLang's prefill/decode pair, which runs beside kvflow's.
 
-Runs under the peer's Python, imports nothing of kvflow.
+It runs under the peer's Python, and imports no module of kvflow.
 
     PEER_PYTHON sglang_driver.py DIR      (DIR holds the harness: ctl.py, node.py, sgkit.py)
 
-JSON lines in, JSON lines out, as `worker.py`: setup, rooms, abort, quit. Its manager, sender and
-receiver are the released ones; they are polled from a loop, so every figure names the polling
-interval it was best at.
+JSON lines in, JSON lines out, as `worker.py`: setup, rooms, abort, quit. The manager, the sender
+and the receiver are SGLang's released ones. The harness polls them from a loop, so every figure
+names the polling interval that gave the best result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import json
 import sys
 from typing import Any
 
-QUEUE_ENV = {  # the settings that let it move scattered pages over Mooncake TCP at all
+# Without these settings SGLang cannot move scattered pages over Mooncake TCP at all.
+QUEUE_ENV = {
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "120000",
@@ -35,6 +36,7 @@ def main(harness: str) -> None:
         do = command.pop("do")
         if do == "quit":
             break
+        # stdout carries the replies, so whatever the peer prints goes to stderr.
         with contextlib.redirect_stdout(sys.stderr):
             if do == "setup":
                 pair = ctl.Pair(env={**QUEUE_ENV, **command.pop("settings")}, **command)
@@ -68,8 +70,8 @@ def rooms(pair: Any, numbers: list[int], command: dict[str, Any]) -> dict[str, o
 
 
 def abort(pair: Any, room: int, pages: int, after_s: float) -> dict[str, object]:
-    """One room aborted `after_s` after its first byte; its pages re-used when the peer's policy
-    lets them go.
+    """Abort one room `after_s` after its first byte, and reuse its pages when the peer's policy
+    releases them.
     """
     pair.send("prefill", "abort_prefill", room=room, npages=pages, chunk=pages)
     pair.send("decode", "abort_decode", room=room, npages=pages, abort_after=after_s, watch=0.7)

@@ -1,11 +1,11 @@
 """Rooms and transfers of several checkouts at once: every tree's processes stay up, and short
 rounds alternate.
 
-A round takes a few tenths of a second, so what else the machine does meets every tree alike. Only
-the workers are a tree's own code; what they are asked, and how the clock is read, is the same for
-all. Processes are started anew every `LIFE_TURNS` turns, in another order: a process keeps the
-cores and the memory that it got (some 15 % of CPU per room by chance, 7 % of a local transfer by
-being the first to start). With two trees, 12 turns start each equally often first.
+A round takes a few tenths of a second, so other load on the machine affects every tree alike. Only
+the workers are the tree's code; their commands and the reading of the clock are the same for all.
+Processes start anew every `LIFE_TURNS` turns, in another order, since a process keeps the cores and
+the memory that it got: by chance these change CPU per room by some 15 %, and the first process to
+start has 7 % more in a local transfer. With two trees, 12 turns start each equally often first.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from kvflow.bench import rooms, transfer
 from kvflow.bench.pair import WORKER, WorkerPair
 
-# Of a round, by how many run at once: a few tenths of a second.
+# Concurrency -> rooms of a round, which so takes a few tenths of a second.
 ROOMS = {1: 200, 32: 1500, 256: 3000}
 CASES = transfer.PEER_CASES
 LIFE_TURNS = 2
 
 Trees = Mapping[str, str]
-"""Name of a run -> root of its checkout; two names may have the same."""
+"""Name of a run -> root of its checkout, which two names may share."""
 Options = Mapping[str, Mapping[str, Any]]
 """Name of a run -> more arguments for its workers' setup."""
 Figures = dict[str, float]
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 async def rooms_by_turns(
     trees: Trees, planes: tuple[str, ...], turns: int, say: Say, options: Options | None = None
 ) -> Turns:
-    """Rooms/s, latency and CPU per room."""
+    """Measure rooms/s, latency and CPU per room."""
     seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
     for plane in planes:
         cases = {
@@ -58,7 +58,7 @@ async def rooms_by_turns(
 async def transfers_by_turns(
     trees: Trees, planes: tuple[str, ...], turns: int, say: Say, options: Options | None = None
 ) -> Turns:
-    """Goodput through rooms; 2.3 GiB of memory a tree, and as much for A/A."""
+    """Measure goodput through rooms; every run, A/A included, needs 2.3 GiB of memory."""
     seen: Turns = [{name: {} for name in trees} for _ in range(turns)]
     pages = max(case.pages * case.rooms for case in CASES) + transfer.SPARE_PAGES
     for plane in planes:
@@ -82,10 +82,11 @@ async def _goodput(pair: WorkerPair, *, case: transfer.Case) -> Figures:
 async def _by_turns(
     open_all: OpenAll, trees: Trees, cases: Mapping[str, Measure], seen: Turns, say: Say
 ) -> None:
-    """Fill `seen` with the figures of every case; each is measured once more before, to warm up."""
+    """Fill `seen` with the figures of every case."""
     for life, first in enumerate(range(0, len(seen), LIFE_TURNS)):
         async with open_all({name: trees[name] for name in _order(list(trees), life)}) as opened:
             for title, measure in cases.items():
+                # One measurement of each case that does not count warms its processes up.
                 for pair in opened.values():
                     await measure(pair)
                 for turn in range(first, min(first + LIFE_TURNS, len(seen))):
@@ -98,7 +99,9 @@ async def _by_turns(
 
 
 def _order(names: list[str], turn: int) -> list[str]:
-    """Rotated, and reversed every other turn: no tree always runs first, or on another's heels."""
+    """Return `names` in the order of a turn."""
+    # The rotation keeps a tree from always being first, the reversal from always following the
+    # same other tree.
     first = turn % len(names)
     return (names[first:] + names[:first])[:: -1 if turn % 2 else 1]
 
@@ -107,7 +110,7 @@ def _order(names: list[str], turn: int) -> list[str]:
 async def _pairs(
     plane: str, options: Options, trees: Trees, /, **shape: Any
 ) -> AsyncIterator[dict[str, WorkerPair]]:
-    """A prefill and a decode process of every run."""
+    """Open a prefill and a decode process for every run."""
     async with AsyncExitStack() as stack:
         opened: dict[str, WorkerPair] = {}
         for name, tree in trees.items():

@@ -1,5 +1,5 @@
-"""`kvflow bench transfer --tp P:D`: what slices of each size cost a data plane as they are, and
-through staging.
+"""`kvflow bench transfer --tp P:D`: the cost of slices of each size on a data plane, as they are
+and through staging.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from kvflow.bench.pair import WorkerPair
 from kvflow.bench.transfer import quartiles
 from kvflow.protocols.errors import MisuseError
 
-# Of one rank in one token slot of K, or V.
+# Bytes of one rank's share of K, or of V, in one token slot.
 SLICE_BYTES = (64, 128, 256, 512, 1024, 4096, 16384, 65536)
-# Of a room, the smaller of the two: 1.3 s of mooncake's blocks.
+# Both bound a room: so many tiny slices already keep mooncake busy for 1.3 s.
 ROOM_BYTES, ROOM_SLICES = 64 << 20, 1 << 16
 WAYS = ("as they are", "through staging")
 _LAYERS, _PAGE_SIZE = 4, 16
 
 
 def widths_of(text: str) -> tuple[int, int]:
-    """Raises: MisuseError."""
+    """Return the widths of prefill and decode in `text`, such as 2:1. Raises: MisuseError."""
     try:
         prefill, decode = (int(part) for part in text.split(":"))
     except ValueError:
@@ -38,8 +38,11 @@ def widths_of(text: str) -> tuple[int, int]:
 async def bench_slices(
     planes: tuple[str, ...], widths: tuple[int, int], turns: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Each plane and size, both ways interleaved: {plane: {bytes: {way: GB/s and CPU s/GB of each
-    side, "ratio": staging over none}}}."""
+    """Measure each plane and size, with both ways interleaved.
+
+    Returns {"turns", "tp", plane: {bytes: {way: GB/s and CPU s/GB of each side, "ratio": staging
+    over none}}}.
+    """
     report: dict[str, Any] = {"turns": turns, "tp": list(widths)}
     for plane in planes:
         report[plane] = {}
@@ -54,7 +57,8 @@ async def bench_slices(
 
 async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) -> dict[str, Any]:
     heads = lcm(*widths)
-    # Of two bytes; the narrower of the two shares is one slice.
+    # Elements have two bytes. The side with more shards has the smaller share of the heads, and
+    # that share is one slice.
     dim = size * max(widths) // heads // 2
     in_page = size * max(widths) * _PAGE_SIZE * _LAYERS * 2
     pages = max(1, min(ROOM_BYTES, ROOM_SLICES * size) // in_page)
@@ -78,7 +82,8 @@ async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) 
                 prefill, decode = await pairs[way].rooms(1, 1, pages)
                 seconds = max(decode["done"].values()) - min(decode["opened"].values())
                 gb = pages * pairs[way].page_bytes / 1e9
-                if turn:  # the first warms up
+                # Turn 0 warms up and does not count.
+                if turn:
                     seen[way].append((gb / seconds, prefill["cpu_s"] / gb, decode["cpu_s"] / gb))
     found: dict[str, Any] = {}
     for way, rows in seen.items():

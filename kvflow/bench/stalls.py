@@ -1,8 +1,7 @@
-"""`kvflow bench stalls`: how long the event loops of both roles stand still under the largest legal
-requests.
+"""`kvflow bench stalls`: the stalls of both roles' event loops under the largest legal requests.
 
-Beside each case, in the same seconds, an idle process ticks the same way: what the machine itself
-does to a ticker.
+Beside each case, in the same seconds, an idle process ticks the same way, which shows what the
+machine alone does to a ticker.
 """
 
 from __future__ import annotations
@@ -29,16 +28,14 @@ ROLES = ("prefill", "decode", "idle")
 STREAM_TOKENS = 4_000
 PROMPT_TOKENS = 131_072
 BOOTSTRAP_PAGES = MAX_PAGES_PER_ROOM  # one token each
-WATCH_S = 5.0  # a case is repeated for so long: a percentile of few ticks says little
+# A case is repeated for so long, because a percentile of few ticks has little meaning.
+WATCH_S = 5.0
 
 Case = tuple[str, str, dict[str, Any]]
 
 
 def cases() -> list[Case]:
-    """Name, path and body of each case.
-
-    The last body is refused: its text has more tokens than fit.
-    """
+    """Return the name, the path and the body of each case."""
     ids = np.random.default_rng(1).integers(0, 100_000, BOOTSTRAP_PAGES).tolist()
     logprobs = {"return_logprob": True, "top_logprobs_num": 20}
     many = {"sampling_params": {"max_new_tokens": STREAM_TOKENS}, **logprobs}
@@ -68,13 +65,17 @@ def cases() -> list[Case]:
         ("4,000 tokens, 64 stop strings nearly met", "/v1/completions", matched),
         ("prompt of 131,072 tokens", "/generate", {"input_ids": ids[:PROMPT_TOKENS], **few}),
         ("largest Bootstrap: 524,288 pages", "/generate", {"input_ids": ids, **few}),
+        # This one is refused: its text has more tokens than fit. The refusal needs the tokenizer.
         ("8 MiB of text", "/generate", {"text": ("Once upon a time. " * (spare // 18)), **few}),
     ]
 
 
 def _near_misses() -> tuple[int, list[str]]:
-    """The demo model's token of most spaces, and as many stop strings as may be given, each as long
-    as they may be. A text of that token meets every one of them but for its last character."""
+    """Return the demo model's token of most spaces, and as many and as long stop strings as the
+    limits allow.
+
+    A text of that token matches every stop string except for its last character.
+    """
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
     texts = {token: tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size())}
     longest = max(texts, key=lambda token: 0 if texts[token].strip(" ") else len(texts[token]))
@@ -83,11 +84,11 @@ def _near_misses() -> tuple[int, list[str]]:
 
 
 async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Every case in each of `rounds`; figures of a case are those of its worst round.
+    """Measure every case in each of `rounds`; figures of a case are those of its worst round.
 
-    Returns {"cases": {case: {role: {"ticks", "late_p50_ms", "late_p99_ms", "late_max_ms",
-    "stall_p99_ms", "stall_max_ms"}}}}: `late` is a tick's lateness, `stall` the part of it that is
-    of the loop's own making (see `child.StallTicker`).
+    Returns {"rounds", "cases": {case: {role: {"ticks", "late_p50_ms", "late_p99_ms", "late_max_ms",
+    "stall_p99_ms", "stall_max_ms"}}}}: `late` is a tick's lateness, `stall` the part of it that the
+    loop caused (see `child.StallTicker`).
     """
     workers = {
         role: await Process.spawn(
@@ -105,6 +106,7 @@ async def bench_stalls(rounds: int, say: Callable[[str], None]) -> dict[str, Any
             timeout=aiohttp.ClientTimeout(total=120), read_bufsize=1 << 20
         ) as session:
             client = _Client(session, dict(zip(ROLES, ready, strict=True)))
+            # The first request pays for imports and links, which are not to count.
             await client.send(
                 "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
             )
@@ -140,7 +142,9 @@ def _keep_worst(found: dict[str, dict[str, float]], seen: dict[str, dict[str, fl
 
 
 class _Client:
-    """Sends a body to both legs, as a router does, and reads the answers to their end."""
+    """A client that sends a body to both legs, as a router does, and reads the answers to their
+    end.
+    """
 
     def __init__(self, session: aiohttp.ClientSession, made: dict[str, dict[str, Any]]) -> None:
         self._session = session
@@ -149,7 +153,7 @@ class _Client:
         self._room = 0
 
     async def repeat(self, path: str, body: dict[str, Any]) -> int:
-        """Returns how many requests were sent."""
+        """Send a body again and again for `WATCH_S`, and return the number of requests."""
         loop = asyncio.get_running_loop()
         until_s, sent = loop.time() + WATCH_S, 0
         while loop.time() < until_s:
@@ -173,6 +177,8 @@ class _Client:
         headers = {"Content-Type": "application/json"}
         async with self._session.post(url, data=io.BytesIO(raw), headers=headers) as answer:
             end = b""
+            # Only the end is kept, for the check below: parsing the rest would take CPU from the
+            # roles that are measured.
             async for chunk in answer.content.iter_any():
                 end = (end + chunk)[-4096:]
         if answer.status not in (200, 400) or (answer.status == 200 and b'"error"' in end):

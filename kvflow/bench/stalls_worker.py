@@ -1,10 +1,11 @@
-"""One role, or nothing at all, whose event loop is watched: everything of the server but the model.
+"""The process of one role, or of none, whose event loop `kvflow bench stalls` watches: a server
+without a model.
 
     python -m kvflow.bench.stalls_worker prefill|decode|idle|crowd
 
 Commands: setup, watch, watched, connections, announce, announced, quit. HTTP, tokenizer, node,
-registry and data plane are the real ones; the engine makes tokens without a model, so that whole
-prompts of a million tokens are served in a second.
+registry and data plane are the real ones. The engine makes tokens without a model, so that prompts
+of a million tokens are served in a second.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ TOP = tuple((token, -0.1 * token - 0.123456) for token in range(20))
 
 
 class _Engine:
-    """What both engines without a model have in common."""
+    """Base of both engines without a model."""
 
     healthy = True
     failed_steps = 0
-    cache = None  # of prefixes
+    cache = None  # the prefix cache
 
     def __init__(self, pool: PagedPool) -> None:
         self.pool = pool
@@ -74,7 +75,7 @@ class _Engine:
 
 
 class ReadyPrefill(_Engine):
-    """Every prompt is computed already: its pages are sent at once."""
+    """A prefill engine that sends the pages of a prompt at once, without computing them."""
 
     async def prefill(
         self,
@@ -90,7 +91,7 @@ class ReadyPrefill(_Engine):
         sequence.add_pages(self.pool.pages.take(len(prompt), sequence.owner))
         try:
             handoff = HandOff(first_token=7, prompt_tokens=len(prompt)).encode()
-            # As an engine does that computes in chunks.
+            # In chunks, as engines compute: one call for a million pages would stall any loop.
             for start in range(0, len(prompt), CHUNK_PAGES):
                 end = start + CHUNK_PAGES
                 last = end >= len(prompt)
@@ -104,8 +105,9 @@ class ReadyPrefill(_Engine):
 
 
 class PacedDecode(_Engine):
-    """A token whenever the loop has had a turn and `pause_s` have passed: the one with the largest
-    bias, if the request names one, or the next of 512."""
+    """A decode engine that makes a token every `pause_s`: the one with the largest bias if the
+    request has any, else the next of 512.
+    """
 
     pause_s = 0.001
 
@@ -146,7 +148,7 @@ class PacedDecode(_Engine):
 
 
 class StallsWorker:
-    """The commands."""
+    """The commands of one process, by name."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -191,26 +193,27 @@ class StallsWorker:
         return {"port": port, "bootstrap_port": bootstrap_port, "rank": rank}
 
     async def connections(self) -> dict[str, Any]:
-        """How many this prefill has."""
+        """Return the number of control connections that this prefill has."""
         assert self._prefill is not None
         socket = self._prefill.shell.socket
         return {"count": len(socket.connections.open) if isinstance(socket, ZmqSocket) else 0}
 
     async def announced(self, *, count: int) -> dict[str, Any]:
-        """Wait until so many rooms are announced to this prefill."""
+        """Wait until `count` rooms are announced to this prefill."""
         assert self._prefill is not None
         found = self._prefill.shell.endpoint.core.rendezvous.announced
         await until(lambda: len(found) == count, PATIENCE_S)
         return {}
 
     async def announce(self, *, count: int, rank: dict[str, Any]) -> dict[str, Any]:
-        """As a decode of its own: announce so many rooms of one token."""
+        """Start a decode, and announce `count` rooms of one token to prefill `rank`."""
         layout = build_layout([("k", "uint8", (8,))], page_size=1, num_pages=PAGES)
         pool = await asyncio.to_thread(PagedPool.allocate, layout)
         node = DecodeNode(pool, await asyncio.to_thread(open_plane, "local", pool.segment, None))
         await node.start()
         self._stack.push_async_callback(node.close)
         ranks = [rank_from_json(rank)]
+        # The client of the other cases numbers its rooms from 1: these are far from them.
         for room in range(1 << 32, (1 << 32) + count):
             node.announce(room, ranks, [1])
             if room % 32 == 0:
@@ -218,6 +221,7 @@ class StallsWorker:
         return {}
 
     async def _listen(self, service: Any, tokenizer: str) -> int:
+        # The import takes seconds, and the idle process needs no tokenizer.
         from transformers import PreTrainedTokenizerFast
 
         text = await asyncio.to_thread(PreTrainedTokenizerFast, tokenizer_file=tokenizer)
@@ -230,7 +234,8 @@ class StallsWorker:
         return port
 
     async def watch(self) -> dict[str, Any]:
-        gc.freeze()  # as in a role, and so is the switch interval
+        # Frozen objects and a short switch interval, as in a role: both shorten stalls.
+        gc.freeze()
         sys.setswitchinterval(0.001)
         self._ticker = StallTicker()
         return {}

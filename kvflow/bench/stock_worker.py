@@ -1,6 +1,4 @@
-"""Stock transformers' `generate` in a process of its own, told by JSON lines what to complete: no
-engine of kvflow.
-"""
+"""The process that completes prompts with stock transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from kvflow.bench.child import serve
 
 
 class StockCommands:
-    """setup, generate."""
+    """The commands: setup, generate."""
 
     def __init__(self) -> None:
         self._model: Any = None
@@ -29,7 +27,7 @@ class StockCommands:
             logging.disable_progress_bar()
             torch.set_num_threads(threads)
             found: Any = AutoModelForCausalLM.from_pretrained(model).eval()
-            # As ignore_eos: only its length ends a completion.
+            # Like `ignore_eos` at kvflow: only its length ends a completion.
             found.generation_config.eos_token_id = None
             found.generation_config.pad_token_id = 0
             self._model = found
@@ -38,7 +36,9 @@ class StockCommands:
         return await self._run(load)
 
     async def generate(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        """All prompts, of one length, as one batch, greedy: the tokens, and how long it took."""
+        """Complete all prompts, which have one length, as one greedy batch; return the seconds and
+        the tokens.
+        """
 
         def run() -> dict[str, Any]:
             import torch

@@ -1,8 +1,7 @@
-"""Clients that stream completions from one server, in a process of their own; each does as little
-as it can.
+"""The process of clients that stream completions from one server with as little CPU as possible.
 
-What a client costs is CPU that the server lacks on a machine of few cores, so nothing is decoded
-while a stream runs: events are counted as they come, and read when all streams have ended.
+On a machine of few cores the CPU time of clients is missing at the server. So a client only stores
+the bytes while streams run, and decodes them when all streams ended.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ PATHS = {"generate": "/generate", "completions": "/v1/completions"}
 
 
 class StreamFailedError(Exception):
-    """A stream that was not what was asked for."""
+    """Raised for an answer that is not a whole stream of events."""
 
 
 class StreamCommands:
-    """stream."""
+    """The commands: stream."""
 
     async def stream(
         self, url: str, api: str, prompts: list[list[int]], new_tokens: int
     ) -> dict[str, Any]:
-        """One stream for each prompt, all at once; times count from the first request."""
+        """Run one stream for each prompt, all at once; times count from the opening of the gate."""
+        # All connections exist before the first request, so that no stream is late for its connect.
         gate = asyncio.Event()
         streams = [Stream(url, api, prompt, new_tokens) for prompt in prompts]
         running = [asyncio.create_task(one.run(gate)) for one in streams]
@@ -60,9 +60,10 @@ class Stream:
         self.first_at = self.ended_at = 0.0
 
     async def run(self, gate: asyncio.Event) -> None:
-        """Raises: StreamFailedError, OSError."""
+        """Connect, wait for `gate`, send the request and store the answer. Raises: OSError."""
         try:
             reader, writer = await asyncio.open_connection(self._url.hostname, self._url.port)
+        # Set also after a failure: `stream` waits for every connection, and finds the error later.
         finally:
             self.connected.set()
         try:
@@ -82,7 +83,9 @@ class Stream:
             writer.close()
 
     def tokens(self) -> int | list[int]:
-        """What came: token ids where the API has them, else how many. Raises: StreamFailedError."""
+        """Return the token ids where the API has them, else their number. Raises:
+        StreamFailedError.
+        """
         head, _, rest = b"".join(self._pieces).partition(b"\r\n\r\n")
         text = unchunked(rest)
         events = [json.loads(line[6:]) for line in text.split(b"\n") if line.startswith(b"data: {")]
@@ -119,7 +122,7 @@ def _body(api: str, prompt: list[int], new_tokens: int) -> bytes:
 
 
 def unchunked(body: bytes) -> bytes:
-    """The content of a chunked HTTP body. Raises: StreamFailedError."""
+    """Return the content of a chunked HTTP body. Raises: StreamFailedError."""
     parts: list[bytes] = []
     at = 0
     while True:

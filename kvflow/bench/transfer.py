@@ -14,18 +14,18 @@ from kvflow.bench.peer import POLLS_MS, open_peer
 
 SHAPE = {"layers": 32, "heads": 8, "dim": 128, "page_size": 16}
 SPARE_PAGES = 64
-# What moves less is done in some 50 ms, and depends on which cores its threads woke up on.
+# A transfer of fewer pages lasts some 50 ms, and depends on the cores on which its threads woke up.
 SHORT_PAGES = 256
 
 
 class Case(NamedTuple):
-    """`rooms` rooms at once, `pages` scattered pages each."""
+    """One case: `rooms` rooms at once, of `pages` scattered pages each."""
 
     pages: int
     rooms: int
 
     def pairs(self, pairs: int) -> int:
-        """How many measurements its median takes: more of a short one."""
+        """Return the number of measurements for the median, which is larger for a short case."""
         return pairs * max(1, SHORT_PAGES // (self.pages * self.rooms))
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 
 
 async def through_rooms(pair: WorkerPair, case: Case) -> float:
-    """GB/s from the first room's opening at decode to its last page."""
+    """Return GB/s from the opening of the first room at decode to its last page."""
     _, decode = await pair.rooms(case.rooms, case.rooms, case.pages)
     seconds: float = max(decode["done"].values()) - min(decode["opened"].values())
     return case.rooms * case.pages * pair.page_bytes / seconds / 1e9
@@ -61,8 +61,8 @@ async def bare(pair: WorkerPair, case: Case) -> float:
 async def bench_plane(
     plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
 ) -> dict[str, Any]:
-    """One data plane: `pairs` interleaved (rooms, bare) measurements of every case, more of a short
-    one.
+    """Measure one data plane: `pairs` interleaved (rooms, bare) measurements of every case, more of
+    a short one.
 
     Returns {case: {"pairs": measurements, "ratio": quartiles, "rooms_gb_s": quartiles, "raw_gb_s":
     quartiles}}.
@@ -70,7 +70,8 @@ async def bench_plane(
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
     async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
-        await through_rooms(pair, max(cases))  # connections get up to speed, for both
+        # The largest case warms up the connections, for rooms and bare writes alike.
+        await through_rooms(pair, max(cases))
         report["raw"] = await pair.raw_setup()
         for case in cases:
             await through_rooms(pair, case)
@@ -95,8 +96,8 @@ async def bench_plane(
 async def bench_verified(
     plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
 ) -> dict[str, Any]:
-    """What `--verify-transfers` costs: goodput with checksums as a ratio to the same rooms without,
-    interleaved.
+    """Measure the cost of `--verify-transfers`: goodput with checksums as a ratio to the same rooms
+    without, interleaved.
     """
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
@@ -107,7 +108,8 @@ async def bench_verified(
                 for verified in (True, False) if turn % 2 else (False, True):
                     await pair.both("verify", on=verified)
                     goodput = await through_rooms(pair, case)
-                    if turn:  # the first turn warms up
+                    # Turn 0 warms up and does not count.
+                    if turn:
                         seen[verified].append(goodput)
             report[str(case)] = {
                 "ratio": quartiles([a / b for a, b in zip(seen[True], seen[False], strict=True)]),
@@ -119,9 +121,9 @@ async def bench_verified(
 
 
 async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: float) -> float:
-    """The peer's GB/s by the clock that favours it:
-    from its first send to decode's last success.
-    """
+    """Return the peer's GB/s, from its first send to decode's last success."""
+    # This interval is shorter than kvflow's, which starts when the room opens at decode: the
+    # comparison favours the peer.
     seen = await peer.ask(
         "rooms", count=case.rooms, concurrency=case.rooms, pages=case.pages, poll_ms=poll_ms
     )
@@ -130,8 +132,8 @@ async def peer_goodput(peer: Process, case: Case, page_bytes: int, poll_ms: floa
 
 
 async def bench_against_peer(harness: str, pairs: int, say: Say) -> dict[str, Any]:
-    """kvflow (page-first) and SGLang over Mooncake TCP, interleaved; SGLang at its better polling
-    interval.
+    """Measure kvflow (page-first) and SGLang over Mooncake TCP, interleaved; SGLang at its better
+    polling interval.
     """
     pages = max(case.pages * case.rooms for case in PEER_CASES) + SPARE_PAGES
     report: dict[str, Any] = {}
@@ -174,8 +176,8 @@ async def bench_transfer(
     verify: bool,
     say: Say,
 ) -> dict[str, Any]:
-    """Every data plane and page order in turn, then the peer; with `verify`, what checksums cost
-    instead.
+    """Measure every data plane and page order in turn, then the peer; with `verify`, measure the
+    cost of checksums in place of goodput.
     """
     report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
     measure = bench_verified if verify else bench_plane

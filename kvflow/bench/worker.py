@@ -1,4 +1,4 @@
-"""One role of a benchmark pair as a process of its own: JSON lines in, JSON lines out.
+"""The process of one role in a benchmark pair: JSON lines in, JSON lines out.
 
     python -m kvflow.bench.worker prefill|decode
 
@@ -52,7 +52,7 @@ def _layout(
 
 
 class Worker:
-    """The commands; `tokens` of room r are the same on both sides."""
+    """The commands; the prompt of a room is the same on both sides."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -80,13 +80,16 @@ class Worker:
         widths: tuple[int, int] = (1, 1),
         staged: bool = False,
     ) -> dict[str, Any]:
-        """`widths`: in how many parts prefill and decode have their heads, page by page, as that
-        many shards would have them; `staged`: slices of a page pass through staging, where they are
-        gathered at prefill or land at decode.
+        """Allocate the pool and start the node of this role.
+
+        `widths`: numbers of parts into which prefill and decode divide the heads of each page, as
+        so many shards would. `staged`: slices of a page pass through staging, where prefill gathers
+        them or where they land at decode.
         """
         layout = _layout(layers, heads, dim, page_size, pages, order)
+        # kvflow warns of tiny slices, which are the subject of this measurement.
         if widths != (1, 1):
-            logging.disable(logging.WARNING)  # that slices are tiny is what is measured
+            logging.disable(logging.WARNING)
         if (width := widths[self.role == "decode"]) > 1:
             layout = by_shard(layout, width)
         self.pool = await asyncio.to_thread(PagedPool.allocate, layout)
@@ -122,14 +125,14 @@ class Worker:
         return {"page_bytes": layout.page_bytes}
 
     def _staging(self, widths: tuple[int, int]) -> Staging | None:
-        """Where this side's pool has slices of what the other has whole."""
+        """Return staging if this side has to gather or scatter slices, else None."""
         prefill, decode = widths
         if self.role == "prefill":
             return Staging(self.pool, SEND_STAGING_BYTES) if prefill % decode else None
         return Staging(self.pool, shards=prefill) if decode % prefill else None
 
     async def verify(self, *, on: bool) -> dict[str, Any]:
-        """Rooms opened from now on carry checksums, or none."""
+        """Switch checksums on or off for rooms that open from now on."""
         before, self.node.shell.checksums = (
             self.node.shell.checksums,
             PageChecksums(self.pool) if on else None,
@@ -159,8 +162,8 @@ class Worker:
     ) -> dict[str, Any]:
         """Run rooms first..first+count-1, `concurrency` at a time, each of `pages` pages.
 
-        `ticking` measures the loop's stall beside it; a thousand wake-ups a second cost a copying
-        thread some GIL.
+        `ticking` also measures the lateness of the loop. It is off for goodput, since a thousand
+        wake-ups a second take the GIL from copying threads.
         """
         prompt = np.arange(pages * self.pool.layout.page_size, dtype=np.int64)
         numbers = iter(range(first, first + count))
@@ -213,7 +216,7 @@ class Worker:
         room.close()
 
     async def raw_setup(self, *, address: Any, layout: Any) -> dict[str, Any]:
-        """Open the raw way into decode's pool and find the best one."""
+        """Open a raw writer into decode's pool, and return its fastest way of writing."""
         peer, theirs = msgspec.convert(address, PlaneAddress), msgspec.convert(layout, PoolLayout)
         self.raw_writer = await asyncio.to_thread(
             open_raw, self.node.plane, self.pool.layout, peer, theirs
@@ -222,14 +225,14 @@ class Worker:
         return (await asyncio.to_thread(self.raw_writer.tune, sample))._asdict()
 
     async def raw(self, *, first: int, count: int, pages: int) -> dict[str, Any]:
-        """The bytes of `count` rooms with nothing of ours above the data plane's own calls."""
+        """Write the pages of `count` rooms with the data plane's bare calls alone."""
         lists = [
             source_slice(self.source_pages, number, pages) for number in range(first, first + count)
         ]
         return {"seconds": await asyncio.to_thread(self.raw_writer.write, np.concatenate(lists))}
 
     async def exported(self) -> dict[str, Any]:
-        """What a raw writer needs to reach this pool."""
+        """Return the address and the layout by which a raw writer reaches this pool."""
         address, layout = self.node.exported
         return {"address": msgspec.to_builtins(address), "layout": msgspec.to_builtins(layout)}
 
@@ -239,7 +242,7 @@ class Worker:
         return {"late_p99_ms": ticker.stop(), "cpu_percent": (cpu_s() - cpu_before) / seconds * 100}
 
     async def state(self) -> dict[str, Any]:
-        """What is left when no room runs."""
+        """Return the rooms and pages that are still in use, and the endings of rooms so far."""
         left = {"rooms": len(self.node.shell.endpoint.rooms), "endings": self.node.counts.endings}
         total = self.pool.layout.num_pages
         free = total if self.role == "prefill" else self.node.pages.free_pages
@@ -250,8 +253,8 @@ class Worker:
 
 
 def source_slice(pages: PageIndices, number: int, count: int) -> PageIndices:
-    """`count` source pages for a room out of shuffled `pages`,
-    the same for the same room number.
+    """Return `count` source pages for a room out of shuffled `pages`, the same for the same room
+    number.
     """
     start = number * count % (len(pages) - count + 1)
     return pages[start : start + count]
