@@ -16,7 +16,7 @@ export PYTHON TORCH_INDEX
 # CPU time of tests/transports. An empty value is the same to Python as none.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test slow vllm prove mutants check format lint types workflows docs bench gpu clean
+.PHONY: setup demo test coverage slow vllm prove mutants check format lint types workflows docs bench gpu clean
 
 setup: $(DONE)
 
@@ -30,6 +30,11 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=15 --durations-min=2 \
 	    -m "not slow and not gpu" $(ARGS)
+
+# What the tests of the library's core reach, by lines and branches. Tracing takes its time, so `make test` does without.
+coverage: setup
+	$(BIN)/python -m coverage run -m pytest -q -m "not slow and not gpu" tests/protocols tests/handlers tests/memory $(ARGS)
+	$(BIN)/python -m coverage report
 
 # They freeze and kill whole fleets and measure growth. With ARGS="-n 2 --dist loadgroup" two run at a time: those that
 # start processes belong to a group (xdist_group "fleets", "processes", "printed"), and no two of one group meet.
@@ -69,7 +74,7 @@ types: setup
 
 # Valid, pinned, and with no more rights than needed; offline, so it does not ask whether a pin has a known fault.
 workflows: setup
-	$(BIN)/zizmor --offline --quiet --pedantic --strict-collection .github/workflows
+	$(BIN)/zizmor --offline --quiet --pedantic --strict-collection .github/workflows .github/dependabot.yml
 
 # The site, in site/; a warning of any kind fails. The variable silences an advertisement, which is no warning.
 docs: setup
@@ -83,5 +88,5 @@ gpu: setup
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage .hypothesis .import_linter_cache
 	find kvflow tests -name __pycache__ -type d -prune -exec rm -rf {} +
