@@ -21,7 +21,7 @@ from kvflow.serve.config.kv_events import KvEvents
 from tests.printed import PAGES, README, blocks_of, commands_of
 from tests.shells import ROOT
 
-DOCUMENTS = (*PAGES, "ARCHITECTURE.md", "SECURITY.md", "CONTRIBUTING.md")
+DOCUMENTS = (*PAGES, "ARCHITECTURE.md", "SECURITY.md", "CONTRIBUTING.md", "tests/README.md")
 SNIPPET = re.compile(r'^--8<-- "(?P<path>[^":]+)(:\w+)?"$', re.MULTILINE)
 # Whoever adds a language adds what checks its blocks. Text is for reading.
 LANGUAGES = {"sh", "python", "json", "mermaid", "text"}

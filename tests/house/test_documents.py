@@ -16,6 +16,8 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *ROOT.joinpath("docs").rglob("*.md"),
         *ROOT.joinpath("examples").rglob("*.md"),
+        *ROOT.joinpath("tests").rglob("*.md"),
+        *ROOT.joinpath(".github").rglob("*.md"),
     )
 )
 SOURCES = sorted(
