@@ -1,1 +1,1 @@
-"""Simulators and an exhaustive walk that look for a broken promise: `kvflow sim`."""
+"""Simulators and an exhaustive walk that look for violations of the invariants: `kvflow sim`."""

@@ -1,3 +1,3 @@
-"""The exhaustive walk over the shipped endpoints: every state that two or three machines and their
-link can reach.
+"""The exhaustive walk over the shipped endpoints, through every state that two or three machines
+and their link can reach.
 """

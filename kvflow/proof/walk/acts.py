@@ -1,7 +1,7 @@
-"""Everything that can happen by itself, at decode and at a prefill rank, and what comes of each.
+"""The acts that can happen at decode and at a prefill rank, and the state after each.
 
-A timer is an event of its own: it is aged, whatever else is due, and the endpoint is told that time
-has passed.
+The expiry of each timer is one act: the walk ages this timer, whatever else is due, and then ticks
+the endpoint.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ from kvflow.protocols.prefill.tasks import Timer as PrefillTimer
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.messages import Incarnation
 
+# A time so long ago that every wait since then is over.
 AGED = -1e9
 _SENT_AGAIN = {LinkPhase.UP: "sends a heartbeat", LinkPhase.PARTING: "says goodbye again"}
 
 
 class Acts:
-    """The acts of one world, each worked out once."""
+    """The acts of one world, each computed once."""
 
     def __init__(self, world: World) -> None:
         self.world = world
+        # A machine is in the same state in very many states of the world.
         self._done: dict[Any, Any] = {}
 
     # --- decode
@@ -63,7 +65,7 @@ class Acts:
         try:
             after = side.run(do)
         except Exception as error:  # noqa: BLE001
-            # An endpoint raises nothing here: whatever it is, it is found.
+            # An endpoint must not raise here, so every exception is a violation.
             broken = _broken(error)
         words = tuple(map(tuple, side.words))
         return Act(f"decode {text}", price, fair, after, words, timer, broken, side.succeeded)
@@ -79,12 +81,12 @@ class Acts:
         return act._replace(hears=True)
 
     def _of(self, rank: int) -> str:
-        """Which rank, where there are several."""
+        """Return the text that names `rank`, empty in a world of one rank."""
         return f" of rank {rank}" if self.world.bounds.ranks > 1 else ""
 
     def of_decode(self, value: Decode, rank: int, seen: Neighbour) -> list[Act[Decode]]:
-        """What can happen at decode, as far as it concerns `rank`;
-        what concerns none is rank 0's.
+        """Return the acts of decode that concern `rank`, and for rank 0 also those that concern no
+        single rank.
         """
         if not value.alive:
             return []
@@ -99,11 +101,12 @@ class Acts:
         for kind, life, act in timers:
             dead = seen.life != life or not seen.alive
             if kind == "long":
-                # It hears nothing then.
+                # In these cases no heartbeat arrives, so the wait ends without a fault.
                 fair = dead or not seen.answers or value.ranks[rank].dialled != life
                 price = Price.NOTHING if fair else Price.SILENCE
                 if self.world.allows(price):
                     found.append(act._replace(price=price, fair=fair))
+            # A heartbeat that would change a living prefill in no way is left out.
             elif (
                 kind == "repeat"
                 or dead
@@ -113,6 +116,7 @@ class Acts:
                 found.append(act)
         found += self._decode_proof(value, rank, seen)
         if seen.alive and value.ranks[rank].dialled == seen.life:
+            # Prefill's heartbeats never stand in a queue (see `tables`): one may arrive any time.
             beat = wire.Heartbeat(source=LIVES[0][seen.life - 1], target=DECODE)
             key = "beat", value, rank
             if key not in self._done:
@@ -127,6 +131,7 @@ class Acts:
         if key not in self._done:
             others = (1,) * (self.world.bounds.ranks - 1)
             found = []
+            # The registry may be late, and still name the first life.
             for life in range(1, seen.life + 1):
                 text = f"opens a room{_whose(life)}"
                 open_room = partial(DecodeSide.open_room, lives=(life, *others))
@@ -213,7 +218,10 @@ class Acts:
                     )
 
     def _decode_timers(self, value: Decode, rank: int) -> list[tuple[str, int, Act[Decode]]]:
-        """Sort, life of the link, act. "beat": a heartbeat."""
+        """Return (kind, life of the link, act) of every timer that concerns `rank`.
+
+        The kinds are "repeat" (sends again), "beat" (sends a heartbeat) and "long" (a wait ends).
+        """
         found: list[tuple[str, int, Act[Decode]]] = []
         endpoint, who = self.world.decodes.take(value.endpoint), self._of(rank)
 
@@ -240,6 +248,7 @@ class Acts:
                         "repeat", 0, f"asks about grant {timer.key}", partial(_stalled, timer=timer)
                     )
                 continue
+            # Incarnations of prefills are numbered by life and rank: see `world.LIVES`.
             place = timer.key.incarnation % 100 - 1
             life = timer.key.incarnation // 100
             if place != rank:
@@ -310,7 +319,7 @@ class Acts:
         try:
             after = side.run(do)
         except Exception as error:  # noqa: BLE001
-            # An endpoint raises nothing here: whatever it is, it is found.
+            # An endpoint must not raise here, so every exception is a violation.
             broken = _broken(error)
         words = () if after.target_gone else tuple(side.words)
         return Act(f"prefill {text}", price, fair, after, (words,), False, broken)
@@ -392,13 +401,15 @@ class Acts:
         if not value.left:
             may("begins to leave", PrefillSide.leave, Price.LEAVE)
         elif not value.parted:
-            price = Price.DOUBT if value.writes else Price.NOTHING  # its patience has ended
+            # Prefill waits for its writes. It leaves before their end only when its patience ends,
+            # and writes last that long only if the data plane is in doubt.
+            price = Price.DOUBT if value.writes else Price.NOTHING
             may("says goodbye", PrefillSide.part, price, fair=not value.writes)
         self._prefill_timers(value, endpoint, over, beats, may)
         return found
 
     def _prefill_asked(self, value: Prefill, may: Any) -> list[Act[Prefill]]:
-        """What its engine may do about the next room; returned is that it does nothing."""
+        """Add what the engine may do about its next room; return the act of leaving it out."""
         if value.asked == len(self.world.bounds.rooms):
             return []
         may("is asked by its engine", PrefillSide.open_room, fair=True)
@@ -422,7 +433,7 @@ class Acts:
                 partial(PrefillSide.write_ended, number=number, outcome=WriteOutcome.LANDED),
                 fair=True,
             )
-            # A chunk without pages passes no data plane, so nothing of one can stop it.
+            # A chunk without pages passes no data plane, so no data plane can fail or stop it.
             if not write.pages:
                 continue
             may(
@@ -493,12 +504,13 @@ class Acts:
             elif timer.kind == "goodbye":
                 may("says goodbye again", partial(PrefillSide.due, timer=timer), fair=True)
             elif timer.kind == "announced":
-                continue  # nothing in a walk lasts as long as an announcement may
+                # An announcement may last 30 days, longer than anything in a walk.
+                continue
             elif timer.kind == "room":
                 record = core.rooms[timer.key]
                 waits_for_decode = record.phase is PrefillPhase.EXPECTED
                 if not waits_for_decode and record.phase is not PrefillPhase.BOOTSTRAPPED:
-                    # What is left of an earlier wait: it is looked at when it comes, and put off.
+                    # The timer remains from an earlier wait; its expiry only puts it off.
                     continue
                 alone = (over or value.target_gone) if waits_for_decode else never
                 price = Price.NOTHING if alone else Price.PREFILL_ABORT
@@ -553,6 +565,7 @@ def _silent(side: PrefillSide, timer: PrefillTimer) -> None:
 
 
 def _outcome(side: PrefillSide, timer: PrefillTimer) -> None:
+    # Outcomes expire in the order in which they were added, so only the oldest one may age.
     outcomes = side.core.rendezvous._outcomes
     for oldest in list(outcomes)[:1]:
         outcomes[oldest] = outcomes[oldest]._replace(forget_at_s=AGED)

@@ -1,4 +1,6 @@
-"""Breadth first through every state of a small world, and whether each can come to rest."""
+"""A breadth-first walk through every state of a small world, which checks that each can come to
+rest.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +13,28 @@ S = TypeVar("S", bound=Hashable)
 
 
 class World(Protocol[S]):
-    """Of which states are walked that are equal where they go on alike."""
+    """A world to walk; two of its states are equal if they continue alike."""
 
     def start(self) -> S: ...
 
     def acts(self, state: S) -> Iterator[tuple[str, bool, Callable[[], S]]]:
-        """(what can happen, whether it does so by itself in the end, the state after it)."""
+        """Yield (text of an act, True if it happens at last without a fault, function that returns
+        the state after it).
+        """
 
     def rests(self, state: S) -> bool:
-        """Nothing is under way."""
+        """Return True if no work is under way in `state`."""
 
 
 def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Every state, and whether each can come to rest by what happens by itself.
+    """Visit every state, and check that each can come to rest by fair acts alone.
 
-    A violation stands in the report as `broken`, with the `path` to it."""
+    A violation is in the report as `broken`, with the `path` to it.
+    """
     began = monotonic()
     start = world.start()
     number = {start: 0}
+    # For each state the first way into it: breadth first, this is a shortest one.
     came: list[tuple[int, str]] = [(0, "")]
     fair: list[tuple[int, int]] = []
     waiting = deque([start])
@@ -59,6 +65,7 @@ def walk(world: World[S], say: Callable[[str], None] = lambda _: None) -> dict[s
                 fair.append((source, number[after]))
     can = {n for state, n in number.items() if world.rests(state)}
     report["rest_states"] = len(can)
+    # Backwards from the states of rest over fair acts: a state outside cannot come to rest.
     into: dict[int, list[int]] = {}
     for source, target in fair:
         into.setdefault(target, []).append(source)

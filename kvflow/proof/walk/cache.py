@@ -1,5 +1,4 @@
-"""Everything that a small prefix index can do: the shipped one, and every order of what happens to
-it.
+"""The walk over a small prefix index: the shipped one, in every order of events.
 
 A state is the pickled index with the memory, the store, the requests and the subscriber around it;
 one step is one call.
@@ -18,20 +17,19 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import NO_PLACES
 
 Step = Callable[[Life], bool]
-"""Returns whether it was possible at all."""
+"""A step of the world. Returns False if it was not possible."""
 
 
 class State:
-    """Equal to others that go on alike.
-
-    What it takes to go on is there until it has: most that are reached are not new, and are not
-    pickled."""
+    """A state of the walk, equal to other states that continue alike."""
 
     __slots__ = ("_key", "left", "life", "resting")
 
     def __init__(self, life: Life, left: CacheBounds) -> None:
         self._key = (life.fingerprint(), left)
         self.resting = not life.copies and not life.locks
+        # Kept only until the acts of the state are asked for. Pickling waits until then too, since
+        # most states that the walk reaches are not new.
         self.life: Life | None = life
         self.left = left
 
@@ -43,13 +41,13 @@ class State:
 
 
 class CacheWorld:
-    """The steps out of a state."""
+    """A world of one prefix index, within `bounds`."""
 
     def __init__(self, bounds: CacheBounds) -> None:
         self.bounds = bounds
 
     def start(self) -> State:
-        """The first prompt is cached."""
+        """Return the first state, in which the first prompt is cached."""
         life = Life()
         _insert(life, FIRST)
         if self.bounds.on_host:
@@ -64,10 +62,13 @@ class CacheWorld:
         return state.resting
 
     def acts(self, state: State) -> Iterator[tuple[str, bool, Callable[[], State]]]:
-        """(what can happen, whether it does so by itself in the end, the state after it)."""
+        """Yield (text of an act, True if it happens at last without a fault, function that returns
+        the state after it).
+        """
         life, state.life = state.life, None
         assert life is not None, "a state is gone on from once"
         frozen = life.frozen()
+        # The check of rest takes the index apart, so it is an act on a copy.
         if state.resting:
             yield (
                 "nothing more happens",
@@ -139,7 +140,9 @@ class CacheWorld:
 
     @staticmethod
     def _written(life: Life) -> Iterator[tuple[Prompt, int]]:
-        """How much of which prompt: all that is missing, or a part."""
+        """Yield prompts to copy, and how many pages of each: a part of the first, and all of every
+        prompt.
+        """
         yield FIRST, 2
         for prompt in sorted(life.inserted):
             yield prompt, len(prompt)
@@ -174,7 +177,9 @@ def _begin(life: Life, prompt: Prompt, route: Route, count: int) -> bool:
 
 
 def _end(life: Life, number: int, landed: bool) -> bool:
-    """What is copied is what its source holds in the end: it was not to change meanwhile."""
+    """End the write `number`, and copy its bytes if it landed."""
+    # The copy reads its sources now, at the end: if one changed meanwhile, the content is wrong and
+    # the rules find it.
     copy = life.copies.pop(number)
     if landed and copy.target is Tier.STORAGE:
         life.store.update(life.memory[copy.source][page] for page in copy.source_pages)

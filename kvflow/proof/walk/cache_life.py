@@ -1,6 +1,4 @@
-"""One state of the walk over the prefix index: the shipped index, and beside it what only the world
-knows.
-"""
+"""One state of the walk over the prefix index: the shipped index, and the world around it."""
 
 from __future__ import annotations
 
@@ -23,23 +21,23 @@ from kvflow.protocols.cache.residents import Freed
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.testing.subscriber import Subscriber, block_hash, digests_of_prompt
 
-POOL = 16  # pages of device and host: more than are ever needed
+POOL = 16  # pages of the device, and of the host: more than any world needs
 POLICY: EvictionPolicy = "lru"
 
 
 class Copy(NamedTuple):
-    """One write, as its caller knows it. `epoch`: how many flushes there were before it."""
+    """One write, as its caller knows it. `epoch`: the number of flushes before it."""
 
     epoch: int
     source: Tier
     target: Tier
-    keys: tuple[Prompt, ...]  # prefixes that end with each page
+    keys: tuple[Prompt, ...]  # for each page the prefix that ends with it
     source_pages: tuple[int, ...]
     target_pages: tuple[int, ...]
 
 
 class Lock(NamedTuple):
-    """What a request reads."""
+    """Cached pages that a request reads."""
 
     node: Node
     epoch: int
@@ -48,11 +46,14 @@ class Lock(NamedTuple):
 
 
 class Life:
-    """All of it is pickled as one, so that what names a node still does afterwards."""
+    """The index with its memory, store, copies, locks and subscriber.
+
+    All of it is pickled as one object graph, so that a lock still refers to its node afterwards.
+    """
 
     def __init__(self) -> None:
         self.index = PrefixIndex(1, POLICY, events=True)
-        # Pages that are out: what they hold.
+        # By tier: page in use -> the prefix whose last page it holds.
         self.memory: tuple[dict[int, Prompt], dict[int, Prompt]] = ({}, {})
         self.store: set[Prompt] = set()
         self.copies: dict[int, Copy] = {}
@@ -62,7 +63,7 @@ class Life:
         self.epoch = self.last_ended = 0
 
     def frozen(self) -> bytes:
-        """For `thawed`."""
+        """Return the pickled life, which `thawed` restores."""
         stream = io.BytesIO()
         _Pickler(stream, protocol=5).dump(self)
         return stream.getvalue()
@@ -73,7 +74,7 @@ class Life:
         return life
 
     def take(self, tier: Tier, keys: list[Prompt]) -> PageIndices:
-        """Free pages that hold these from now on, the lowest first; () is garbage."""
+        """Take the lowest free pages of `tier`, and let them hold `keys`; () is garbage."""
         memory = self.memory[tier]
         free = [page for page in range(POOL) if page not in memory][: len(keys)]
         assert len(free) == len(keys), "the world's pools are too small"
@@ -87,7 +88,9 @@ class Life:
                     raise AssertionError(f"I1: page {page} comes back twice")
 
     def nodes(self) -> list[Node]:
-        """All that the tree, a lock or a write still leads to, flushed ones included; no roots."""
+        """Return every node but roots to which the tree, a lock or a write leads, flushed ones
+        included.
+        """
         found: dict[int, Node] = {}
         waiting: list[Node] = [
             *self.index._residents.roots.values(),
@@ -106,8 +109,11 @@ class Life:
         return [node for node in found.values() if not isinstance(node, Root)]
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for states that go on alike: page numbers and numbers of writes are left out, since
-        which page is used for what has been checked, and decides nothing."""
+        """Return a key that is equal for states that continue alike.
+
+        It leaves out page numbers and numbers of writes: the rules checked the pages of this state
+        already, and no later step depends on their numbers.
+        """
         paths = {id(node): (node.detached, path_of(node)) for node in self.nodes()}
         assert len(set(paths.values())) == len(paths), "two nodes of one path"
         runs: dict[int, tuple[Any, ...]] = {}
@@ -164,12 +170,12 @@ class Life:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """The policy is a function without a name of its own."""
+        """Pickle the policy by its key: pickle cannot find this function by a name."""
         return (policy_key, (POLICY,)) if value is POLICIES[POLICY] else NotImplemented
 
 
 def path_of(node: Node) -> Prompt:
-    """The prompt that ends with it."""
+    """Return the prompt that ends with `node`."""
     parts = [np.frombuffer(part.tokens, "<u4")[: part.num_pages].tolist() for part in upwards(node)]
     return tuple(page for part in reversed(parts) for page in part)
 
@@ -180,7 +186,7 @@ def prefixes(prompt: Prompt) -> Iterator[Prompt]:
 
 @cache
 def name_of(key: Prompt) -> int:
-    """What events call the last page of it."""
+    """Return the hash by which events name the last page of `key`."""
     return block_hash(digests_of_prompt(key, 1)[-1])
 
 

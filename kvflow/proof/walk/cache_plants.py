@@ -1,4 +1,4 @@
-"""Bugs of a prefix cache that somebody has had, or could have: put into the index from outside."""
+"""Plausible bugs of a prefix cache, some from real systems, planted in the shipped index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = CacheBounds(evictions=0, flushes=0)
 
 
 class CachePlant(NamedTuple):
-    """`invariant` is what it breaks in the world `bounds`."""
+    """One bug; `invariant` is the one that it breaks in the world `bounds`."""
 
     name: str
     text: str
@@ -32,7 +32,7 @@ class CachePlant(NamedTuple):
 
 
 def _ack_publishes_the_node_of_the_time() -> Installed:
-    """A write remembers nodes; a split has put the first part of each into another one."""
+    """Let a write remember nodes, although a split moves the first part of each to a new node."""
     begin, end = Writes.begin, Writes.end
 
     def remembering(self: Any, *arguments: Any) -> Write:
@@ -61,7 +61,7 @@ def _ack_publishes_the_node_of_the_time() -> Installed:
 
 
 def _child_before_parent() -> Installed:
-    """What has landed is told of, whatever has become of the page before it."""
+    """Publish every page that landed, even if the page before it is gone."""
 
     def moved(self: Recorder, node: Node, tier: Tier) -> None:
         if node.detached or not _tells(self, node, tier, node.phase[tier] is RunPhase.PRESENT):
@@ -75,7 +75,7 @@ def _child_before_parent() -> Installed:
 
 
 def _event_at_enqueue() -> Installed:
-    """A copy that has begun will surely land."""
+    """Publish a page when its copy begins, as if every copy landed."""
     original = Recorder.moved
 
     def moved(self: Recorder, node: Node, tier: Tier) -> None:
@@ -90,7 +90,7 @@ def _event_at_enqueue() -> Installed:
 
 
 def _tells(recorder: Recorder, node: Node, tier: Tier, there: bool) -> bool:
-    """Whether `node` is to be told of; if it was and is gone, that is told here."""
+    """Return True if `node` has to be published; publish its removal here if it is gone."""
     bit = 1 << tier
     if there:
         tells = not node.told & bit
@@ -104,7 +104,7 @@ def _tells(recorder: Recorder, node: Node, tier: Tier, there: bool) -> bool:
 
 
 def _lock_not_copied_at_split() -> Installed:
-    """The part before the cut is a new node, and nobody has locked that."""
+    """Leave the part before the cut, which is a new node, without its lock."""
 
     def forgets(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
         upper = split(node, keep, page_bytes, fray=fray)
@@ -115,7 +115,7 @@ def _lock_not_copied_at_split() -> Installed:
 
 
 def _lock_moves_at_split() -> Installed:
-    """The lock goes with the new node, as the handle of the request does not."""
+    """Move the lock to the new node, while the handle of the request stays at the old one."""
 
     def moves(node: Node, keep: int, page_bytes: int, *, fray: bool = False) -> Node:
         upper = split(node, keep, page_bytes, fray=fray)
@@ -140,7 +140,7 @@ def _failed_copy_taken_for_one() -> Installed:
 
 
 def _source_let_go() -> Installed:
-    """What is copied may be evicted all the same."""
+    """Let the sources of a copy be evicted while it runs."""
     original = Node.evictable
 
     def evictable(self: Node, tier: Tier) -> bool:
@@ -154,7 +154,7 @@ def _source_let_go() -> Installed:
 
 
 def _ends_twice() -> Installed:
-    """A write is known for ever: each end of it counts."""
+    """Remember every write for ever, so that a second end counts too."""
     original = Writes.end
 
     def end(self: Any, number: int, kind: RunKind) -> Any:

@@ -1,6 +1,6 @@
-"""What must hold in every state of the walk over the prefix index.
+"""Rules that hold in every state of the walk over the prefix index.
 
-Each raises AssertionError, with its invariant.
+Each function raises AssertionError, whose text begins with the broken invariant.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def check(life: Life) -> None:
 
 
 def _check_pages(life: Life, nodes: list[Node], tier: Tier) -> None:
-    """Each page that is out belongs to one node, or to nobody else than a write whose end is not
-    told yet.
-    """
+    """Check that the pages in use of `tier` are exactly those that the nodes have, each once."""
     held: list[int] = []
     for node in nodes:
         pages = node.pages[tier]
@@ -43,9 +41,9 @@ def _check_pages(life: Life, nodes: list[Node], tier: Tier) -> None:
 
 
 def _check_contents(life: Life, nodes: list[Node]) -> list[set[Prompt]]:
-    """What can be read holds what its tokens say.
+    """Check that every page that can be read holds the content of its tokens.
 
-    Returns it, by tier; what was flushed is not in it.
+    Returns the prefixes that can be read, by tier, without flushed ones.
     """
     present: list[set[Prompt]] = [set(), set(), set()]
     for node in nodes:
@@ -74,7 +72,7 @@ def _check_contents(life: Life, nodes: list[Node]) -> list[set[Prompt]]:
 
 
 def _check_users(life: Life) -> None:
-    """What is read or copied stays where it is."""
+    """Check that pages which a request reads or a copy uses stay in place."""
     for lock in life.locks:
         for key, page in zip(prefixes(lock.key), lock.pages, strict=True):
             if life.memory[Tier.DEVICE].get(page) != key:
@@ -91,6 +89,7 @@ def _check_users(life: Life) -> None:
 
 
 def _check_subscriber(life: Life, present: list[set[Prompt]]) -> None:
+    """Check that the events so far describe the pages that can be reached without a gap."""
     life.subscriber.replay(life.index.take_events())
     for tier, keys, told in zip(Tier, present, life.subscriber.blocks, strict=True):
         connected = {
@@ -105,9 +104,8 @@ def _check_subscriber(life: Life, present: list[set[Prompt]]) -> None:
 
 
 def _check_pins(life: Life, nodes: list[Node]) -> None:
-    """As many pages can be evicted from the device as nobody needs: its locks and copies are known
-    here, too.
-    """
+    """Check that the index counts as evictable exactly the device pages without a user."""
+    # Computed from the world's own locks and copies, independently of the pins in the nodes.
     used = {(lock.epoch, lock.key) for lock in life.locks}
     for copy in life.copies.values():
         if Tier.DEVICE in (copy.source, copy.target):
@@ -127,9 +125,9 @@ def _check_pins(life: Life, nodes: list[Node]) -> None:
 
 
 def check_rest(rest: Life) -> None:
-    """With nothing under way, all of it can be given back, and subscribers hear of it.
+    """Check that a life without copies and locks can free every page, and that the events state it.
 
-    Takes the life to pieces.
+    The life is useless afterwards.
     """
     if rest.index.stats().writes_open:
         raise AssertionError("I5: writes are open that have ended")
@@ -149,9 +147,8 @@ def check_rest(rest: Life) -> None:
 
 
 def check_landed(life: Life, copy: Copy) -> None:
-    """A write has landed: each of its pages can be read there, whatever became of the node it was
-    in.
-    """
+    """Check that each page of a landed write can be read at its target, also after a split."""
+    # A flush removed the pages from the tree meanwhile.
     if copy.epoch != life.epoch:
         return
     present: set[Prompt] = set()

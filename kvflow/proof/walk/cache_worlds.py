@@ -1,4 +1,4 @@
-"""The worlds of the walk over the prefix index: each bounded, each with a question of its own."""
+"""The worlds of the walk over the prefix index: each is bounded, and answers one question."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from kvflow.protocols.cache.events import Tier
 SAVE, STORE, LOAD = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.STORAGE), (Tier.HOST, Tier.DEVICE)
 Route = tuple[Tier, Tier]
 Prompt = tuple[int, ...]
-"""Its pages, one token each."""
+"""The pages of a prompt; each is one token."""
 
 FIRST: Prompt = (1, 2, 3, 4)
 FORKS: tuple[Prompt, ...] = ((1, 2, 5, 6), (1, 7), (1, 2, 3, 8))
-"""Each cuts the first prompt at another place: in its middle, before that, after it."""
+"""Prompts that split the first one at different places: in its middle, before it and after it."""
 
 
 class CacheBounds(NamedTuple):
-    """How often what may happen, beside the end of what has begun."""
+    """Limits on the number of events of each kind; the end of a write or a lock is not limited."""
 
     routes: tuple[Route, ...] = (SAVE,)
     writes: int = 2
     splits: int = 2
     evictions: int = 1
-    flushes: int = 1  # after which the first prompt may come once more
+    flushes: int = 1  # after a flush the first prompt may be cached again
     locks: int = 0
-    stales: int = 0  # a write is said to have ended that has ended before
-    on_device: bool = True  # at the start; otherwise the first prompt is on the host alone
+    stales: int = 0  # a second report of the end of a write
+    on_device: bool = True  # at the start; if False the first prompt is on the host alone
     on_host: bool = False
 
 

@@ -1,7 +1,7 @@
-"""A shipped DecodeEndpoint as a value that can be hashed, and everything that can happen to it.
+"""A shipped DecodeEndpoint as a hashable value, and the events that it can receive.
 
-What it decides is its own. Beside it stands what only the world knows: what its users were told,
-which pages are free.
+The endpoint makes every decision. The value also has the state outside it: the results that its
+users received, and the pages that are free.
 """
 
 from __future__ import annotations
@@ -35,47 +35,52 @@ from kvflow.protocols.wire.messages import GrantId
 
 EARLIER_DECODE = 66  # its incarnation
 EARLIER = (-1, 1)
-"""Stands in `Decode.watched` for the writer of what it has lent: the first life of rank 0."""
+"""Represents in `Decode.watched` the writer of the earlier decode's loans: the first life of rank
+0."""
 
 
 class Pages(IntEnum):
-    NONE = 0  # nothing was lent
+    """The place of a grant's pages."""
+
+    NONE = 0  # not lent yet
     LENT = 1
-    KEPT = 2  # the room has landed: they are its user's
+    KEPT = 2  # the room landed, and its user has the pages
     FREE = 3
 
 
 class Grant(NamedTuple):
-    """What users know of one grant."""
+    """One grant as its user knows it."""
 
     pages: Pages = Pages.NONE
-    told: bool = False
+    told: bool = False  # the user received the result
     ended: bool = False
-    linked: bool = False  # pages are to be taken
-    differs: bool = False  # some checksum
+    linked: bool = False  # the user has to take pages
+    differs: bool = False  # the checksum of a chunk
 
 
 class Rank(NamedTuple):
-    """What others have to know of decode's end of one link; follows from the endpoint."""
+    """Decode's end of one link, as the walk needs it; computed from the endpoint."""
 
-    dialled: int  # the life whose connection is open; 0: none
-    # It sends heartbeats, or asks to be let in: to the first life, to the second.
+    dialled: int  # the life to which the connection is open, or 0
+    # True if decode sends heartbeats or Register: to the first life, to the second.
     beats: tuple[bool, bool]
-    up: int  # the life whose link is up
-    owes: int  # 0: nothing; 1: loans in doubt; 2: others
+    up: int  # the life whose link is up, or 0
+    owes: int  # 0: no loans; 1: only loans in doubt; 2: others too
     settled: GrantId
 
 
 class Decode(NamedTuple):
+    """The state of decode in the walk."""
+
     endpoint: int  # its number on the shelf; -1: its process is dead
     grants: tuple[Grant, ...] = ()
-    opened: int = 0  # how many rooms were opened, or refused
+    opened: int = 0  # rooms that were opened or refused
     watched: frozenset[tuple[int, int]] = frozenset()  # (rank, life) whose fence is awaited
     declared: frozenset[tuple[int, int]] = frozenset()
     left: bool = False
     closed: bool = False
-    earlier: bool = False  # pages of an earlier decode are not home
-    # what follows from the endpoint
+    earlier: bool = False  # an earlier decode's loans are open
+    # The rest is computed from the endpoint, so that columns of the walk need not restore it.
     ranks: tuple[Rank, ...] = ()
     rooms: int = 0
     busy: bool = False
@@ -104,9 +109,9 @@ class DecodeSide:
     # --- what happens
 
     def run(self, do: Callable[[DecodeSide], None]) -> Decode:
-        """Do one thing, run what comes of it.
+        """Do one thing, run the commands that follow, and return the state after them.
 
-        Raises: AssertionError for what must hold and does not.
+        Raises: AssertionError for a broken invariant.
         """
         causes = {grant: record.state.cause for grant, record in self.endpoint.rooms.items()}
         known = dict(self.endpoint.rooms)
@@ -175,12 +180,12 @@ class DecodeSide:
         )
 
     def due(self, timer: Timer) -> None:
-        """The endpoint's own clock strikes."""
+        """Let one timer of the endpoint expire."""
         self.core.deadlines.set(timer, 0.0)
         self.endpoint.tick(0.0)
 
     def open_room(self, lives: tuple[int, ...]) -> None:
-        """The next room, with the prefill ranks that the registry names."""
+        """Open the next room, with the prefill ranks that the registry names."""
         world, bounds = self.world, self.world.bounds
         infos = [world.info(rank, life) for rank, life in enumerate(lives)]
         room = bounds.rooms[self.value.opened]
@@ -192,6 +197,7 @@ class DecodeSide:
             grant = GrantId(0)
         if grant and self.value.left:
             raise ViolationError("I4: decode is shutting down, and opens a room")
+        # A refused room may use up a grant too: that one is over, and its pages were never lent.
         while len(self.grants) < self.core.next_grant - 1:
             self.grants.append(
                 Grant() if len(self.grants) == grant - 1 else Grant(Pages.FREE, True, True)
@@ -233,9 +239,10 @@ class DecodeSide:
         self.endpoint.writer_died(c.PeerKey(LIVES[rank][life - 1], info.control), 0.0)
 
     def inherit(self) -> None:
-        """What a decode before this one has lent to the first life of rank 0, which this one is
-        linked to as well.
+        """Inherit a loan of an earlier decode to the first life of rank 0, to which this decode
+        links too.
         """
+        # Its pages are recorded as the first grant, so that the check of I2 covers them.
         self.grants.append(Grant(Pages.LENT, told=True, ended=True))
         loan = UnprovenLoan(
             writer=self.world.address,
@@ -282,6 +289,7 @@ class DecodeSide:
             up = {
                 key for key, peer in self.core.links.peers.items() if peer.phase is LinkPhase.UP
             } - before
+            # An endpoint dialled to one life may receive the word of another at the same address.
             if any(life_of(key.incarnation) != life_of(word.source) for key in up):
                 raise ViolationError("I6: the answer of another life brings a link up")
 
@@ -347,7 +355,7 @@ class DecodeSide:
 
 
 def _place(key: c.PeerKey) -> tuple[int, int]:
-    """Rank and life."""
+    """Return the rank and the life of a peer."""
     return key.incarnation % 100 - 1, life_of(key.incarnation)
 
 

@@ -1,9 +1,8 @@
-"""Everything that a small group of ranks can do: the shipped leader and members, and every order of
-what happens.
+"""The walk over a small group of ranks: the shipped leader and members, in every order of events.
 
-A state is the pickled endpoints, the frames between them, what has become of each rank's room, and
-the faults that are left. One step feeds one endpoint. Links keep their order and lose what is in
-them with either end: what is lost otherwise, and sent again, is the subject of tests/protocols.
+A state is the pickled endpoints, the frames between them, the state of each rank's room, and the
+faults that are left. One step feeds one endpoint. Links keep their order, and lose their frames
+only with either end; tests/protocols cover other losses and repeated frames.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ LEADER_LIFE, SECOND_LEADER_LIFE = Incarnation(1_000), Incarnation(2_000)
 GONE_CLIENT = Cause(Code.CLIENT_GONE, "the client has gone")
 IN_USE = Cause(Code.ROOM_IN_USE, "the last room of that id drains at this rank")
 Frames = tuple[bytes, ...]
-_TIMING = Timing()  # every endpoint has the same, which no step changes
+# All endpoints share one Timing, which no step changes.
+_TIMING = Timing()
 
 
 WAITS, STARTED, DRAINS = "waits", "started", "drains"
@@ -59,17 +59,15 @@ class Room(NamedTuple):
 
 
 class State(NamedTuple):
-    """`None` is a process that is dead and not missed: what it had told is on its way, or lost with
-    it.
-    """
+    """A state of the walk; a process that is None is dead."""
 
     leader: bytes | None
     members: tuple[bytes | None, ...]
     to_leader: tuple[Frames, ...]
     to_member: tuple[Frames, ...]
-    mourned: tuple[bool, ...]  # by the leader, of each rank
+    mourned: tuple[bool, ...]  # by rank: the leader knows of its death
     rooms: tuple[Room, ...]
-    facts: frozenset[tuple[Any, ...]]  # what has happened, for the rules
+    facts: frozenset[tuple[Any, ...]]  # events so far, for the rules
     left: GroupBounds
 
 
@@ -78,9 +76,7 @@ def _timing() -> Timing:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves out what all endpoints have in common: made anew,
-    every field of it is checked again.
-    """
+    """A pickler that leaves out the shared Timing, which checks every field whenever it is made."""
 
     def reducer_override(self, thing: Any) -> Any:
         return (_timing, ()) if type(thing) is Timing else NotImplemented
@@ -88,21 +84,22 @@ class _Pickler(pickle.Pickler):
 
 @lru_cache(maxsize=1 << 12)
 def _seen(data: bytes) -> Any:
-    """The endpoint that was pickled, to be looked at: to make it anew took half of the time of a
-    walk.
+    """Return a pickled endpoint that callers only read; without the cache unpickling took half of
+    the time of a walk.
     """
     return pickle.loads(data)
 
 
 class GroupWorld:
-    """The steps out of a state."""
+    """A world of one group, within `bounds`."""
 
     def __init__(self, bounds: GroupBounds) -> None:
         self.bounds = bounds
+        # Equal endpoints share one bytes object, which states refer to very often.
         self._pieces: dict[bytes, bytes] = {}
 
     def start(self) -> State:
-        """Every rank has joined."""
+        """Return the first state, in which every rank is in the group."""
         ranks = range(self.bounds.ranks)
         leader = GroupLeader(LEADER_LIFE, self.bounds.ranks, now=0.0)
         members = [
@@ -127,7 +124,9 @@ class GroupWorld:
         return state
 
     def acts(self, state: State) -> Iterator[tuple[str, bool, Callable[[], State]]]:
-        """(what can happen, whether it does so by itself in the end, the state after it)."""
+        """Yield (text of an act, True if it happens at last without a fault, function that returns
+        the state after it).
+        """
         left, ranks = state.left, range(self.bounds.ranks)
         if state.leader is not None:
             leader: GroupLeader = _seen(state.leader)
@@ -212,7 +211,8 @@ class GroupWorld:
     ) -> Iterator[tuple[str, bool, Callable[[], State]]]:
         rank, key, left = room.rank, room.key, state.left
         name = f"request {key.ticket} at rank {rank}"
-        fair = ("bad", key) not in state.facts  # else decode's half may never come
+        # After a failure decode's half may never arrive, so a match is not certain any more.
+        fair = ("bad", key) not in state.facts
         if room.state == WAITS:
             yield (
                 f"{name} is matched",
@@ -253,7 +253,7 @@ class GroupWorld:
         )
         if len(self._reached(after)) < self.bounds.ranks:
             key = TicketKey(self._leader_life(after), found[0])
-            # A loss that the leader does not know of.
+            # A rank is lost and the leader does not know yet, so the request may have to fail.
             after = after._replace(facts=after.facts | {("risky", key)})
         return after
 
@@ -271,7 +271,7 @@ class GroupWorld:
         return self._lead(state._replace(left=left, facts=facts), refuse)
 
     def _reached(self, state: State) -> list[int]:
-        """The ranks that read what the leader decides now."""
+        """Return the ranks that read the leader's next decision."""
         assert state.leader is not None
         leader: GroupLeader = _seen(state.leader)
         found = []
@@ -286,7 +286,9 @@ class GroupWorld:
         return found
 
     def _crash(self, state: State, rank: int) -> State:
-        """The leader is in the process of rank 0. What is on its way to the dead is lost."""
+        """Kill the process of `rank`, and with rank 0 the leader; frames on their way to a dead
+        process are lost.
+        """
         state = self._bad(state)._replace(left=state.left._replace(crashes=state.left.crashes - 1))
         state = state._replace(
             members=_with(state.members, rank, None),
@@ -299,7 +301,7 @@ class GroupWorld:
         return state
 
     def _bad(self, state: State) -> State:
-        """Whatever is open may have to fail."""
+        """Record that every open request may have to fail."""
         keys = {room.key for room in state.rooms}
         if state.leader is not None:
             leader: GroupLeader = _seen(state.leader)
@@ -341,13 +343,13 @@ class GroupWorld:
         )
 
     def _restart_leader(self, state: State) -> State:
-        """In the process of rank 0, at the address of the one before."""
+        """Start the process of rank 0 again, with a new leader at the address of the dead one."""
         leader = GroupLeader(SECOND_LEADER_LIFE, self.bounds.ranks, now=0.0)
         after = self._restart(state._replace(leader=self._kept(leader)), 0)
         return after._replace(mourned=(False,) * self.bounds.ranks)
 
     def _leader_life(self, state: State) -> Incarnation:
-        """0 while it is dead."""
+        """Return the incarnation of the leader, 0 while it is dead."""
         if state.leader is None:
             return Incarnation(0)
         leader: GroupLeader = _seen(state.leader)
@@ -451,10 +453,9 @@ class GroupWorld:
         )
 
     def _kept(self, endpoint: GroupLeader | GroupMember) -> bytes:
-        """Equal endpoints are equal bytes.
-
-        What is sent is confirmed at once: links lose nothing.
-        """
+        """Pickle an endpoint, so that equal endpoints have equal bytes."""
+        # These links lose no frame, so every sent message counts as confirmed. Unconfirmed ones
+        # would split states that continue alike.
         links = (
             [endpoint.session] if isinstance(endpoint, GroupMember) else endpoint.members.values()
         )
@@ -463,7 +464,8 @@ class GroupWorld:
                 one.link.confirm(one.link.sent_below)
         stream = io.BytesIO()
         pickler = _Pickler(stream, protocol=5)
-        # No references to what was written before: whether two are the same object is no state.
+        # Without references to objects that were written before: it is no part of the state whether
+        # two equal values are one object.
         pickler.fast = True
         pickler.dump(endpoint)
         data = stream.getvalue()
@@ -472,7 +474,7 @@ class GroupWorld:
     # --- rest
 
     def rests(self, state: State) -> bool:
-        """Nothing is left anywhere of any request."""
+        """Return True if no request is left at any rank or at the leader."""
         members = [_seen(life) for life in state.members if life is not None]
         if (
             state.rooms

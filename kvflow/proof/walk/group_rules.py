@@ -1,4 +1,7 @@
-"""What must hold at every step of the walk over a group of ranks."""
+"""Rules that hold at every step of the walk over a group of ranks.
+
+Each function raises AssertionError.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from kvflow.protocols.group.leader import RequestDecided
 from kvflow.protocols.group.member import RequestSettled, TicketKey
 
 Facts = set[tuple[Any, ...]]
-"""What has happened; the first of each says what it is."""
+"""Events so far, as tuples that begin with the kind of the event."""
 
 MATCHED, LANDED = "matched", "landed"
 
 
 def check_decided(key: TicketKey, command: RequestDecided, facts: Facts, ranks: int) -> None:
+    """Check the leader's result of a request: it is the only one, a failure has a reason, and a
+    success landed at every rank.
+    """
     if any(fact[:2] == ("decided", key) for fact in facts):
         raise AssertionError(f"request {key.ticket} was decided twice")
     if command.cause is not None and not {("bad", key), ("risky", key)} & facts:
@@ -26,11 +32,16 @@ def check_decided(key: TicketKey, command: RequestDecided, facts: Facts, ranks: 
 
 
 def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
+    """Check that a request which starts at `rank` is matched at every rank, and that the rank
+    starts requests in the group's order.
+    """
     if missing := _without(MATCHED, key, facts, ranks):
         raise AssertionError(
             f"request {key.ticket} starts at rank {rank}, and is not matched at rank {missing[0]}"
         )
     number = next(fact[2] for fact in facts if fact[:2] == ("start", key))
+    # Only the last start of a rank stays in the facts: they are part of the state, so each one more
+    # would split states that continue alike.
     for fact in [fact for fact in facts if fact[:3] == ("started", rank, key.leader)]:
         if fact[3] >= number:
             raise AssertionError(
@@ -41,6 +52,9 @@ def check_started(key: TicketKey, rank: int, facts: Facts, ranks: int) -> None:
 
 
 def check_settled(command: RequestSettled, rank: int, facts: Facts) -> None:
+    """Check the result of a request at one rank: it is the only one there, and a success is also
+    the leader's result.
+    """
     if any(fact[:3] == ("settled", rank, command.key) for fact in facts):
         raise AssertionError(
             f"rank {rank} was told twice what became of request {command.key.ticket}"

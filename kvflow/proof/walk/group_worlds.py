@@ -1,4 +1,4 @@
-"""The worlds of the walk over a group of ranks: each bounded, each with a question of its own."""
+"""The worlds of the walk over a group of ranks: each is bounded, and answers one question."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 
 class GroupBounds(NamedTuple):
-    """How often what may happen.
+    """Limits on the number of events of each kind.
 
-    `failures`: rooms that end by themselves at one rank; `silences`: a rank that lives is taken for
-    lost, and the other way round."""
+    `failures`: rooms that end at one rank without a decision of the leader. `silences`: the leader
+    takes a living rank for lost, or a rank the living leader.
+    """
 
     ranks: int = 3
     requests: int = 1
     failures: int = 0
     aborts: int = 0
-    crashes: int = 0  # of a member, or of the leader, which takes its own rank with it
+    crashes: int = 0  # of a member, or of the leader, whose process is also rank 0
     silences: int = 0
-    # 0 or 1 request that the leader cannot open: a rank is missing, or the room is in use.
+    # At most 1. The leader cannot open such a request: a rank is missing, or the room is in use.
     refusals: int = 0
     same_room: bool = False  # all requests are for one room id
     restarts: bool = True  # of a member

@@ -1,4 +1,4 @@
-"""Decode with its two ranks in each other's place."""
+"""The mirror image of a decode: its two prefill ranks exchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvflow.protocols.decode.links import PrefillPeer
 
 
 def mirrored(decode: Decode, world: World) -> Decode:
-    """The same, but what was true of one rank is true of the other."""
+    """Return `decode` with the states of its two ranks exchanged."""
     if not decode.alive:
         return decode
     endpoint = world.decodes.take(decode.endpoint)
@@ -29,9 +29,9 @@ def mirrored(decode: Decode, world: World) -> Decode:
 
 
 def _swap(endpoint: DecodeEndpoint) -> None:
-    """Peers keep their places in every book and exchange names: only what is ordered by rank is
-    turned.
-    """
+    """Exchange the two ranks in place."""
+    # Peers keep their places in every table and exchange their names, so only the columns that are
+    # ordered by rank have to be reversed.
     core = endpoint.core
     peers: dict[int, PrefillPeer] = {}
     for peer in [*endpoint.peers, *core.ledger._by_source, *core.ledger._acknowledged]:
@@ -59,7 +59,7 @@ def _swap(endpoint: DecodeEndpoint) -> None:
 
 
 def _other(info: Any) -> Any:
-    """The registry's line of the other rank."""
+    """Return the registry's entry of the other rank."""
     key = _key(PeerKey(info.incarnation, info.control))
     return msgspec.structs.replace(
         info, rank=1 - info.rank, incarnation=key.incarnation, control=key.control
@@ -67,6 +67,7 @@ def _other(info: Any) -> Any:
 
 
 def _key(key: PeerKey) -> PeerKey:
+    """Return the key of the other rank in the same life."""
     rank = key.incarnation % 100 - 1
     control = key.control.replace(f"prefill-{rank}", f"prefill-{1 - rank}")
     return PeerKey(key.incarnation + 1 - 2 * rank, control)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What one machine of a world can see of another, and how a world begins."""
+"""The part of one machine that the acts of another depend on, and the first state of a world."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvflow.proof.walk.world import (
 
 
 class Neighbour(NamedTuple):
-    """What the world lets decode find out about one rank."""
+    """The state of one rank, as far as decode's acts depend on it."""
 
     life: int
     alive: bool
-    answers: bool  # heartbeats of a link to this life
-    silent: bool  # it has taken decode for silent
+    answers: bool  # to the heartbeats of a link to this life
+    silent: bool  # it counts decode as silent
     oldest: int  # the oldest ended grant that it remembers
-    fenced: bool  # its first life is dead, and none of its writes can land any more
+    fenced: bool  # its first life is dead, and no write of it can land any more
 
 
 class Target(NamedTuple):
-    """What a prefill rank finds out about decode."""
+    """The state of decode, as far as a rank's acts depend on it."""
 
-    over: bool  # it opens no room any more, and none is open
-    beats: tuple[bool, bool]  # it sends heartbeats to the first life, to the second
+    over: bool  # no room is open, and decode will open no more
+    beats: tuple[bool, bool]  # decode sends heartbeats: to the first life, to the second
 
 
 def neighbour(prefill: Prefill) -> Neighbour:
@@ -44,18 +44,20 @@ def target(decode: Decode, rank: int, rooms: int) -> Target:
 
 
 def orphaned(prefill: Prefill) -> Prefill:
-    """Decode's process is gone, and with it the memory that late writes could reach."""
+    """Return `prefill` after decode's death, which ends the memory that late writes could reach."""
     return prefill._replace(target_gone=True, late=0)
 
 
 def start(world: World) -> tuple[Decode, Prefill]:
-    """Decode, and each of its prefill ranks."""
+    """Return decode and a prefill rank in their first states; all ranks begin in the same state."""
+    # The late write is one of the earlier decode's grant, which has number 1.
     late = 1 << 1 if world.bounds.earlier else 0
     theirs = PrefillSide(Prefill(0, late=late), world, world.new_prefill(1)).run(_nothing)
     begin = DecodeSide.inherit if world.bounds.earlier else _nothing
     mine = DecodeSide(Decode(0), world, world.new_decode()).run(begin)
     if not world.bounds.registered:
         return mine, theirs
+    # A registered world begins with its links up, so the walk spends no states on registration.
     decode = DecodeSide(mine, world)
     mine = decode.run(lambda side: _dial(side, world))
     theirs = PrefillSide(theirs, world).run(lambda side: side.hear(decode.words[0][0]))

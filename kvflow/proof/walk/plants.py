@@ -1,6 +1,4 @@
-"""Bugs that somebody has had, or might have, put into what ships from outside: the exhaustive walk
-must find each.
-"""
+"""Plausible bugs, planted in the shipped code from outside; the exhaustive walk must find each."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def _believes_all(core: Any, peer: Any, message: wire.Goodbye, now: float) -> No
 
 
 def _abort_forgotten() -> AbstractContextManager[object]:
-    """An Abort that overtakes its Bootstrap leaves no trace."""
+    """Forget an Abort that arrives before its Bootstrap."""
     stack = ExitStack()
     cell = Move(GrantPhase.UNKNOWN, (GrantCommand.END_OTHER_HALF, GrantCommand.ACKNOWLEDGE))
     stack.enter_context(_cells(grants, {(GrantPhase.UNKNOWN, GrantKind.ABORT): cell})())
@@ -86,7 +84,7 @@ def _low_water_kept(table: Any, grant: Any, sent: Any) -> None:
 
 
 def _settles_all(ledger: Any, source: Any) -> Any:
-    """Everything up to the newest grant, its loans ended or not."""
+    """Return a bound above every grant of `source`, also above those whose loans are open."""
     grants_of = ledger.grants_of(source)
     return max([*grants_of, ledger._acknowledged.get(source, 0)]) + 1
 
@@ -96,7 +94,7 @@ def _resends_nothing(core: Any, peer: Any, grant: Any, next_seq: int) -> None:
 
 
 def _any_grant_asked(core: Any, peer: Any, message: Any, now: float) -> None:
-    """A grant whose Bootstrap was lost is taken for one that was told everything."""
+    """Answer about a grant whose Bootstrap was lost as if its prefill had sent everything."""
     for belief in message.rooms:
         for command in peer.grants.feed(belief.grant, GrantKind.ASK):
             if command is GrantCommand.RESEND:
@@ -125,8 +123,8 @@ _queue_chunk = PrefillEndpoint.queue_chunk
 
 
 def lands_at_once(endpoint: PrefillEndpoint, record: Any, source_pages: Any, **how: Any) -> None:
-    """The write of a chunk without pages ends before `queue_chunk` returns, and with the last one
-    its room.
+    """End the write of a chunk without pages before `queue_chunk` returns, and with the last chunk
+    the room.
     """
     _queue_chunk(endpoint, record, source_pages, **how)
     if not len(source_pages):
@@ -370,6 +368,6 @@ ENDPOINTS: tuple[Plant, ...] = (
         TINY._replace(chunks=0),
     ),
 )
-"""In endpoints, links, peers and grants."""
+"""Bugs of endpoints, links, peers and grants."""
 
 PLANTS = (*TABLES, *ENDPOINTS)

@@ -1,4 +1,6 @@
-"""Bugs of the tables and of the steps of rooms; how a bug is put into what ships from outside."""
+"""Bugs of the tables and of the steps of rooms, and the functions that plant a bug in the shipped
+code from outside.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,7 @@ LOSSY = TINY._replace(drops=1)
 
 
 class Plant(NamedTuple):
-    """`install` puts the bug in for a while;
-    `invariant` is what it breaks in the world `bounds`.
-    """
+    """One bug: `install` plants it for a while; it breaks `invariant` in the world `bounds`."""
 
     name: str
     text: str
@@ -49,7 +49,7 @@ class Plant(NamedTuple):
 
 
 def _cells(module: Any, changes: dict[tuple[Any, Any], Any]) -> Install:
-    """Other cells in a module's table."""
+    """Return a plant that replaces cells in the table of a module."""
     return lambda: swapped_cells(module.TABLE, changes)
 
 
@@ -78,7 +78,7 @@ _RETURN = Move(LoanPhase.RETURNED, (LoanCommand.RETURN,))
 def _all_said(
     room: DecodeRoomState, event: DecodeEvent
 ) -> tuple[DecodeRoomState, DecodeKind, DecodeEvent]:
-    """The last chunk of one rank counted for all."""
+    """Count the last chunk of one rank as the last of all ranks."""
     counted, kind, event = _count_chunk(room, event)
     return (
         counted,
@@ -88,7 +88,7 @@ def _all_said(
 
 
 def _gap_ignored() -> AbstractContextManager[object]:
-    """Whatever chunk comes is the next one."""
+    """Count every chunk as the next one, whatever its number."""
     on_chunk_done = decode_inbox.HANDLERS[wire.ChunkDone]
 
     def any_order(core: Any, peer: Any, message: Any, now: float) -> None:
@@ -135,7 +135,7 @@ _HURRY = Move(
 
 
 def _room_kept(core: Any, record: Any, now: float) -> None:
-    """The room stays in its table."""
+    """End a room, but leave it in the table of rooms."""
     decode_core._end(core, record, now)
     core.rooms[record.grant] = record
 
@@ -247,4 +247,4 @@ TABLES: tuple[Plant, ...] = (
         "I8",
     ),
 )
-"""In rooms and loans; the seeds find most of them too."""
+"""Bugs of rooms and loans; the seeded simulation finds most of them too."""

@@ -1,7 +1,7 @@
-"""A shipped PrefillEndpoint as a value that can be hashed, and everything that can happen to it.
+"""A shipped PrefillEndpoint as a hashable value, and the events that it can receive.
 
-What it decides is its own. Beside it stands what only the world knows: which writes run, what may
-still land, which routes are open, what its engine was told.
+The endpoint makes every decision. The value also has the state outside it: the writes that run or
+may still land, the open routes, and the results that its engine received.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from kvflow.protocols.wire.messages import Incarnation, RoomId
 
 
 class Write(NamedTuple):
-    """One that runs; the endpoint counts them from 1, in this order."""
+    """A running write; the endpoint counts them from 1, in the order of `Prefill.writes`."""
 
     peer: Incarnation
     grant: int
-    pages: int  # bit per page of the grant
+    pages: int  # a bit for each page of the grant
     cancelled: bool = False
 
 
 class Room(NamedTuple):
-    """What the engine knows of one of its rooms."""
+    """One room as its engine knows it."""
 
     room: int
     matched: bool = False
@@ -54,7 +54,7 @@ class Room(NamedTuple):
 
 
 class Other(IntEnum):
-    """Another decode."""
+    """The state of another decode, which competes for a place at prefill."""
 
     ABSENT = 0
     HERE = 1
@@ -62,27 +62,30 @@ class Other(IntEnum):
 
 
 class Prefill(NamedTuple):
+    """The state of one prefill rank in the walk."""
+
     endpoint: int  # its number on the shelf; -1: its process is dead
     life: int = 1
     writes: tuple[Write, ...] = ()
-    late: int = 0  # bit per grant: a write in doubt, or of a dead process, may still move bytes
-    landed: tuple[int, ...] = ()  # per grant a bit per page that is known to have landed
-    rooms: tuple[Room, ...] = ()  # the engine's, open
-    asked: int = 0  # how many rooms the engine has opened, or refused
-    routes: tuple[tuple[Incarnation, bool], ...] = ()  # and whether they are open already
+    # A bit for each grant: a write in doubt, or of a dead process, may still move bytes.
+    late: int = 0
+    landed: tuple[int, ...] = ()  # by grant, a bit for each page that landed
+    rooms: tuple[Room, ...] = ()  # open rooms of the engine
+    asked: int = 0  # rooms that the engine opened or refused
+    routes: tuple[tuple[Incarnation, bool], ...] = ()  # (peer, True when it is open)
     watched: frozenset[Incarnation] = frozenset()
     target_gone: bool = False  # decode's process is dead
     other: Other = Other.ABSENT
     stalled: bool = False
     left: bool = False
-    parted: bool = False  # it has said goodbye
-    named: bool = False  # and has named a grant that it proves nothing about
-    # what follows from the endpoint
+    parted: bool = False  # it sent Goodbye
+    named: bool = False  # its Goodbye named an unproven grant
+    # The rest is computed from the endpoint, so that columns of the walk need not restore it.
     knows: bool = False  # decode is registered and up, and its heartbeats are answered
-    silent: bool = False  # decode is taken for silent
-    oldest: int = 0  # of those that are remembered, the grant that ended first
+    silent: bool = False  # decode counts as silent
+    oldest: int = 0  # the lowest grant that it remembers, or 0
     doubts: bool = False
-    idle: bool = True  # nothing waits for anything
+    idle: bool = True  # no room, announcement, write or task is open
     outcomes: bool = False
 
     @property
@@ -91,12 +94,13 @@ class Prefill(NamedTuple):
 
     @property
     def gone(self) -> bool:
-        """The first life is over."""
+        """True if the first life is over."""
         return self.life > 1 or not self.alive
 
     @property
     def writing(self) -> int:
-        """Bit per grant: something may still write into decode's pages."""
+        """A bit for each grant into whose pages a write may still move bytes."""
+        # The memory of a dead decode is gone with it.
         if self.target_gone:
             return 0
         found = self.late
@@ -116,7 +120,7 @@ class PrefillSide:
         self.core = self.endpoint.core
         self.writes: dict[int, Write] = dict(enumerate(value.writes, 1))
         self.landed = list(value.landed or (0,) * (world.bounds.last_grant + 1))
-        # By serial: of known rooms it is their id.
+        # By serial. In a tidied endpoint the serial of a room is its id.
         self.rooms = {known.room: known for known in value.rooms}
         self.routes = dict(value.routes)
         self.watched = set(value.watched)
@@ -125,9 +129,9 @@ class PrefillSide:
     # --- what happens
 
     def run(self, do: Callable[[PrefillSide], None]) -> Prefill:
-        """Do one thing, run what comes of it.
+        """Do one thing, run the commands that follow, and return the state after them.
 
-        Raises: AssertionError for what must hold and does not.
+        Raises: AssertionError for a broken invariant.
         """
         peer = self.core.peers.get(DECODE)
         closed = (
@@ -199,20 +203,21 @@ class PrefillSide:
         )
 
     def due(self, timer: Timer) -> None:
-        """The endpoint's own clock strikes: a wait for the other half is over."""
+        """Let one timer of the endpoint expire, such as the wait for the other half of a room."""
         if timer.kind == "room":
             self.core.rooms[RoomId(timer.key)].deadline_at_s = 0.0
         self.core.deadlines.set(timer, 0.0)
         self.endpoint.tick(0.0)
 
     def open_room(self, *, other_prompt: bool = False) -> None:
-        """The engine's next room; refused by the endpoint when its id is in use or this side
+        """Open the engine's next room, which the endpoint refuses if the id is in use or this side
         leaves.
         """
         world = self.world
         room = world.bounds.rooms[self.value.asked]
         digest = prompt_digest([7]) if other_prompt else world.digest
         self.put(asked=self.value.asked + 1)
+        # Commands name a room by its serial: the next one, or that of a half which decode opened.
         serial = self.core._serial + 1
         known = self.core.rooms.get(RoomId(room))
         if known is not None and known.prompt is None:
@@ -307,7 +312,8 @@ class PrefillSide:
                 raise ViolationError(
                     f"I3: chunk {message.seq} is said to have landed, and its write has not"
                 )
-        if type(message) is not wire.Heartbeat:  # changes no decode, see test_walk
+        # A heartbeat of prefill changes no decode, as test_walk checks.
+        if type(message) is not wire.Heartbeat:
             self.words.append(word_of(message))
 
     def _open_route(self, command: c.OpenRoute) -> None:
@@ -329,6 +335,8 @@ class PrefillSide:
         if not self.routes.get(command.peer):
             raise ViolationError("I2: a write is started without a route")
         targets = command.target_pages.tolist()
+        # `send` numbers source pages by their place in the prompt, and so does `pages_of` within a
+        # grant.
         if command.source_pages.tolist() != [page % GRANT_PAGES for page in targets]:
             raise ViolationError("I8: pages are written to another place of the prompt")
         grant = self.core.writes[command.write][0].grant

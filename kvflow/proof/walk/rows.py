@@ -1,4 +1,4 @@
-"""Small tables that grow as they are looked up: values as numbers, and rows of numbers by key."""
+"""Tables that grow on look-up: values as numbers, and rows of numbers by key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Numbers = NDArray[np.int64]
 
 
 class Interned(Generic[V]):
-    """Values as small numbers, and what is asked about them as arrays."""
+    """Values as small numbers, and answers about them as arrays (columns)."""
 
     def __init__(self, bits: int) -> None:
         self.values: list[V] = []
@@ -31,16 +31,20 @@ class Interned(Generic[V]):
         return found
 
     def column(self, question: Callable[[V], Any]) -> Numbers:
-        """The answer (a number) for every value; `question` must be the same object each time."""
+        """Return the answer (a number) for every value, by the number of the value.
+
+        `question` must be the same object each time, since answers are kept by it.
+        """
         known = self._columns.get(question, np.empty(0, np.int64))
-        while len(known) < len(self.values):  # an answer may be a new value
+        # An answer may be the number of a new value, which then needs an answer too.
+        while len(known) < len(self.values):
             new = [int(question(value)) for value in self.values[len(known) :]]
             known = self._columns[question] = np.append(known, np.array(new, np.int64))
         return known
 
 
 class Growing:
-    """An array that grows at its end."""
+    """An array that grows at its end, in constant time per element on average."""
 
     def __init__(self, *width: int) -> None:
         self._kept: Numbers = np.empty((1024, *width), np.int64)
@@ -61,7 +65,10 @@ class Growing:
 
 
 class Index:
-    """Numbers by key, for whole arrays of keys at once: a hash table with open addressing."""
+    """Numbers by key, for whole arrays of keys at once: a hash table with open addressing.
+
+    A dict would need one look-up in Python for each of millions of keys.
+    """
 
     def __init__(self, bits: int = 12) -> None:
         self._known = Growing()
@@ -79,12 +86,13 @@ class Index:
 
     @property
     def keys(self) -> Numbers:
-        """Every key, by its number."""
+        """Every key, in the order of the numbers."""
         return self._known.all
 
     def _slots(self, keys: Numbers) -> Numbers:
-        """Where each key is, or would be."""
+        """Return the slot of each key, or the empty slot in which it belongs."""
         mask = (1 << self._bits) - 1
+        # Fibonacci hashing: the multiplier is 2**64 / the golden ratio.
         hashed = (keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(
             64 - self._bits
         )
@@ -98,28 +106,30 @@ class Index:
         return slots
 
     def _insert(self, keys: Numbers, numbers: Numbers) -> None:
-        """New keys, each once."""
+        """Insert new keys, each of which occurs once in `keys`."""
         while len(keys):
             slots = self._slots(keys)
-            _, first = np.unique(slots, return_index=True)  # two keys may want one slot
+            # Two keys may belong in one slot: the first takes it, the other one probes again.
+            _, first = np.unique(slots, return_index=True)
             self._keys[slots[first]], self._numbers[slots[first]] = keys[first], numbers[first]
             rest = np.ones(len(keys), np.bool_)
             rest[first] = False
             keys, numbers = keys[rest], numbers[rest]
 
     def find(self, keys: Numbers) -> Numbers:
-        """The number of each key (not negative); -1 where there is none."""
+        """Return the number of each key, -1 for an unknown key; keys must not be negative."""
         slots = self._slots(keys)
         return np.where(self._keys[slots] == keys, self._numbers[slots], -1)
 
     def number(self, keys: Numbers) -> Numbers:
-        """The number of each key; new ones get the next."""
+        """Return the number of each key; new keys get the next numbers."""
         found = self.find(keys)
         missing = found < 0
         if missing.any():
             new = np.unique(keys[missing])
             numbers = np.arange(len(self), len(self) + len(new))
             self._known.extend(new)
+            # At most half of the slots are in use, so that probing stays short.
             if len(self) > 1 << (self._bits - 1):
                 self._resize(len(self).bit_length() + 2)
             else:
@@ -129,7 +139,7 @@ class Index:
 
 
 class Rows:
-    """Rows of numbers by key, made when a key is first looked up."""
+    """Rows of numbers by key; `make` returns the rows of a key at its first look-up."""
 
     def __init__(self, make: Callable[[int], Sequence[tuple[int, ...]]], width: int) -> None:
         self._make = make
@@ -137,7 +147,7 @@ class Rows:
         self._start, self._count, self._rows = Growing(), Growing(), Growing(width)
 
     def of(self, keys: Numbers) -> tuple[Numbers, Numbers]:
-        """(which key, row) for every row of every key."""
+        """Return (index into `keys`, row) for every row of every key."""
         numbers = self._index.number(keys)
         if len(self._index) > self._start.count:
             made = [self._make(key) for key in self._index.keys[self._start.count :].tolist()]

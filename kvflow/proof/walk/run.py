@@ -1,7 +1,7 @@
-"""Everything that two or three machines and their link can do, or a small group of ranks, or a
-small prefix cache: `kvflow sim --exhaust`.
+"""`kvflow sim --exhaust`: the walk through every state of two or three machines and their link, of
+a small group of ranks, or of a small prefix cache.
 
-What runs are the shipped endpoints (`protocols.decode.DecodeEndpoint`,
+The walk runs the shipped endpoints (`protocols.decode.DecodeEndpoint`,
 `protocols.prefill.PrefillEndpoint`), restored from a key, fed one event, and read (`shelf`,
 `decode_side`, `prefill_side`), those of a group (`group`), and the prefix index (`cache`). Worlds
 are small and many, because their product explodes: see `worlds`, `group_worlds` and `cache_worlds`.
@@ -57,7 +57,8 @@ TABLES: dict[str, Table[Any, Any, Any]] = {
     "group_leader": group.LEADER,
     "cached_run": cached_run.TABLE,
 }
-_GROUP = "group-"  # begins the name of a group's world, the next one that of a cache's
+# Names of a group's worlds, and of a cache's, begin with these.
+_GROUP = "group-"
 _CACHE = "cache-"
 _OTHERS: dict[str, tuple[str, GroupBounds | CacheBounds]] = {
     **{_GROUP + name: world for name, world in OF_A_GROUP.items()},
@@ -73,7 +74,7 @@ TEXTS = {name: world.text for name, world in WORLDS.items()} | {
 
 
 class Watched(Moves[Any, Any, Any]):
-    """A table's moves that remember which of its cells were asked for."""
+    """The moves of a table, which record the cells that a machine looks up."""
 
     def __init__(self, table: Table[Any, Any, Any]) -> None:
         super().__init__(table.moves)
@@ -85,11 +86,12 @@ class Watched(Moves[Any, Any, Any]):
         return super().__getitem__(key)
 
     def _cells(self, *, legal: bool) -> list[tuple[IntEnum, IntEnum]]:
+        # `cell` reads with `get`, so this does not count as a look-up of the walk.
         cells = [(phase, kind) for phase in self.table.phases for kind in self.table.kinds]
         return [cell for cell in cells if (self.table.cell(*cell) is not ERROR) is legal]
 
     def unvisited(self) -> list[str]:
-        """Cells the table does not call impossible, and the walk has not seen."""
+        """Return the cells that the table allows and the walk did not visit."""
         return [
             f"{phase.name} x {kind.name}"
             for phase, kind in self._cells(legal=True)
@@ -97,7 +99,7 @@ class Watched(Moves[Any, Any, Any]):
         ]
 
     def impossible(self) -> list[str]:
-        """Cells the table calls impossible, and the walk has seen all the same."""
+        """Return the cells that the table calls impossible, although the walk visited them."""
         return [
             f"{phase.name} x {kind.name}"
             for phase, kind in self._cells(legal=False)
@@ -118,10 +120,10 @@ class Watched(Moves[Any, Any, Any]):
 def run(
     bounds: str = "", plant: str = "", say: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Walk every world of `bounds` ("full" when empty; a set, or the name of one world), with that
-    planted bug if one is named; stops at a violation.
+    """Walk every world of `bounds`, and stop at the first violation.
 
-    Raises: MisuseError for bounds or a plant there are not.
+    `bounds`: a set of worlds ("full" when empty), or the name of one world. `plant`: name of a bug
+    to plant, or empty. Raises: MisuseError for unknown bounds or an unknown plant.
     """
     bounds = bounds or "full"
     names = ALL_SETS.get(bounds) or ((bounds,) if bounds in TEXTS else ())
@@ -167,9 +169,9 @@ def _walk_named(name: str, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Walk one world.
+    """Walk one world, and return the report.
 
-    `states` are counted without the faults that are left, `looked_at` with them.
+    `states` counts states without the faults that are left, `looked_at` with them.
     """
     began = monotonic()
     with one_task_at_a_time() if bounds.step_by_step else nullcontext():
@@ -200,13 +202,14 @@ def walk(bounds: Bounds, say: Callable[[str], None] = lambda _: None) -> dict[st
 
 @contextmanager
 def one_task_at_a_time() -> Iterator[None]:
+    """Let a tick of an endpoint handle one room or loan, so that messages arrive in between."""
     with patch.object(decode, "TICK_WORK", 1), patch.object(prefill, "TICK_WORK", 1):
         yield
 
 
 @contextmanager
 def watched() -> Iterator[dict[str, Watched]]:
-    """The machines' tables, with a note of every cell that is asked for."""
+    """Replace the moves of every machine's table with a `Watched`, and yield these by name."""
     tables = {name: Watched(table) for name, table in TABLES.items()}
     with ExitStack() as patches:
         for table in tables.values():

@@ -1,14 +1,14 @@
-"""Breadth first through every state of the joined machines, and then the question whether each can
+"""A breadth-first search through every state of the joined machines, and then a check that each can
 come to rest.
 
-Safety: a state is looked at once for every set of faults that are left, unless it was seen with
-more of them left: what can happen with fewer can happen with more. All sums are exact; nothing is
-hashed away.
+Safety: the search visits a state once for every set of faults that are left, unless it visited the
+state with more of them left: whatever can happen with fewer can happen with more. The search is
+exact: it keeps whole states, not hashes of them.
 
-Rest: `fair` steps happen by themselves, sooner or later, without a new fault. A state from which no
-path of fair steps leads to rest is a violation. Where every state has such a path, a run in which
-each step that stays possible is taken at last cannot avoid rest: the states it visits again and
-again are finitely many, and one of them has a fair step out.
+Rest: `fair` steps happen sooner or later, without a new fault. A state from which no path of fair
+steps leads to rest is a violation. Where every state has such a path, a run that finally takes each
+step which stays possible cannot avoid rest: the states that it visits again and again are finitely
+many, and one of them has a fair step out.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvflow.proof.walk.states import States
 from kvflow.proof.walk.tables import Tables
 from kvflow.proof.walk.world import UNLIMITED, Bounds, Price
 
-_BLOCK = 1 << 16  # states moved on at once
+_BLOCK = 1 << 16  # states whose steps are computed at once; bounds the memory of their arrays
 
 
 class Level(NamedTuple):
-    """What is new after so many steps: states, each with the faults that are left (a number of
+    """New states after a number of steps, each with the faults that are left (a number of
     `Faults`).
     """
 
@@ -41,7 +41,7 @@ class Level(NamedTuple):
 
 
 class Faults:
-    """Sets of faults that are left, as numbers; crashes are counted by the states themselves."""
+    """Sets of faults that are left, as numbers; without crashes, which the states show."""
 
     def __init__(self, bounds: Bounds) -> None:
         limits = {price: bounds.limit(price) for price in Price if price is not Price.CRASH}
@@ -51,7 +51,7 @@ class Faults:
         if self.count > 64:
             raise ValueError(f"{self.count} sets of faults, at most 64 fit a mask")
         number = {left: n for n, left in enumerate(sets)}
-        # [left, price]: left then, or -1.
+        # [faults left, price] -> faults left after paying it, or -1 if they do not cover it.
         self.after = np.tile(np.arange(self.count)[:, None], (1, len(Price)))
         for column, price in enumerate(limits):
             for left, n in number.items():
@@ -63,7 +63,7 @@ class Faults:
         )
 
     def only_richest(self, masks: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Without what another member of the same mask contains."""
+        """Return `masks` without the sets that another set of the same mask contains."""
         kept = masks.copy()
         for n in range(self.count):
             has = masks >> np.uint64(n) & np.uint64(1) > 0
@@ -71,7 +71,7 @@ class Faults:
         return kept
 
     def closed(self, masks: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """With everything that is contained in a member."""
+        """Return `masks` with every set that is contained in one of their sets."""
         full = masks.copy()
         for n in range(self.count):
             full[masks >> np.uint64(n) & np.uint64(1) > 0] |= self.within[n]
@@ -79,28 +79,26 @@ class Faults:
 
 
 class Found(NamedTuple):
-    """A violation: what is broken, and the shortest way there in words."""
+    """A violation: the broken invariant, and a shortest path to it in words."""
 
     broken: str
     path: list[str]
 
 
 class Walk:
-    """One exploration; `run` fills in what it has seen."""
+    """The walk through one world; `run` adds every state that it visits."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.tables, self.faults = Tables(bounds), Faults(bounds)
         self.states: States = np.empty(0, np.uint64)  # sorted
-        self.masks: NDArray[np.uint64] = np.empty(0, np.uint64)  # faults each was seen with, closed
+        # For each state the sets of faults with which it was visited, closed under inclusion.
+        self.masks: NDArray[np.uint64] = np.empty(0, np.uint64)
         self.levels: list[Level] = []
         self.steps = 0
         self.rest_states = 0
 
     def run(self, say: Callable[[str], None] = lambda _: None) -> Found | None:
-        """Look at everything.
-
-        Returns the first violation of safety; if there is none, one of rest.
-        """
+        """Visit every state. Returns the first violation of safety, else one of rest, else None."""
         start = Level(self.tables.start(), np.array([self.faults.count - 1], np.uint8))
         self._merge(start.states, self.faults.within[-1:])
         level = start
@@ -157,7 +155,8 @@ class Walk:
 
     def _merge(self, states: States, masks: NDArray[np.uint64]) -> None:
         both = np.concatenate([self.states, states])
-        order = np.argsort(both, kind="stable")  # two sorted runs: linear
+        # A stable sort merges two sorted runs in linear time.
+        order = np.argsort(both, kind="stable")
         self.states = both[order]
         self.masks = np.concatenate([self.masks, masks])[order]
 
@@ -181,6 +180,7 @@ class Walk:
             for moves in self.tables.moves(block, fair_only=True):
                 sources.append((moves.source + start).astype(np.uint32))
                 targets.append(np.searchsorted(self.states, moves.state).astype(np.uint32))
+        # Backwards from the states of rest over fair steps, until no step adds a state.
         source, target = np.concatenate(sources), np.concatenate(targets)
         self.rest_states = int(can.sum())
         while True:
@@ -205,7 +205,9 @@ class Walk:
     # --- a path in words
 
     def path(self, depth: int, state: np.uint64, left: int) -> list[str]:
-        """The shortest way to a state of a level, looked for backwards."""
+        """Return a shortest path to a state of level `depth`."""
+        # The search keeps no predecessors, which would take more memory than the states. It finds
+        # them again, level by level, for the one path that is printed.
         texts: list[str] = []
         for level in reversed(self.levels[:depth]):
             text, state, left = self._came_from(level, state, left)
@@ -225,7 +227,7 @@ class Walk:
 
 
 def _joined(parts: list[tuple[States, NDArray[np.uint64]]]) -> tuple[States, NDArray[np.uint64]]:
-    """Sorted states, each once, with the union of its masks."""
+    """Return sorted states, each once, with the union of its masks."""
     states = np.concatenate([states for states, _ in parts])
     masks = np.concatenate([masks for _, masks in parts])
     order = np.argsort(states, kind="stable")

@@ -1,9 +1,9 @@
-"""Shipped endpoints as numbers, and back.
+"""A shelf of shipped endpoints, which stores each under a number and restores it.
 
-The key of an endpoint is its whole object graph as a hashable value, but for what decides nothing
-(`LEFT_OUT`) and for times: every event of the walk happens at 0, every deadline is far away, and a
-timer that expires is aged first. Two endpoints with one key are one: the first of them is kept
-(pickled), and is what `take` brings back.
+The key of an endpoint is its whole object graph as a hashable value, except for attributes that
+decide no step (`LEFT_OUT`) and for times: every event of the walk happens at 0, every deadline is
+far away, and the walk ages a timer before it expires. Endpoints with equal keys count as one: the
+shelf keeps the first of them, pickled, and `take` restores it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ from kvflow.protocols.prefill.peers import PrefillIdentity
 from kvflow.protocols.wire.ranks import RankInfo
 
 FAR = 1e9
-"""When every deadline is due that has not been aged."""
+"""The time of every deadline that is not aged."""
 FIRST = Cause(Code.CLIENT_GONE, "first")
-"""What a room's cause is replaced by, so that a later cause that takes its place is seen.
+"""The cause that replaces every room's cause, so that the walk notices a later one in its place.
 
-No cause decides a step.
+No step depends on a cause.
 """
 
 LEFT_OUT = frozenset(
     {
-        # The same for all, or empty.
+        # These are the same in every endpoint, or empty.
         *("observer", "timing", "bounds", "verify", "staged", "outbox"),
         *("_timing", "_bounds", "_outbox", "layout", "served", "_served", "coverage"),
+        # The walk sets or ages every time, see above.
         *(
             "received_at_s",
             "sent_at_s",
@@ -66,7 +67,8 @@ LEFT_OUT = frozenset(
             "_serial",
             "_write",
         ),
-        *("overdue", "overdue_pages", "quarantine_limit"),  # admission is not walked
+        # The walk does not cover admission.
+        *("overdue", "overdue_pages", "quarantine_limit"),
         *("_count", "_limit", "handoff", "packed_pages", "checksum", "error"),
     }
 )
@@ -76,10 +78,14 @@ _ATOMS = frozenset({int, str, bytes, bool, float, type(None)})
 
 
 class Shelf(Generic[E_]):
-    """Every endpoint that was met, by number."""
+    """Every endpoint that the walk met, by number."""
 
     def __init__(self, tidy: Callable[[E_], None], shared: list[Any]) -> None:
-        """`shared`: objects that all endpoints hold in common and none changes."""
+        """Create an empty shelf.
+
+        `tidy` resets what may differ between endpoints of one key. `shared`: objects that all
+        endpoints refer to and no step changes; they are not pickled.
+        """
         self._tidy: Callable[[E_], None] = tidy
         self._names = {id(thing): n for n, thing in enumerate(shared)}
         self._shared = shared
@@ -90,7 +96,7 @@ class Shelf(Generic[E_]):
         return len(self._pickled)
 
     def put(self, endpoint: E_) -> int:
-        """The number of `endpoint`, whose commands have been read; it is tidied."""
+        """Return the number of `endpoint`, whose commands were read before; it is tidied."""
         self._tidy(endpoint)
         key = freeze(endpoint, {})
         found = self._numbers.get(key)
@@ -102,7 +108,7 @@ class Shelf(Generic[E_]):
         return found
 
     def take(self, number: int) -> E_:
-        """A copy of the endpoint of that number."""
+        """Return a copy of the endpoint with this number."""
         endpoint: E_ = _Unpickler(io.BytesIO(self._pickled[number]), self._shared).load()
         return endpoint
 
@@ -126,13 +132,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 Way = Callable[[Any, dict[int, int]], Hashable]
-# A walk freezes millions of values, so what is done with a type is looked up, not found out again.
+# A walk freezes millions of values, so the way to freeze a type is kept, not chosen each time.
 _WAYS: dict[type, Way] = {}
 
 
 def freeze(value: Any, seen: dict[int, int]) -> Hashable:
-    """The object graph from `value` on; an object that was met before is a reference to its place
-    in the order.
+    """Return the object graph from `value` on as a hashable value.
+
+    A second occurrence of an object becomes a reference to the place of the first in `seen`.
     """
     kind = type(value)
     if kind in _ATOMS:
@@ -144,8 +151,9 @@ def freeze(value: Any, seen: dict[int, int]) -> Hashable:
 
 
 def _way_of(value: Any) -> Way:
-    """How to freeze objects of the type of `value`."""
+    """Return the function that freezes objects of the type of `value`."""
     kind = type(value)
+    # Causes decide no step, so all are alike.
     if kind is Cause:
         return lambda value, seen: "cause"
     if issubclass(kind, Enum) or kind in (RankInfo, PlaneAddress, PeerKey):
@@ -183,6 +191,7 @@ def _freeze_each(values: Iterable[Any], seen: dict[int, int]) -> tuple[Hashable,
 
 def _freeze_items(value: dict[Any, Any], seen: dict[int, int]) -> Hashable:
     items = list(value.items())
+    # The order of peers in a dict decides no step, and depends on the path to the state.
     if items and type(items[0][0]) is PeerKey:
         items.sort()
     elif items and type(items[0][0]) in (PrefillPeer, EarlierWriter):
@@ -191,14 +200,15 @@ def _freeze_items(value: dict[Any, Any], seen: dict[int, int]) -> Hashable:
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that reads these attributes of an object; `attrgetter` makes no tuple of one."""
+    """Return a function that reads these attributes of an object as a tuple."""
+    # `attrgetter` returns no tuple for a single name.
     if len(names) > 1:
         return attrgetter(*names)
     return lambda value: tuple([getattr(value, name) for name in names])
 
 
 def _key_of(item: tuple[PrefillPeer | EarlierWriter, Any]) -> tuple[bool, PeerKey]:
-    """Of a source of loans."""
+    """Return the sort key of a source of loans: peers first, then earlier writers."""
     source = item[0]
     if isinstance(source, EarlierWriter):
         return True, PeerKey(source.incarnation, source.control)
@@ -214,6 +224,7 @@ def _attributes(value: Any) -> tuple[str, ...]:
 
 
 def tidy_decode(endpoint: DecodeEndpoint) -> None:
+    """Reset the times, stories and causes of a decode, and drop empty entries of its ledger."""
     core = endpoint.core
     for peer in core.links.peers.values():
         peer.received_at_s = peer.sent_at_s = peer.tried_at_s = peer.used_at_s = 0.0
@@ -230,8 +241,8 @@ def tidy_decode(endpoint: DecodeEndpoint) -> None:
 
 
 def tidy_prefill(endpoint: PrefillEndpoint) -> None:
-    """Serials and numbers of writes start again: a room's serial is its id, writes are counted from
-    1.
+    """Reset the times, stories and causes of a prefill, and number its rooms and writes anew: a
+    room's serial becomes its id, and writes count from 1.
     """
     core = endpoint.core
     for peer in core.peers.values():
@@ -240,7 +251,8 @@ def tidy_prefill(endpoint: PrefillEndpoint) -> None:
         record.serial, record.opened_at_s, record.deadline_at_s = record.room, 0.0, FAR
         record.story, record.report = Story(), None
         for chunk in record.chunks:
-            chunk.error, chunk.write = "", 0  # until its write is numbered
+            # The loop below numbers the chunks whose writes run.
+            chunk.error, chunk.write = "", 0
         if record.state.cause is not None:
             record.state = msgspec.structs.replace(record.state, cause=FIRST)
     running = list(core.writes.values())
@@ -256,7 +268,8 @@ def tidy_prefill(endpoint: PrefillEndpoint) -> None:
 
 
 def _put_off(deadlines: Deadlines[Any]) -> None:
-    """Due at some time, one like the other."""
+    """Set every deadline to `FAR`."""
+    # A fresh object: the buckets of the old one still show the times before.
     timers = sorted(deadlines, key=repr)
     deadlines.__init__()  # type: ignore[misc]
     for timer in timers:

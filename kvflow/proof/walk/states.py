@@ -1,4 +1,4 @@
-"""Many states of a world at once, as columns of numbers."""
+"""Types of the walk for many states of a world at once, as columns of numbers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ States = NDArray[np.uint64]
 
 
 class Flag(IntFlag):
-    """What a row says beside where it leads."""
+    """Properties of a row, beside the state to which it leads."""
 
-    POP = 1  # the first word of the queue was heard
+    POP = 1  # it takes the first word of the queue
     FAIR = 2
-    TIMER = 4  # not while the same word is on its way
-    CLEAR_PREFILL = 8  # what was on its way to prefill is lost
-    CLEAR_DECODE = 16
-    SUCCESS = 32  # decode's room has just succeeded
+    TIMER = 4  # left out while the same word is on its way
+    CLEAR_PREFILL = 8  # words on their way to prefill are lost
+    CLEAR_DECODE = 16  # words on their way to decode are lost
+    SUCCESS = 32  # decode's room succeeds
     BROKEN = 64
 
 
 class Parts(NamedTuple):
-    """States taken apart: numbers of decode, and per rank of prefill, the queue to it and the queue
-    to decode.
+    """The parts of states: numbers of decode, and by rank those of prefill, of the queue to it and
+    of the queue to decode.
     """
 
     decode: Numbers
@@ -42,8 +42,8 @@ class Parts(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Steps of many states: from `source` (an index) to `state`, at a price; `text` numbers what
-    happened.
+    """Steps of many states: from `source` (an index) to `state`, at a price; `text` is the number
+    of the description.
     """
 
     source: Numbers

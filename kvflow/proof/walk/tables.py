@@ -1,19 +1,20 @@
-"""The joined machines as tables of numbers, so that a million states are moved on at once.
+"""The joined machines as tables of numbers, which compute the steps of a million states at once.
 
 A state is one 64-bit number: decode, and for each rank a lane (prefill and the two queues between
-them), each the number of an interned value. What one side does depends on that side, a little of
-the other (`acts.Neighbour`, `acts.Target`) and the first word of a queue; it is worked out once, by
-the shipped endpoints, when a state that was reached needs it.
+them), each the number of an interned value. The acts of one side depend on that side, on a part of
+the other (`neighbours.Neighbour`, `neighbours.Target`) and on the first word of a queue. The
+shipped endpoints compute them once, when a state that the walk reached needs them.
 
-What is left out because it cannot matter:
-- words to a rank that is dead;
-- words to a decode that has hung up, or whose rooms and loans with that rank have ended: none
-  changes what anybody is told or what is free (`test_walk` asks them all);
-- prefill's heartbeats: none changes decode (`test_walk` asks all decodes);
-- the order in which two writes of a rank end, unless a world says otherwise: they are reported in
-  the order they were queued, and a write that is not reported is still taken for one that runs;
-- the order of two ranks: no rule tells one from the other, so of a state and its mirror image one
-  is kept.
+The walk leaves out what cannot change its result:
+- words to a dead rank;
+- words to a decode that hung up, or whose rooms and loans with that rank ended: they change neither
+  a result for a user nor the free pages (`test_walk` tries them all);
+- prefill's heartbeats, which change no decode (`test_walk` tries all decodes);
+- the order in which two writes of a rank end, unless the bounds of a world include it: prefill
+  reports them in the order in which they were queued, and a write that is not reported counts as
+  running;
+- the order of two ranks: no rule distinguishes them, so the walk keeps one of a state and its
+  mirror image.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ from kvflow.proof.walk.world import (
 
 _LANE_PART = 20  # bits of prefill, of a queue to it, of a queue to decode
 _MASK = (1 << _LANE_PART) - 1
-_LANE_BITS = {1: 40, 2: 23}  # by ranks: of the number of a lane; the rest is decode's
+_LANE_BITS = {1: 40, 2: 23}  # of a lane's number, by ranks; the other bits of a state are decode's
 _WORD_BITS, _SAID_BITS, _SEEN_BITS = 8, 12, 8
 
 
 class Tables:
-    """Everything the machines can do within `bounds`, as far as it was needed."""
+    """The acts of all machines within `bounds`, computed when a state needs them."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds, self.world = bounds, World(bounds)
@@ -64,7 +65,8 @@ class Tables:
         self._said: Interned[Words] = Interned(_SAID_BITS)
         self._seen: Interned[Neighbour] = Interned(_SEEN_BITS)
         self._target: Interned[Target] = Interned(3)
-        self.texts: Interned[tuple[str, str]] = Interned(30)  # what happened, and what it broke
+        self.texts: Interned[tuple[str, str]] = Interned(30)  # (text of an act, broken invariant)
+        # Number 0 stands for no word, for an empty queue and for silence.
         self._words.number(NO_WORD)
         self.queues.number(())
         self._said.number(())
@@ -74,7 +76,7 @@ class Tables:
         self._to_decode = Rows(self._decode_hears, 5 + bounds.ranks)
         self._append = Rows(self._append_row, 1)
         self._fault = Rows(self._fault_rows, 3)
-        # what is asked about a value, one object each
+        # `Interned.column` keeps answers by the question, so each question must be one object.
         self._head = lambda queue: self._words.number(queue[0]) if queue else 0
         self._tail = lambda queue: self.queues.number(queue[1:])
         self._mirror = lambda decode: self.decodes.number(mirrored(decode, self.world))
@@ -113,6 +115,7 @@ class Tables:
                 self.lanes.number((prefill << _LANE_PART | to_prefill) << _LANE_PART | queue)
             )
         decode = parts.decode
+        # Of a state and its mirror image, the one with the smaller first lane is kept.
         if len(lanes) == 2:
             first, second = lanes
             mirror = self.decodes.column(self._mirror)[decode]
@@ -139,9 +142,12 @@ class Tables:
     # --- what is asked about states
 
     def unsafe(self, parts: Parts) -> NDArray[np.bool_]:
-        """I2: the pages are free or their user's, and somebody may write into them."""
+        """Return the states that break I2: a write may still reach pages that are free, or their
+        user's.
+        """
         home, writing = self.decodes.column(_home)[parts.decode], self.prefills.column(_writing)
         late = np.zeros_like(home)
+        # A write of a rank that an operator declared dead is the operator's responsibility.
         for rank, prefill in enumerate(parts.prefills):
             late |= np.where(
                 self.decodes.column(_DECLARED[rank])[parts.decode] > 0, 0, writing[prefill]
@@ -149,11 +155,11 @@ class Tables:
         return home & late > 0
 
     def at_rest(self, parts: Parts) -> NDArray[np.bool_]:
-        """Nothing is under way, both sides have ended, and pages that are not home wait for a rank
-        that cannot know.
+        """Return the states at rest: no work is under way, all rooms ended, and each open loan
+        waits for a rank that cannot prove where its writes went.
         """
         rest = self.decodes.column(self._over)[parts.decode] > 0
-        # What an earlier decode has lent to rank 0 is home when the proof of its death can come.
+        # The loan of an earlier decode must end as well where a fence can prove rank 0's death.
         if self.bounds.fences:
             waits = self.decodes.column(_waits_for_earlier)[parts.decode] > 0
             rest &= ~(waits & (self.prefills.column(_gone)[parts.prefills[0]] > 0))
@@ -167,6 +173,7 @@ class Tables:
                 self.prefills.column(_oldest)[prefill],
                 self.decodes.column(_SETTLED[rank])[parts.decode],
             )
+            # Prefill must not remember ended grants below the bound that decode settled.
             rest &= (oldest == 0) | (oldest >= settled)
         return rest
 
@@ -185,8 +192,8 @@ class Tables:
         )
 
     def _cannot_know(self, prefill: Prefill) -> bool:
-        """Alive, and it cannot prove where its writes went; or dead, and the data plane proves
-        nothing.
+        """Return True for a rank that cannot prove where its writes went: it lives and is in doubt,
+        or it is dead and the data plane has no fence.
         """
         return prefill.doubts or prefill.named or (prefill.gone and not self.bounds.fences)
 
@@ -204,6 +211,7 @@ class Tables:
                 found += [self._fault_moves(parts, rank, way) for way in (0, 1)]
         kept = []
         for moves in found:
+            # At most one process crashes, and a step back into the same state adds no state.
             keep = (moves.price != Price.CRASH) | ~crashed[moves.source]
             keep &= (moves.state != states[moves.source]) | moves.broken
             if fair_only:
@@ -244,6 +252,7 @@ class Tables:
         return [alone, self._decode_did(parts, rank, some[source], rows)]
 
     def _decode_did(self, parts: Parts, rank: int, source: Numbers, rows: Numbers) -> Moves:
+        # A patient decode repeats messages only while every queue is empty.
         if self.bounds.patient:
             busy = (
                 sum(
@@ -273,6 +282,7 @@ class Tables:
             orphan = self.prefills.column(self._orphan)[new.prefills[other]]
             new.prefills[other] = np.where(crash, orphan, new.prefills[other])
         _, price, flags, text, succeeded = rows.T[:5]
+        # This part of I8 needs decode and every rank, so no single side can check it.
         for grant in np.unique(succeeded[succeeded > 0]).tolist():
             success = np.flatnonzero(succeeded == grant)
             for prefill in new.prefills:
@@ -286,7 +296,7 @@ class Tables:
     def _append_key(
         self, queues: list[Numbers], rank: int, said: Numbers, timer: Numbers | int
     ) -> Numbers:
-        """What is said, to which queue, and how much may be in flight beside it."""
+        """Return the keys of `_append`: a queue, the words to append, and the room for them."""
         length = self.queues.column(len)
         others = sum(length[queue] for other, queue in enumerate(queues) if other != rank)
         free = self.bounds.in_flight - others
@@ -316,6 +326,7 @@ class Tables:
         state, seen = self.prefills.values[key >> 3], self._target.values[key & 7]
         rows = []
         for act in self.acts.of_prefill(state, seen):
+            # A crash loses the words to prefill. Those to decode may arrive or be lost too.
             crash = act.price is Price.CRASH
             rows.append(self._prefill_row(act, Flag.CLEAR_PREFILL if crash else Flag(0)))
             if crash:
@@ -373,6 +384,7 @@ class Tables:
         )
         if timer and any(word in queue for word in said):
             return []
+        # A full queue loses the rest, as a ZMQ socket does at its high-water mark.
         return [(self.queues.number((queue + said)[:free]),)]
 
     def _fault_rows(self, key: int) -> list[tuple[int, ...]]:
@@ -404,7 +416,7 @@ def _flags(act: Act[Any], flags: Flag) -> Flag:
 
 
 def deaf(decode: Decode, rank: int, rooms: int) -> bool:
-    """No word of this rank changes anything any more, or none is heard."""
+    """Return True if decode receives no word of this rank, or none can change its state."""
     if not decode.alive:
         return True
     mine = decode.ranks[rank]
@@ -413,7 +425,7 @@ def deaf(decode: Decode, rank: int, rooms: int) -> bool:
 
 
 def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int]]:
-    """One question per rank."""
+    """Return `question` for each rank, as functions of decode alone."""
     return [
         lambda decode, rank=rank: question(decode, rank)  # type: ignore[misc]
         for rank in range(
@@ -423,7 +435,7 @@ def _each(question: Callable[[Decode, int], int]) -> list[Callable[[Decode], int
 
 
 def _home(decode: Decode) -> int:
-    """Bit per grant: its pages are free, or its user's."""
+    """Return a bit for each grant whose pages are free, or its user's."""
     return sum(
         1 << n
         for n, grant in enumerate(decode.grants, 1)

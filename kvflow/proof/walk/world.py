@@ -1,4 +1,4 @@
-"""What a walk is made of: bounds, words, acts, and the endpoints every world begins with."""
+"""Parts of a walk: bounds, words, acts, and the endpoints with which every world begins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ S = TypeVar("S")
 
 
 class Price(IntEnum):
-    """What an action takes from the faults that are left."""
+    """The kind of fault that an act takes from those that are left."""
 
     NOTHING = 0
     DROP = 1
@@ -37,7 +37,7 @@ class Price(IntEnum):
     CRASH = 3
     DECODE_ABORT = 4
     PREFILL_ABORT = 5
-    DOUBT = 6  # a data plane that cannot say what landed
+    DOUBT = 6  # a data plane that cannot prove what landed
     SILENCE = 7  # heartbeats of a living peer that do not arrive in time
     REFUSAL = 8  # a route that cannot be opened, or a prefill whose data plane stalls
     OTHER = 9  # another decode registers
@@ -47,15 +47,15 @@ class Price(IntEnum):
 
 
 class Bounds(NamedTuple):
-    """Faults are bounded, the rest is not.
+    """The bounds of one world: limits on each kind of fault, and its variants.
 
-    A full queue loses what is sent, as a ZMQ socket at its high-water mark.
+    A full queue loses what is sent, as a ZMQ socket does at its high-water mark.
     """
 
     ranks: int = 1
-    # Of one page each; 0: the whole prompt is at decode already, and one chunk of no page follows.
+    # Each chunk has one page. 0: decode has the whole prompt, and receives one chunk without pages.
     chunks: int = 3
-    in_flight: int = 4  # each way, over all ranks
+    in_flight: int = 4  # words on their way in each direction, over all ranks
     drops: int = 2
     duplicates: int = 2
     crashes: int = 1
@@ -68,30 +68,27 @@ class Bounds(NamedTuple):
     declares: int = 0
     checksums: int = 0
     rooms: tuple[int, ...] = (1,)  # opened in this order, at decode and at prefill
-    announce: bool = False  # long before pages are offered
-    registered: bool = True  # from the beginning
-    restarts: bool = True  # of a dead prefill, at its address
+    announce: bool = False  # decode announces a room long before it offers pages
+    registered: bool = True  # links are up from the beginning
+    restarts: bool = True  # a dead prefill may start again at its address
     verify: bool = False
     fences: bool = True  # a data plane that proves a writer's death
     out_of_order: bool = False  # writes of one prefill may end in any order
-    step_by_step: bool = False  # one room or loan at a time, messages in between
-    patient: bool = False  # decode repeats itself only when nothing is under way, on any link
+    step_by_step: bool = False  # a tick handles one room or loan, so that messages come between
+    patient: bool = False  # decode repeats messages only while no word is on its way
     targets: int = 8
     closed_grants: int = 8
     quarantine_share: float = 1.0
-    earlier: bool = (
-        # A decode that was closed over this pool has lent pages to rank 0, whose write may still
-        # land.
-        False
-    )
+    # An earlier decode over this pool closed with pages lent to rank 0, whose write may still land.
+    earlier: bool = False
 
     @property
     def last_grant(self) -> int:
-        """Of the rooms; the pages of an earlier decode stand under grant 1."""
+        """The last grant that a room can have; an earlier decode's loan counts as grant 1."""
         return len(self.rooms) + self.earlier
 
     def limit(self, price: Price) -> int:
-        """How often something of that price may happen."""
+        """Return how often an act of this price may happen."""
         both = {
             Price.DECODE_ABORT: self.aborts,
             Price.PREFILL_ABORT: self.aborts,
@@ -108,14 +105,15 @@ _PLURAL = {Price.CRASH: "es"}
 
 DECODE, OTHER = Incarnation(77), Incarnation(88)
 LIVES = tuple((Incarnation(100 + n), Incarnation(200 + n)) for n in (1, 2, 3))  # by rank
-"""A prefill rank is walked as rank 0, whichever it is: what it sends and gets is renamed on
-decode's side.
+"""Incarnations of prefills: by rank, its first and its second life.
+
+The walk treats every prefill as rank 0, and renames its messages on decode's side.
 """
 MAX_RANKS, GRANT_PAGES, PAGE_SIZE = len(LIVES), 8, 4
 SUM, OTHER_SUM = b"sum", b"another"
 LATER = Cause(Code.PEER_LOST, "later")
 NO_WORD = wire.Heartbeat(source=Incarnation(1), target=Incarnation(1))
-"""Stands for an empty queue."""
+"""The first word of an empty queue."""
 
 Word = Any
 """A message as a hashable value, its cause replaced by LATER, between decode and rank 0."""
@@ -123,27 +121,28 @@ Words = tuple[Word, ...]
 
 
 class ViolationError(AssertionError):
-    """What must hold does not; begins with the invariant's name."""
+    """Raised for a broken invariant, whose name begins the text."""
 
 
 class Act(NamedTuple, Generic[S]):
-    """One thing that can happen to one side, and what comes of it."""
+    """One event at one side, and its result."""
 
     text: str
     price: Price
-    fair: bool  # happens by itself, sooner or later, without a new fault
-    side: S
-    words: tuple[Words, ...]  # sent on the way, per rank
-    timer: bool = False  # sends again only what is not on its way already
-    broken: str = ""  # what must hold and does not
-    succeeded: int = 0  # decode's user was told that the room of this grant has landed
-    hears: bool = False  # takes the first word of the queue
+    fair: bool  # it happens sooner or later, without a new fault
+    side: S  # the state of the side afterwards
+    words: tuple[Words, ...]  # words that it sends, by rank
+    timer: bool = False  # it repeats words, unless these are still on their way
+    broken: str = ""  # the broken invariant
+    succeeded: int = 0  # the grant whose room landed, as decode reports to its user
+    hears: bool = False  # it takes the first word of the queue
 
 
 class Silent:
-    """Counts nothing."""
+    """An observer whose methods have no effect."""
 
     def __getattr__(self, name: str) -> Any:
+        # pickle asks for special methods, and must not find them here.
         if name.startswith("__"):
             raise AttributeError(name)
         return _nothing
@@ -154,7 +153,7 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class World:
-    """One world: its bounds, and every endpoint met in it."""
+    """One world: its bounds, and every endpoint that the walk met in it."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -191,7 +190,7 @@ class World:
         )
 
     def new_prefill(self, life: int) -> PrefillEndpoint:
-        """A prefill's first life, or its second."""
+        """Create the endpoint of a prefill's first or second life."""
         return PrefillEndpoint(
             self._prefill_identities[life - 1],
             observer=self.observer,
@@ -203,7 +202,7 @@ class World:
         return self.bounds.limit(price) != 0
 
     def info(self, rank: int, life: int) -> RankInfo:
-        """What the registry says of one rank."""
+        """Return the registry's entry of one life of a rank."""
         control = f"tcp://prefill-{rank}:1"
         return RankInfo(rank, self.bounds.ranks, LIVES[rank][life - 1], control, "fake", "")
 
@@ -218,7 +217,7 @@ class World:
         )
 
     def frame(self, word: Word, rank: int) -> bytes:
-        """The bytes of `word` as they travel between decode and `rank`."""
+        """Return the bytes of `word` as they travel between decode and `rank`."""
         found = self._frames.get((word, rank))
         if found is None:
             changes: dict[str, Any] = {"source": LIVES[rank][life_of(word.source) - 1]}
@@ -236,7 +235,8 @@ class World:
 
 
 def word_of(message: Any) -> Word:
-    """What matters of a message, as if it were one of rank 0."""
+    """Return a message as a word: as if it came from rank 0, and with its texts replaced."""
+    # Texts decide no step, and different ones would split states that continue alike.
     changes: dict[str, Any] = {"source": LIVES[0][life_of(message.source) - 1]}
     if getattr(message, "cause", None) is not None:
         changes["cause"] = LATER
@@ -248,17 +248,17 @@ def word_of(message: Any) -> Word:
 
 
 def life_of(incarnation: int) -> int:
-    """1 or 2."""
+    """Return the life of a prefill's incarnation, 1 or 2."""
     return incarnation // 100
 
 
 def pages_of(grant: int, chunks: int) -> PageIndices:
-    """The pages a grant offers; no other grant has one of them."""
+    """Return the pages that a grant offers, which are in no other grant."""
     return np.arange(chunks, dtype=np.int32) + GRANT_PAGES * grant
 
 
 def described(word: Word) -> str:
-    """A word in words."""
+    """Return the description of a word for the path of a violation."""
     name = type(word).__name__
     parts = [f"grant {word.grant}"] if hasattr(word, "grant") else []
     if name == "ChunkDone":

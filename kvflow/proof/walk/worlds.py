@@ -1,4 +1,4 @@
-"""The worlds of the walk: each bounded, each with a question of its own."""
+"""The worlds of the walk: each is bounded, and answers one question."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvflow.proof.walk.world import Bounds
 
 
 class Named(NamedTuple):
-    """A world, and what it asks."""
+    """A world and its description."""
 
     text: str
     bounds: Bounds
@@ -18,7 +18,7 @@ class Named(NamedTuple):
 _QUIET = Bounds(
     chunks=1, in_flight=2, drops=0, duplicates=0, crashes=0, aborts=0, doubts=0, silences=0
 )
-"""Nothing goes wrong."""
+"""A world of one room without faults, from which most others differ in a few bounds."""
 
 RANKS_ENDED = Bounds(
     ranks=2, in_flight=3, drops=1, duplicates=0, doubts=0, silences=0, restarts=False, patient=True
@@ -120,4 +120,4 @@ SETS: dict[str, tuple[str, ...]] = {
         *("announced", "order", "small-earlier"),
     ),
 }
-"""`small` is what the test suite walks."""
+"""Sets of worlds by name; the test suite walks `small`."""
