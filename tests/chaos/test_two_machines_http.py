@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -110,7 +110,7 @@ async def is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 @asynccontextmanager
-async def roles(seed: int, *of_prefill: str) -> AsyncIterator[Roles]:
+async def roles(seed: int, *of_prefill: str, of_both: Sequence[str] = ()) -> AsyncIterator[Roles]:
     async with AsyncExitStack() as stack:
         here, there, line = await stack.enter_async_context(two_machines(seed))
         prefill, decode = f"http://{here.address}:30000", f"http://{there.address}:30001"
@@ -124,7 +124,7 @@ async def roles(seed: int, *of_prefill: str) -> AsyncIterator[Roles]:
             (there, "decode", ("--port", "30001"), decode),
         )
         for machine, name, flags, url in workers:
-            given = (*MODEL, *PLANE, "--host", machine.address, *flags)
+            given = (*MODEL, *PLANE, "--host", machine.address, *of_both, *flags)
             await stack.enter_async_context(role(machine, name, *given, url=url))
         flags = ("--prefill", prefill, "--decode", decode, "--port", "8000", "--poll-s", "0.5")
         await stack.enter_async_context(role(there, "router", *flags, url=ROUTER))
@@ -181,7 +181,9 @@ async def test_a_line_that_is_cut_for_longer_than_patience(seed: int) -> None:
     """Requests end with an error of their own, or wait for a line, and the same processes serve as
     before: nobody is restarted or declared dead. TCP sends again later and later, so what was on
     its way may take as long as the cut."""
-    async with roles(seed, "--transfer-rate-limit", "8000000") as pair:
+    # With the cache, pages of a prompt that was served before do not travel, and nothing is cut.
+    slow, uncached = ("--transfer-rate-limit", "8000000"), ("--prefix-cache", "off")
+    async with roles(seed, *slow, of_both=uncached) as pair:
         long = PROMPTS[-1]
         status, reference = await pair.generate(long)
         assert status == 200, reference

@@ -42,7 +42,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def notes_of(checkout: Path, tag: str) -> subprocess.CompletedProcess[str]:
-    command = [checkout / ".ci/release-notes", tag]
+    command = [str(checkout / ".ci/release-notes"), tag]
     return subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
 
 
