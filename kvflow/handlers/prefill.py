@@ -237,9 +237,11 @@ class PrefillShell(Shell):
     def _connected(self, peer: Incarnation, error: BaseException | None) -> None:
         """Report the end of the attempt to the endpoint, which answers the decode in every case."""
         if error is None:
-            # The decode may be gone by now; its route then belongs to no peer.
-            if not self.endpoint.route_opened(peer, self.now()):
-                self.routes.pop(peer).close()
+            # The decode may be gone by now; its route then belongs to no peer. A decode that left
+            # between the end of the attempt and this report had its route closed with it.
+            known = self.endpoint.route_opened(peer, self.now())
+            if not known and (route := self.routes.pop(peer, None)) is not None:
+                route.close()
         elif not self.stopped:
             why = self.explained(error, f"opening the way to decode {peer:016x}")
             refuse = self.endpoint.route_short if _is_short(error) else self.endpoint.route_refused

@@ -12,7 +12,7 @@ import pytest
 
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import AbortedError, Code, KvflowError
-from kvflow.protocols.wire.messages import Abort, Bootstrap, Register, Registered
+from kvflow.protocols.wire.messages import Abort, Bootstrap, Incarnation, Register, Registered
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.data.fake import Fault
@@ -317,3 +317,13 @@ async def test_leaving_by_an_exception_tells_the_other_side(kvflow_pair: Pair, s
     await p.rest()
     source.close(WHY)
     target.close(WHY)
+
+
+async def test_a_decode_that_left_before_its_way_was_reported_open(kvflow_pair: Pair) -> None:
+    """The task that opens the way has ended, its report comes in the next turn, and between the two
+    the decode left: the way was closed with it."""
+    shell = kvflow_pair.prefill.shell
+    stranger = Incarnation(kvflow_pair.decode.incarnation ^ 1)
+    assert stranger not in shell.routes
+    shell._connected(stranger, None)
+    assert kvflow_pair.prefill.counts.handler_errors == 0
