@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from kvflow.telemetry.histogram import Histogram
 
@@ -17,6 +23,16 @@ REQUEST_SECONDS = (
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 V = TypeVar("V", bound=tuple[str, ...])
+
+
+class FamiliesOf(Collector):
+    """A collector for a registry: calls `make` at each scrape."""
+
+    def __init__(self, make: Callable[[], Iterator[Metric]]) -> None:
+        self._make = make
+
+    def collect(self) -> Iterator[Metric]:
+        return self._make()
 
 
 def labelled(family: F, counts: Mapping[str, float]) -> F:

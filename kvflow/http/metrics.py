@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvflow.http.errors import Failure, bounded_code
-from kvflow.http.families import labelled
+from kvflow.http.families import FamiliesOf, labelled
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -55,7 +54,7 @@ class HttpMetrics:
             ("code",),
             registry=self.registry,
         )
-        self.registry.register(_Scrape(self._collect))
+        self.registry.register(FamiliesOf(self._collect))
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         self._requests.labels(route, str(status)).inc()
@@ -88,11 +87,3 @@ class HttpMetrics:
         yield labelled(
             CounterMetricFamily("kvflow_requests_refused", refused, labels=["reason"]), refusals
         )
-
-
-class _Scrape(Collector):
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterator[Metric]:
-        return self._collect()

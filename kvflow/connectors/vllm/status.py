@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from http import HTTPStatus
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
+from kvflow.http.families import FamiliesOf
 from kvflow.http.node_families import node_families
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.node.report import NodeReport, node_report
@@ -132,17 +130,10 @@ class StatusServer:
         return json_answer({"status": why or "ok", **found}, status)
 
 
-class _Families(Collector):
-    def __init__(self, report: NodeReport) -> None:
-        self._report = report
-
-    def collect(self) -> Iterator[Metric]:
-        return node_families(self._report)
-
-
 def _scraped(thread: Thread) -> Answer:
     registry = CollectorRegistry()
-    registry.register(_Families(_state(thread)[1]))
+    report = _state(thread)[1]
+    registry.register(FamiliesOf(lambda: node_families(report)))
     return HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(registry)
 
 
