@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args, get_type_hints
+import ast
+import functools
+import inspect
+import itertools
+import sys
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
-from msgspec import Meta
 
 from kvflow.serve.config.settings import DEFAULT_PORTS, ENV_PREFIX, Settings
 
@@ -197,19 +201,29 @@ def env_of(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
+@functools.cache
+def _descriptions() -> dict[str, str]:
+    """Return the texts that stand below the settings."""
+    # Python keeps no docstrings of fields, so they are read from the source.
+    module = ast.parse(inspect.getsource(sys.modules[Settings.__module__]))
+    (settings,) = (part for part in module.body if isinstance(part, ast.ClassDef))
+    found = {}
+    for field, text in itertools.pairwise(settings.body):
+        match field, text:
+            case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(description))):
+                found[name] = " ".join(description.split())
+    return found
+
+
 def describe(name: str) -> str:
     """Return the help text of a setting."""
-    # The first argument of an `Annotated` is the type; the rest are its `Meta`.
-    for meta in get_args(HINTS[name])[1:]:
-        if isinstance(meta, Meta) and meta.description:
-            return meta.description
-    return ""
+    return _descriptions()[name]
 
 
 def limits_of(name: str) -> list[str]:
     """Return the limits of a number, as [">= 1", "<= 65536"]."""
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    metas = [meta for meta in get_args(HINTS[name])[1:] if isinstance(meta, Meta)]
+    metas = getattr(HINTS[name], "__metadata__", ())
     limits = [(sign, getattr(meta, bound)) for meta in metas for bound, sign in signs.items()]
     return [f"{sign} {limit}" for sign, limit in limits if limit is not None]
 
@@ -227,4 +241,5 @@ def group_of(name: str) -> str:
 
 def base_type(name: str) -> Any:
     """Return the Python type without limits: int, float, bool, str, tuple, or a Literal."""
-    return get_args(HINTS[name])[0]
+    hint = HINTS[name]
+    return hint.__origin__ if get_origin(hint) is Annotated else hint
