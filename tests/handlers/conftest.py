@@ -1,5 +1,6 @@
-"""A test that hangs is cancelled, so that the next one runs: a signal does not get through to
-uvloop's loop.
+"""The pair that most of these tests use, and an end for a test that hangs.
+
+It is cancelled, so that the next one runs: a signal does not get through to uvloop's loop.
 """
 
 from __future__ import annotations
@@ -7,8 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
 import pytest_asyncio
 
+from kvflow.testing.fixtures import kvflow_clean_loop, kvflow_pair
+from kvflow.testing.pair import Pair
+
+__all__ = ["kvflow_clean_loop", "kvflow_pair"]
 PATIENCE_S = 20
 
 
@@ -22,3 +28,9 @@ async def _no_hang() -> AsyncIterator[None]:
     watchdog = asyncio.get_running_loop().call_later(PATIENCE_S, cancel)
     yield
     watchdog.cancel()
+
+
+@pytest.fixture
+def p(kvflow_pair: Pair) -> Pair:
+    """A prefill and a decode on a network in memory, which are at rest when the test ends."""
+    return kvflow_pair

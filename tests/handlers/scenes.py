@@ -16,8 +16,9 @@ from kvflow.protocols.machines.ledger import Ledger
 from kvflow.protocols.prefill.peers import DecodePeer
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import Message
-from kvflow.testing.pair import PAGE_SIZE, Pair
+from kvflow.testing.pair import PAGE_SIZE, Pair, until
 from kvflow.transports.control.memory import Frame
+from kvflow.transports.data.fake import Fault
 
 PROMPT = range(5 * PAGE_SIZE)  # five pages
 WHY = Cause(Code.ENGINE_ERROR, "the engine gave up")
@@ -78,10 +79,35 @@ async def code_of(waiting: Awaitable[object]) -> Code:
     raise AssertionError("it succeeded")
 
 
+async def announced(p: Pair, room: int = 7, **options: Any) -> tuple[PrefillRoom, DecodeRoom]:
+    """The engine's half waits, and knows that a decode will come; no page is taken yet."""
+    source = p.prefill.room(room, PROMPT)
+    target = p.decode.announce(room, "sim", PROMPT, **options)
+    await until(lambda: source.phase.name == "ANNOUNCED")
+    return source, target
+
+
+async def offered(p: Pair, room: int = 7) -> DecodeRoom:
+    """Decode's half alone: its pages are lent, and no engine has asked for them."""
+    target = await p.decode.room(room, "sim", PROMPT)
+    await until(lambda: room in p.prefill.shell.endpoint.rooms)
+    return target
+
+
 async def matched(p: Pair, room: int = 7) -> tuple[PrefillRoom, DecodeRoom]:
     """Both halves know of each other; nothing is written."""
     source, target = await p.open(room, PROMPT)
     assert await source.matched() == 0
+    return source, target
+
+
+async def sending(
+    p: Pair, *faults: Fault, room: int = 7, chunks: int = 1
+) -> tuple[PrefillRoom, DecodeRoom]:
+    """The whole room is handed to prefill's data plane, whose next writes end as scripted."""
+    p.plane(p.prefill).script(*faults)
+    source, target = await matched(p, room)
+    p.send_all(source, chunks=chunks)
     return source, target
 
 
@@ -111,6 +137,20 @@ async def every_rank_writes(p: Pair, room: int = 7) -> tuple[list[PrefillRoom], 
         p.plane(node).hold()
         p.send_all(source, node=node)
     return sources, target
+
+
+async def finish(p: Pair, source: PrefillRoom, target: DecodeRoom, *, chunks: int = 1) -> None:
+    """The room moves all of its pages, and its client leaves."""
+    await source.matched()
+    p.send_all(source, chunks=chunks)
+    assert await target.landed() == b"handoff"
+    target.close()
+
+
+async def prove(p: Pair) -> None:
+    """The process of prefill ends: that is the proof on which decode's pages come home."""
+    await p.crash(p.prefill)
+    await until(p.decode.pool.pages.at_rest)
 
 
 async def success(p: Pair, room: int = 7, *, chunks: int = 2) -> None:

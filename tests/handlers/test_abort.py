@@ -25,21 +25,18 @@ from tests.handlers.scenes import (
     WHY,
     code_of,
     every_rank_writes,
+    finish,
     header,
     known,
     ledger,
     matched,
     midway,
+    sending,
     success,
     to_prefill,
 )
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 Both = tuple[PrefillRoom, DecodeRoom]
-
-
-async def waiting(p: Pair) -> Both:
-    return await matched(p)
 
 
 async def between_chunks(p: Pair) -> Both:
@@ -54,68 +51,44 @@ async def between_chunks(p: Pair) -> Both:
 
 
 async def first_chunk_running(p: Pair) -> Both:
-    source, target = await matched(p)
     p.plane(p.prefill).hold()
-    p.send_all(source)
-    return source, target
+    return await sending(p)
 
 
-SCENES: list[Callable[[Pair], Awaitable[Both]]] = [
-    waiting,
-    first_chunk_running,
-    between_chunks,
-    midway,
-]
+Scene = Callable[[Pair], Awaitable[Both]]
+SCENES: list[Scene] = [matched, first_chunk_running, between_chunks, midway]
 
 
+@pytest.mark.parametrize("side", ["decode", "prefill"])
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("again", [0, 1, 3])
-async def test_decode_aborts(
-    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]], again: int
-) -> None:
-    p = kvflow_pair
+async def test_one_side_ends_the_room(p: Pair, scene: Scene, side: str, again: int) -> None:
     source, target = await scene(p)
-    target.close(WHY)
-    assert await code_of(target.landed()) is WHY.code  # at once: the client waits for no network
+    mine: PrefillRoom | DecodeRoom = source if side == "prefill" else target
+    mine.close(WHY)
+    if mine is target:
+        assert await code_of(target.landed()) is WHY.code  # at once: no network is waited for
     for _ in range(again):
-        target.close(Cause(Code.DEADLINE))
-    assert await code_of(source.done()) is WHY.code
+        mine.close(Cause(Code.DEADLINE))
+    assert await code_of(source.done()) is await code_of(target.landed()) is WHY.code
     await p.rest()
-    assert target.phase.name == source.phase.name == "ABORTED"
     assert target.cause == source.cause == WHY
     for _ in range(again):
         target.close()
         source.close()
-    assert p.decode.counts.endings == p.prefill.counts.endings == {f"aborted:{WHY.code}": 1}
-    p.plane(p.prefill).release()
-    await success(p, 8)
-
-
-@pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.parametrize("again", [0, 1, 3])
-async def test_prefill_fails(
-    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]], again: int
-) -> None:
-    p = kvflow_pair
-    source, target = await scene(p)
-    source.close(WHY)
-    for _ in range(again):
-        source.close(Cause(Code.DEADLINE))
-    assert await code_of(source.done()) is WHY.code
-    assert await code_of(target.landed()) is WHY.code
-    await p.rest()
-    assert target.phase.name == "FAILED" and source.phase.name in ("FAILED", "ABORTED")
-    assert target.cause == source.cause == WHY
-    target.close()
-    assert p.decode.counts.endings == {f"failed:{WHY.code}": 1}
+    if side == "decode":
+        assert target.phase.name == source.phase.name == "ABORTED"
+        assert p.decode.counts.endings == p.prefill.counts.endings == {f"aborted:{WHY.code}": 1}
+    else:
+        assert target.phase.name == "FAILED" and source.phase.name in ("FAILED", "ABORTED")
+        assert p.decode.counts.endings == {f"failed:{WHY.code}": 1}
     p.plane(p.prefill).release()
     await success(p, 8)
 
 
 async def test_the_answer_goes_before_its_pages_are_let_go_and_users_are_told_after(
-    kvflow_pair: Pair, monkeypatch: pytest.MonkeyPatch
+    p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = kvflow_pair
     source, target = await midway(p)
     seen: list[str] = []
     store, carry = p.prefill.shell.pages, p.network.carry
@@ -140,10 +113,7 @@ async def test_the_answer_goes_before_its_pages_are_let_go_and_users_are_told_af
 
 
 @pytest.mark.parametrize("scene", SCENES)
-async def test_both_at_once_keep_their_own_cause(
-    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[Both]]
-) -> None:
-    p = kvflow_pair
+async def test_both_at_once_keep_their_own_cause(p: Pair, scene: Scene) -> None:
     source, target = await scene(p)
     target.close(Cause(Code.CLIENT_GONE))
     source.close(WHY)
@@ -152,21 +122,17 @@ async def test_both_at_once_keep_their_own_cause(
     await p.rest()
 
 
-async def test_closing_what_has_landed_is_no_abort(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_closing_what_has_landed_is_no_abort(p: Pair) -> None:
     await success(p)
     await p.rest()
     assert p.network.seen["Abort"] == 0
 
 
-async def test_nothing_is_written_and_no_page_is_free_before_the_drain(kvflow_pair: Pair) -> None:
+async def test_nothing_is_written_and_no_page_is_free_before_the_drain(p: Pair) -> None:
     """A write that cannot be stopped: client and engine have their error, but the pages stay lent
     (I2, I12).
     """
-    p = kvflow_pair
-    p.plane(p.prefill).script(Fault.STUCK)
-    source, target = await matched(p)
-    p.send_all(source)
+    source, target = await sending(p, Fault.STUCK)
     target.close(WHY)
     assert await code_of(target.landed()) is await code_of(source.done()) is WHY.code
     asked = p.network.seen["Abort"]
@@ -179,9 +145,8 @@ async def test_nothing_is_written_and_no_page_is_free_before_the_drain(kvflow_pa
     assert target.phase.name == "ABORTED"
 
 
-async def test_freed_pages_are_written_by_their_new_owner_only(kvflow_pair: Pair) -> None:
+async def test_freed_pages_are_written_by_their_new_owner_only(p: Pair) -> None:
     """The pages of an aborted room, taken again at once, keep what their new owner writes."""
-    p = kvflow_pair
     _, target = await midway(p)
     pages = target.pages.copy()
     target.close()
@@ -202,11 +167,9 @@ async def success_on_a_full_pool(p: Pair) -> None:
     assert await code_of(prefill.matched()) is Code.CAPACITY
 
 
-async def test_an_abort_that_crosses_the_last_chunk(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_an_abort_that_crosses_the_last_chunk(p: Pair) -> None:
     p.network.hold(ChunkDone)
-    source, target = await matched(p)
-    p.send_all(source, chunks=2)
+    source, target = await sending(p, chunks=2)
     await source.done()
     target.close(WHY)
     assert await code_of(target.landed()) is WHY.code
@@ -215,12 +178,9 @@ async def test_an_abort_that_crosses_the_last_chunk(kvflow_pair: Pair) -> None:
     assert target.phase.name == "ABORTED" and source.phase.name == "SUCCESS"
 
 
-async def test_an_abort_after_success_for_a_grant_prefill_has_forgotten(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_an_abort_after_success_for_a_grant_prefill_has_forgotten(p: Pair) -> None:
     source, target = await matched(p)
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
     await p.rest()
     half = p.prefill.room(7, PROMPT)  # the id is used again; what is late must not touch it (I6)
     for acks in range(3):
@@ -229,36 +189,23 @@ async def test_an_abort_after_success_for_a_grant_prefill_has_forgotten(kvflow_p
         await until(lambda acks=acks: p.network.seen["AbortAck"] > acks)
         assert not half.ended
     second = await p.decode.room(7, "sim", PROMPT)
-    await half.matched()
-    p.send_all(half)
-    await second.landed()
-    second.close()
+    await finish(p, half, second)
 
 
-async def test_a_room_whose_deadline_passes_is_ended_by_decode(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
-    source = p.prefill.room(7, PROMPT)
-    target = await p.decode.room(7, "sim", PROMPT, deadline_s=30)
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+async def test_a_room_whose_deadline_passes_is_ended_by_the_side_that_has_it(
+    p: Pair, side: str
+) -> None:
+    limits = {side: 30}
+    source = p.prefill.room(7, PROMPT, deadline_s=limits.get("prefill"))
+    target = await p.decode.room(7, "sim", PROMPT, deadline_s=limits.get("decode"))
     await source.matched()
-    p.clock(p.decode).advance(31)
-    assert await code_of(target.landed()) is Code.DEADLINE
-    assert await code_of(source.done()) is Code.DEADLINE
+    p.clock(getattr(p, side)).advance(31)
+    assert await code_of(target.landed()) is await code_of(source.done()) is Code.DEADLINE
     await p.rest()
 
 
-async def test_a_room_whose_deadline_passes_is_ended_by_prefill(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
-    source = p.prefill.room(7, PROMPT, deadline_s=30)
-    target = await p.decode.room(7, "sim", PROMPT)
-    await source.matched()
-    p.clock(p.prefill).advance(31)
-    assert await code_of(source.done()) is Code.DEADLINE
-    assert await code_of(target.landed()) is Code.DEADLINE
-    await p.rest()
-
-
-async def test_heartbeats_let_prefill_forget_what_has_ended(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_heartbeats_let_prefill_forget_what_has_ended(p: Pair) -> None:
     p.network.hold(Heartbeat)
     for room in range(5):
         await success(p, room)
@@ -269,8 +216,7 @@ async def test_heartbeats_let_prefill_forget_what_has_ended(kvflow_pair: Pair) -
     assert peer.grants.low_water > 5 and not peer.grants.unproven()
 
 
-async def test_queued_chunks_never_reach_the_target(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_queued_chunks_never_reach_the_target(p: Pair) -> None:
     source, target = await matched(p)
     p.plane(p.prefill).hold()
     p.send_all(source, chunks=5)
@@ -280,9 +226,8 @@ async def test_queued_chunks_never_reach_the_target(kvflow_pair: Pair) -> None:
     p.plane(p.prefill).release()
     await p.rest()
     (first, *others) = p.plane(p.prefill).started
-    assert first.landed_bytes == p.prefill.pool.layout.page_bytes and not any(
-        f.landed_bytes for f in others
-    )
+    assert first.landed_bytes == p.prefill.pool.layout.page_bytes
+    assert not any(f.landed_bytes for f in others)
     landed = p.decode.pool.pages_bytes(target.pages).any(axis=1)
     assert landed.tolist() == [True, False, False, False, False]
 
@@ -342,9 +287,8 @@ async def test_a_rank_that_could_not_vouch_does_not_take_that_back() -> None:
         await until(p.decode.pool.pages.at_rest)
 
 
-async def test_an_abort_for_an_unknown_room(kvflow_pair: Pair) -> None:
+async def test_an_abort_for_an_unknown_room(p: Pair) -> None:
     """Drained, as nothing of it ever ran; and its grant is closed, whenever its Bootstrap comes."""
-    p = kvflow_pair
     _, target = await matched(p, 1)
     (peer,) = known(p.prefill)
     late = Bootstrap(
@@ -365,8 +309,7 @@ async def test_an_abort_for_an_unknown_room(kvflow_pair: Pair) -> None:
     target.close()
 
 
-async def test_a_bootstrap_that_comes_after_its_tombstone_was_evicted(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_bootstrap_that_comes_after_its_tombstone_was_evicted(p: Pair) -> None:
     p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=2)
     await success(p, 1)
     p.network.hold(Heartbeat)

@@ -12,9 +12,17 @@ from kvflow.protocols.errors import Code
 from kvflow.protocols.pages.layout import pack_pages
 from kvflow.protocols.wire.messages import Abort, Announce, Begun, Bootstrap
 from kvflow.testing.pair import Pair, pair, until
-from tests.handlers.scenes import PROMPT, WHY, code_of, header, known, success, to_prefill
-
-pytest_plugins = ["kvflow.testing.fixtures"]
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    announced,
+    code_of,
+    finish,
+    header,
+    known,
+    success,
+    to_prefill,
+)
 
 
 async def pass_time(p: Pair, seconds: float) -> None:
@@ -26,11 +34,10 @@ async def pass_time(p: Pair, seconds: float) -> None:
         seconds -= step_s
 
 
-async def test_a_room_waits_for_as_long_as_it_says(kvflow_pair: Pair) -> None:
+async def test_a_room_waits_for_as_long_as_it_says(p: Pair) -> None:
     """Minutes where a proxy calls decode only when prefill has answered; a moment where both are
     called at once.
     """
-    p = kvflow_pair
     short = p.prefill.room(6, PROMPT, rendezvous_s=1)
     normal = p.prefill.room(7, PROMPT)
     patient = p.prefill.room(8, PROMPT, rendezvous_s=600)
@@ -42,29 +49,20 @@ async def test_a_room_waits_for_as_long_as_it_says(kvflow_pair: Pair) -> None:
     p.clock(p.prefill).advance(500)
     assert not patient.ended
     target = await p.decode.room(8, "sim", PROMPT)
-    await patient.matched()
-    p.send_all(patient)
-    await target.landed()
-    target.close()
+    await finish(p, patient, target)
     await p.rest()
 
 
-async def test_a_deadline_is_not_moved_by_patience(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_deadline_is_not_moved_by_patience(p: Pair) -> None:
     source = p.prefill.room(7, PROMPT, rendezvous_s=600, deadline_s=10)
     p.clock(p.prefill).advance(11)
     assert await code_of(source.matched()) is Code.DEADLINE
 
 
 @pytest.mark.parametrize("first", ["engine", "decode"])
-async def test_an_announced_partner_is_waited_for_as_long_as_it_lives(
-    kvflow_pair: Pair, first: str
-) -> None:
-    p = kvflow_pair
+async def test_an_announced_partner_is_waited_for_as_long_as_it_lives(p: Pair, first: str) -> None:
     if first == "engine":
-        source = p.prefill.room(7, PROMPT)
-        target = p.decode.announce(7, "sim", PROMPT)
-        await until(lambda: source.phase.name == "ANNOUNCED")
+        source, target = await announced(p)
         await pass_time(p, 10 * p.timing.rendezvous_s)
     else:
         target = p.decode.announce(7, "sim", PROMPT)
@@ -73,31 +71,26 @@ async def test_an_announced_partner_is_waited_for_as_long_as_it_lives(
         source = p.prefill.room(7, PROMPT)
     assert not source.ended and p.decode.pool.pages.at_rest() and not p.network.seen["Bootstrap"]
     await target.offer()
-    await source.matched()
-    p.send_all(source)
-    assert await target.landed() == b"handoff"
-    target.close()
+    await finish(p, source, target)
 
 
-async def test_a_partner_that_dies_is_waited_for_no_longer() -> None:
-    async with pair() as p:
-        waiting = p.prefill.room(7, PROMPT)
-        p.decode.announce(7, "sim", PROMPT)
-        p.decode.announce(8, "sim", PROMPT)
-        await until(
-            lambda: waiting.phase.name == "ANNOUNCED" and p.prefill.peers_by_phase() == {"up": 1}
-        )
-        await until(lambda: 8 in p.prefill.shell.endpoint.core.rendezvous.announced)
-        await p.crash(p.decode)
-        assert await code_of(waiting.matched()) is Code.PEER_LOST
-        # Its half comes late.
-        assert await code_of(p.prefill.room(8, PROMPT).matched()) is Code.PEER_LOST
-        await until(lambda: not known(p.prefill))
-        assert not p.left()
+async def test_a_partner_that_dies_is_waited_for_no_longer(p: Pair) -> None:
+    waiting = p.prefill.room(7, PROMPT)
+    p.decode.announce(7, "sim", PROMPT)
+    p.decode.announce(8, "sim", PROMPT)
+    await until(
+        lambda: waiting.phase.name == "ANNOUNCED" and p.prefill.peers_by_phase() == {"up": 1}
+    )
+    await until(lambda: 8 in p.prefill.shell.endpoint.core.rendezvous.announced)
+    await p.crash(p.decode)
+    assert await code_of(waiting.matched()) is Code.PEER_LOST
+    # Its half comes late.
+    assert await code_of(p.prefill.room(8, PROMPT).matched()) is Code.PEER_LOST
+    await until(lambda: not known(p.prefill))
+    assert not p.left()
 
 
-async def test_a_partner_that_falls_silent_is_waited_for_no_longer(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_partner_that_falls_silent_is_waited_for_no_longer(p: Pair) -> None:
     source = p.prefill.room(7, PROMPT)
     target = p.decode.announce(7, "sim", PROMPT)
     await until(
@@ -112,28 +105,19 @@ async def test_a_partner_that_falls_silent_is_waited_for_no_longer(kvflow_pair: 
 
 
 @pytest.mark.parametrize("lost", [0, 3])
-async def test_a_decode_may_wait_until_prefill_has_begun(kvflow_pair: Pair, lost: int) -> None:
-    p = kvflow_pair
+async def test_a_decode_may_wait_until_prefill_has_begun(p: Pair, lost: int) -> None:
     p.network.drop(Begun, times=lost)
-    source = p.prefill.room(7, PROMPT)
-    target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+    source, target = await announced(p)
     assert not target.when_begun.given
     source.begin()
     assert await target.begun()
     await target.offer()
-    await source.matched()
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
 
 
 @pytest.mark.parametrize("how", ["lent", "refused"])
-async def test_the_wait_for_prefill_ends_with_what_comes_first(kvflow_pair: Pair, how: str) -> None:
-    p = kvflow_pair
-    source = p.prefill.room(7, PROMPT)
-    target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+async def test_the_wait_for_prefill_ends_with_what_comes_first(p: Pair, how: str) -> None:
+    source, target = await announced(p)
     if how == "lent":
         await target.offer()
         assert not await target.begun()
@@ -143,32 +127,23 @@ async def test_the_wait_for_prefill_ends_with_what_comes_first(kvflow_pair: Pair
     target.close()
 
 
-async def test_a_lost_announcement_is_repeated_while_there_are_no_pages(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_lost_announcement_is_repeated_while_there_are_no_pages(p: Pair) -> None:
     p.network.drop(Announce, times=3)
-    source = p.prefill.room(7, PROMPT)
-    target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+    source, target = await announced(p)
     target.close()
     assert await code_of(source.matched()) is Code.CLIENT_GONE
 
 
-async def test_a_room_that_was_announced_is_offered_with_its_own_grant(kvflow_pair: Pair) -> None:
+async def test_a_room_that_was_announced_is_offered_with_its_own_grant(p: Pair) -> None:
     """Two decodes announce one number: the second is refused, and its withdrawal ends nothing of
     the first.
     """
-    p = kvflow_pair
     other = await p.add_decode()
-    source = p.prefill.room(7, PROMPT)
-    target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+    source, target = await announced(p)
     assert await code_of(other.announce(7, "sim", PROMPT).landed()) is Code.ROOM_IN_USE
     p.network.drop(Bootstrap, times=2)
     await target.offer()
-    await source.matched()
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
 
 
 @pytest.mark.parametrize("kind", [Abort, Bootstrap])

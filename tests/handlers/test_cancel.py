@@ -26,10 +26,11 @@ from tests.handlers.scenes import (
     links,
     matched,
     midway,
+    offered,
+    sending,
     success,
 )
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 Waits = Callable[[PrefillRoom, DecodeRoom], Awaitable[object]]
 AWAITS: dict[str, Waits] = {
     "matched": lambda source, _: source.matched(),
@@ -50,10 +51,7 @@ async def cancelled(task: asyncio.Future[object]) -> None:
 
 @pytest.mark.parametrize("name", AWAITS)
 @pytest.mark.parametrize("turns", range(4))
-async def test_a_cancelled_wait_leaves_the_room_as_it_is(
-    kvflow_pair: Pair, name: str, turns: int
-) -> None:
-    p = kvflow_pair
+async def test_a_cancelled_wait_leaves_the_room_as_it_is(p: Pair, name: str, turns: int) -> None:
     p.network.hold(Bootstrap)
     p.plane(p.prefill).hold()
     source, target = await p.open(7, PROMPT)
@@ -76,8 +74,7 @@ async def test_a_cancelled_wait_leaves_the_room_as_it_is(
 
 
 @pytest.mark.parametrize("name", AWAITS)
-async def test_a_cancelled_user_whose_context_closes_the_room(kvflow_pair: Pair, name: str) -> None:
-    p = kvflow_pair
+async def test_a_cancelled_user_whose_context_closes_the_room(p: Pair, name: str) -> None:
     p.plane(p.prefill).hold()
 
     async def use(ready: asyncio.Event) -> None:
@@ -99,10 +96,7 @@ async def test_a_cancelled_user_whose_context_closes_the_room(kvflow_pair: Pair,
 
 @pytest.mark.parametrize("kind", [Register, Registered], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("turns", range(4))
-async def test_an_opening_that_is_cancelled_leaves_no_room(
-    kvflow_pair: Pair, kind: type, turns: int
-) -> None:
-    p = kvflow_pair
+async def test_an_opening_that_is_cancelled_leaves_no_room(p: Pair, kind: type, turns: int) -> None:
     p.network.hold(kind)
     opening = asyncio.ensure_future(opened(p, 7))
     other = asyncio.ensure_future(opened(p, 8))
@@ -116,8 +110,7 @@ async def test_an_opening_that_is_cancelled_leaves_no_room(
     await success(p, 9)
 
 
-async def test_an_opening_is_cancelled_while_the_registry_is_asked(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_an_opening_is_cancelled_while_the_registry_is_asked(p: Pair) -> None:
     asked, resolve = asyncio.Event(), p.decode._resolve
     assert resolve is not None
 
@@ -139,17 +132,11 @@ SCENES = [matched, midway]
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("stuck", [False, True])
 async def test_closing_prefill_in_mid_transfer(
-    kvflow_pair: Pair,
-    scene: Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]],
-    stuck: bool,
+    p: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]], stuck: bool
 ) -> None:
-    p = kvflow_pair
-    if stuck:
-        p.plane(p.prefill).script(Fault.STUCK)
-    source, target = await scene(p) if not stuck else await sending(p)
+    source, target = await (sending(p, Fault.STUCK) if stuck else scene(p))
     half = p.prefill.room(50, PROMPT)
-    lonely = await p.decode.room(51, "sim", PROMPT)
-    await until(lambda: 51 in p.prefill.shell.endpoint.rooms)
+    lonely = await offered(p, 51)
     node = p.prefills.pop(0)
     closing = asyncio.ensure_future(node.close())
     await asyncio.sleep(0)
@@ -165,16 +152,8 @@ async def test_closing_prefill_in_mid_transfer(
     await node.close()
 
 
-async def sending(p: Pair) -> tuple[PrefillRoom, DecodeRoom]:
-    source, target = await matched(p)
-    p.send_all(source)
-    return source, target
-
-
-async def test_a_closing_prefill_takes_no_new_room(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
-    p.plane(p.prefill).script(Fault.STUCK)
-    source, target = await sending(p)
+async def test_a_closing_prefill_takes_no_new_room(p: Pair) -> None:
+    source, target = await sending(p, Fault.STUCK)
     node = p.prefills[0]
     closing = asyncio.ensure_future(node.close())
     await asyncio.sleep(0)
@@ -191,9 +170,8 @@ async def test_a_closing_prefill_takes_no_new_room(kvflow_pair: Pair) -> None:
 
 @pytest.mark.parametrize("scene", SCENES)
 async def test_closing_decode_in_mid_transfer(
-    kvflow_pair: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]]
+    p: Pair, scene: Callable[[Pair], Awaitable[tuple[PrefillRoom, DecodeRoom]]]
 ) -> None:
-    p = kvflow_pair
     source, target = await scene(p)
     node = p.decodes.pop(0)
     await node.close()
@@ -204,11 +182,10 @@ async def test_closing_decode_in_mid_transfer(
     await node.close()
 
 
-async def test_closing_decode_while_prefill_does_not_answer(kvflow_pair: Pair) -> None:
+async def test_closing_decode_while_prefill_does_not_answer(p: Pair) -> None:
     """Patience ends, every room has its one ending, and what is not proven stays out of the free
     list.
     """
-    p = kvflow_pair
     source, target = await midway(p)
     p.network.drop(Abort, times=1_000)
     node = p.decodes.pop(0)
@@ -221,9 +198,8 @@ async def test_closing_decode_while_prefill_does_not_answer(kvflow_pair: Pair) -
     assert await code_of(source.done()) is Code.SHUTDOWN, "decode has said goodbye"
 
 
-async def test_closing_decode_waits_for_no_prefill_that_never_answered(kvflow_pair: Pair) -> None:
+async def test_closing_decode_waits_for_no_prefill_that_never_answered(p: Pair) -> None:
     """Nothing was lent to it: there is no proof to wait for."""
-    p = kvflow_pair
     p.network.cut()
     room = p.decode.room(7, "sim", PROMPT)
     await until(lambda: links(p.decode))
@@ -248,8 +224,7 @@ async def test_closing_decode_waits_for_no_living_prefill_that_owes_nothing() ->
         assert loan.writer == p.prefills[1].exported[0] and list(loan.pages) == list(target.pages)
 
 
-async def test_closing_decode_while_the_registry_is_asked(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_closing_decode_while_the_registry_is_asked(p: Pair) -> None:
     asked, ended = asyncio.Event(), asyncio.Event()
 
     async def resolve(_: str) -> list[RankInfo]:
@@ -269,8 +244,7 @@ async def test_closing_decode_while_the_registry_is_asked(kvflow_pair: Pair) -> 
 
 async def test_closing_decode_while_a_write_cannot_be_stopped() -> None:
     async with pair(timing=msgspec.structs.replace(QUICK, lost_after_s=0.4)) as p:
-        p.plane(p.prefill).script(Fault.STUCK)
-        source, target = await sending(p)
+        source, target = await sending(p, Fault.STUCK)
         node = p.decodes.pop(0)
         await node.close()
         assert target.phase.name == "LOST" and not node.shell.endpoint.rooms
@@ -280,8 +254,7 @@ async def test_closing_decode_while_a_write_cannot_be_stopped() -> None:
         await p.rest()
 
 
-async def test_closing_decode_while_rooms_are_being_opened(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_closing_decode_while_rooms_are_being_opened(p: Pair) -> None:
     p.network.hold(Registered)
     openings = [asyncio.ensure_future(opened(p, room)) for room in range(3)]
     await until(lambda: links(p.decode))
@@ -293,21 +266,19 @@ async def test_closing_decode_while_rooms_are_being_opened(kvflow_pair: Pair) ->
     assert node.pool.pages.at_rest()
 
 
-async def test_nodes_that_never_started_or_are_closed_twice() -> None:
-    async with pair() as p:
-        await success(p)
-        for node in p.nodes:
-            await node.close()
-            await node.close()
-        with pytest.raises(KvflowError):
-            p.prefill.room(8, PROMPT)
-        with pytest.raises(KvflowError):
-            await p.decode.room(8, p.ranks, PROMPT)
+async def test_nodes_that_never_started_or_are_closed_twice(p: Pair) -> None:
+    await success(p)
+    for node in p.nodes:
+        await node.close()
+        await node.close()
+    with pytest.raises(KvflowError):
+        p.prefill.room(8, PROMPT)
+    with pytest.raises(KvflowError):
+        await p.decode.room(8, p.ranks, PROMPT)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_leaving_by_an_exception_tells_the_other_side(kvflow_pair: Pair, side: str) -> None:
-    p = kvflow_pair
+async def test_leaving_by_an_exception_tells_the_other_side(p: Pair, side: str) -> None:
     source, target = await midway(p)
     with pytest.raises(ZeroDivisionError):
         async with source if side == "prefill" else target:
@@ -319,11 +290,11 @@ async def test_leaving_by_an_exception_tells_the_other_side(kvflow_pair: Pair, s
     target.close(WHY)
 
 
-async def test_a_decode_that_left_before_its_way_was_reported_open(kvflow_pair: Pair) -> None:
+async def test_a_decode_that_left_before_its_way_was_reported_open(p: Pair) -> None:
     """The task that opens the way has ended, its report comes in the next turn, and between the two
     the decode left: the way was closed with it."""
-    shell = kvflow_pair.prefill.shell
-    stranger = Incarnation(kvflow_pair.decode.incarnation ^ 1)
+    shell = p.prefill.shell
+    stranger = Incarnation(p.decode.incarnation ^ 1)
     assert stranger not in shell.routes
     shell._connected(stranger, None)
-    assert kvflow_pair.prefill.counts.handler_errors == 0
+    assert p.prefill.counts.handler_errors == 0

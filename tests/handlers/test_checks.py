@@ -26,8 +26,6 @@ from kvflow.transports.data.fake import Fault
 from kvflow.transports.data.local import LocalPlane
 from tests.handlers.scenes import WHY, assert_same_bytes, code_of, ledger, links, matched
 
-pytest_plugins = ["kvflow.testing.fixtures"]
-
 
 class SlowSum:
     def __init__(self, pages: PageIndices) -> None:
@@ -289,11 +287,9 @@ async def test_source_pages_are_held_while_they_are_summed(p: Pair) -> None:
     assert p.prefill.pool.pages.held_pages == 5 and p.network.seen["ChunkDone"] == 0
     target.close(WHY)
     assert await code_of(source.done()) is WHY.code
-    assert (
-        sums.begun[0].cancelled
-        and source.phase.name == "DRAINING"
-        and p.prefill.pages.free_pages == 59
-    )
+    assert sums.begun[0].cancelled
+    assert source.phase.name == "DRAINING"
+    assert p.prefill.pages.free_pages == 59
     await sums.end(sums.begun[0])
     await p.rest()
     assert source.phase.name == "ABORTED" and p.network.seen["ChunkDone"] == 0
@@ -380,11 +376,7 @@ async def test_prefill_verifies_and_decode_does_not(p: Pair) -> None:
 async def test_what_cannot_be_summed_has_not_landed(
     p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        p.decode.shell.checksums._sums,
-        "_stores",
-        Stores([None], []),
-    )  # type: ignore[list-item]
+    monkeypatch.setattr(p.decode.shell.checksums._sums, "_stores", Stores([None], []))  # type: ignore[list-item]
     source, target = await matched(p)
     p.send_all(source)
     with pytest.raises(KvflowError, match="could not be computed"):

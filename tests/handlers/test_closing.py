@@ -21,7 +21,7 @@ from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import Abort, RoomFailed
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, header, matched, midway
+from tests.handlers.scenes import PROMPT, WHY, header, matched, midway, offered
 
 Both = tuple[PrefillRoom | None, DecodeRoom | None]
 OTHER = Cause(Code.SHUTDOWN, "another cause, later")
@@ -38,8 +38,7 @@ async def announced(p: Pair) -> Both:
 
 
 async def bootstrapped(p: Pair) -> Both:
-    target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
+    target = await offered(p)
     return PrefillRoom(p.prefill.shell, p.prefill.shell.endpoint.rooms[7]), target
 
 

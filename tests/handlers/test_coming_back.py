@@ -19,8 +19,10 @@ from kvflow.transports.control.memory import LOST, Fate, Frame
 from tests.handlers.scenes import (
     PROMPT,
     all_read,
+    announced,
     between,
     code_of,
+    finish,
     known,
     ledger,
     links,
@@ -30,7 +32,6 @@ from tests.handlers.scenes import (
     to_decode,
 )
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=5, register_s=600)
 
 
@@ -51,9 +52,7 @@ async def test_a_prefill_that_first_answers_after_the_time_of_silence() -> None:
         beats = p.network.seen["Heartbeat"]
         await until(lambda: p.network.seen["Heartbeat"] > beats + 4)
         assert p.decode.peers_by_phase() == {"up": 1} and not target.ended
-        p.send_all(source)
-        assert await target.landed() == b"handoff"
-        target.close()
+        await finish(p, source, target)
         await p.rest()
 
 
@@ -83,8 +82,7 @@ async def forgotten(p: Pair) -> None:
     assert set(core.peers) == {other.incarnation}
 
 
-async def test_a_forgotten_decode_comes_back_and_its_loan_ends(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_forgotten_decode_comes_back_and_its_loan_ends(p: Pair) -> None:
     await forgotten(p)
     p.prefill.shell.endpoint.core.bounds = Bounds()
     p.network.mend()
@@ -93,9 +91,8 @@ async def test_a_forgotten_decode_comes_back_and_its_loan_ends(kvflow_pair: Pair
     await success(p, 9)
 
 
-async def test_a_forgotten_decode_for_which_there_is_no_place_yet(kvflow_pair: Pair) -> None:
+async def test_a_forgotten_decode_for_which_there_is_no_place_yet(p: Pair) -> None:
     """It asks again and again; until it is answered nothing is proven."""
-    p = kvflow_pair
     await forgotten(p)
     p.network.mend()
     registered = p.network.seen["Registered"]
@@ -108,15 +105,12 @@ async def test_a_forgotten_decode_for_which_there_is_no_place_yet(kvflow_pair: P
     await success(p, 10)
 
 
-async def test_acceptance_of_an_older_register_brings_no_silent_link_up(kvflow_pair: Pair) -> None:
+async def test_acceptance_of_an_older_register_brings_no_silent_link_up(p: Pair) -> None:
     """Prefill does not know yet that the announced room has ended: were the link up, nobody would
     ever tell it.
     """
-    p = kvflow_pair
     _, lent = await midway(p, 6)  # keeps the link, since its pages are in doubt
-    source = p.prefill.room(7, PROMPT)
-    target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+    source, target = await announced(p)
     for lost in (Register, Abort):
         p.network.drop(lost, times=1 << 30)
     p.clock(p.decode).advance(p.timing.lost_after_s + 1)

@@ -17,8 +17,6 @@ from kvflow.transports.control.memory import DealerSocket, Frame
 from kvflow.transports.control.zmq import connect_dealer
 from tests.handlers.scenes import PROMPT, midway
 
-pytest_plugins = ["kvflow.testing.fixtures"]
-
 STRANGER = Incarnation(0xBAD)
 
 
@@ -62,8 +60,7 @@ async def dial_with(p: Pair, connect: connections.Connect) -> DecodeNode:
         p.network.connect = network  # type: ignore[method-assign]
 
 
-async def test_an_address_nobody_can_dial_ends_its_rooms_and_no_others(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_an_address_nobody_can_dial_ends_its_rooms_and_no_others(p: Pair) -> None:
 
     def connect(control: str, incarnation: int) -> ControlSocket:
         return connect_dealer("tcp://no port", incarnation)
@@ -83,8 +80,7 @@ async def test_an_address_nobody_can_dial_ends_its_rooms_and_no_others(kvflow_pa
     await p.rest()
 
 
-async def test_what_a_full_queue_does_not_take_is_counted(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_what_a_full_queue_does_not_take_is_counted(p: Pair) -> None:
     node = await dial_with(p, full := FullSockets(p))
     room = node.room(8, p.ranks, PROMPT)
     await until(lambda: node.counts.undelivered >= 3)
@@ -94,8 +90,7 @@ async def test_what_a_full_queue_does_not_take_is_counted(kvflow_pair: Pair) -> 
     await p.rest()  # what was lost is said again
 
 
-async def test_an_answer_to_nobody_is_counted_at_prefill(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_an_answer_to_nobody_is_counted_at_prefill(p: Pair) -> None:
     identity = p.decode.shell.endpoint.core.identity
     asked = Register(
         source=p.prefill.incarnation,
@@ -115,8 +110,7 @@ async def test_an_answer_to_nobody_is_counted_at_prefill(kvflow_pair: Pair) -> N
     assert p.prefill.counts.undelivered == 1, "a stranger's heartbeat has no answer"
 
 
-async def test_a_socket_that_is_not_let_in_ends_the_rooms_that_wait(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_socket_that_is_not_let_in_ends_the_rooms_that_wait(p: Pair) -> None:
     node = await dial_with(p, full := FullSockets(p))
     room = node.room(8, p.ranks, PROMPT)
     await until(lambda: full.made)

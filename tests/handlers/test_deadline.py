@@ -15,11 +15,8 @@ from kvflow.testing.pair import Pair, until
 from kvflow.transports.data.fake import FakeRoute
 from tests.handlers.scenes import PROMPT, code_of, links, success
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 
-
-async def test_while_prefill_does_not_answer(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_while_prefill_does_not_answer(p: Pair) -> None:
     p.network.cut()
     room = p.decode.room(7, "sim", PROMPT, deadline_s=30)
     opening = asyncio.ensure_future(room.opened())
@@ -35,9 +32,8 @@ async def test_while_prefill_does_not_answer(kvflow_pair: Pair) -> None:
     await success(p, 8)
 
 
-async def test_while_prefill_cannot_reach_our_memory(kvflow_pair: Pair) -> None:
+async def test_while_prefill_cannot_reach_our_memory(p: Pair) -> None:
     """It lives and says so: only the deadline ends the room. Its engine's half is told."""
-    p = kvflow_pair
     plane, go_on = p.plane(p.prefill), asyncio.Event()
     connect = plane.connect
 
@@ -59,8 +55,7 @@ async def test_while_prefill_cannot_reach_our_memory(kvflow_pair: Pair) -> None:
     await success(p, 8)
 
 
-async def test_while_the_registry_is_asked(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_while_the_registry_is_asked(p: Pair) -> None:
     asked = asyncio.Event()
 
     async def resolve(_: str) -> list[object]:
@@ -78,8 +73,7 @@ async def test_while_the_registry_is_asked(kvflow_pair: Pair) -> None:
     await room.released()
 
 
-async def test_while_its_pages_are_waited_for(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_while_its_pages_are_waited_for(p: Pair) -> None:
     source = p.prefill.room(7, PROMPT)
     room = p.decode.announce(7, "sim", PROMPT, deadline_s=30)
     await until(lambda: source.phase.name == "ANNOUNCED")

@@ -24,20 +24,17 @@ from tests.handlers.scenes import (
     known,
     ledger,
     links,
-    matched,
     midway,
+    prove,
+    sending,
     success,
     to_prefill,
 )
 
-pytest_plugins = ["kvflow.testing.fixtures"]
-
 
 async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> DecodeRoom:
     """A room whose write ended in error; its five pages are in quarantine."""
-    source, target = await matched(p)
-    p.plane(p.prefill).script(*faults)
-    p.send_all(source, chunks=chunks)
+    source, target = await sending(p, *faults, chunks=chunks)
     assert await code_of(target.landed()) is Code.TRANSFER_ERROR
     assert await code_of(source.done()) is Code.TRANSFER_ERROR
     await until(lambda: source.phase.name == "LOST" and not p.prefill.pool.pages.held_pages)
@@ -49,41 +46,38 @@ async def doubtful(p: Pair, *faults: Fault, chunks: int = 1) -> DecodeRoom:
 
 @pytest.mark.parametrize("fault", [Fault.ERROR, Fault.LATE])
 @pytest.mark.parametrize("chunks", [1, 3])
-async def test_pages_come_home_when_the_writer_is_fenced(fault: Fault, chunks: int) -> None:
-    async with pair() as p:
-        await doubtful(p, fault, chunks=chunks)
-        assert "ChunkDone" not in p.network.seen, (
-            "nothing of the doubtful write, and nothing after it, was said to land"
-        )
-        await p.crash(p.prefill)
-        await until(p.decode.pool.pages.at_rest)
-        assert not p.left()
+async def test_pages_come_home_when_the_writer_is_fenced(
+    p: Pair, fault: Fault, chunks: int
+) -> None:
+    await doubtful(p, fault, chunks=chunks)
+    assert "ChunkDone" not in p.network.seen, (
+        "nothing of the doubtful write, and nothing after it, was said to land"
+    )
+    await prove(p)
+    assert not p.left()
 
 
-async def test_close_does_not_wait_for_what_prefill_has_answered() -> None:
-    async with pair() as p:  # lost_after_s is a minute
-        room = await doubtful(p, Fault.ERROR)
-        async with asyncio.timeout(10):
-            (loan,) = await p.decode.close()
-        assert list(loan.pages) == list(room.pages)
-        p.decodes.clear()
+async def test_close_does_not_wait_for_what_prefill_has_answered(p: Pair) -> None:
+    # lost_after_s is a minute
+    room = await doubtful(p, Fault.ERROR)
+    async with asyncio.timeout(10):
+        (loan,) = await p.decode.close()
+    assert list(loan.pages) == list(room.pages)
+    p.decodes.clear()
 
 
-async def test_close_waits_for_the_answers_that_may_still_come() -> None:
-    async with pair() as p:
-        room = await doubtful(p, Fault.ERROR)
-        source, target = await matched(p, 8)
-        p.plane(p.prefill).script(Fault.STUCK)
-        p.send_all(source)
-        closing = asyncio.create_task(p.decode.close())
-        await until(lambda: source.phase.name == "DRAINING")
-        await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.RECALLED})
-        assert not closing.done()
-        p.plane(p.prefill).release()
-        async with asyncio.timeout(10):
-            (loan,) = await closing
-        assert list(loan.pages) == list(room.pages) and target.free
-        p.decodes.clear()
+async def test_close_waits_for_the_answers_that_may_still_come(p: Pair) -> None:
+    room = await doubtful(p, Fault.ERROR)
+    source, target = await sending(p, Fault.STUCK, room=8)
+    closing = asyncio.create_task(p.decode.close())
+    await until(lambda: source.phase.name == "DRAINING")
+    await until(lambda: set(target.record.lease.loans.values()) == {LoanPhase.RECALLED})
+    assert not closing.done()
+    p.plane(p.prefill).release()
+    async with asyncio.timeout(10):
+        (loan,) = await closing
+    assert list(loan.pages) == list(room.pages) and target.free
+    p.decodes.clear()
 
 
 async def test_close_waits_for_loans_that_are_about_to_be_asked_for_again() -> None:
@@ -96,69 +90,57 @@ async def test_close_waits_for_loans_that_are_about_to_be_asked_for_again() -> N
         assert core.proof_may_come
 
 
-async def test_a_late_write_finds_its_pages_still_lent() -> None:
-    async with pair() as p:
-        await doubtful(p, Fault.LATE)
-        mine = p.decode.pages.take(59, "everything else")
-        before = p.decode.pool.pages_bytes(mine).copy()
-        assert p.plane(p.prefill).land_late()
-        assert (p.decode.pool.pages_bytes(mine) == before).all()
-        assert ledger(p.decode).quarantined_pages == 5
-        p.decode.pages.give_back(mine, "everything else")
-        await p.crash(p.prefill)
-        await until(p.decode.pool.pages.at_rest)
+async def test_a_late_write_finds_its_pages_still_lent(p: Pair) -> None:
+    await doubtful(p, Fault.LATE)
+    mine = p.decode.pages.take(59, "everything else")
+    before = p.decode.pool.pages_bytes(mine).copy()
+    assert p.plane(p.prefill).land_late()
+    assert (p.decode.pool.pages_bytes(mine) == before).all()
+    assert ledger(p.decode).quarantined_pages == 5
+    p.decode.pages.give_back(mine, "everything else")
+    await prove(p)
 
 
-async def test_doubt_in_one_chunk_is_remembered_when_others_drain() -> None:
-    async with pair() as p:
-        source, target = await matched(p)
-        p.plane(p.prefill).script(Fault.ERROR, Fault.STUCK)
-        p.send_all(source, chunks=2)
-        # Before the other write has ended.
-        assert await code_of(target.landed()) is Code.TRANSFER_ERROR
-        assert source.phase.name == "DRAINING" and p.network.seen["AbortAck"] == 0
-        p.plane(p.prefill).release()
-        await until(lambda: source.phase.name == "LOST")
-        await p.crash(p.prefill)
-        await until(p.decode.pool.pages.at_rest)
+async def test_doubt_in_one_chunk_is_remembered_when_others_drain(p: Pair) -> None:
+    source, target = await sending(p, Fault.ERROR, Fault.STUCK, chunks=2)
+    # Before the other write has ended.
+    assert await code_of(target.landed()) is Code.TRANSFER_ERROR
+    assert source.phase.name == "DRAINING" and p.network.seen["AbortAck"] == 0
+    p.plane(p.prefill).release()
+    await until(lambda: source.phase.name == "LOST")
+    await prove(p)
 
 
-async def test_an_abort_answered_with_doubt_loses_the_room() -> None:
-    async with pair() as p:
-        p.plane(p.prefill).script(Fault.ERROR)
-        p.plane(p.prefill).hold()
-        source, target = await matched(p)
-        p.send_all(source)
-        p.network.hold(Abort)
-        target.close(WHY)
-        p.network.hold(RoomFailed)
-        p.plane(p.prefill).release()
-        await until(lambda: target.phase.name == "LOST")
-        assert await code_of(target.landed()) is WHY.code
-        assert await code_of(source.done()) is Code.TRANSFER_ERROR
-        p.network.release()
-        await p.crash(p.prefill)
-        await until(p.decode.pool.pages.at_rest)
+async def test_an_abort_answered_with_doubt_loses_the_room(p: Pair) -> None:
+    p.plane(p.prefill).script(Fault.ERROR)
+    p.plane(p.prefill).hold()
+    source, target = await sending(p)
+    p.network.hold(Abort)
+    target.close(WHY)
+    p.network.hold(RoomFailed)
+    p.plane(p.prefill).release()
+    await until(lambda: target.phase.name == "LOST")
+    assert await code_of(target.landed()) is WHY.code
+    assert await code_of(source.done()) is Code.TRANSFER_ERROR
+    p.network.release()
+    await prove(p)
 
 
-async def test_other_rooms_go_on_beside_quarantine() -> None:
-    async with pair() as p:
-        await doubtful(p, Fault.ERROR)
-        for room in range(20, 24):
-            await success(p, room)
-        assert ledger(p.decode).quarantined_pages == 5
-        await p.crash(p.prefill)
-        await until(p.decode.pool.pages.at_rest)
+async def test_other_rooms_go_on_beside_quarantine(p: Pair) -> None:
+    await doubtful(p, Fault.ERROR)
+    for room in range(20, 24):
+        await success(p, room)
+    assert ledger(p.decode).quarantined_pages == 5
+    await prove(p)
 
 
-async def test_a_crash_in_mid_transfer_ends_rooms_and_loans() -> None:
-    async with pair() as p:
-        _, target = await midway(p)
-        await p.crash(p.prefill)
-        assert await code_of(target.landed()) is Code.PEER_LOST
-        await until(p.decode.pool.pages.at_rest)
-        assert target.phase.name == "LOST" and not p.left()
-        await until(lambda: not links(p.decode))
+async def test_a_crash_in_mid_transfer_ends_rooms_and_loans(p: Pair) -> None:
+    _, target = await midway(p)
+    await p.crash(p.prefill)
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    await until(p.decode.pool.pages.at_rest)
+    assert target.phase.name == "LOST" and not p.left()
+    await until(lambda: not links(p.decode))
 
 
 async def test_one_dead_rank_of_three_quarantines_nothing_for_long() -> None:
@@ -171,42 +153,37 @@ async def test_one_dead_rank_of_three_quarantines_nothing_for_long() -> None:
         await p.rest()
 
 
-async def test_a_decode_that_dies_is_written_to_no_more() -> None:
-    async with pair() as p:
-        source, _ = await midway(p)
-        await p.crash(p.decode)
-        assert await code_of(source.done()) is Code.PEER_LOST
-        await until(lambda: not known(p.prefill))
-        assert not p.left()
-        await p.add_decode()
-        p.plane(p.prefill).release()
-        await success(p)
+async def test_a_decode_that_dies_is_written_to_no_more(p: Pair) -> None:
+    source, _ = await midway(p)
+    await p.crash(p.decode)
+    assert await code_of(source.done()) is Code.PEER_LOST
+    await until(lambda: not known(p.prefill))
+    assert not p.left()
+    await p.add_decode()
+    p.plane(p.prefill).release()
+    await success(p)
 
 
-async def test_prefill_never_calls_a_doubtful_grant_drained() -> None:
+async def test_prefill_never_calls_a_doubtful_grant_drained(p: Pair) -> None:
     """Not after its tombstone was evicted, and not when its Bootstrap comes once more."""
-    async with pair() as p:
-        p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=2)
-        target = await doubtful(p, Fault.LATE)
-        (peer,), grant = known(p.prefill), target.grant
-        p.network.hold(Heartbeat)
-        for room in range(20, 24):
-            await success(p, room)
-        assert (
-            peer.grants.phase(grant) is GrantPhase.BELOW_DOUBTFUL and peer.grants.low_water > grant
-        )
-        acks: list[bool] = []
-        p.network.rules.append(lambda frame: _note(acks, frame.message))
-        late = Bootstrap(
-            pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 7, grant)
-        )
-        to_prefill(p, late, Abort(cause=WHY, **header(p, 7, grant)))
-        await until(lambda: len(acks) == 2)
-        assert acks == [False, False]
-        assert ledger(p.decode).quarantined_pages == 5
-        p.network.mend()
-        await p.crash(p.prefill)
-        await until(p.decode.pool.pages.at_rest)
+    p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=2)
+    target = await doubtful(p, Fault.LATE)
+    (peer,), grant = known(p.prefill), target.grant
+    p.network.hold(Heartbeat)
+    for room in range(20, 24):
+        await success(p, room)
+    assert peer.grants.phase(grant) is GrantPhase.BELOW_DOUBTFUL and peer.grants.low_water > grant
+    acks: list[bool] = []
+    p.network.rules.append(lambda frame: _note(acks, frame.message))
+    late = Bootstrap(
+        pages=b"\0\0\0\0", prompt_tokens=4, prompt_digest=b"d" * 32, **header(p, 7, grant)
+    )
+    to_prefill(p, late, Abort(cause=WHY, **header(p, 7, grant)))
+    await until(lambda: len(acks) == 2)
+    assert acks == [False, False]
+    assert ledger(p.decode).quarantined_pages == 5
+    p.network.mend()
+    await prove(p)
 
 
 def _note(acks: list[bool], message: object) -> None:
@@ -214,8 +191,7 @@ def _note(acks: list[bool], message: object) -> None:
         acks.append(message.drained)
 
 
-async def test_tombstones_are_bounded_and_leave_a_low_water_mark(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_tombstones_are_bounded_and_leave_a_low_water_mark(p: Pair) -> None:
     p.prefill.shell.endpoint.core.bounds = Bounds(closed_grants=3)
     p.network.hold(Heartbeat)
     for room in range(8):

@@ -23,7 +23,6 @@ from kvflow.testing.pair import Pair, fill, pair, until
 from kvflow.transports.data.fake import FakePlane, Fault
 from tests.handlers.scenes import PROMPT, links, matched, midway, success
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 Work = Coroutine[Any, Any, object]
 Scene = Callable[[Pair], Awaitable[Work]]
 CANARY = 0xEE

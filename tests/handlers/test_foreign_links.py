@@ -25,7 +25,7 @@ from kvflow.protocols.wire.messages import (
     Registered,
 )
 from kvflow.protocols.wire.ranks import RankInfo
-from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
+from kvflow.testing.pair import QUICK, Pair, small_layout, until
 from kvflow.transports.control.memory import RouterSocket
 from kvflow.transports.data.fake import FakePlane
 from tests.handlers.scenes import (
@@ -38,8 +38,6 @@ from tests.handlers.scenes import (
     success,
     to_decode,
 )
-
-pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 async def impersonate(socket: RouterSocket) -> None:
@@ -72,29 +70,29 @@ async def impersonate(socket: RouterSocket) -> None:
                 socket.send(encode(AbortAck(drained=True, **header)), peer)
 
 
-async def test_a_stranger_under_a_prefills_incarnation_serves_who_asks_at_his_address() -> None:
-    async with pair() as p:
-        socket, port = p.network.bind("stranger", 0)
-        stranger = p.decode.shell.spawn(impersonate(socket), "kvflow-stranger")
-        false = RankInfo(0, 1, p.prefill.incarnation, f"tcp://stranger:{port}", "fake", "")
-        poisoned = await p.decode.room(1, [false], PROMPT)
-        # Whoever names a false registry gets its answers.
-        assert await poisoned.landed() == b"a stranger's token"
-        poisoned.close()
-        source, target = await matched(p, 2)
-        pages = p.send_all(source)
-        assert await target.landed() == b"handoff"
-        assert_same_bytes(p, pages, target)
-        target.close()
-        assert sorted(peer.key.control for peer in links(p.decode)) == sorted(
-            [false.control, p.prefill.info.control]
-        )
-        stranger.cancel()
-        await p.rest()
+async def test_a_stranger_under_a_prefills_incarnation_serves_who_asks_at_his_address(
+    p: Pair,
+) -> None:
+    socket, port = p.network.bind("stranger", 0)
+    stranger = p.decode.shell.spawn(impersonate(socket), "kvflow-stranger")
+    false = RankInfo(0, 1, p.prefill.incarnation, f"tcp://stranger:{port}", "fake", "")
+    poisoned = await p.decode.room(1, [false], PROMPT)
+    # Whoever names a false registry gets its answers.
+    assert await poisoned.landed() == b"a stranger's token"
+    poisoned.close()
+    source, target = await matched(p, 2)
+    pages = p.send_all(source)
+    assert await target.landed() == b"handoff"
+    assert_same_bytes(p, pages, target)
+    target.close()
+    assert sorted(peer.key.control for peer in links(p.decode)) == sorted(
+        [false.control, p.prefill.info.control]
+    )
+    stranger.cancel()
+    await p.rest()
 
 
-async def test_a_registry_that_names_another_rank_of_a_linked_address(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_registry_that_names_another_rank_of_a_linked_address(p: Pair) -> None:
     await success(p)
     info = p.prefill.info
     other = RankInfo(1, 2, info.incarnation, info.control, info.backend, info.model)
@@ -103,8 +101,7 @@ async def test_a_registry_that_names_another_rank_of_a_linked_address(kvflow_pai
     await success(p, 9)
 
 
-async def test_another_rank_that_answers_is_not_used(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_another_rank_that_answers_is_not_used(p: Pair) -> None:
     p.network.drop(Registered, times=1 << 30)
     room = p.decode.room(7, "sim", PROMPT)
     await until(lambda: links(p.decode))
@@ -145,10 +142,7 @@ def nowhere(number: int, rank: int = 0, world_size: int = 1) -> RankInfo:
 
 
 @pytest.mark.parametrize("count", [5, 1024])
-async def test_a_request_that_names_too_many_ranks_opens_no_link(
-    kvflow_pair: Pair, count: int
-) -> None:
-    p = kvflow_pair
+async def test_a_request_that_names_too_many_ranks_opens_no_link(p: Pair, count: int) -> None:
     async with bounded(p, Bounds(ranks_per_room=4)) as node:
         ranks = [nowhere(number, number, count) for number in range(count)]
         with pytest.raises(
@@ -159,8 +153,7 @@ async def test_a_request_that_names_too_many_ranks_opens_no_link(
         assert not links(node) and node.pool.pages.at_rest()
 
 
-async def test_links_are_bounded_and_the_longest_idle_one_gives_way(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_links_are_bounded_and_the_longest_idle_one_gives_way(p: Pair) -> None:
     async with bounded(p, Bounds(links=2)) as node:
         await success_at(p, node, 1)
         waiting = [node.room(10 + number, [nowhere(number)], PROMPT) for number in range(2)]

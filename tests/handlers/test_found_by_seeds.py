@@ -12,37 +12,29 @@ from kvflow.protocols.errors import AbortedError, Cause, Code
 from kvflow.protocols.limits import Timing
 from kvflow.protocols.wire.messages import Abort, AbortAck, Bootstrap
 from kvflow.testing.pair import Pair, pair, until
-
-pytest_plugins = ["kvflow.testing.fixtures"]
+from tests.handlers.scenes import finish, matched
 
 PROMPT = list(range(20))
 AGAIN = list(range(1, 21))
 
 
-async def test_a_lost_offer_of_an_announced_room_is_made_again(kvflow_pair: Pair) -> None:
+async def test_a_lost_offer_of_an_announced_room_is_made_again(p: Pair) -> None:
     """Seed 203: both halves are there, the Bootstrap is lost; asked by Resync, prefill answered
     nothing.
     """
-    p = kvflow_pair
     source = p.prefill.room(7, PROMPT)
     target = p.decode.announce(7, "sim", PROMPT)
     await until(lambda: source.phase.name == "ANNOUNCED")
     p.network.drop(Bootstrap)
     await target.offer()
-    await source.matched()
-    p.send_all(source)
-    assert await target.landed() == b"handoff"
-    target.close()
+    await finish(p, source, target)
     await p.rest()
 
 
-async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(
-    kvflow_pair: Pair,
-) -> None:
+async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(p: Pair) -> None:
     """Seed 5: decode withdraws a room, the engine's half comes late and is told; the next attempt
     is a new room.
     """
-    p = kvflow_pair
     first = p.decode.announce(7, "sim", PROMPT)
     await until(lambda: p.network.seen["Announce"])
     first.close(Cause(Code.CLIENT_GONE, "retracted"))
@@ -53,10 +45,7 @@ async def test_an_end_that_both_halves_know_is_not_for_the_next_room_of_that_id(
     target = await p.decode.room(7, "sim", AGAIN)
     await until(lambda: p.prefill.shell.endpoint.rooms or p.network.seen["RoomFailed"])
     source = p.prefill.room(7, AGAIN)
-    await source.matched()
-    p.send_all(source)
-    assert await target.landed() == b"handoff"
-    target.close()
+    await finish(p, source, target)
     await p.rest()
 
 
@@ -75,9 +64,7 @@ async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> 
         for after_s in (0.5, 1.0, 2.0, 4.0):
             answered = p.network.seen["AbortAck"]
             clock.advance(after_s + 0.1)
-            await until(
-                lambda answered=answered: p.network.seen["AbortAck"] > answered,
-            )  # type: ignore[misc]
+            await until(lambda answered=answered: p.network.seen["AbortAck"] > answered)  # type: ignore[misc]
         p.network.drop(Abort)
         targets[1].close()  # lost, while the next repetition is 8 s away
         targets[2].close()
@@ -88,13 +75,11 @@ async def test_a_prefill_that_answers_is_asked_soon_for_what_it_has_missed() -> 
             await targets[1].released()
 
 
-async def test_a_stall_is_not_credited_for_what_was_read_since(kvflow_pair: Pair) -> None:
+async def test_a_stall_is_not_credited_for_what_was_read_since(p: Pair) -> None:
     """Seed 1225: after a stall of 2 s a peer that was heard again only now was found silent 1 s too
     late.
     """
-    p = kvflow_pair
-    source, target = await p.open(7, PROMPT)
-    await source.matched()
+    _, target = await matched(p)
     for node in p.nodes:
         (peer,) = node.shell.endpoint.peers
         received_at_s = peer.received_at_s

@@ -29,10 +29,11 @@ from tests.handlers.scenes import (
     all_read,
     code_of,
     every_rank_writes,
+    finish,
     known,
     ledger,
     links,
-    matched,
+    sending,
     success,
 )
 
@@ -48,6 +49,12 @@ async def living(**options: int) -> AsyncIterator[Pair]:
         yield p
 
 
+@pytest.fixture
+async def p() -> AsyncIterator[Pair]:
+    async with living() as made:
+        yield made
+
+
 async def linked(p: Pair) -> None:
     await success(p, 1)
     await p.rest()
@@ -59,66 +66,62 @@ async def forgotten(p: Pair) -> None:
     assert not links(p.decode) and not p.decode.quarantined_pages
 
 
-async def test_what_is_still_in_the_socket_when_prefill_closes() -> None:
+async def test_what_is_still_in_the_socket_when_prefill_closes(p: Pair) -> None:
     """A Bootstrap that prefill has never received, and a room that is only announced."""
-    async with living() as p:
-        await linked(p)
-        p.network.hold(Bootstrap)
-        lent = await p.decode.room(7, "sim", PROMPT)
-        announced = p.decode.announce(8, "sim", PROMPT)
-        await all_read()
-        await p.prefills.pop().close()
-        p.network.release()
-        assert await code_of(lent.landed()) is await code_of(announced.landed()) is Code.SHUTDOWN
-        await forgotten(p)
+    await linked(p)
+    p.network.hold(Bootstrap)
+    lent = await p.decode.room(7, "sim", PROMPT)
+    announced = p.decode.announce(8, "sim", PROMPT)
+    await all_read()
+    await p.prefills.pop().close()
+    p.network.release()
+    assert await code_of(lent.landed()) is await code_of(announced.landed()) is Code.SHUTDOWN
+    await forgotten(p)
 
 
-async def test_a_prefill_that_comes_back_at_its_address_serves() -> None:
+async def test_a_prefill_that_comes_back_at_its_address_serves(p: Pair) -> None:
     """As a worker that was made a decode, and is a prefill again."""
-    async with living() as p:
-        await linked(p)
-        p.network.hold(Bootstrap)
-        lent = await p.decode.room(7, "sim", PROMPT)
-        port = int(p.prefill.control.rsplit(":", 1)[1])
-        await p.prefills.pop().close()
-        p.network.release()
-        assert await code_of(lent.landed()) is Code.SHUTDOWN
-        await p.add_prefill(port)
-        await success(p, 9)
-        await p.rest()
-        assert [peer.phase for peer in links(p.decode)] == [LinkPhase.UP]
+    await linked(p)
+    p.network.hold(Bootstrap)
+    lent = await p.decode.room(7, "sim", PROMPT)
+    port = int(p.prefill.control.rsplit(":", 1)[1])
+    await p.prefills.pop().close()
+    p.network.release()
+    assert await code_of(lent.landed()) is Code.SHUTDOWN
+    await p.add_prefill(port)
+    await success(p, 9)
+    await p.rest()
+    assert [peer.phase for peer in links(p.decode)] == [LinkPhase.UP]
 
 
 @pytest.mark.parametrize("lost", [Goodbye, GoodbyeAck])
-async def test_a_goodbye_of_prefill_or_its_answer_is_lost(lost: type) -> None:
+async def test_a_goodbye_of_prefill_or_its_answer_is_lost(p: Pair, lost: type) -> None:
     """The first is said again.
 
     Decode has hung up when it answers, so the second is waited for a while only.
     """
-    async with living() as p:
-        await linked(p)
-        p.network.hold(Bootstrap)
-        await p.decode.room(7, "sim", PROMPT)
-        await all_read()
-        p.network.drop(lost)
-        await p.prefills.pop().close()
-        assert p.network.seen["Goodbye"] == (2 if lost is Goodbye else 1)
-        await forgotten(p)
+    await linked(p)
+    p.network.hold(Bootstrap)
+    await p.decode.room(7, "sim", PROMPT)
+    await all_read()
+    p.network.drop(lost)
+    await p.prefills.pop().close()
+    assert p.network.seen["Goodbye"] == (2 if lost is Goodbye else 1)
+    await forgotten(p)
 
 
-async def test_a_decode_that_was_silent_hears_it_when_it_comes_back() -> None:
+async def test_a_decode_that_was_silent_hears_it_when_it_comes_back(p: Pair) -> None:
     """Its loan has been in doubt since."""
-    async with living() as p:
-        await linked(p)
-        p.network.hold(Bootstrap)
-        lent = await p.decode.room(7, "sim", PROMPT)
-        p.network.cut()
-        p.clock(p.decode).advance(p.timing.lost_after_s + 1)
-        assert await code_of(lent.landed()) is Code.PEER_LOST
-        await until(lambda: p.decode.quarantined_pages == len(lent.pages))
-        p.network.mend()
-        await p.prefills.pop().close()
-        await forgotten(p)
+    await linked(p)
+    p.network.hold(Bootstrap)
+    lent = await p.decode.room(7, "sim", PROMPT)
+    p.network.cut()
+    p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+    assert await code_of(lent.landed()) is Code.PEER_LOST
+    await until(lambda: p.decode.quarantined_pages == len(lent.pages))
+    p.network.mend()
+    await p.prefills.pop().close()
+    await forgotten(p)
 
 
 async def test_one_rank_of_a_group_closes() -> None:
@@ -149,9 +152,7 @@ async def success_of_two(p: Pair) -> None:
 async def test_a_write_in_doubt_stays_on_loan() -> None:
     """All else that was lent there is free at once."""
     async with pair() as p:
-        source, target = await matched(p)
-        p.plane(p.prefill).script(Fault.LATE)
-        p.send_all(source)
+        _, target = await sending(p, Fault.LATE)
         assert await code_of(target.landed()) is Code.TRANSFER_ERROR
         p.network.hold(Bootstrap)
         lent = await p.decode.room(8, "sim", PROMPT)
@@ -184,58 +185,47 @@ async def test_writes_that_do_not_drain_are_named() -> None:
 # --- decode closes
 
 
-async def test_a_decode_that_closes_is_forgotten_at_once() -> None:
-    async with living() as p:
-        await linked(p)
-        (peer,) = known(p.prefill)
-        route = p.prefill.shell.routes[peer.incarnation]
-        await p.decodes.pop().close()
-        assert (
-            not known(
-                p.prefill,
-            )
-            and not p.prefill.shell.routes
-            and route.closed
-        )  # type: ignore[attr-defined]
-        assert not p.prefill.shell.endpoint.core.deadlines
+async def test_a_decode_that_closes_is_forgotten_at_once(p: Pair) -> None:
+    await linked(p)
+    (peer,) = known(p.prefill)
+    route = p.prefill.shell.routes[peer.incarnation]
+    await p.decodes.pop().close()
+    assert not known(p.prefill) and not p.prefill.shell.routes and route.closed  # type: ignore[attr-defined]
+    assert not p.prefill.shell.endpoint.core.deadlines
 
 
-async def test_a_decode_that_closes_with_an_announced_room_ends_the_engines_half() -> None:
-    async with living() as p:
-        await linked(p)
-        p.decode.announce(7, "sim", PROMPT)
-        source = p.prefill.room(7, PROMPT)
-        await all_read()
-        await p.decodes.pop().close()
-        assert await code_of(source.matched()) is Code.SHUTDOWN
-        await p.rest()
+async def test_a_decode_that_closes_with_an_announced_room_ends_the_engines_half(p: Pair) -> None:
+    await linked(p)
+    p.decode.announce(7, "sim", PROMPT)
+    source = p.prefill.room(7, PROMPT)
+    await all_read()
+    await p.decodes.pop().close()
+    assert await code_of(source.matched()) is Code.SHUTDOWN
+    await p.rest()
 
 
 @pytest.mark.parametrize("lost", [Goodbye, GoodbyeAck])
-async def test_a_goodbye_of_decode_that_is_lost_is_said_again(lost: type) -> None:
-    async with living() as p:
-        await linked(p)
-        p.network.drop(lost)
-        await p.decodes.pop().close()
-        assert p.network.seen["Goodbye"] == 2 and not known(p.prefill)
+async def test_a_goodbye_of_decode_that_is_lost_is_said_again(p: Pair, lost: type) -> None:
+    await linked(p)
+    p.network.drop(lost)
+    await p.decodes.pop().close()
+    assert p.network.seen["Goodbye"] == 2 and not known(p.prefill)
 
 
-async def test_a_decode_does_not_wait_for_a_prefill_that_does_not_answer() -> None:
-    async with living() as p:
-        await linked(p)
-        p.network.drop(Goodbye, times=1 << 30)
-        p.network.drop(Heartbeat, times=1 << 30)
-        await p.decodes.pop().close()
-        assert p.network.seen["Goodbye"] >= 2 and known(p.prefill)
-        p.network.mend()
+async def test_a_decode_does_not_wait_for_a_prefill_that_does_not_answer(p: Pair) -> None:
+    await linked(p)
+    p.network.drop(Goodbye, times=1 << 30)
+    p.network.drop(Heartbeat, times=1 << 30)
+    await p.decodes.pop().close()
+    assert p.network.seen["Goodbye"] >= 2 and known(p.prefill)
+    p.network.mend()
 
 
-async def test_both_close_at_once() -> None:
-    async with living() as p:
-        await linked(p)
-        p.decode.leave(), p.prefill.leave()
-        for node in (p.decodes.pop(), p.prefills.pop()):
-            await node.close()
+async def test_both_close_at_once(p: Pair) -> None:
+    await linked(p)
+    p.decode.leave(), p.prefill.leave()
+    for node in (p.decodes.pop(), p.prefills.pop()):
+        await node.close()
 
 
 # --- decodes that vanish without a word, and whose death cannot be observed
@@ -254,10 +244,7 @@ async def vanish(p: Pair) -> None:
 async def one_room(p: Pair, room: int) -> None:
     source = p.prefill.room(room, PROMPT)
     target = p.decodes[-1].room(room, "sim", PROMPT)
-    await source.matched()
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
     await source.done()
 
 

@@ -19,19 +19,18 @@ from tests.handlers.scenes import (
     PROMPT,
     WHY,
     code_of,
+    finish,
     header,
     known,
     links,
     matched,
+    offered,
     success,
     to_prefill,
 )
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 
-
-async def test_decode_never_comes(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_decode_never_comes(p: Pair) -> None:
     source = p.prefill.room(7, PROMPT)
     p.clock(p.prefill).advance(p.timing.rendezvous_s - 1)
     assert not source.ended
@@ -41,11 +40,10 @@ async def test_decode_never_comes(kvflow_pair: Pair) -> None:
     assert await code_of(target.landed()) is Code.RENDEZVOUS
 
 
-async def test_prefill_does_not_wait_while_it_stands_still(kvflow_pair: Pair) -> None:
+async def test_prefill_does_not_wait_while_it_stands_still(p: Pair) -> None:
     """Its timer is late by the time that the event loop stood still: decode's half may be there,
     unread.
     """
-    p = kvflow_pair
     source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
     now = source.record.deadline_at_s + 5.0
     endpoint.credit_stall(5.0, now)
@@ -57,9 +55,8 @@ async def test_prefill_does_not_wait_while_it_stands_still(kvflow_pair: Pair) ->
     await p.rest()
 
 
-async def test_a_room_is_credited_no_more_than_it_has_waited(kvflow_pair: Pair) -> None:
+async def test_a_room_is_credited_no_more_than_it_has_waited(p: Pair) -> None:
     """Opened in the middle of a stall, or nothing ever comes: it ends all the same."""
-    p = kvflow_pair
     source, endpoint = p.prefill.room(7, PROMPT), p.prefill.shell.endpoint
     due_at_s = source.record.deadline_at_s
     endpoint.credit_stall(1000.0, source.record.opened_at_s + 3.0)
@@ -69,10 +66,8 @@ async def test_a_room_is_credited_no_more_than_it_has_waited(kvflow_pair: Pair) 
     assert await code_of(source.matched()) is Code.RENDEZVOUS
 
 
-async def test_prefill_never_comes(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
-    target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
+async def test_prefill_never_comes(p: Pair) -> None:
+    target = await offered(p)
     p.clock(p.prefill).advance(p.timing.rendezvous_s + 1)
     p.clock(p.decode).advance(1)
     assert await code_of(target.landed()) is Code.RENDEZVOUS
@@ -80,8 +75,7 @@ async def test_prefill_never_comes(kvflow_pair: Pair) -> None:
     assert await code_of(source.matched()) is Code.RENDEZVOUS
 
 
-async def test_prefill_refuses_before_decode_comes(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_prefill_refuses_before_decode_comes(p: Pair) -> None:
     p.prefill.room(7, PROMPT).close(WHY)
     target = p.decode.room(7, "sim", PROMPT)
     assert await code_of(target.landed()) is WHY.code
@@ -89,16 +83,14 @@ async def test_prefill_refuses_before_decode_comes(kvflow_pair: Pair) -> None:
     await success(p, 7)  # told once: the id is free again
 
 
-async def test_the_engine_refuses_a_room_it_never_opened(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_the_engine_refuses_a_room_it_never_opened(p: Pair) -> None:
     opened = p.prefill.counts.rooms_opened
     p.prefill.refuse(7, WHY)
     p.prefill.refuse(7, WHY)
     target = p.decode.room(7, "sim", PROMPT)
     assert await code_of(target.landed()) is WHY.code and target.cause == WHY
     assert p.prefill.counts.rooms_opened == opened and not p.prefill.shell.endpoint.rooms
-    target = await p.decode.room(8, "sim", PROMPT)
-    await until(lambda: 8 in p.prefill.shell.endpoint.rooms)
+    target = await offered(p, 8)
     p.prefill.refuse(8, WHY)
     assert await code_of(target.landed()) is WHY.code
     source, target = await matched(p, 9)
@@ -107,11 +99,9 @@ async def test_the_engine_refuses_a_room_it_never_opened(kvflow_pair: Pair) -> N
     target.close()
 
 
-async def test_the_engine_refuses_a_room_decode_has_given_up(kvflow_pair: Pair) -> None:
+async def test_the_engine_refuses_a_room_decode_has_given_up(p: Pair) -> None:
     """Both know: nothing is kept for the next user of the id."""
-    p = kvflow_pair
-    target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
+    target = await offered(p)
     target.close(WHY)
     await until(p.decode.pool.pages.at_rest)
     p.prefill.refuse(7, WHY)
@@ -119,25 +109,21 @@ async def test_the_engine_refuses_a_room_decode_has_given_up(kvflow_pair: Pair) 
     await success(p, 7)
 
 
-async def test_decode_ends_before_prefill_comes(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
-    target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
+async def test_decode_ends_before_prefill_comes(p: Pair) -> None:
+    target = await offered(p)
     target.close(WHY)
     await until(p.decode.pool.pages.at_rest)
     assert await code_of(p.prefill.room(7, PROMPT).matched()) is WHY.code
     await success(p, 7)
 
 
-async def test_the_same_half_may_begin_afresh(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_the_same_half_may_begin_afresh(p: Pair) -> None:
     p.prefill.room(7, PROMPT).close(WHY)
     await success(p, 7)
     assert not len(p.prefill.shell.endpoint.core.rendezvous)
 
 
-async def test_what_nobody_asked_for_is_forgotten(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_what_nobody_asked_for_is_forgotten(p: Pair) -> None:
     for room in range(10):
         p.prefill.room(room, PROMPT).close(WHY)
     assert len(p.prefill.shell.endpoint.core.rendezvous) == 10
@@ -151,10 +137,7 @@ async def test_what_nobody_asked_for_is_forgotten(kvflow_pair: Pair) -> None:
     [range(1, 5 * PAGE_SIZE + 1), range(5 * PAGE_SIZE - 1), [0] * (5 * PAGE_SIZE)],
     ids=["ids", "length", "zeros"],
 )
-async def test_halves_that_mean_different_prompts(
-    kvflow_pair: Pair, first: str, other: list[int]
-) -> None:
-    p = kvflow_pair
+async def test_halves_that_mean_different_prompts(p: Pair, first: str, other: list[int]) -> None:
     if first == "prefill":
         source = p.prefill.room(7, PROMPT)
         target = await p.decode.room(7, "sim", other)
@@ -168,8 +151,7 @@ async def test_halves_that_mean_different_prompts(
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-async def test_decode_has_no_pages(kvflow_pair: Pair, first: str) -> None:
-    p = kvflow_pair
+async def test_decode_has_no_pages(p: Pair, first: str) -> None:
     await success(p, 1)
     taken = p.decode.pages.take(60, "somebody")
     source = p.prefill.room(7, PROMPT) if first == "prefill" else None
@@ -182,20 +164,16 @@ async def test_decode_has_no_pages(kvflow_pair: Pair, first: str) -> None:
     await success(p, 7)
 
 
-async def test_a_second_decode_for_the_same_room(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_second_decode_for_the_same_room(p: Pair) -> None:
     source, target = await matched(p)
     other = await p.add_decode()
     for node in (other, p.decode):
         late = node.room(7, "sim", PROMPT)
         assert await code_of(late.landed()) is Code.ROOM_IN_USE
-    p.send_all(source)
-    assert await target.landed() == b"handoff"
-    target.close()
+    await finish(p, source, target)
 
 
-async def test_a_bootstrap_that_lends_too_few_or_foreign_pages(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_bootstrap_that_lends_too_few_or_foreign_pages(p: Pair) -> None:
     _, target = await matched(p, 1)
     refused = [b"\0" * 8, b"\0\0\0\0", b"\xff\xff\xff\xff" * 5, b"\x40\0\0\0", b"abc", b""]
     offers: list[tuple[bytes, int, int]] = [(pages, 5 * PAGE_SIZE, 0) for pages in refused]
@@ -210,8 +188,7 @@ async def test_a_bootstrap_that_lends_too_few_or_foreign_pages(kvflow_pair: Pair
     assert settled == []  # grants of its own making: no heartbeat would settle them
 
 
-async def test_pools_that_do_not_fit_are_told_what_differs(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_pools_that_do_not_fit_are_told_what_differs(p: Pair) -> None:
     other = await p.add_decode(small_layout(page_size=8))
     for _ in range(2):
         with pytest.raises(RefusedError, match="page_size: prefill 4, decode 8"):
@@ -220,8 +197,7 @@ async def test_pools_that_do_not_fit_are_told_what_differs(kvflow_pair: Pair) ->
     await success(p, 8)
 
 
-async def test_data_planes_that_differ_are_told_by_name(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_data_planes_that_differ_are_told_by_name(p: Pair) -> None:
     other = await p.add_decode()
     links_of = other.shell.endpoint.core.links
     address = msgspec.structs.replace(links_of._identity.address, backend="pigeon")
@@ -243,8 +219,7 @@ async def test_pools_that_differ_in_everything_are_told_some_of_it() -> None:
         assert "and 195 more" in str(caught.value) and len(str(caught.value)) < MAX_TEXT
 
 
-async def test_nobody_answers(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_nobody_answers(p: Pair) -> None:
     p.network.cut()
     task = asyncio.ensure_future(p.decode.room(7, "sim", PROMPT))
     await until(lambda: links(p.decode))
@@ -255,8 +230,7 @@ async def test_nobody_answers(kvflow_pair: Pair) -> None:
     await success(p)
 
 
-async def test_a_word_nobody_can_resolve(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_word_nobody_can_resolve(p: Pair) -> None:
 
     async def resolve(_: str) -> list[object]:
         raise LostError("no registry there")
@@ -298,8 +272,7 @@ def test_a_half_that_never_comes_is_kept_for_the_other_unless_that_has_ended_too
     )
 
 
-async def test_a_late_abort_for_a_room_both_of_whose_halves_have_ended(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_late_abort_for_a_room_both_of_whose_halves_have_ended(p: Pair) -> None:
     p.network.hold(Abort)
     p.network.hold(Bootstrap)
     source, target = await p.open(7, PROMPT)

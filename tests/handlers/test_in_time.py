@@ -15,10 +15,10 @@ import pytest
 from kvflow.protocols.decode.core import Timer
 from kvflow.protocols.errors import Cause, Code, KvflowError
 from kvflow.protocols.wire.messages import Abort, Bootstrap, ChunkDone, RoomFailed
-from kvflow.testing.pair import Pair, until
+from kvflow.testing.pair import Pair
 from kvflow.transports.data.fake import Fault
 from tests.handlers.in_virtual_time import Ending, in_virtual_time
-from tests.handlers.scenes import PROMPT, WHY, matched, midway
+from tests.handlers.scenes import PROMPT, WHY, matched, midway, offered, sending
 
 FULL = Cause(Code.CAPACITY, "no page for another token")
 
@@ -51,23 +51,19 @@ async def prefill_refuses_before_decode_comes(p: Pair) -> Any:
 
 
 async def prefill_refuses_after_decode_came(p: Pair) -> Any:
-    target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
+    target = await offered(p)
     p.prefill.refuse(7, FULL)
     return target.landed(), FULL.code, FULL.text
 
 
 async def the_prompts_differ(p: Pair) -> Any:
-    target = await p.decode.room(7, "sim", PROMPT)
-    await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
+    target = await offered(p)
     p.prefill.room(7, range(3))
     return target.landed(), Code.PROMPT_MISMATCH, "prefill's prompt has 3 tokens"
 
 
 async def the_write_fails(p: Pair) -> Any:
-    source, target = await matched(p)
-    p.plane(p.prefill).script(Fault.ERROR)
-    p.send_all(source)
+    _, target = await sending(p, Fault.ERROR)
     return target.landed(), Code.TRANSFER_ERROR, "scripted error"
 
 

@@ -26,13 +26,14 @@ from kvflow.protocols.wire.messages import (
     Resync,
     RoomFailed,
 )
-from kvflow.testing.pair import Pair, pair, until
+from kvflow.testing.pair import Pair, until
 from kvflow.transports.control.memory import LOST, Frame
 from tests.handlers.scenes import (
     PROMPT,
     WHY,
     all_read,
     code_of,
+    finish,
     header,
     known,
     ledger,
@@ -44,54 +45,49 @@ from tests.handlers.scenes import (
     to_prefill,
 )
 
-pytest_plugins = ["kvflow.testing.fixtures"]
+
+async def test_a_restarted_prefill_at_the_same_address(p: Pair) -> None:
+    _, target = await midway(p)
+    port = int(p.prefill.info.control.rsplit(":", 1)[1])
+    first = p.prefill.incarnation
+    await p.crash(p.prefill)
+    await p.add_prefill(port)
+    assert p.prefill.incarnation != first
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    await success(p, 8)
+    await until(
+        lambda: [peer.key.incarnation for peer in links(p.decode)] == [p.prefill.incarnation]
+    )
+    await p.rest()
 
 
-async def test_a_restarted_prefill_at_the_same_address() -> None:
-    async with pair() as p:
-        _, target = await midway(p)
-        port = int(p.prefill.info.control.rsplit(":", 1)[1])
-        first = p.prefill.incarnation
-        await p.crash(p.prefill)
-        await p.add_prefill(port)
-        assert p.prefill.incarnation != first
-        assert await code_of(target.landed()) is Code.PEER_LOST
-        await success(p, 8)
-        await until(
-            lambda: [peer.key.incarnation for peer in links(p.decode)] == [p.prefill.incarnation]
-        )
-        await p.rest()
-
-
-async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die() -> None:
+async def test_another_incarnation_answers_and_nobody_saw_the_old_one_die(p: Pair) -> None:
     """Rooms end at once; loans do not: a new incarnation at an address is no proof of the old one's
     end.
     """
-    async with pair() as p:
-        source, target = await midway(p)
-        port = int(p.prefill.info.control.rsplit(":", 1)[1])
-        old = p.prefill
-        p.network.leave(old.shell.socket)  # type: ignore[arg-type]
-        p.prefills.clear()
-        await p.add_prefill(port)
-        assert await code_of(target.landed()) is Code.PEER_LOST
-        assert target.phase.name == "LOST"
-        assert ledger(p.decode).quarantined_pages == 5
-        await success(p, 8)
-        assert ledger(p.decode).quarantined_pages == 5
-        p.plane(old).die()
-        await until(p.decode.pool.pages.at_rest)
-        assert await code_of(source.done()) is not None
-        await old.close()
-        await p.rest()
+    source, target = await midway(p)
+    port = int(p.prefill.info.control.rsplit(":", 1)[1])
+    old = p.prefill
+    p.network.leave(old.shell.socket)  # type: ignore[arg-type]
+    p.prefills.clear()
+    await p.add_prefill(port)
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    assert target.phase.name == "LOST"
+    assert ledger(p.decode).quarantined_pages == 5
+    await success(p, 8)
+    assert ledger(p.decode).quarantined_pages == 5
+    p.plane(old).die()
+    await until(p.decode.pool.pages.at_rest)
+    assert await code_of(source.done()) is not None
+    await old.close()
+    await p.rest()
 
 
-async def test_a_silent_prefill_that_comes_back(kvflow_pair: Pair) -> None:
+async def test_a_silent_prefill_that_comes_back(p: Pair) -> None:
     """Silence ends rooms.
 
     The loan is recalled when the next message arrives, and the answer is proof.
     """
-    p = kvflow_pair
     source, target = await midway(p)
     p.network.cut()
     p.clock(p.decode).advance(p.timing.lost_after_s + 1)
@@ -108,10 +104,7 @@ async def test_a_silent_prefill_that_comes_back(kvflow_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("lost", [Abort, AbortAck], ids=lambda kind: kind.__name__)
-async def test_a_silent_prefill_comes_back_and_the_first_word_is_lost(
-    kvflow_pair: Pair, lost: type
-) -> None:
-    p = kvflow_pair
+async def test_a_silent_prefill_comes_back_and_the_first_word_is_lost(p: Pair, lost: type) -> None:
     _, target = await midway(p)
     p.network.cut()
     p.clock(p.decode).advance(p.timing.lost_after_s + 1)
@@ -121,8 +114,7 @@ async def test_a_silent_prefill_comes_back_and_the_first_word_is_lost(
     await p.rest()
 
 
-async def test_a_silent_decode_that_comes_back(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_silent_decode_that_comes_back(p: Pair) -> None:
     source, target = await midway(p)
     p.network.cut()
     p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
@@ -136,11 +128,8 @@ async def test_a_silent_decode_that_comes_back(kvflow_pair: Pair) -> None:
     await success(p, 8)
 
 
-async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_past(
-    kvflow_pair: Pair,
-) -> None:
+async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_past(p: Pair) -> None:
     """Prefill has given its place to another; no grant of the time before begins again."""
-    p = kvflow_pair
     first, core = p.decode, p.prefill.shell.endpoint.core
     past: list[Frame] = []
     p.network.rules.append(lambda f: past.append(f) if isinstance(f.message, Bootstrap) else None)
@@ -174,9 +163,8 @@ async def test_a_forgotten_decode_that_registers_again_and_a_bootstrap_of_its_pa
     await p.rest()
 
 
-async def test_a_loaded_peer_is_not_a_dead_one(kvflow_pair: Pair) -> None:
+async def test_a_loaded_peer_is_not_a_dead_one(p: Pair) -> None:
     """A room may stand still for as long as it likes while heartbeats are answered."""
-    p = kvflow_pair
     source, target = await matched(p)
     for _ in range(5):
         beats = p.network.seen["Heartbeat"]
@@ -184,13 +172,10 @@ async def test_a_loaded_peer_is_not_a_dead_one(kvflow_pair: Pair) -> None:
             p.clock(node).advance(p.timing.lost_after_s / 2)
         await until(lambda beats=beats: p.network.seen["Heartbeat"] >= beats + 4)
     assert not (source.ended or target.ended)
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
 
 
-async def test_messages_of_other_lives_are_counted_and_change_nothing(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_messages_of_other_lives_are_counted_and_change_nothing(p: Pair) -> None:
     source, target = await midway(p)
     me, them, grant = p.decode.incarnation, p.prefill.incarnation, target.grant
     await until(lambda: target.record.state.filled == (2,))
@@ -231,8 +216,7 @@ async def test_messages_of_other_lives_are_counted_and_change_nothing(kvflow_pai
     target.close()
 
 
-async def test_an_unknown_peer_gets_no_answer(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_an_unknown_peer_gets_no_answer(p: Pair) -> None:
     stranger = p.network.connect(p.prefill.info.control, 99)
     stale = p.prefill.counts.stale
     lives = {"source": p.prefill.incarnation, "target": 99}
@@ -243,8 +227,7 @@ async def test_an_unknown_peer_gets_no_answer(kvflow_pair: Pair) -> None:
     stranger.close()
 
 
-async def test_another_wire_version_is_refused_with_both_numbers(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_another_wire_version_is_refused_with_both_numbers(p: Pair) -> None:
     stranger = p.network.connect(p.prefill.info.control, 99)
     address, layout = p.decode.exported
     register = Register(
@@ -264,8 +247,7 @@ async def test_another_wire_version_is_refused_with_both_numbers(kvflow_pair: Pa
     stranger.close()
 
 
-async def test_decodes_are_bounded(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_decodes_are_bounded(p: Pair) -> None:
     await success(p)
     p.prefill.shell.endpoint.core.bounds = Bounds(targets=1)
     other = await p.add_decode()
@@ -277,10 +259,7 @@ async def test_decodes_are_bounded(kvflow_pair: Pair) -> None:
     "garbage",
     [b"", b"\0", b"\xc1" * 100, b"\x93\x03\x01\x02", encode(Heartbeat(source=1, target=2))[:-1]],
 )
-async def test_bad_bytes_are_counted_and_the_next_room_works(
-    kvflow_pair: Pair, garbage: bytes
-) -> None:
-    p = kvflow_pair
+async def test_bad_bytes_are_counted_and_the_next_room_works(p: Pair, garbage: bytes) -> None:
     await success(p, 1)
     control, peer = p.prefill.info.control, routing_id(p.decode.incarnation)
     for upwards, counts in ((True, p.prefill.counts), (False, p.decode.counts)):

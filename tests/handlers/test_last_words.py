@@ -13,7 +13,6 @@ from kvflow.protocols.wire.messages import AbortAck, RoomFailed
 from kvflow.testing.pair import QUICK, pair
 from tests.handlers.scenes import code_of, matched
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 PATIENT = msgspec.structs.replace(QUICK, heartbeat_s=1.0, repeat_after_s=0.02)
 
 

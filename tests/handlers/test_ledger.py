@@ -74,11 +74,9 @@ def test_pages_are_in_quarantine_from_the_recall_to_the_last_proof() -> None:
     desk = Desk(2)
     assert desk.ledger.quarantined_pages == 0
     desk.end_room()
-    assert (
-        desk.ledger.quarantined_pages == 4
-        and desk.ledger.owes(0)
-        and desk.ledger.owed_by(0) == (1, 4)
-    )
+    assert desk.ledger.quarantined_pages == 4
+    assert desk.ledger.owes(0)
+    assert desk.ledger.owed_by(0) == (1, 4)
     desk.ledger.check_quarantine()
     desk.feed(0, LoanKind.UNPROVEN)
     desk.feed(1, LoanKind.DRAINED)

@@ -16,9 +16,8 @@ from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.data.fake import FakeRoute, Fault
 from kvflow.transports.data.local import LocalPlane
-from tests.handlers.scenes import PROMPT, code_of, ledger, matched, success
+from tests.handlers.scenes import PROMPT, code_of, ledger, matched, sending, success
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=0.5)
 
 
@@ -26,9 +25,7 @@ IMPATIENT = msgspec.structs.replace(QUICK, lost_after_s=0.5)
 async def test_a_prefill_whose_worker_hangs_falls_silent(stalled_s: float) -> None:
     async with pair(timing=IMPATIENT) as p:
         # As a worker that hangs leaves its writes: not even cancelled ones end.
-        p.plane(p.prefill).script(Fault.STUCK)
-        source, target = await matched(p)
-        p.send_all(source)
+        _, target = await sending(p, Fault.STUCK)
         assert p.prefill.unavailable_reason == ""
         p.plane(p.prefill).stalled_s = stalled_s
         assert "worker of the fake data plane" in p.prefill.unavailable_reason
@@ -75,8 +72,7 @@ async def test_a_loaded_prefill_is_not_dead() -> None:
         pool.close()
 
 
-async def test_a_way_that_takes_long_to_open_is_waited_for(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_way_that_takes_long_to_open_is_waited_for(p: Pair) -> None:
     plane, go_on = p.plane(p.prefill), asyncio.Event()
     connect = plane.connect
 

@@ -26,8 +26,6 @@ from kvflow.testing.pair import QUICK, Pair, pair, until
 from kvflow.transports.control.memory import DELIVERED, LOST, TWICE, Fate, Frame
 from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway
 
-pytest_plugins = ["kvflow.testing.fixtures"]
-
 GOOD = [Register, Registered, Announce, Bootstrap, ChunkDone, Heartbeat, Resync]
 ABORTED = [Bootstrap, ChunkDone, Abort, AbortAck]
 FAILED = [ChunkDone, RoomFailed, AbortAck]
@@ -39,8 +37,7 @@ before it.
 
 @pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("fault", ["drop", "duplicate", "drop three"])
-async def test_success(kvflow_pair: Pair, kind: type, fault: str) -> None:
-    p = kvflow_pair
+async def test_success(p: Pair, kind: type, fault: str) -> None:
     disturb(p, kind, fault)
     source, target = await matched(p)
     pages = p.send_all(source, chunks=3)
@@ -53,8 +50,7 @@ async def test_success(kvflow_pair: Pair, kind: type, fault: str) -> None:
 
 @pytest.mark.parametrize("kind", ABORTED, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("fault", ["drop", "duplicate", "drop three"])
-async def test_abort_in_mid_transfer(kvflow_pair: Pair, kind: type, fault: str) -> None:
-    p = kvflow_pair
+async def test_abort_in_mid_transfer(p: Pair, kind: type, fault: str) -> None:
     disturb(p, kind, fault)
     source, target = await midway(p)
     target.close(WHY)
@@ -65,8 +61,7 @@ async def test_abort_in_mid_transfer(kvflow_pair: Pair, kind: type, fault: str) 
 
 @pytest.mark.parametrize("kind", FAILED, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("fault", ["drop", "duplicate", "drop three"])
-async def test_failure_in_mid_transfer(kvflow_pair: Pair, kind: type, fault: str) -> None:
-    p = kvflow_pair
+async def test_failure_in_mid_transfer(p: Pair, kind: type, fault: str) -> None:
     disturb(p, kind, fault)
     source, target = await midway(p)
     source.close(WHY)
@@ -76,8 +71,7 @@ async def test_failure_in_mid_transfer(kvflow_pair: Pair, kind: type, fault: str
 
 
 @pytest.mark.parametrize("kind", [RoomFailed, AbortAck], ids=lambda kind: kind.__name__)
-async def test_a_refusal(kvflow_pair: Pair, kind: type) -> None:
-    p = kvflow_pair
+async def test_a_refusal(p: Pair, kind: type) -> None:
     p.network.drop(kind)
     p.prefill.room(7, PROMPT).close(WHY)
     target = p.decode.room(7, "sim", PROMPT)
@@ -85,8 +79,7 @@ async def test_a_refusal(kvflow_pair: Pair, kind: type) -> None:
     await p.rest()
 
 
-async def test_an_abort_overtakes_its_bootstrap(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_an_abort_overtakes_its_bootstrap(p: Pair) -> None:
     source = p.prefill.room(7, PROMPT)
     p.network.hold(Bootstrap)
     target = await p.decode.room(7, "sim", PROMPT)
@@ -102,8 +95,7 @@ async def test_an_abort_overtakes_its_bootstrap(kvflow_pair: Pair) -> None:
     assert not p.plane(p.prefill).started
 
 
-async def test_chunks_out_of_order_wait_for_the_missing_one(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_chunks_out_of_order_wait_for_the_missing_one(p: Pair) -> None:
     p.network.hold(ChunkDone)
     source, target = await matched(p)
     pages = p.send_all(source, chunks=5)
@@ -143,11 +135,11 @@ async def test_one_of_several_ranks_never_got_its_bootstrap() -> None:
 
 
 @pytest.mark.parametrize("turn", range(6))
-async def test_everything_at_once(kvflow_pair: Pair, seed: int, turn: int) -> None:
+async def test_everything_at_once(p: Pair, seed: int, turn: int) -> None:
     """A third of all frames lost, doubled or late, rooms ended at random: what is left at the end
     is nothing.
     """
-    p, rng = kvflow_pair, random.Random(f"{seed} {turn}")
+    rng = random.Random(f"{seed} {turn}")
 
     def rule(_: Frame) -> Fate:
         return rng.choices([DELIVERED, LOST, TWICE, (0.01,), (0.0, 0.02)], [6, 1, 1, 1, 1])[0]
@@ -193,12 +185,9 @@ def disturb(p: Pair, kind: type, fault: str) -> None:
         p.network.drop(kind, times=3 if fault == "drop three" else 1)
 
 
-async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not(
-    kvflow_pair: Pair,
-) -> None:
+async def test_a_reason_that_was_lost_is_told_though_its_acknowledgement_was_not(p: Pair) -> None:
     """The loan is proven, the room has not ended: nothing of it is settled yet, or its end could
     not be sent again (I4)."""
-    p = kvflow_pair
     source, target = await matched(p)
     other = await p.decode.room(8, "sim", PROMPT)  # an open loan of a later grant
     p.network.hold(Resync)

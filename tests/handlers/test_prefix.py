@@ -9,9 +9,7 @@ import pytest
 from kvflow.protocols.errors import Code, KvflowError, MisuseError
 from kvflow.protocols.wire.messages import Bootstrap, ChunkDone
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
-from tests.handlers.scenes import WHY, assert_same_bytes, code_of
-
-pytest_plugins = ["kvflow.testing.fixtures"]
+from tests.handlers.scenes import WHY, assert_same_bytes, code_of, finish
 
 
 @pytest.mark.parametrize(
@@ -27,17 +25,12 @@ pytest_plugins = ["kvflow.testing.fixtures"]
     ],
 )
 @pytest.mark.parametrize("chunks", [1, 2])
-async def test_the_rest_travels(
-    kvflow_pair: Pair, tokens: int, prefix: int, pages: int, chunks: int
-) -> None:
-    p = kvflow_pair
+async def test_the_rest_travels(p: Pair, tokens: int, prefix: int, pages: int, chunks: int) -> None:
     source = p.prefill.room(7, range(tokens))
     target = await p.decode.room(7, "sim", range(tokens), prefix_tokens=prefix)
     assert await source.matched() == source.prefix_tokens == prefix
-    assert (
-        len(target.pages) == pages
-        and source.bytes_total == pages * p.prefill.pool.layout.page_bytes
-    )
+    assert len(target.pages) == pages
+    assert source.bytes_total == pages * p.prefill.pool.layout.page_bytes
     sent = p.send_all(source, chunks=min(chunks, max(pages, 1)))
     assert await target.landed() == b"handoff"
     await source.done()
@@ -50,8 +43,8 @@ async def test_the_rest_travels(
     assert p.decode.counts.endings == p.prefill.counts.endings == {"success": 1}
 
 
-async def test_a_room_of_no_pages_ends_after_its_engines_send(kvflow_pair: Pair) -> None:
-    p, ended = kvflow_pair, list[bool]()
+async def test_a_room_of_no_pages_ends_after_its_engines_send(p: Pair) -> None:
+    ended = list[bool]()
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
     await source.matched()
@@ -64,20 +57,16 @@ async def test_a_room_of_no_pages_ends_after_its_engines_send(kvflow_pair: Pair)
 
 
 @pytest.mark.parametrize("lost", [Bootstrap, ChunkDone], ids=lambda kind: kind.__name__)
-async def test_a_room_of_no_pages_survives_a_lost_message(kvflow_pair: Pair, lost: type) -> None:
-    p = kvflow_pair
+async def test_a_room_of_no_pages_survives_a_lost_message(p: Pair, lost: type) -> None:
     p.network.drop(lost)
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
     assert await source.matched() == 8
-    p.send_all(source)
-    assert await target.landed() == b"handoff"
-    target.close()
+    await finish(p, source, target)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_room_of_no_pages_is_ended(kvflow_pair: Pair, side: str) -> None:
-    p = kvflow_pair
+async def test_a_room_of_no_pages_is_ended(p: Pair, side: str) -> None:
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
     await source.matched()
@@ -87,28 +76,23 @@ async def test_a_room_of_no_pages_is_ended(kvflow_pair: Pair, side: str) -> None
     await source.released()
 
 
-async def test_a_room_of_no_pages_is_opened_on_a_full_pool(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_room_of_no_pages_is_opened_on_a_full_pool(p: Pair) -> None:
     taken = p.decode.pages.take(64, "another user")
     source = p.prefill.room(7, range(8))
     target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
-    await source.matched()
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
     p.decode.pages.give_back(taken, "another user")
 
 
-async def test_a_lost_room_of_no_pages_quarantines_none() -> None:
-    async with pair() as p:
-        source = p.prefill.room(7, range(8))
-        target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
-        await source.matched()
-        await p.crash(p.prefill)
-        assert await code_of(target.landed()) is Code.PEER_LOST
-        assert p.decode.quarantined_pages == 0
-        await target.released()
-        await until(lambda: not p.left())
+async def test_a_lost_room_of_no_pages_quarantines_none(p: Pair) -> None:
+    source = p.prefill.room(7, range(8))
+    target = await p.decode.room(7, "sim", range(8), prefix_tokens=8)
+    await source.matched()
+    await p.crash(p.prefill)
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    assert p.decode.quarantined_pages == 0
+    await target.released()
+    await until(lambda: not p.left())
 
 
 async def test_every_rank_sends_the_rest() -> None:
@@ -126,9 +110,9 @@ async def test_every_rank_sends_the_rest() -> None:
 @pytest.mark.parametrize("pages", [0, 1, 2])
 @pytest.mark.parametrize("linked", [False, True])
 async def test_what_decode_finds_after_it_has_announced_a_room_need_not_travel(
-    kvflow_pair: Pair, pages: int, linked: bool
+    p: Pair, pages: int, linked: bool
 ) -> None:
-    p, prompt = kvflow_pair, range(2 * PAGE_SIZE)
+    prompt = range(2 * PAGE_SIZE)
     source = p.prefill.room(7, prompt)
     target = p.decode.announce(7, "sim", prompt)
     if linked:
@@ -149,9 +133,9 @@ async def test_what_decode_finds_after_it_has_announced_a_room_need_not_travel(
 @pytest.mark.parametrize("prefix", [PAGE_SIZE - 1, 3 * PAGE_SIZE, -PAGE_SIZE])
 @pytest.mark.parametrize("linked", [False, True])
 async def test_a_prefix_that_cannot_be_ends_the_room_and_no_other(
-    kvflow_pair: Pair, prefix: int, linked: bool
+    p: Pair, prefix: int, linked: bool
 ) -> None:
-    p, prompt = kvflow_pair, range(2 * PAGE_SIZE)
+    prompt = range(2 * PAGE_SIZE)
     source, target = p.prefill.room(7, prompt), p.decode.announce(7, "sim", prompt)
     if linked:
         await until(lambda: source.phase.name == "ANNOUNCED" and target.linked)
@@ -161,8 +145,5 @@ async def test_a_prefix_that_cannot_be_ends_the_room_and_no_other(
         await source.matched()
     target.close()
     other, theirs = p.prefill.room(8, prompt), await p.decode.room(8, "sim", prompt)
-    await other.matched()
-    p.send_all(other)
-    await theirs.landed()
-    theirs.close()
+    await finish(p, other, theirs)
     await p.rest()

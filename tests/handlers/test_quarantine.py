@@ -16,9 +16,7 @@ from kvflow.protocols.wire.messages import Abort
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
 from kvflow.transports.data.fake import FakePlane, Fault
-from tests.handlers.scenes import PROMPT, code_of, ledger, links, matched, midway, success
-
-pytest_plugins = ["kvflow.testing.fixtures"]
+from tests.handlers.scenes import PROMPT, code_of, ledger, links, midway, sending, success
 
 
 async def silent(p: Pair, room: int = 7) -> None:
@@ -36,39 +34,37 @@ def no_abort_of_7(frame: Frame) -> Fate | None:
 
 
 @pytest.mark.parametrize("limit", [4, 5])
-async def test_no_room_is_opened_above_the_limit(limit: int) -> None:
-    async with pair() as p:
-        ledger(p.decode).quarantine_limit = limit
-        other = await p.add_decode()
-        assert other.quarantine_limit == 32  # half of 64 pages
-        await silent(p)
-        p.network.mend()
-        # prefill is back, and does not hear that the room is over.
-        p.network.rules.append(no_abort_of_7)
-        await until(lambda: [peer["phase"] for peer in p.decode.peers()] == ["up"])
-        source = p.prefill.room(8, PROMPT)
-        if limit == 5:
-            (await p.decode.room(8, "sim", PROMPT)).close()
-        else:
-            with pytest.raises(
-                QuarantineError, match="5 pages are in quarantine, more than 4"
-            ) as caught:
-                await p.decode.room(8, "sim", PROMPT)
-            assert caught.value.code is Code.CAPACITY
-            assert await code_of(source.matched()) is Code.CAPACITY
-        p.network.mend()
-        p.plane(p.prefill).release()
-        await p.rest()
-        await success(p, 9)
+async def test_no_room_is_opened_above_the_limit(p: Pair, limit: int) -> None:
+    ledger(p.decode).quarantine_limit = limit
+    other = await p.add_decode()
+    assert other.quarantine_limit == 32  # half of 64 pages
+    await silent(p)
+    p.network.mend()
+    # prefill is back, and does not hear that the room is over.
+    p.network.rules.append(no_abort_of_7)
+    await until(lambda: [peer["phase"] for peer in p.decode.peers()] == ["up"])
+    source = p.prefill.room(8, PROMPT)
+    if limit == 5:
+        (await p.decode.room(8, "sim", PROMPT)).close()
+    else:
+        with pytest.raises(
+            QuarantineError, match="5 pages are in quarantine, more than 4"
+        ) as caught:
+            await p.decode.room(8, "sim", PROMPT)
+        assert caught.value.code is Code.CAPACITY
+        assert await code_of(source.matched()) is Code.CAPACITY
+    p.network.mend()
+    p.plane(p.prefill).release()
+    await p.rest()
+    await success(p, 9)
 
 
-async def test_the_share_is_of_the_pool() -> None:
-    async with pair() as p:
-        pool, plane = p.decode.pool, FakePlane(p.planes)
-        async with DecodeNode(
-            pool, plane, connect=p.network.connect, bounds=Bounds(quarantine_share=0.25)
-        ) as node:
-            assert node.quarantine_limit == 16
+async def test_the_share_is_of_the_pool(p: Pair) -> None:
+    pool, plane = p.decode.pool, FakePlane(p.planes)
+    async with DecodeNode(
+        pool, plane, connect=p.network.connect, bounds=Bounds(quarantine_share=0.25)
+    ) as node:
+        assert node.quarantine_limit == 16
 
 
 async def test_a_declared_death_ends_rooms_and_loans(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,15 +83,11 @@ async def test_a_declared_death_ends_rooms_and_loans(caplog: pytest.LogCaptureFi
             p.decode.declare_dead(
                 int(line["incarnation"], 16), "operator at 10.0.0.1: its machine is off"
             )
-        assert (
-            f"{p.prefill.incarnation:016x}" in caplog.text
-            and "operator at 10.0.0.1: its machine is off" in caplog.text
-        )
-        assert (
-            p.decode.pool.pages.at_rest()
-            and not p.decode.quarantined_pages
-            and p.decode.counts.declared_dead == 1
-        )
+        assert f"{p.prefill.incarnation:016x}" in caplog.text
+        assert "operator at 10.0.0.1: its machine is off" in caplog.text
+        assert p.decode.pool.pages.at_rest()
+        assert not p.decode.quarantined_pages
+        assert p.decode.counts.declared_dead == 1
         await until(lambda: not links(p.decode))
         p.network.mend()
         with pytest.raises(LostError, match="declared dead"):
@@ -117,17 +109,15 @@ async def test_a_declared_death_of_a_living_prefill_tells_the_rooms_that_run() -
         assert await code_of(source.done()) is Code.PEER_LOST  # what is alive is told to stop
 
 
-async def test_rooms_that_drain_count(kvflow_pair: Pair) -> None:
+async def test_rooms_that_drain_count(p: Pair) -> None:
     """Writes that neither land nor fail: their pages are as far from the pool as those of lost
     rooms.
     """
-    p = kvflow_pair
     ledger(p.decode).quarantine_limit = 9
     p.plane(p.prefill).script(Fault.STUCK, Fault.STUCK)
     for room in (1, 2):
         assert p.decode.unavailable_reason == ""
-        source, target = await matched(p, room)
-        p.send_all(source)
+        _, target = await sending(p, room=room)
         target.close()
         assert target.phase.name == "DRAINING" and p.decode.quarantined_pages == 5 * room
     await until(lambda: ledger(p.decode).overdue_pages == 10)  # their Aborts have been repeated

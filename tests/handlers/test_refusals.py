@@ -14,9 +14,18 @@ from kvflow.protocols.errors import Cause, Code, RefusedError
 from kvflow.protocols.wire.messages import Abort, Announce, RoomFailed
 from kvflow.testing.pair import Pair, small_layout, until
 from tests.handlers.in_virtual_time import Ending, in_virtual_time
-from tests.handlers.scenes import PROMPT, WHY, code_of, known, links, matched, success
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    announced,
+    code_of,
+    finish,
+    known,
+    links,
+    matched,
+    success,
+)
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 FULL = Cause(Code.CAPACITY, "no page is free")
 
 
@@ -43,9 +52,7 @@ async def decode_refuses_on_a_link_that_is_up(p: Pair) -> Any:
 
 
 async def an_announced_room_is_withdrawn(p: Pair) -> Any:
-    source = p.prefill.room(7, PROMPT)
-    target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+    source, target = await announced(p)
     target.close(WHY)
     return source.matched(), WHY.code, WHY.text
 
@@ -89,9 +96,7 @@ async def prefill_refuses_before_the_announcement(p: Pair) -> Any:
 
 
 async def the_engine_closes_an_announced_room(p: Pair) -> Any:
-    source = p.prefill.room(7, PROMPT)
-    target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+    source, target = await announced(p)
     source.close(WHY)
     return target.landed(), WHY.code, WHY.text
 
@@ -161,8 +166,7 @@ def test_also_when_the_first_message_is_lost(
     in_virtual_time(ending, (lost,), seed, monkeypatch)
 
 
-async def test_a_refusal_takes_no_page_and_leaves_nothing_behind(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_refusal_takes_no_page_and_leaves_nothing_behind(p: Pair) -> None:
     source = p.prefill.room(7, PROMPT)
     p.decode.refuse(7, "sim", WHY)
     assert p.decode.pool.pages.at_rest()
@@ -173,27 +177,20 @@ async def test_a_refusal_takes_no_page_and_leaves_nothing_behind(kvflow_pair: Pa
     await success(p, 7)  # it was told once: the id is free again
 
 
-async def test_a_refusal_touches_no_room_of_another_decode(kvflow_pair: Pair) -> None:
+async def test_a_refusal_touches_no_room_of_another_decode(p: Pair) -> None:
     """The same number, announced by another decode since: that room goes on."""
-    p = kvflow_pair
     other = await p.add_decode()
-    source = p.prefill.room(7, PROMPT)
-    target = p.decode.announce(7, "sim", PROMPT)
-    await until(lambda: source.phase.name == "ANNOUNCED")
+    source, target = await announced(p)
     acks = p.network.seen["AbortAck"]
     other.refuse(7, "sim", WHY)
     await until(lambda: p.network.seen["AbortAck"] > acks)
     assert not source.ended
     await target.offer()
-    await source.matched()
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
 
 
-async def test_a_decode_that_was_refused_may_come_again(kvflow_pair: Pair) -> None:
+async def test_a_decode_that_was_refused_may_come_again(p: Pair) -> None:
     """Its link is gone, and nothing is kept of it but the reason; that goes when it is let in."""
-    p = kvflow_pair
     core = p.prefill.shell.endpoint.core
     core.bounds = type(core.bounds)(targets=0)
     assert await code_of(p.decode.room(7, "sim", PROMPT).landed()) is Code.REFUSED

@@ -12,17 +12,7 @@ from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.protocols.errors import Code
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, WHY, code_of, every_rank_writes, matched
-
-pytest_plugins = ["kvflow.testing.fixtures"]
-
-
-async def stuck(p: Pair) -> tuple[PrefillRoom, DecodeRoom]:
-    """A write runs that cannot be stopped."""
-    p.plane(p.prefill).script(Fault.STUCK)
-    source, target = await matched(p)
-    p.send_all(source)
-    return source, target
+from tests.handlers.scenes import PROMPT, WHY, code_of, every_rank_writes, finish, matched, sending
 
 
 async def both(source: PrefillRoom, target: DecodeRoom) -> list[asyncio.Task[None]]:
@@ -32,11 +22,9 @@ async def both(source: PrefillRoom, target: DecodeRoom) -> list[asyncio.Task[Non
     return waiting
 
 
-async def test_after_a_success(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_after_a_success(p: Pair) -> None:
     p.plane(p.prefill).hold()
-    source, target = await matched(p)
-    p.send_all(source)
+    source, target = await sending(p)
     waiting = await both(source, target)
     assert not any(task.done() for task in waiting) and p.prefill.pool.pages.held_pages == 5
     p.plane(p.prefill).release()
@@ -47,9 +35,8 @@ async def test_after_a_success(kvflow_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_not_before_the_write_has_ended(kvflow_pair: Pair, side: str) -> None:
-    p = kvflow_pair
-    source, target = await stuck(p)
+async def test_not_before_the_write_has_ended(p: Pair, side: str) -> None:
+    source, target = await sending(p, Fault.STUCK)
     (source if side == "prefill" else target).close(WHY)
     assert await code_of(source.done()) is await code_of(target.landed()) is WHY.code
     waiting = await both(source, target)
@@ -62,19 +49,18 @@ async def test_not_before_the_write_has_ended(kvflow_pair: Pair, side: str) -> N
     assert not p.prefill.pool.pages.held_pages and p.decode.pages.free_pages == 64
 
 
-async def test_a_doubtful_write_releases_its_source_pages_at_once_and_the_target_on_proof() -> None:
-    async with pair() as p:
-        p.plane(p.prefill).script(Fault.ERROR)
-        source, target = await matched(p)
-        p.send_all(source)
-        assert await code_of(target.landed()) is Code.TRANSFER_ERROR
-        await source.released()
-        waiting = asyncio.create_task(target.released())
-        await until(lambda: target.phase.name in ("FAILED", "LOST"))
-        assert not waiting.done() and p.decode.quarantined_pages == 5
-        await p.crash(p.prefill)
-        await waiting
-        assert p.decode.pool.pages.at_rest()
+async def test_a_doubtful_write_releases_its_source_pages_at_once_and_the_target_on_proof(
+    p: Pair,
+) -> None:
+    source, target = await sending(p, Fault.ERROR)
+    assert await code_of(target.landed()) is Code.TRANSFER_ERROR
+    await source.released()
+    waiting = asyncio.create_task(target.released())
+    await until(lambda: target.phase.name in ("FAILED", "LOST"))
+    assert not waiting.done() and p.decode.quarantined_pages == 5
+    await p.crash(p.prefill)
+    await waiting
+    assert p.decode.pool.pages.at_rest()
 
 
 async def test_the_slowest_of_several_ranks_decides() -> None:
@@ -89,14 +75,11 @@ async def test_the_slowest_of_several_ranks_decides() -> None:
         assert not any(task.done() for task in waiting) and p.decode.pages.free_pages == 59
         p.plane(second).release()
         await asyncio.gather(*waiting)
-        assert (
-            p.decode.pool.pages.at_rest()
-            and first.pool.pages.held_pages == second.pool.pages.held_pages == 0
-        )
+        assert p.decode.pool.pages.at_rest()
+        assert first.pool.pages.held_pages == second.pool.pages.held_pages == 0
 
 
-async def test_rooms_that_never_had_a_page(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_rooms_that_never_had_a_page(p: Pair) -> None:
     lonely = p.prefill.room(7, PROMPT)
     lonely.close(WHY)
     await lonely.released()
@@ -108,9 +91,8 @@ async def test_rooms_that_never_had_a_page(kvflow_pair: Pair) -> None:
     await refused.released()
 
 
-async def test_a_cancelled_wait_changes_nothing(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
-    source, target = await stuck(p)
+async def test_a_cancelled_wait_changes_nothing(p: Pair) -> None:
+    source, target = await sending(p, Fault.STUCK)
     target.close(WHY)
     for task in await both(source, target):
         task.cancel()
@@ -122,12 +104,9 @@ async def test_a_cancelled_wait_changes_nothing(kvflow_pair: Pair) -> None:
     await target.released()
 
 
-async def test_it_is_asked_for_long_after(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_it_is_asked_for_long_after(p: Pair) -> None:
     source, target = await matched(p)
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
     await p.rest()
     await source.released()
     await target.released()

@@ -11,37 +11,31 @@ import pytest
 
 from kvflow.protocols.errors import Cause, Code, MisuseError
 from kvflow.testing.pair import Pair
-from tests.handlers.scenes import PROMPT, code_of, matched, success
+from tests.handlers.scenes import PROMPT, code_of, finish, matched, success
 
-pytest_plugins = ["kvflow.testing.fixtures"]
 WHY = Cause(Code.CAPACITY, "full")
 
 
 @pytest.mark.parametrize(
     "number", [np.int64(7), np.uint8(7), np.uint64(2**63), np.int32(0), True], ids=repr
 )
-async def test_any_integer_is_a_room_id(kvflow_pair: Pair, number: Any) -> None:
-    p = kvflow_pair
+async def test_any_integer_is_a_room_id(p: Pair, number: Any) -> None:
     await success(p, number)
     await p.rest()
     source, target = await matched(p, number)
-    assert type(source.room) is type(target.room) is int and source.room == target.room == int(
-        number
-    )
+    assert type(source.room) is type(target.room) is int
+    assert source.room == target.room == int(number)
     target.close(WHY)
     assert await code_of(source.done()) is WHY.code
 
 
-async def test_numpy_and_python_integers_name_the_same_room(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_numpy_and_python_integers_name_the_same_room(p: Pair) -> None:
     source = p.prefill.room(np.int64(9), PROMPT)
     target = await p.decode.room(9, "sim", PROMPT)
     await source.matched()
     with pytest.raises(MisuseError, match="in use"):
         p.prefill.room(np.uint16(9), PROMPT)
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
     p.decode.refuse(np.int64(10), "sim", WHY)
     assert await code_of(p.prefill.room(10, PROMPT).matched()) is WHY.code
     p.prefill.refuse(np.int64(11), WHY)
@@ -49,8 +43,7 @@ async def test_numpy_and_python_integers_name_the_same_room(kvflow_pair: Pair) -
 
 
 @pytest.mark.parametrize("bad", [7.0, "7", None, np.float64(7), -1, 2**64, np.int64(-1)], ids=repr)
-async def test_what_is_no_room_id_leaves_nothing_behind(kvflow_pair: Pair, bad: Any) -> None:
-    p = kvflow_pair
+async def test_what_is_no_room_id_leaves_nothing_behind(p: Pair, bad: Any) -> None:
     source, innocent = await matched(p, 1)
     for call in (
         lambda: p.prefill.room(bad, PROMPT),
@@ -66,6 +59,4 @@ async def test_what_is_no_room_id_leaves_nothing_behind(kvflow_pair: Pair, bad: 
     for node in (p.prefill, p.decode):
         # What is due serves every room.
         p.clock(node).advance(p.timing.heartbeat_s + p.timing.repeat_after_s)
-    p.send_all(source)
-    assert await innocent.landed() == b"handoff"
-    innocent.close()
+    await finish(p, source, innocent)

@@ -16,8 +16,6 @@ from kvflow.telemetry.requests import CURRENT, RequestTrace
 from kvflow.testing.pair import Pair
 from tests.handlers.scenes import PROMPT, WHY
 
-pytest_plugins = ["kvflow.testing.fixtures"]
-
 
 async def opened_for(p: Pair, room: int, request_id: str) -> Any:
     """In a task, as a request is: what the room does later happens in other tasks."""
@@ -38,9 +36,8 @@ def heard(told: list[str], *words: str) -> bool:
 
 
 async def test_both_sides_tell_what_happens_as_it_happens(
-    kvflow_pair: Pair, caplog: pytest.LogCaptureFixture
+    p: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    p = kvflow_pair
     caplog.set_level(logging.DEBUG, logger="kvflow.rooms")
     one, two = await asyncio.gather(
         *(asyncio.create_task(opened_for(p, n, f"request-{n}")) for n in (1, 2))
@@ -59,28 +56,27 @@ async def test_both_sides_tell_what_happens_as_it_happens(
     assert sum(" chunk_landed" in line for line in told) >= 3  # decode's, one by one
     assert heard(told, "write_ended", "success")
     other = lines(caplog, "request-2")
-    assert heard(other, "ended_locally", "engine_error: the engine gave up") and not heard(
-        other, "chunk_landed"
-    )
+    assert heard(other, "ended_locally", "engine_error: the engine gave up")
+    assert not heard(other, "chunk_landed")
 
 
 async def test_nothing_is_followed_unless_it_is_asked_for(
-    kvflow_pair: Pair, caplog: pytest.LogCaptureFixture
+    p: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvflow.rooms")
-    source, target = await opened_for(kvflow_pair, 1, "request-1")
+    source, target = await opened_for(p, 1, "request-1")
     assert source.record.story.follower is None and target.record.story.follower is None
     assert lines(caplog, "request-1") == []
     target.close()
 
 
 async def test_a_timer_armed_during_a_request_is_not_about_it(
-    kvflow_pair: Pair, monkeypatch: pytest.MonkeyPatch
+    p: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Timers and tasks of a shell outlive the request that happened to start them,
     and serve all.
     """
-    p, seen, ticked = kvflow_pair, set[str](), asyncio.Event()
+    seen, ticked = set[str](), asyncio.Event()
     shell = p.decode.shell
     tick = shell.tick
 
@@ -98,8 +94,8 @@ async def test_a_timer_armed_during_a_request_is_not_about_it(
     assert seen == {""}
 
 
-async def test_a_follower_is_told_more_lines_than_a_story_keeps(kvflow_pair: Pair) -> None:
-    _, target = await kvflow_pair.open(1, PROMPT)
+async def test_a_follower_is_told_more_lines_than_a_story_keeps(p: Pair) -> None:
+    _, target = await p.open(1, PROMPT)
     told: list[str] = []
     story = target.record.story
     story.follower = lambda line: told.append(line.what)
@@ -110,13 +106,12 @@ async def test_a_follower_is_told_more_lines_than_a_story_keeps(kvflow_pair: Pai
 
 
 async def test_a_room_that_is_refused_says_why(
-    kvflow_pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    p: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def resolve(prefill: str) -> NoReturn:
         raise LostError(f"no registry answers at {prefill}")
 
     caplog.set_level(logging.DEBUG, logger="kvflow.rooms")
-    p = kvflow_pair
     monkeypatch.setattr(p.decode, "_resolve", resolve)
     CURRENT.set(RequestTrace("request-1"))
     with pytest.raises(LostError):

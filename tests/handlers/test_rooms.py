@@ -18,20 +18,26 @@ from kvflow.protocols.errors import (
 )
 from kvflow.protocols.wire.messages import MAX_HANDOFF_BYTES
 from kvflow.testing.pair import PAGE_SIZE, Pair, pair, until
-from tests.handlers.scenes import PROMPT, WHY, assert_same_bytes, code_of, matched, midway, success
-
-pytest_plugins = ["kvflow.testing.fixtures"]
+from tests.handlers.scenes import (
+    PROMPT,
+    WHY,
+    assert_same_bytes,
+    code_of,
+    finish,
+    matched,
+    midway,
+    offered,
+    success,
+)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-async def test_a_room_moves_its_pages(kvflow_pair: Pair, chunks: int, first: str) -> None:
-    p = kvflow_pair
+async def test_a_room_moves_its_pages(p: Pair, chunks: int, first: str) -> None:
     if first == "prefill":
         source, target = await p.open(7, PROMPT)
     else:
-        target = await p.decode.room(7, "sim", PROMPT)
-        await until(lambda: 7 in p.prefill.shell.endpoint.rooms)
+        target = await offered(p)
         source = p.prefill.room(7, PROMPT)
     assert await source.matched() == 0
     assert not (source.ended or target.ended)
@@ -49,13 +55,12 @@ async def test_a_room_moves_its_pages(kvflow_pair: Pair, chunks: int, first: str
 
 
 @pytest.mark.parametrize("room", [0, 1, 2**63, 2**64 - 1])
-async def test_any_u64_is_a_room(kvflow_pair: Pair, room: int) -> None:
-    await success(kvflow_pair, room)
+async def test_any_u64_is_a_room(p: Pair, room: int) -> None:
+    await success(p, room)
 
 
 @pytest.mark.parametrize("tokens", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 64 * PAGE_SIZE])
-async def test_a_page_for_each_page_of_the_prompt(kvflow_pair: Pair, tokens: int) -> None:
-    p = kvflow_pair
+async def test_a_page_for_each_page_of_the_prompt(p: Pair, tokens: int) -> None:
     source, target = await p.open(7, range(tokens))
     await source.matched()
     assert (
@@ -63,13 +68,10 @@ async def test_a_page_for_each_page_of_the_prompt(kvflow_pair: Pair, tokens: int
         == -(-tokens // PAGE_SIZE)
         == source.bytes_total // p.prefill.pool.layout.page_bytes
     )
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
 
 
-async def test_many_rooms_at_once_in_two_decodes(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_many_rooms_at_once_in_two_decodes(p: Pair) -> None:
     other = await p.add_decode()
 
     async def one(room: int) -> None:
@@ -103,8 +105,7 @@ async def test_every_rank_must_finish() -> None:
         await p.rest()
 
 
-async def test_kept_pages_belong_to_their_keeper(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_kept_pages_belong_to_their_keeper(p: Pair) -> None:
     source, target = await matched(p)
     with pytest.raises(MisuseError, match="after landed"):
         target.keep("sequence")
@@ -119,8 +120,7 @@ async def test_kept_pages_belong_to_their_keeper(kvflow_pair: Pair) -> None:
     p.decode.pages.give_back(pages, "sequence")
 
 
-async def test_leaving_the_context_closes(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_leaving_the_context_closes(p: Pair) -> None:
     source, target = await matched(p)
     async with source, target:
         p.send_all(source)
@@ -133,16 +133,13 @@ async def test_leaving_the_context_closes(kvflow_pair: Pair) -> None:
     assert await code_of(source.done()) is Code.CLIENT_GONE
 
 
-async def test_the_end_is_called_back_once_also_late(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_the_end_is_called_back_once_also_late(p: Pair) -> None:
     source, target = await matched(p)
     called: list[str] = []
     source.on_end(lambda: called.append("source"))
     target.on_end(lambda: called.append("target"))
     assert not called
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
     target.on_end(lambda: called.append("late target"))
     source.on_end(lambda: called.append("late source"))
     source.close()
@@ -150,8 +147,7 @@ async def test_the_end_is_called_back_once_also_late(kvflow_pair: Pair) -> None:
     assert sorted(called) == ["late source", "late target", "source", "target"]
 
 
-async def test_source_pages_are_held_while_their_write_runs(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_source_pages_are_held_while_their_write_runs(p: Pair) -> None:
     source, target = await midway(p)
     assert p.prefill.pool.pages.held_pages == 5
     target.close()
@@ -160,8 +156,7 @@ async def test_source_pages_are_held_while_their_write_runs(kvflow_pair: Pair) -
     await p.rest()
 
 
-async def test_both_ends_tell_their_story(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_both_ends_tell_their_story(p: Pair) -> None:
     source, target = await midway(p)
     source.close(WHY)
     await code_of(target.landed())
@@ -170,8 +165,7 @@ async def test_both_ends_tell_their_story(kvflow_pair: Pair) -> None:
     assert [line.at_s for line in source.story()] == sorted(line.at_s for line in source.story())
 
 
-async def test_misuse_of_a_prefill_room_is_told_and_changes_nothing(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_misuse_of_a_prefill_room_is_told_and_changes_nothing(p: Pair) -> None:
     source, target = await p.open(7, PROMPT)
     mine = p.prefill.pages.take(6, "engine")
     early = p.prefill.room(8, PROMPT)
@@ -204,13 +198,10 @@ async def test_misuse_of_a_prefill_room_is_told_and_changes_nothing(kvflow_pair:
         source.send(mine[:1])
 
 
-async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behind(
-    kvflow_pair: Pair,
-) -> None:
+async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behind(p: Pair) -> None:
     """What the caller can get wrong was checked before: a refusal here is no word of the caller's,
     so the room ends.
     """
-    p = kvflow_pair
     source, target = await matched(p)
     mine = p.prefill.pages.take(5, "engine")
     (route,) = p.prefill.shell.routes.values()
@@ -221,9 +212,9 @@ async def test_a_write_the_plane_refuses_fails_the_room_and_leaves_nothing_behin
     assert not source.ended and not ended, "it ended inside of its engine's send"
     with pytest.raises(TransferError, match="planned badly"):
         await source.done()
-    assert (
-        not p.prefill.pool.pages.held_pages and source.phase.name == "ABORTED" and ended == [True]
-    )
+    assert not p.prefill.pool.pages.held_pages
+    assert source.phase.name == "ABORTED"
+    assert ended == [True]
     with pytest.raises(TransferError, match="planned badly"):
         await target.landed()
     route.write = write  # type: ignore[method-assign]
@@ -236,8 +227,7 @@ def _refuse(*_: object) -> None:
     raise LayoutError("planned badly")
 
 
-async def test_rooms_nobody_can_open(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_rooms_nobody_can_open(p: Pair) -> None:
     for room, prompt in ((-1, PROMPT), (2**64, PROMPT), (7, [])):
         with pytest.raises(MisuseError):
             p.prefill.room(room, prompt)
@@ -252,16 +242,13 @@ async def test_rooms_nobody_can_open(kvflow_pair: Pair) -> None:
     target.close()
 
 
-async def test_a_callback_that_raises_ends_no_room_halfway(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_callback_that_raises_ends_no_room_halfway(p: Pair) -> None:
     source, target = await matched(p)
     called: list[str] = []
     for session, name in ((source, "source"), (target, "target")):
         session.on_end(_raise)
         session.on_end(lambda name=name: called.append(name))
-    p.send_all(source)
-    await target.landed()
-    target.close()
+    await finish(p, source, target)
     await until(lambda: sorted(called) == ["source", "target"])
     for counts in (p.prefill.counts, p.decode.counts):
         assert counts.handler_errors == 1

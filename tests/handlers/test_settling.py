@@ -8,19 +8,19 @@ import pytest
 
 from kvflow.protocols.errors import Code
 from kvflow.protocols.wire.messages import GrantId, Heartbeat
-from kvflow.testing.pair import Pair, pair, until
+from kvflow.testing.pair import Pair, until
 from tests.handlers.scenes import (
     PROMPT,
     between,
     code_of,
+    finish,
     header,
     known,
     ledger,
+    matched,
     success,
     to_prefill,
 )
-
-pytest_plugins = ["kvflow.testing.fixtures"]
 
 
 async def one_room(p: Pair, room: int, which: int) -> None:
@@ -35,49 +35,43 @@ async def one_room(p: Pair, room: int, which: int) -> None:
         await target.landed()
 
 
-async def test_a_loan_without_proof_at_one_prefill_keeps_nothing_at_another() -> None:
-    async with pair() as p:
-        healthy, lost = p.prefill, await p.add_prefill(alone=True)
-        for number in (0, 1):
-            await one_room(p, number, number)
-        source = lost.room(7, PROMPT)
-        target = await p.decode.room(7, [lost.info], PROMPT)
-        await source.matched()
-        p.network.cut(lost.info.control)
-        p.clock(p.decode).advance(p.timing.lost_after_s + 1)
-        await until(lambda: target.ended)
-        assert await code_of(target.landed()) is Code.PEER_LOST
-        for room in range(20, 30):
-            await one_room(p, room, 0)
-        (peer,) = known(healthy)
-        await until(lambda: not peer.grants.remembered)
-        assert len(ledger(p.decode)) == 1 and p.decode.quarantined_pages == 5
-        p.network.mend()
-        await p.rest()
+async def test_a_loan_without_proof_at_one_prefill_keeps_nothing_at_another(p: Pair) -> None:
+    healthy, lost = p.prefill, await p.add_prefill(alone=True)
+    for number in (0, 1):
+        await one_room(p, number, number)
+    source = lost.room(7, PROMPT)
+    target = await p.decode.room(7, [lost.info], PROMPT)
+    await source.matched()
+    p.network.cut(lost.info.control)
+    p.clock(p.decode).advance(p.timing.lost_after_s + 1)
+    await until(lambda: target.ended)
+    assert await code_of(target.landed()) is Code.PEER_LOST
+    for room in range(20, 30):
+        await one_room(p, room, 0)
+    (peer,) = known(healthy)
+    await until(lambda: not peer.grants.remembered)
+    assert len(ledger(p.decode)) == 1 and p.decode.quarantined_pages == 5
+    p.network.mend()
+    await p.rest()
 
 
-async def test_one_room_that_waits_keeps_no_hand_over_of_others() -> None:
-    async with pair() as p:
-        waiting, half = p.decode.announce(1, "sim", PROMPT), p.prefill.room(1, PROMPT)
-        for room in range(20, 30):
-            await one_room(p, room, 0)
-        (peer,) = known(p.prefill)
-        await until(lambda: not peer.grants.remembered)
-        assert p.prefill.shell.endpoint.core.kept.total == 0 and not half.record.ended
-        waiting.offer()
-        await half.matched()
-        p.send_all(half)
-        await waiting.landed()
-        waiting.close()
-        await p.rest()
+async def test_one_room_that_waits_keeps_no_hand_over_of_others(p: Pair) -> None:
+    waiting, half = p.decode.announce(1, "sim", PROMPT), p.prefill.room(1, PROMPT)
+    for room in range(20, 30):
+        await one_room(p, room, 0)
+    (peer,) = known(p.prefill)
+    await until(lambda: not peer.grants.remembered)
+    assert p.prefill.shell.endpoint.core.kept.total == 0 and not half.record.ended
+    waiting.offer()
+    await finish(p, half, waiting)
+    await p.rest()
 
 
 @pytest.mark.parametrize("below", [3, 1 << 40])
 async def test_a_claim_to_have_settled_what_was_never_offered_is_dropped(
-    kvflow_pair: Pair, below: int
+    p: Pair, below: int
 ) -> None:
     """In decode's name, by someone else: it would end that decode's use of this prefill."""
-    p = kvflow_pair
     await success(p, 1)
     foreign = p.prefill.counts.foreign
     to_prefill(p, Heartbeat(settled_below=below, **between(p)))
@@ -86,8 +80,7 @@ async def test_a_claim_to_have_settled_what_was_never_offered_is_dropped(
     await success(p, 2)
 
 
-async def test_a_range_that_was_never_offered_is_dropped(kvflow_pair: Pair) -> None:
-    p = kvflow_pair
+async def test_a_range_that_was_never_offered_is_dropped(p: Pair) -> None:
     await success(p, 1)
     foreign = p.prefill.counts.foreign
     to_prefill(p, Heartbeat(settled=((GrantId(1), GrantId(1 << 40)),), **between(p)))
@@ -95,12 +88,8 @@ async def test_a_range_that_was_never_offered_is_dropped(kvflow_pair: Pair) -> N
     await success(p, 2)
 
 
-async def test_a_claim_about_grants_that_are_open_changes_nothing_for_them(
-    kvflow_pair: Pair,
-) -> None:
-    p = kvflow_pair
-    source, target = await p.open(1, PROMPT)
-    await source.matched()
+async def test_a_claim_about_grants_that_are_open_changes_nothing_for_them(p: Pair) -> None:
+    source, target = await matched(p, 1)
     beats = p.network.seen["Heartbeat"]
     to_prefill(p, Heartbeat(settled_below=target.grant + 1, **between(p)))
     await until(lambda: p.network.seen["Heartbeat"] > beats + 2)

@@ -14,7 +14,7 @@ from kvflow.protocols.commands import Linked
 from kvflow.protocols.errors import Code
 from kvflow.protocols.ports import PlaneAddress
 from kvflow.testing.pair import Pair, pair, until
-from tests.handlers.scenes import PROMPT, code_of, known, midway
+from tests.handlers.scenes import PROMPT, code_of, finish, known, midway
 
 
 def few_descriptors(p: Pair, times: int) -> list[int]:
@@ -100,29 +100,26 @@ async def test_a_node_closes_whose_task_has_ended_in_the_same_turn(
 
 
 async def test_a_command_that_fails_takes_no_other_with_it(
-    caplog: pytest.LogCaptureFixture,
+    p: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The commands behind it are other rooms': a frame that is not sent,
     pages that are not freed.
     """
-    async with pair() as p:
-        shell = p.decode.shell
-        run, failed = shell.runners[Linked], []
+    shell = p.decode.shell
+    run, failed = shell.runners[Linked], []
 
-        def failing(command: Linked) -> None:
-            if not failed:
-                failed.append(command)
-                raise ZeroDivisionError
-            run(command)
+    def failing(command: Linked) -> None:
+        if not failed:
+            failed.append(command)
+            raise ZeroDivisionError
+        run(command)
 
-        shell.runners[Linked] = failing
-        first, second = p.decode.room(7, "sim", PROMPT), p.decode.room(8, "sim", PROMPT)
-        source = p.prefill.room(8, PROMPT)
-        await source.matched()  # both were linked in one turn
-        assert failed and shell.counts.handler_errors == 1 and "Linked" in caplog.text
-        first.close()
-        p.send_all(source)
-        assert await second.landed() == b"handoff"
-        second.close()
-        shell.counts.handler_errors = 0
-        await p.rest()
+    shell.runners[Linked] = failing
+    first, second = p.decode.room(7, "sim", PROMPT), p.decode.room(8, "sim", PROMPT)
+    source = p.prefill.room(8, PROMPT)
+    await source.matched()  # both were linked in one turn
+    assert failed and shell.counts.handler_errors == 1 and "Linked" in caplog.text
+    first.close()
+    await finish(p, source, second)
+    shell.counts.handler_errors = 0
+    await p.rest()

@@ -16,9 +16,7 @@ from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import WIRE_VERSION, ChunkDone, Register, Registered
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import HELD, LOST, Fate, Frame
-from tests.handlers.scenes import PROMPT, code_of, ledger, links, matched, midway, success
-
-pytest_plugins = ["kvflow.testing.fixtures"]
+from tests.handlers.scenes import PROMPT, code_of, ledger, links, matched, midway, sending, success
 
 
 def answer(p: Pair, control: str, source: int, asked: int) -> None:
@@ -36,11 +34,10 @@ def answer(p: Pair, control: str, source: int, asked: int) -> None:
     p.network.inject(Frame(control, routing_id(p.decode.incarnation), False, encode(said)))
 
 
-async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) -> None:
+async def test_a_room_whose_prefill_has_forgotten_it_fails(p: Pair) -> None:
     """Its last message was lost, and so many grants were closed since that it is forgotten: waiting
     would not help.
     """
-    p = kvflow_pair
     core = p.prefill.shell.endpoint.core
     core.bounds = msgspec.structs.replace(core.bounds, closed_grants=1)
 
@@ -51,8 +48,7 @@ async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) ->
         )
 
     p.network.rules.append(lose_the_last_word)
-    source, target = await matched(p)
-    p.send_all(source, chunks=2)
+    source, target = await sending(p, chunks=2)
     await source.done()
     for room in (8, 9):
         await success(p, room)
@@ -60,10 +56,7 @@ async def test_a_room_whose_prefill_has_forgotten_it_fails(kvflow_pair: Pair) ->
     await p.rest()
 
 
-async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(
-    kvflow_pair: Pair,
-) -> None:
-    p = kvflow_pair
+async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(p: Pair) -> None:
     _, target = await matched(p)
     (link,) = links(p.decode)
     stale = p.decode.counts.stale
@@ -73,29 +66,30 @@ async def test_the_answer_to_an_earlier_life_does_not_end_the_link_to_this_one(
     target.close()
 
 
-async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up_its_name() -> None:
+async def test_a_link_hears_of_its_replacement_through_the_next_one_and_gives_up_its_name(
+    p: Pair,
+) -> None:
     """Both sockets have one routing id at that address: what is sent to the old link arrives at the
     new one.
     """
-    async with pair() as p:
-        await midway(p)
-        old, control = p.prefill, p.prefill.info.control
-        (first,) = links(p.decode)
-        p.network.leave(old.shell.socket)  # type: ignore[arg-type]
-        p.prefills.clear()
-        p.network.cut(control)
-        await p.add_prefill(int(control.rsplit(":", 1)[1]))
-        opening = asyncio.ensure_future(p.decode.room(8, p.ranks, PROMPT).opened())
-        await until(lambda: len(links(p.decode)) == 2)
-        p.network.mend()
-        (await opening).close()
-        await until(lambda: first.phase is LinkPhase.GONE)
-        await success(p, 9)
-        await until(lambda: len(ledger(p.decode)) == 1)
-        assert ledger(p.decode).quarantined_pages == 5, "its loans still wait for proof"
-        p.plane(old).die()
-        await old.close()
-        await p.rest()
+    await midway(p)
+    old, control = p.prefill, p.prefill.info.control
+    (first,) = links(p.decode)
+    p.network.leave(old.shell.socket)  # type: ignore[arg-type]
+    p.prefills.clear()
+    p.network.cut(control)
+    await p.add_prefill(int(control.rsplit(":", 1)[1]))
+    opening = asyncio.ensure_future(p.decode.room(8, p.ranks, PROMPT).opened())
+    await until(lambda: len(links(p.decode)) == 2)
+    p.network.mend()
+    (await opening).close()
+    await until(lambda: first.phase is LinkPhase.GONE)
+    await success(p, 9)
+    await until(lambda: len(ledger(p.decode)) == 1)
+    assert ledger(p.decode).quarantined_pages == 5, "its loans still wait for proof"
+    p.plane(old).die()
+    await old.close()
+    await p.rest()
 
 
 async def test_a_link_that_is_lost_while_another_rank_registers_opens_no_room() -> None:

@@ -111,10 +111,8 @@ def test_moving_keeps_the_hold_and_changes_the_owner() -> None:
     store.hold(mine)
     store.move(mine, ("room", 1), ("sequence", 9))
     assert store.owned() == {("sequence", 9): 2} and store.held_pages == 2
-    assert (
-        store.pages_of(("sequence", 9)).tolist() == mine.tolist()
-        and store.pages_of("nobody").size == 0
-    )
+    assert store.pages_of(("sequence", 9)).tolist() == mine.tolist()
+    assert store.pages_of("nobody").size == 0
 
 
 def test_counts_by_kind() -> None:

@@ -205,11 +205,9 @@ def test_few_blocks_and_large_ones_are_not_small() -> None:
     def of(count: int, size: int) -> Blocks:
         return Blocks(*(np.full(count, n, dtype=np.int64) for n in (0, 0, size)))
 
-    assert (
-        are_small(of(64, SMALL_BYTES))
-        and not are_small(of(63, SMALL_BYTES))
-        and not are_small(of(64, 513))
-    )
+    assert are_small(of(64, SMALL_BYTES))
+    assert not are_small(of(63, SMALL_BYTES))
+    assert not are_small(of(64, 513))
     assert not are_small(of(0, 1))
 
 

@@ -60,9 +60,8 @@ def test_arrays_and_tensors_are_views_of_the_same_pages(order: Order) -> None:
     pool = PagedPool.allocate(layout(order), shared=False)
     for name, dtype, shape in STREAMS:
         tensor, array = pool.tensor(name), pool.array(name)
-        assert array.shape == (6, 4, *shape) and array.dtype == {"bfloat16": "uint16"}.get(
-            dtype, dtype
-        )
+        assert array.shape == (6, 4, *shape)
+        assert array.dtype == {"bfloat16": "uint16"}.get(dtype, dtype)
         tensor[2] = 3
         bits = tensor[2].contiguous().view(torch.uint8).numpy().tobytes()
         assert array[2].tobytes() == bits and not array[[0, 1, 3, 4, 5]].any()
@@ -93,11 +92,9 @@ def test_memory_of_a_device_is_laid_out_as_a_segment_is(kind: str, order: Order)
         PagedPool.allocate(laid_out, shared=False),
         PagedPool.allocate(laid_out, device="cpu"),
     )
-    assert (
-        pool.layout.components == segment.layout.components
-        and pool.segment is None
-        and pool.on_host
-    )
+    assert pool.layout.components == segment.layout.components
+    assert pool.segment is None
+    assert pool.on_host
     apart = [
         [b.address - p.layout.buffers[0].address for b in p.layout.buffers] for p in (pool, segment)
     ]

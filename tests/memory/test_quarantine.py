@@ -102,9 +102,8 @@ def test_every_later_store_withholds_them_until_they_are_free() -> None:
     assert third.take(6, "engine").tolist() == [0, 1, 3, 4, 6, 7]
     third.give_back(pages(0, 1, 3, 4, 6, 7), "engine")
     pool.quarantine.free((5, 2))
-    assert (
-        all(store.busy(range(8)).tolist() == [5] for store in stores) and pool.pages.free_pages == 7
-    )
+    assert all(store.busy(range(8)).tolist() == [5] for store in stores)
+    assert pool.pages.free_pages == 7
     pool.quarantine.free((5, 5))
     assert all(store.at_rest() for store in (*stores, third, pool.pages))
 
@@ -181,9 +180,8 @@ def test_nodes_that_run_are_told_of_what_another_leaves_and_proves() -> None:
     store = ExternalPages(8)
     assert pool.quarantine.join(heir, store) == []
     closed(pool, 2, 3)
-    assert [found.lease for found in heir.inherited] == [(5, 2), (5, 3)] and store.busy(
-        [2, 3]
-    ).tolist() == [2, 3]
+    assert [found.lease for found in heir.inherited] == [(5, 2), (5, 3)]
+    assert store.busy([2, 3]).tolist() == [2, 3]
     assert [found.lease for found in pool.quarantine.join(late, store)] == [(5, 2), (5, 3)]
     pool.quarantine.free((5, 2))
     pool.quarantine.free((5, 3))

@@ -56,6 +56,13 @@ class World:
         return self.pool.pages.at_rest() and self.pool.rows.at_rest()
 
 
+@pytest.fixture
+async def w() -> AsyncIterator[World]:
+    """Host memory holds more than the request has."""
+    async with world() as made:
+        yield made
+
+
 @asynccontextmanager
 async def world(host_pages: int = 8) -> AsyncIterator[World]:
     made = World(host_pages)
@@ -73,45 +80,36 @@ def same(one: list[NDArray[np.uint8]], other: list[NDArray[np.uint8]]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-async def test_out_and_in_again_twice() -> None:
-    async with world() as w:
-        before = w.state()
-        for _ in range(2):
-            await w.request.retract()
-            assert (w.request.phase, w.device_home, w.store.count) == (
-                P.AWAY,
-                True,
-                1,
-            ) and w.request.copied
-            w.foreign()
-            assert await w.request.resume()
-            assert (w.request.phase, w.store.count) == (P.RESIDENT, 0)
-            assert same(before, w.state())
-            w.request.add(w.pool.pages.take(1, OWNER))
-            before = w.state()
-
-
-async def test_dropped_state_is_not_brought_back() -> None:
-    async with world() as w:
-        w.request.drop()
-        assert (w.request.phase, w.device_home, w.store.used_bytes) == (
-            P.AWAY,
-            True,
-            0,
-        ) and not w.request.copied
-        assert not await w.request.resume()
-        assert (w.request.places.pages.size, w.request.places.rows.size) == (3, 1)
-
-
-async def test_only_what_is_away_is_computed_again() -> None:
-    async with world() as w:
-        with pytest.raises(MisuseError, match="is not away"):
-            w.request.needs(2)
+async def test_out_and_in_again_twice(w: World) -> None:
+    before = w.state()
+    for _ in range(2):
         await w.request.retract()
+        assert (w.request.phase, w.device_home, w.store.count) == (P.AWAY, True, 1)
+        assert w.request.copied
+        w.foreign()
+        assert await w.request.resume()
+        assert (w.request.phase, w.store.count) == (P.RESIDENT, 0)
+        assert same(before, w.state())
+        w.request.add(w.pool.pages.take(1, OWNER))
+        before = w.state()
+
+
+async def test_dropped_state_is_not_brought_back(w: World) -> None:
+    w.request.drop()
+    assert (w.request.phase, w.device_home, w.store.used_bytes) == (P.AWAY, True, 0)
+    assert not w.request.copied
+    assert not await w.request.resume()
+    assert (w.request.places.pages.size, w.request.places.rows.size) == (3, 1)
+
+
+async def test_only_what_is_away_is_computed_again(w: World) -> None:
+    with pytest.raises(MisuseError, match="is not away"):
         w.request.needs(2)
-        assert (w.store.used_bytes, w.request.sizes) == (0, (2, 1))
-        assert not await w.request.resume()
-        assert w.request.places.pages.size == 2
+    await w.request.retract()
+    w.request.needs(2)
+    assert (w.store.used_bytes, w.request.sizes) == (0, (2, 1))
+    assert not await w.request.resume()
+    assert w.request.places.pages.size == 2
 
 
 async def test_host_memory_is_full() -> None:
@@ -124,61 +122,59 @@ async def test_host_memory_is_full() -> None:
 
 
 @pytest.mark.parametrize("lacking", ["pages", "rows"])
-async def test_no_room_to_come_back(lacking: str) -> None:
-    async with world() as w:
-        before = w.state()
-        await w.request.retract()
-        allocator = getattr(w.pool, lacking)
-        taken = allocator.take(allocator.free_pages, "another")
-        with pytest.raises(CapacityError):
-            await w.request.resume()
-        assert (w.request.phase, w.store.count) == (P.AWAY, 1)
-        allocator.give_back(taken, "another")
+async def test_no_room_to_come_back(w: World, lacking: str) -> None:
+    before = w.state()
+    await w.request.retract()
+    allocator = getattr(w.pool, lacking)
+    taken = allocator.take(allocator.free_pages, "another")
+    with pytest.raises(CapacityError):
         await w.request.resume()
-        assert same(before, w.state())
+    assert (w.request.phase, w.store.count) == (P.AWAY, 1)
+    allocator.give_back(taken, "another")
+    await w.request.resume()
+    assert same(before, w.state())
 
 
 @pytest.mark.parametrize("returning", [False, True], ids=["leaving", "returning"])
 @pytest.mark.parametrize("how", ["close", "cancel", "cancel twice", "fail", "close after cancel"])
 async def test_a_copy_that_does_not_end_well(
-    monkeypatch: pytest.MonkeyPatch, returning: bool, how: str
+    w: World, monkeypatch: pytest.MonkeyPatch, returning: bool, how: str
 ) -> None:
-    async with world() as w:
-        before = w.state()
-        if returning:
-            await w.request.retract()
-            w.foreign()
-        gate = CopyGate(monkeypatch)
-        copying = asyncio.ensure_future(w.request.resume() if returning else w.request.retract())
-        await gate.reached()
-        assert w.request.phase.name == ("RETURNING" if returning else "LEAVING")
-        if how == "close":
-            w.request.close()
-        elif how == "fail":
-            monkeypatch.setattr(HostCopier, "copy", staticmethod(broken))
-        else:
-            copying.cancel()
-            await asyncio.sleep(0)
-        if how == "cancel twice":
-            copying.cancel()
-        if how == "close after cancel":
-            w.request.close()
+    before = w.state()
+    if returning:
+        await w.request.retract()
+        w.foreign()
+    gate = CopyGate(monkeypatch)
+    copying = asyncio.ensure_future(w.request.resume() if returning else w.request.retract())
+    await gate.reached()
+    assert w.request.phase.name == ("RETURNING" if returning else "LEAVING")
+    if how == "close":
+        w.request.close()
+    elif how == "fail":
+        monkeypatch.setattr(HostCopier, "copy", staticmethod(broken))
+    else:
+        copying.cancel()
         await asyncio.sleep(0)
-        assert w.pool.pages.free_pages == 3, "a copy still uses them (I2)"
-        gate.go.set()
-        with suppress(OSError, asyncio.CancelledError):
-            await copying
-        phase: P = w.request.phase
-        if how.startswith("close"):
-            assert phase is P.ENDED
-            assert w.device_home and w.store.used_bytes == 0
-            return
-        assert phase is (P.AWAY if returning else P.RESIDENT)
-        assert w.device_home == returning
-        monkeypatch.undo()
-        if returning:
-            await w.request.resume()
-        assert same(before, w.state()), "what was not copied is still there"
+    if how == "cancel twice":
+        copying.cancel()
+    if how == "close after cancel":
+        w.request.close()
+    await asyncio.sleep(0)
+    assert w.pool.pages.free_pages == 3, "a copy still uses them (I2)"
+    gate.go.set()
+    with suppress(OSError, asyncio.CancelledError):
+        await copying
+    phase: P = w.request.phase
+    if how.startswith("close"):
+        assert phase is P.ENDED
+        assert w.device_home and w.store.used_bytes == 0
+        return
+    assert phase is (P.AWAY if returning else P.RESIDENT)
+    assert w.device_home == returning
+    monkeypatch.undo()
+    if returning:
+        await w.request.resume()
+    assert same(before, w.state()), "what was not copied is still there"
 
 
 def broken(_: object) -> None:
@@ -186,90 +182,85 @@ def broken(_: object) -> None:
 
 
 @pytest.mark.parametrize("phase", ["resident", "away", "dropped"])
-async def test_closed_while_nothing_is_copied(phase: str) -> None:
-    async with world() as w:
-        if phase == "away":
-            await w.request.retract()
-        elif phase == "dropped":
-            w.request.drop()
-        for _ in range(2):
-            w.request.close()
-            assert w.request.phase is P.ENDED
-            assert w.device_home and w.store.used_bytes == 0
-
-
-async def test_closed_in_the_turn_in_which_the_copy_is_ready(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The snapshot is made, and nobody but the request knows of it: it must free it."""
-    async with world() as w:
-        real = w.store.take
-
-        async def take(places: Places) -> Snapshot:
-            made = await real(places)
-            # Runs before what waits for this coroutine.
-            asyncio.get_running_loop().call_soon(w.request.close)
-            return made
-
-        monkeypatch.setattr(w.store, "take", take)
+async def test_closed_while_nothing_is_copied(w: World, phase: str) -> None:
+    if phase == "away":
         await w.request.retract()
+    elif phase == "dropped":
+        w.request.drop()
+    for _ in range(2):
+        w.request.close()
         assert w.request.phase is P.ENDED
         assert w.device_home and w.store.used_bytes == 0
 
 
+async def test_closed_in_the_turn_in_which_the_copy_is_ready(
+    w: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot is made, and nobody but the request knows of it: it must free it."""
+    real = w.store.take
+
+    async def take(places: Places) -> Snapshot:
+        made = await real(places)
+        # Runs before what waits for this coroutine.
+        asyncio.get_running_loop().call_soon(w.request.close)
+        return made
+
+    monkeypatch.setattr(w.store, "take", take)
+    await w.request.retract()
+    assert w.request.phase is P.ENDED
+    assert w.device_home and w.store.used_bytes == 0
+
+
 async def test_cancelled_in_the_turn_in_which_the_copy_is_ready(
-    monkeypatch: pytest.MonkeyPatch,
+    w: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody gets the snapshot: its host memory is freed."""
-    async with world() as w:
-        take = w.store.take
+    take = w.store.take
 
-        async def ready(places: Places) -> Snapshot:
-            snapshot = await take(places)
-            leaving.cancel()
-            return snapshot
+    async def ready(places: Places) -> Snapshot:
+        snapshot = await take(places)
+        leaving.cancel()
+        return snapshot
 
-        monkeypatch.setattr(w.store, "take", ready)
-        leaving = asyncio.ensure_future(w.request.retract())
-        with pytest.raises(asyncio.CancelledError):
-            await leaving
-        assert (w.request.phase, w.store.used_bytes, w.store.count) == (P.RESIDENT, 0, 0)
-
-
-async def test_misuse_is_refused() -> None:
-    async with world() as w:
-        with pytest.raises(MisuseError, match="is not away"):
-            await w.request.resume()
-        await w.request.retract()
-        for misuse in (
-            w.request.drop,
-            lambda: w.request.places,
-            lambda: w.request.add(np.zeros(1, dtype=np.int32)),
-        ):
-            with pytest.raises(MisuseError, match="is not resident"):
-                misuse()
-        with pytest.raises(MisuseError, match="is not resident"):
-            await w.request.retract()
-        bare = Resident(
-            "bare",
-            Places(w.pool.pages.take(1, "bare"), w.pool.rows.take(1, "bare")),
-            pages=w.pool.pages,
-            rows=w.pool.rows,
-        )
-        with pytest.raises(MisuseError, match="no host memory"):
-            await bare.retract()
-        bare.close()
+    monkeypatch.setattr(w.store, "take", ready)
+    leaving = asyncio.ensure_future(w.request.retract())
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert (w.request.phase, w.store.used_bytes, w.store.count) == (P.RESIDENT, 0, 0)
 
 
-async def test_pages_that_were_handed_over_are_no_longer_its_own() -> None:
-    async with world() as w:
-        first, later = w.request.places.pages[:2], w.request.places.pages[2:]
-        w.pool.pages.move(first, OWNER, "cache")
-        w.request.hand_over(2)
-        assert w.request.places.pages.tolist() == later.tolist() and w.request.sizes == (1, 1)
-        await w.request.retract()
-        with pytest.raises(MisuseError, match="is not resident"):
-            w.request.hand_over(1)
-        assert w.pool.pages.owned() == {"cache": 2}
+async def test_misuse_is_refused(w: World) -> None:
+    with pytest.raises(MisuseError, match="is not away"):
         await w.request.resume()
-        w.pool.pages.give_back(first, "cache")
+    await w.request.retract()
+    for misuse in (
+        w.request.drop,
+        lambda: w.request.places,
+        lambda: w.request.add(np.zeros(1, dtype=np.int32)),
+    ):
+        with pytest.raises(MisuseError, match="is not resident"):
+            misuse()
+    with pytest.raises(MisuseError, match="is not resident"):
+        await w.request.retract()
+    bare = Resident(
+        "bare",
+        Places(w.pool.pages.take(1, "bare"), w.pool.rows.take(1, "bare")),
+        pages=w.pool.pages,
+        rows=w.pool.rows,
+    )
+    with pytest.raises(MisuseError, match="no host memory"):
+        await bare.retract()
+    bare.close()
+
+
+async def test_pages_that_were_handed_over_are_no_longer_its_own(w: World) -> None:
+    first, later = w.request.places.pages[:2], w.request.places.pages[2:]
+    w.pool.pages.move(first, OWNER, "cache")
+    w.request.hand_over(2)
+    assert w.request.places.pages.tolist() == later.tolist() and w.request.sizes == (1, 1)
+    await w.request.retract()
+    with pytest.raises(MisuseError, match="is not resident"):
+        w.request.hand_over(1)
+    assert w.pool.pages.owned() == {"cache": 2}
+    await w.request.resume()
+    w.pool.pages.give_back(first, "cache")

@@ -140,9 +140,8 @@ def test_sizes(kind: str) -> None:
         whole.close()
     limit = 2 * (2 * layout.page_bytes + layout.row_bytes)
     some = Staging(pool, limit, shared=False)
-    assert (
-        0 < some.host.layout.size_bytes <= limit < layout.size_bytes and some.host.segment is None
-    )
+    assert 0 < some.host.layout.size_bytes <= limit < layout.size_bytes
+    assert some.host.segment is None
     assert bool(some.host.layout.num_rows) == has_rows(kind)
     some.close()
     with pytest.raises(MisuseError, match="1 bytes of host memory do not hold"):
@@ -245,9 +244,8 @@ async def test_scratch_that_a_hanging_thread_reads_stays_where_it_is(
     task = checksums.begin(pool.layout.numbered(places("mha", (1,), ())))
     await gate.reached()
     await checksums.close()
-    assert not task.released.done() and not any(
-        "closed" in repr(scratch.host) for scratch in checksums._made
-    )
+    assert not task.released.done()
+    assert not any("closed" in repr(scratch.host) for scratch in checksums._made)
     gate.go.set()
     await asyncio.wait_for(task.released, 20)
     assert task.error == ""

@@ -257,9 +257,8 @@ async def test_an_engines_memory_in_a_segment_is_written_into_by_peers(
     assert (
         await asyncio.shield(route.write(numbers(6, 7), numbers(0, 3)).done) is WriteOutcome.LANDED
     )
-    assert (np.asarray(mine["v"])[[0, 3]] == -counting(8, 4, 2)[[6, 7]]).all() and not np.asarray(
-        mine["k"]
-    )[1].any()
+    assert (np.asarray(mine["v"])[[0, 3]] == -counting(8, 4, 2)[[6, 7]]).all()
+    assert not np.asarray(mine["k"])[1].any()
     for plane in planes:
         await plane.close()
     target.close()
@@ -329,9 +328,8 @@ def test_pools_need_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert done.stderr == "" and done.stdout.startswith(
-        "PagedPool.tensor needs torch, which is not installed"
-    )
+    assert done.stderr == ""
+    assert done.stdout.startswith("PagedPool.tensor needs torch, which is not installed")
 
 
 def test_arrays_may_be_parts_of_what_ranks_have_together() -> None:

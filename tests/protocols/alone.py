@@ -424,11 +424,7 @@ def done(
 
 def over(grant: int, cause: Cause, *, freed: bool = True) -> list[object]:
     """What a room of which nothing was lent asks for at its end."""
-    return [
-        RoomFailed(grant, cause),
-        *([FreePages(grant)] if freed else []),
-        RoomEnded(grant),
-    ]  # type: ignore[arg-type]
+    return [RoomFailed(grant, cause), *([FreePages(grant)] if freed else []), RoomEnded(grant)]  # type: ignore[arg-type]
 
 
 def quarantined(grant: int) -> list[object]:

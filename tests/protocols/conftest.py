@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.protocols.alone import LoneDecode, LonePrefill
+from tests.protocols.alone import TWO, LoneDecode, LonePrefill
 
 
 @pytest.fixture
@@ -17,6 +17,12 @@ def fresh() -> LoneDecode:
 def decode() -> LoneDecode:
     """It is linked to one prefill rank."""
     return LoneDecode().up()
+
+
+@pytest.fixture
+def two() -> LoneDecode:
+    """It is linked to both ranks of one prefill."""
+    return LoneDecode().up(TWO)
 
 
 @pytest.fixture

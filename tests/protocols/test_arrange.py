@@ -117,10 +117,8 @@ def test_what_no_shard_has_a_share_of_is_left_whole() -> None:
     keys = build_layout([("index_k", "uint8", (8,))], page_size=4, num_pages=2)
     assert by_shard(keys, 2) == keys
     opaque = opaque_layout({"kv": 4096}, page_size=4, num_pages=2, tag="mine")
-    assert (
-        by_shard(opaque, 2) == as_in(opaque, opaque) == opaque
-        and not from_shards(opaque, 2).in_slices
-    )
+    assert by_shard(opaque, 2) == as_in(opaque, opaque) == opaque
+    assert not from_shards(opaque, 2).in_slices
 
 
 def test_too_many_parts_are_left_together(monkeypatch: pytest.MonkeyPatch) -> None:

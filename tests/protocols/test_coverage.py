@@ -96,12 +96,10 @@ def test_an_opaque_page_is_sent_by_one_rank() -> None:
 def test_spans() -> None:
     assert without([(0, 8), (10, 12)], [(1, 2), (1, 3), (7, 11)]) == [(0, 1), (3, 7), (11, 12)]
     assert without([(0, 4)], []) == [(0, 4)] and without([(2, 4)], [(0, 9)]) == []
-    assert (
-        within([(0, 4), (6, 8)], [(2, 7)]) == [(2, 4), (6, 7)] and within([(0, 4)], [(4, 5)]) == []
-    )
-    assert sends_all(pool(K), of(("k", 0, 8))) and not sends_all(
-        pool(K), of(("k", 0, 4), ("k", 4, 8))
-    )
+    assert within([(0, 4), (6, 8)], [(2, 7)]) == [(2, 4), (6, 7)]
+    assert within([(0, 4)], [(4, 5)]) == []
+    assert sends_all(pool(K), of(("k", 0, 8)))
+    assert not sends_all(pool(K), of(("k", 0, 4), ("k", 4, 8)))
 
 
 class TestDecode:
@@ -114,19 +112,17 @@ class TestDecode:
             registered(source=OTHER_PREFILL, rank=1, size=1, fresh_from=1), key=OTHER_KEY
         )
         (failed,) = (each for each in told if isinstance(each, RoomFailed))
-        assert failed.cause.code is Code.REFUSED and failed.cause.text == (
+        assert failed.cause.code is Code.REFUSED
+        assert failed.cause.text == (
             "what prefill tcp://prefill:0 sends is not decode's pool, each byte once: "
             "k: entries 0..4 come from rank 0 and from rank 1"
         )
-        assert (
-            FreePages(grant) in told
-            and RoomEnded(grant) in told
-            and not any(isinstance(e, Linked) for e in told)
-        )
+        assert FreePages(grant) in told
+        assert RoomEnded(grant) in told
+        assert not any(isinstance(e, Linked) for e in told)
         legs = [entry[1] for entry in told if isinstance(entry, tuple)]
-        assert [type(leg) for leg in legs] == [Abort, Abort] and {leg.cause for leg in legs} == {
-            failed.cause
-        }
+        assert [type(leg) for leg in legs] == [Abort, Abort]
+        assert {leg.cause for leg in legs} == {failed.cause}
 
     def test_the_next_is_refused_when_it_is_opened_and_its_legs_are_told(self) -> None:
         decode = LoneDecode().up(TWO, size=1)

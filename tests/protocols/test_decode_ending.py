@@ -56,16 +56,12 @@ LEAVING = Cause(Code.SHUTDOWN, "decode is shutting down")
 class TestEndings:
     def test_by_the_client_and_prefill_has_drained(self, decode: LoneDecode) -> None:
         record = decode.lent()
-        assert (
-            decode.close(G) == [RoomFailed(G, GONE), to(abort(grant=G))]
-            and record.phase is DecodePhase.DRAINING
-        )
+        assert decode.close(G) == [RoomFailed(G, GONE), to(abort(grant=G))]
+        assert record.phase is DecodePhase.DRAINING
         assert decode.close(G, BROKEN) == [] == decode.hear(failed(BROKEN, grant=G))
         assert decode.core.ledger.quarantined_pages == 3
-        assert (
-            decode.hear(ack(grant=G)) == [FreePages(G), RoomEnded(G)]
-            and record.phase is DecodePhase.ABORTED
-        )
+        assert decode.hear(ack(grant=G)) == [FreePages(G), RoomEnded(G)]
+        assert record.phase is DecodePhase.ABORTED
         assert record.state.cause == GONE and decode.core.ledger.quarantined_pages == 0
         told = [line.what for line in record.story.lines()]
         assert told == ["lent", "ended_locally", "ended_locally", "room_failed", "loans_ended"], (
@@ -102,16 +98,15 @@ class TestEndings:
         assert decode.hear(ack(8, again, drained=False)) == []
         assert len(decode.core.ledger) == 0 == decode.core.ledger.quarantined_pages
 
-    def test_one_rank_has_drained_and_one_cannot_say(self) -> None:
-        decode = LoneDecode().up(TWO)
-        record = decode.lent(ranks=TWO)
+    def test_one_rank_has_drained_and_one_cannot_say(self, two: LoneDecode) -> None:
+        record = two.lent(ranks=TWO)
         grant = record.grant
-        decode.close(grant)
+        two.close(grant)
         unproven = ack(grant=grant, drained=False, source=OTHER_PREFILL, rank=1)
-        assert decode.hear(unproven, key=OTHER_KEY) == []
-        assert decode.hear(ack(grant=grant)) == [QuarantinePages(grant), RoomEnded(grant)]
+        assert two.hear(unproven, key=OTHER_KEY) == []
+        assert two.hear(ack(grant=grant)) == [QuarantinePages(grant), RoomEnded(grant)]
         assert record.phase is DecodePhase.LOST and record.state.cause == GONE
-        assert decode.hear(ack(grant=grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == [
+        assert two.hear(ack(grant=grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == [
             FreePages(grant)
         ]
 
@@ -185,9 +180,8 @@ class TestEndings:
         decode.close(G)
         decode.tick(2)
         decode.tick()
-        assert record.state.cause == GONE and not any(
-            timer.kind == "stalled" for timer in decode.core.deadlines
-        )
+        assert record.state.cause == GONE
+        assert not any(timer.kind == "stalled" for timer in decode.core.deadlines)
 
 
 class TestAborts:
@@ -242,10 +236,8 @@ class TestAborts:
         assert fresh.core.deadlines.next_at_s() > fresh.now
         fresh.hear(registered(fresh_from=1))
         fresh.tick()
-        assert (
-            fresh.tick() == [to(abort(grant=grant))]
-            and next(iter(fresh.endpoint.peers)).repeat_after_s == 1.0
-        )
+        assert fresh.tick() == [to(abort(grant=grant))]
+        assert next(iter(fresh.endpoint.peers)).repeat_after_s == 1.0
 
     def test_one_that_prefill_takes_long_over_does_not_delay_the_next(
         self, decode: LoneDecode
@@ -319,14 +311,13 @@ class TestAsking:
         assert to(ask((7, G, chunks))) not in decode.tick(0.25)
         assert to(ask((7, G, chunks))) in decode.tick(0.25) + decode.tick()
 
-    def test_one_message_asks_about_all_rooms_of_a_link(self) -> None:
-        decode = LoneDecode().up(TWO)
-        first, second = decode.lent(7, TWO), decode.lent(8, TWO)
+    def test_one_message_asks_about_all_rooms_of_a_link(self, two: LoneDecode) -> None:
+        first, second = two.lent(7, TWO), two.lent(8, TWO)
         last = chunk_done(0, 3, True, grant=first.grant, source=OTHER_PREFILL, rank=1)
-        decode.hear(last, key=OTHER_KEY)
-        third = decode.lent(9, TWO)
-        decode.hear(chunk_done(0, 3, True, room=9, grant=third.grant))
-        asked = [entry for entry in decode.tick(0.5) if type(entry[1]) is type(ask())]
+        two.hear(last, key=OTHER_KEY)
+        third = two.lent(9, TWO)
+        two.hear(chunk_done(0, 3, True, room=9, grant=third.grant))
+        asked = [entry for entry in two.tick(0.5) if type(entry[1]) is type(ask())]
         assert asked == [
             to(ask((7, first.grant, 0), (8, second.grant, 0))),
             other(ask((8, second.grant, 0), (9, third.grant, 0), source=OTHER_PREFILL)),
@@ -359,10 +350,8 @@ class TestAsking:
     ) -> None:
         grant = decode.open()
         decode.asked()
-        assert (
-            decode.hear(ask((7, grant, 0)), ask((7, grant, 1))) == []
-            and grant in decode.endpoint.rooms
-        )
+        assert decode.hear(ask((7, grant, 0)), ask((7, grant, 1))) == []
+        assert grant in decode.endpoint.rooms
 
     def test_only_a_rank_of_the_room_that_owes_something_may_ask(self) -> None:
         decode = LoneDecode().up(TWO).up(ELSEWHERE)
@@ -393,10 +382,9 @@ class TestLeaving:
         decode.endpoint.leave(decode.now)
         assert decode.asked() == [] and list(decode.endpoint.rooms) == [lent.grant]
 
-    def test_close_hangs_up_on_all(self) -> None:
-        decode = LoneDecode().up(TWO)
-        decode.endpoint.close(decode.now)
-        assert decode.asked() == [
+    def test_close_hangs_up_on_all(self, two: LoneDecode) -> None:
+        two.endpoint.close(two.now)
+        assert two.asked() == [
             HangUp(KEY),
             StopWatch(KEY),
             HangUp(OTHER_KEY),
@@ -409,9 +397,8 @@ class TestLeaving:
         assert list(decode.endpoint.rooms) == rooms[-2:]
         decode.close(rooms[-2])
         decode.tick()
-        assert (
-            not decode.endpoint.rooms and decode.counts.endings["aborted:shutdown"] == TICK_WORK + 1
-        )
+        assert not decode.endpoint.rooms
+        assert decode.counts.endings["aborted:shutdown"] == TICK_WORK + 1
 
     def test_and_so_may_its_loans(self, decode: LoneDecode) -> None:
         """The link is lost, and the last chunk of a room has come before its turn."""
@@ -421,10 +408,8 @@ class TestLeaving:
         landed = decode.hear(chunk_done(0, 3, True, room=TICK_WORK + 2, grant=grants[-1]))
         decode.tick()
         assert RoomLanded(grants[-1], b"") in landed and decode.counts.endings["success"] == 1
-        assert (
-            decode.counts.endings["lost:peer_lost"] == TICK_WORK + 2
-            and len(decode.core.ledger) == TICK_WORK + 2
-        )
+        assert decode.counts.endings["lost:peer_lost"] == TICK_WORK + 2
+        assert len(decode.core.ledger) == TICK_WORK + 2
 
     def test_nothing_is_linked_once_it_is_closed(self, decode: LoneDecode) -> None:
         decode.endpoint.close(decode.now)

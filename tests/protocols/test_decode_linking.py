@@ -6,14 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols.commands import (
-    Dial,
-    FreePages,
-    HangUp,
-    Linked,
-    StopWatch,
-    WatchWriter,
-)
+from kvflow.protocols.commands import Dial, FreePages, HangUp, Linked, StopWatch, WatchWriter
 from kvflow.protocols.decode.endpoint import TICK_WORK
 from kvflow.protocols.errors import CapacityError, Cause, Code, LostError, PeerError
 from kvflow.protocols.limits import Bounds, Timing
@@ -62,10 +55,7 @@ class TestRegistering:
         assert fresh.hear(registered(fresh_from=1)) == [], (
             "the answer to a Register that was repeated"
         )
-        assert fresh.open(8) == 2 and fresh.asked() == [
-            Linked(2),
-            to(announce(8, 2)),
-        ]  # type: ignore[arg-type]
+        assert fresh.open(8) == 2 and fresh.asked() == [Linked(2), to(announce(8, 2))]  # type: ignore[arg-type]
 
     def test_register_is_repeated_until_it_is_answered(self, fresh: LoneDecode) -> None:
         fresh.open(deadline_at_s=START + 99)
@@ -134,9 +124,7 @@ class TestRegistering:
     def test_the_address_of_the_writer_is_the_first_that_was_named(self, fresh: LoneDecode) -> None:
         fresh.open()
         fresh.asked()
-        assert fresh.hear(registered(fresh_from=1, address=None)) == [
-            Linked(1),
-        ]  # type: ignore[arg-type]
+        assert fresh.hear(registered(fresh_from=1, address=None)) == [Linked(1)]  # type: ignore[arg-type]
         decode = LoneDecode().up()
         (peer,) = decode.endpoint.peers
         decode.hear(registered(fresh_from=9, address=None))
@@ -203,9 +191,8 @@ class TestRegistering:
             registered(target=78),  # type: ignore[arg-type]
         ]
         assert decode.hear(*foreign) == [] and decode.counts.foreign == 5
-        assert (
-            decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == [] and decode.counts.foreign == 6
-        )
+        assert decode.hear(chunk_done(0, 3, True), key=OTHER_KEY) == []
+        assert decode.counts.foreign == 6
         assert (
             decode.hear(chunk_done(0, 3, True, source=OTHER_PREFILL, rank=1), key=OTHER_KEY) == []
         )
@@ -253,10 +240,7 @@ class TestWhichRanks:
                 Dial(OTHER_KEY),
                 to(register(source=OTHER_PREFILL), OTHER_KEY),
             ),
-            *(
-                to(announce()),
-                to(announce(source=OTHER_PREFILL), OTHER_KEY),
-            ),  # type: ignore[arg-type]
+            *(to(announce()), to(announce(source=OTHER_PREFILL), OTHER_KEY)),  # type: ignore[arg-type]
         ]
         assert fresh.hear(registered(size=2, fresh_from=1)) == [WatchWriter(KEY, OWN_ADDRESS)]
         answer = registered(rank=1, size=2, fresh_from=1, **other)  # type: ignore[arg-type]
@@ -288,12 +272,11 @@ class TestWhichRanks:
         assert max(map(len, linked)) == TICK_WORK
         assert sorted(grant for found in linked for grant in found) == [*grants[:-2], grants[-1]]
 
-    def test_two_ranks_at_one_address(self) -> None:
-        decode = LoneDecode().up(TWO)
+    def test_two_ranks_at_one_address(self, two: LoneDecode) -> None:
         with pytest.raises(
             PeerError, match="prefill at tcp://prefill:1 is rank 1, and was asked for as 0"
         ):
-            decode.open(ranks=(rank_info(incarnation=OTHER_PREFILL, control=OTHER_KEY.control),))
+            two.open(ranks=(rank_info(incarnation=OTHER_PREFILL, control=OTHER_KEY.control),))
 
     def test_a_link_that_waits_for_its_end(self, decode: LoneDecode) -> None:
         decode.lent()

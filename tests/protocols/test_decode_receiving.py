@@ -169,10 +169,8 @@ class TestLending:
             RoomEnded(grant),
         ]
         assert decode.close(grant) == ended
-        assert (
-            decode.endpoint.lend(grant, indices(1, 2, 3), decode.now) is False
-            and decode.asked() == []
-        )
+        assert decode.endpoint.lend(grant, indices(1, 2, 3), decode.now) is False
+        assert decode.asked() == []
         assert decode.close(grant) == [] and decode.hear(ack(grant=grant)) == []
 
     def test_prefill_is_given_time_to_answer_it(self, decode: LoneDecode) -> None:
@@ -182,11 +180,10 @@ class TestLending:
         assert to(ask((7, grant, 0))) not in decode.tick(0.375)
         assert to(ask((7, grant, 0))) in decode.tick(0.125)
 
-    def test_a_rank_that_has_ended_its_half_is_offered_nothing(self) -> None:
-        decode = LoneDecode().up(TWO)
-        grant = decode.open(ranks=TWO)
-        decode.asked()
-        assert decode.hear(failed(BROKEN, grant=grant)) == [
+    def test_a_rank_that_has_ended_its_half_is_offered_nothing(self, two: LoneDecode) -> None:
+        grant = two.open(ranks=TWO)
+        two.asked()
+        assert two.hear(failed(BROKEN, grant=grant)) == [
             RoomFailed(grant, BROKEN),
             to(abort(grant=grant, cause=BROKEN)),
             other(abort(grant=grant, cause=BROKEN, source=OTHER_PREFILL)),
@@ -200,15 +197,11 @@ class TestChunks:
         record = decode.lent()
         assert decode.hear(done(0, 2)) == [] and record.phase is DecodePhase.TRANSFERRING
         assert decode.hear(done(1, 1, True, b"h")) == [RoomLanded(G, b"h"), RoomEnded(G)]
-        assert (
-            decode.counts.endings == {"aborted:client_gone": 1, "success": 1}
-            and decode.counts.bytes_moved == 3
-        )
-        assert (
-            len(decode.core.ledger) == 0
-            and not decode.endpoint.rooms
-            and len(decode.core.deadlines) == 2
-        )
+        assert decode.counts.endings == {"aborted:client_gone": 1, "success": 1}
+        assert decode.counts.bytes_moved == 3
+        assert len(decode.core.ledger) == 0
+        assert not decode.endpoint.rooms
+        assert len(decode.core.deadlines) == 2
         assert decode.tick(1)[-1] == to(beat(3))
 
     def test_repeated_missing_and_foreign_ones_count_for_nothing(self, decode: LoneDecode) -> None:
@@ -235,22 +228,18 @@ class TestChunks:
         )
         assert record.phase is DecodePhase.ABORTED
 
-    def test_the_hand_over_is_the_first_ranks_that_brings_one(self) -> None:
-        decode = LoneDecode().up(TWO)
-        record = decode.lent(ranks=TWO)
-        decode.hear(chunk_done(0, 3, True, b"first", grant=record.grant))
-        told = decode.hear(
+    def test_the_hand_over_is_the_first_ranks_that_brings_one(self, two: LoneDecode) -> None:
+        record = two.lent(ranks=TWO)
+        two.hear(chunk_done(0, 3, True, b"first", grant=record.grant))
+        told = two.hear(
             chunk_done(0, 3, True, b"second", grant=record.grant, source=OTHER_PREFILL, rank=1),
             key=OTHER_KEY,
         )
         assert told == [RoomLanded(record.grant, b"first"), RoomEnded(record.grant)]
 
-    def test_ranks_fill_the_room_each_at_its_own_pace(self) -> None:
-        decode = LoneDecode().up(TWO)
-        record = decode.lent(ranks=TWO)
-        decode.hear(
-            chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY
-        )
+    def test_ranks_fill_the_room_each_at_its_own_pace(self, two: LoneDecode) -> None:
+        record = two.lent(ranks=TWO)
+        two.hear(chunk_done(0, 2, grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY)
         assert (
             record.next_seq(0),
             record.next_seq(1),
@@ -318,13 +307,8 @@ class TestVerifiedChunks:
         decode.lent()
         decode.hear(done(0, 1, checksum=sent), done(1, 1, checksum=b"c"))
         stop, failure, told = summed(decode, 0, found)
-        assert (stop, told) == (
-            StopVerifying(G),
-            to(abort(grant=G, cause=failure.cause)),
-        )  # type: ignore[attr-defined]
-        assert failure.cause.code is code and failure.cause.text.startswith(
-            text,
-        )  # type: ignore[attr-defined]
+        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
+        assert failure.cause.code is code and failure.cause.text.startswith(text)  # type: ignore[attr-defined]
         assert decode.counts.mismatched == 1
         assert summed(decode, 1, b"c") == [] and summed(decode, 0, sent or b"x") == []
 
@@ -363,10 +347,8 @@ class TestVerifiedChunks:
         decode.lent()
         decode.hear(done(0, 3, checksum=b"a"))
         assert decode.hear(done(1, 0, True, b"h")) == [VerifyChunk(G, 0, 1, 3, 0, SERVED)]
-        assert summed(decode, 0, b"a") == [] and summed(decode, 1, b"") == [
-            RoomLanded(G, b"h"),
-            RoomEnded(G),
-        ]
+        assert summed(decode, 0, b"a") == []
+        assert summed(decode, 1, b"") == [RoomLanded(G, b"h"), RoomEnded(G)]
 
     def test_prefill_gives_up_a_room_whose_last_chunk_is_being_summed(
         self, decode: LoneDecode
@@ -410,10 +392,7 @@ class TestStagedRooms:
         decode.lent()
         decode.hear(done(0, 1))
         stop, failure, told = summed(decode, 0, b"", error="the device is lost")
-        assert (stop, told) == (
-            StopVerifying(G),
-            to(abort(grant=G, cause=failure.cause)),
-        )  # type: ignore[attr-defined]
+        assert (stop, told) == (StopVerifying(G), to(abort(grant=G, cause=failure.cause)))  # type: ignore[attr-defined]
         text = (
             "chunk 0 of rank 0: the pages could not be brought to where they are used: the device "
             "is lost"
@@ -438,9 +417,7 @@ def test_the_story_tells_what_happened_to_a_room(decode: LoneDecode) -> None:
 
 def test_its_times_and_bounds_have_defaults() -> None:
     decode = LoneDecode(timing=None)
-    assert (
-        decode.core.timing == Timing()
-        and decode.endpoint.bounds == Bounds()
-        and not decode.core.verify
-    )
+    assert decode.core.timing == Timing()
+    assert decode.endpoint.bounds == Bounds()
+    assert not decode.core.verify
     assert Prompt(TOKENS, DIGEST).prefix_tokens == 0

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvflow.protocols.commands import (
-    Dial,
-    FreePages,
-    HangUp,
-    RoomFailed,
-    StopWatch,
-)
+from kvflow.protocols.commands import Dial, FreePages, HangUp, RoomFailed, StopWatch
 from kvflow.protocols.decode.endpoint import TICK_WORK
 from kvflow.protocols.errors import Cause, Code, LostError, MisuseError
 from kvflow.protocols.machines.link import LinkPhase
@@ -97,7 +91,8 @@ class TestSilence:
             *quarantined(record.grant),
             *over(waiting, SILENT),
         ], "an Abort would only wait in a queue"
-        assert record.state.cause == SILENT and decode.counts.endings == {
+        assert record.state.cause == SILENT
+        assert decode.counts.endings == {
             "aborted:client_gone": 1,
             "lost:peer_lost": 1,
             "failed:peer_lost": 1,
@@ -119,9 +114,8 @@ class TestSilence:
             "and the wait for the next dial begins anew"
         )
         told = decode.hear(registered(fresh_from=3))
-        assert (
-            told == [to(abort(grant=record.grant, cause=SILENT))] and link(decode) is LinkPhase.UP
-        )
+        assert told == [to(abort(grant=record.grant, cause=SILENT))]
+        assert link(decode) is LinkPhase.UP
         assert decode.hear(ack(grant=record.grant)) == [FreePages(record.grant)]
         assert decode.tick(1)[-1] == to(beat(3))
 
@@ -230,9 +224,8 @@ class TestDeclaredDead:
         decode = LoneDecode().up().up(ELSEWHERE)
         decode.lent(8, ELSEWHERE)
         assert decode.endpoint.declare_dead(PREFILL, "gone", decode.now) == (0, 0)
-        assert [peer.key for peer in decode.endpoint.peers] == [key_of(ELSEWHERE[0])] and len(
-            decode.endpoint.rooms
-        ) == 1
+        assert [peer.key for peer in decode.endpoint.peers] == [key_of(ELSEWHERE[0])]
+        assert len(decode.endpoint.rooms) == 1
 
     def test_every_rank_of_that_process(self, fresh: LoneDecode) -> None:
         fresh.up()

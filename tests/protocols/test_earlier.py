@@ -82,18 +82,16 @@ def test_a_writer_is_watched_once_whatever_it_owes() -> None:
 def test_they_are_in_doubt_and_only_their_own_writer_ends_them() -> None:
     desk = Desk(loan(1), loan(2, SECOND, 12))
     lease = desk.ledger.find(desk.earlier.writers[1], GrantId(5))
-    assert (
-        lease is not None and lease.doubtful and set(lease.loans.values()) == {LoanPhase.DOUBTFUL}
-    )
+    assert lease is not None
+    assert lease.doubtful
+    assert set(lease.loans.values()) == {LoanPhase.DOUBTFUL}
     assert lease.room == 71
     desk.asked()
     desk.earlier.writer_died(1)
     assert desk.asked() == [FreePages(GrantId(5)), StopEarlierWatch(1, Incarnation(11), FIRST)]
-    assert (
-        list(desk.earlier.writers) == [2]
-        and desk.ledger.quarantined_pages == 2
-        and len(desk.ledger) == 1
-    )
+    assert list(desk.earlier.writers) == [2]
+    assert desk.ledger.quarantined_pages == 2
+    assert len(desk.ledger) == 1
     desk.earlier.writer_died(1)  # a second word for it
     assert desk.asked() == []
     desk.earlier.writer_died(2)
@@ -104,16 +102,12 @@ def test_they_are_in_doubt_and_only_their_own_writer_ends_them() -> None:
 
 def test_pages_of_several_ranks_are_counted_once_and_wait_for_every_one() -> None:
     desk = Desk(loan(1), loan(1, SECOND, 12))
-    assert desk.granted == {5: (LENDER, 1)} and (
-        len(desk.ledger),
-        desk.ledger.quarantined_pages,
-    ) == (2, 2)
+    assert desk.granted == {5: (LENDER, 1)}
+    assert (len(desk.ledger), desk.ledger.quarantined_pages) == (2, 2)
     desk.asked()
     desk.earlier.writer_died(2)
-    assert (
-        desk.asked() == [StopEarlierWatch(2, Incarnation(12), SECOND)]
-        and desk.ledger.quarantined_pages == 2
-    )
+    assert desk.asked() == [StopEarlierWatch(2, Incarnation(12), SECOND)]
+    assert desk.ledger.quarantined_pages == 2
     desk.earlier.writer_died(1)
     assert desk.asked() == [FreePages(GrantId(5)), StopEarlierWatch(1, Incarnation(11), FIRST)]
 
@@ -222,6 +216,6 @@ def test_a_decode_that_closes_ends_what_is_proven_first() -> None:
 def test_a_loan_is_what_it_is_and_no_other() -> None:
     """Loans are told apart although arrays of pages cannot be compared."""
     one = loan(1)
-    assert (
-        one != loan(1) and one in [loan(1), one] and msgspec.structs.replace(one, room=3).room == 3
-    )
+    assert one != loan(1)
+    assert one in [loan(1), one]
+    assert msgspec.structs.replace(one, room=3).room == 3

@@ -78,13 +78,11 @@ class TestPrefillSaysGoodbye:
         assert prefill.hear(acknowledged(OTHER_DECODE)) == [CloseRoute(OTHER_DECODE)]
         assert not prefill.core.peers and len(prefill.core.deadlines) == 0
 
-    def test_it_waits_for_none_that_has_been_silent(self) -> None:
-        prefill = LonePrefill().up()
+    def test_it_waits_for_none_that_has_been_silent(self, prefill: LonePrefill) -> None:
         prefill.tick(TIMING.lost_after_s)
         assert part(prefill) == [goodbye()] and prefill.endpoint.unparted(prefill.now) == []
 
-    def test_it_names_what_is_open_or_in_doubt_and_nothing_else(self) -> None:
-        prefill = LonePrefill().up()
+    def test_it_names_what_is_open_or_in_doubt_and_nothing_else(self, prefill: LonePrefill) -> None:
         doubtful, landed, running = (prefill.matched(room, room) for room in (1, 2, 3))
         for record in (doubtful, landed, running):
             prefill.send(record, 0, 1, 2, last=True)
@@ -95,23 +93,22 @@ class TestPrefillSaysGoodbye:
         prefill.ended(3, WriteOutcome.CANCELLED)
         assert prefill.tick(TIMING.repeat_after_s) == [goodbye(1)], "the write has drained since"
 
-    def test_a_bootstrap_on_its_way_is_refused_and_nothing_is_written(self) -> None:
-        prefill = LonePrefill().up()
+    def test_a_bootstrap_on_its_way_is_refused_and_nothing_is_written(
+        self, prefill: LonePrefill
+    ) -> None:
         part(prefill)
         assert prefill.hear(bootstrap(7, 1)) == [failed(LEAVING), ack()]
         with pytest.raises(AbortedError):
             prefill.open(7)
 
-    def test_an_acknowledgement_comes_while_a_write_runs(self) -> None:
-        prefill = LonePrefill().up()
+    def test_an_acknowledgement_comes_while_a_write_runs(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         prefill.send(record, 0, 1, 2, last=True)
         part(prefill)
         assert prefill.hear(acknowledged()) == [], "its route is in use"
         assert prefill.ended(1, WriteOutcome.CANCELLED) == [RoomReleased(1), CloseRoute(DECODE)]
 
-    def test_a_decode_that_comes_back_has_not_received_it(self) -> None:
-        prefill = LonePrefill().up()
+    def test_a_decode_that_comes_back_has_not_received_it(self, prefill: LonePrefill) -> None:
         prefill.tick(TIMING.lost_after_s)
         part(prefill)
         assert prefill.register(fresh_from=5) == [goodbye()]
@@ -142,13 +139,13 @@ class TestPrefillSaysGoodbye:
             prefill.ended(room, WriteOutcome.UNPROVEN)
         assert part(prefill) == [goodbye(3, target=OTHER_DECODE)]
 
-    def test_an_acknowledgement_of_nothing_changes_nothing(self) -> None:
-        prefill = LonePrefill().up()
+    def test_an_acknowledgement_of_nothing_changes_nothing(self, prefill: LonePrefill) -> None:
         assert prefill.hear(acknowledged()) == [] and prefill.core.peers[DECODE].is_up
         assert prefill.counts.stale == 1
 
-    def test_a_decode_that_dies_has_its_rooms_ended_all_the_same(self) -> None:
-        prefill = LonePrefill().up()
+    def test_a_decode_that_dies_has_its_rooms_ended_all_the_same(
+        self, prefill: LonePrefill
+    ) -> None:
         part(prefill)
         prefill.endpoint.peer_died(DECODE, prefill.now)
         assert prefill.asked() == [CloseRoute(DECODE)] and not prefill.core.peers
@@ -168,17 +165,14 @@ class TestDecodeIsTold:
             RoomFailed(G, SHUT_DOWN),
             RoomFailed(3, SHUT_DOWN),
         ]
-        assert {entry.grant for entry in told if type(entry) is FreePages} == {G, 3} and told[
-            -1
-        ] == StopWatch(KEY)
+        assert {entry.grant for entry in told if type(entry) is FreePages} == {G, 3}
+        assert told[-1] == StopWatch(KEY)
         assert not any(isinstance(entry, tuple) for entry in told[1:]), (
             "prefill has gone: it is asked nothing"
         )
-        assert (
-            len(decode.core.ledger) == 0
-            and not decode.core.links.peers
-            and len(decode.core.deadlines) == 0
-        )
+        assert len(decode.core.ledger) == 0
+        assert not decode.core.links.peers
+        assert len(decode.core.deadlines) == 0
 
     def test_loans_in_doubt_end_when_it_comes_after_a_silence(self, decode: LoneDecode) -> None:
         decode.lent()
@@ -186,11 +180,9 @@ class TestDecodeIsTold:
         decode.tick()
         assert decode.core.ledger.quarantined_pages == 3
         told = decode.hear(goodbye())
-        assert (
-            FreePages(G) in told
-            and decode.core.ledger.quarantined_pages == 0
-            and not decode.core.links.peers
-        )
+        assert FreePages(G) in told
+        assert decode.core.ledger.quarantined_pages == 0
+        assert not decode.core.links.peers
 
     def test_what_it_names_stays_on_loan_and_the_fence_ends_it(self, decode: LoneDecode) -> None:
         decode.lent(1)
@@ -215,27 +207,24 @@ class TestDecodeIsTold:
         assert decode.hear(goodbye(source=OTHER_PREFILL)) == [] and decode.counts.foreign == 1
         assert link(decode) is LinkPhase.UP and len(decode.core.ledger) == 1
 
-    def test_over_the_link_to_another_prefill_it_is_no_proof(self) -> None:
-        decode = LoneDecode().up(TWO)
-        record = decode.lent(7, TWO)
-        assert decode.hear(goodbye(), key=OTHER_KEY) == [] and decode.counts.foreign == 1
+    def test_over_the_link_to_another_prefill_it_is_no_proof(self, two: LoneDecode) -> None:
+        record = two.lent(7, TWO)
+        assert two.hear(goodbye(), key=OTHER_KEY) == [] and two.counts.foreign == 1
         assert len(record.lease.loans) == 2
 
-    def test_the_other_ranks_of_a_room_are_asked_for_their_proof(self) -> None:
-        decode = LoneDecode().up(TWO)
-        record = decode.lent(7, TWO)
-        told = decode.hear(goodbye())
+    def test_the_other_ranks_of_a_room_are_asked_for_their_proof(self, two: LoneDecode) -> None:
+        record = two.lent(7, TWO)
+        told = two.hear(goodbye())
         assert (OTHER_KEY, abort(grant=record.grant, cause=SHUT_DOWN, source=OTHER_PREFILL)) in told
         assert FreePages(record.grant) not in told
-        assert FreePages(record.grant) in decode.hear(
+        assert FreePages(record.grant) in two.hear(
             ack(grant=record.grant, source=OTHER_PREFILL, rank=1), key=OTHER_KEY
         )
 
-    def test_a_room_whose_last_chunk_has_landed_from_there_goes_on(self) -> None:
-        decode = LoneDecode().up(TWO)
-        record = decode.lent(7, TWO)
-        decode.hear(chunk_done(0, 3, last=True, grant=record.grant))
-        told = decode.hear(goodbye())
+    def test_a_room_whose_last_chunk_has_landed_from_there_goes_on(self, two: LoneDecode) -> None:
+        record = two.lent(7, TWO)
+        two.hear(chunk_done(0, 3, last=True, grant=record.grant))
+        told = two.hear(goodbye())
         assert not any(type(entry) is RoomFailed for entry in told) and record.receiving
 
     def test_a_link_that_registers_is_refused_so(self) -> None:
@@ -243,9 +232,8 @@ class TestDecodeIsTold:
         grant = decode.open(7)
         decode.asked()
         told = decode.hear(goodbye())
-        assert (
-            told[:2] == [to(acknowledged()), HangUp(KEY)] and RoomFailed(grant, SHUT_DOWN) in told
-        )
+        assert told[:2] == [to(acknowledged()), HangUp(KEY)]
+        assert RoomFailed(grant, SHUT_DOWN) in told
         assert not decode.core.links.peers
 
 
@@ -254,10 +242,8 @@ class TestDecodeSaysGoodbye:
         assert part(decode) == [to(goodbye())] and link(decode) is LinkPhase.PARTING
         assert decode.tick(TIMING.repeat_after_s) == [to(goodbye())]
         assert [peer.key for peer in decode.endpoint.unparted(decode.now)] == [KEY]
-        assert (
-            decode.hear(acknowledged()) == [HangUp(KEY), StopWatch(KEY)]
-            and not decode.core.links.peers
-        )
+        assert decode.hear(acknowledged()) == [HangUp(KEY), StopWatch(KEY)]
+        assert not decode.core.links.peers
 
     def test_once_where_no_answer_can_be_expected(self) -> None:
         silent = LoneDecode().up()
@@ -287,18 +273,18 @@ class TestDecodeSaysGoodbye:
 
 
 class TestPrefillIsTold:
-    def test_it_forgets_the_decode_and_answers_as_often_as_it_is_asked(self) -> None:
-        prefill = LonePrefill().up()
-        assert (
-            prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)]
-            and not prefill.core.peers
-        )
+    def test_it_forgets_the_decode_and_answers_as_often_as_it_is_asked(
+        self, prefill: LonePrefill
+    ) -> None:
+        assert prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)]
+        assert not prefill.core.peers
         assert prefill.hear(goodbye()) == [acknowledged()]
         assert prefill.register() == [] and prefill.counts.stale == 1, "sent before the goodbye"
         assert len(prefill.core.deadlines) == 0
 
-    def test_rooms_end_and_the_route_is_closed_when_writes_have_ended(self) -> None:
-        prefill = LonePrefill().up()
+    def test_rooms_end_and_the_route_is_closed_when_writes_have_ended(
+        self, prefill: LonePrefill
+    ) -> None:
         record = prefill.matched()
         prefill.send(record, 0, 1, 2, last=True)
         prefill.open(8)
@@ -310,15 +296,12 @@ class TestPrefillIsTold:
         assert prefill.hear(goodbye()) == [acknowledged()], "the first answer was lost"
         assert prefill.ended(1, WriteOutcome.CANCELLED)[-1] == CloseRoute(DECODE)
 
-    def test_doubts_and_silence_keep_nothing_of_it(self) -> None:
-        prefill = LonePrefill().up()
+    def test_doubts_and_silence_keep_nothing_of_it(self, prefill: LonePrefill) -> None:
         prefill.send(prefill.matched(), 0, 1, 2, last=True)
         prefill.ended(1, WriteOutcome.UNPROVEN)
         prefill.tick(TIMING.lost_after_s)
-        assert (
-            prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)]
-            and not prefill.core.peers
-        )
+        assert prefill.hear(goodbye()) == [acknowledged(), CloseRoute(DECODE)]
+        assert not prefill.core.peers
 
     def test_its_route_is_being_opened(self) -> None:
         prefill = LonePrefill()
@@ -349,14 +332,12 @@ class TestPrefillIsTold:
         prefill = LonePrefill(bounds=Bounds(closed_grants=1)).up()
         prefill.core.former.displaced[OTHER_DECODE] = GrantId(5)
         prefill.hear(announce(7, 1), goodbye())
-        assert list(prefill.core.former.parted) == [DECODE] and prefill.core.former.displaced == {
-            OTHER_DECODE: 5
-        }
+        assert list(prefill.core.former.parted) == [DECODE]
+        assert prefill.core.former.displaced == {OTHER_DECODE: 5}
 
 
-def test_what_is_named_is_read_back(decode: LoneDecode) -> None:
+def test_what_is_named_is_read_back(prefill: LonePrefill, decode: LoneDecode) -> None:
     """The whole way: a prefill in doubt about one of two rooms, and the decode that lent to it."""
-    prefill = LonePrefill().up()
     decode.lent(1)
     decode.lent(2)
     prefill.hear(bootstrap(1, G), bootstrap(2, 3))

@@ -847,10 +847,7 @@ def test_a_rank_that_is_lost_is_told_so_and_watched_no_more() -> None:
         assert isinstance(told, SendToMember)
         assert told.routing_id == routing_id(life)
         answer = parse_at_member(told.frame)
-        assert (answer.session, answer.refusal) == (
-            session,
-            f"rank {rank} of the group has died",
-        )  # type: ignore[union-attr]
+        assert (answer.session, answer.refusal) == (session, f"rank {rank} of the group has died")  # type: ignore[union-attr]
         assert unwatch == ([UnwatchMember(life)] if rank else [])
     beat = wire.Beat(
         leader=leader.incarnation, member=life, session=session, sent_below=0, received_below=0

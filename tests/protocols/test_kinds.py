@@ -25,10 +25,7 @@ HYBRID = [
 
 
 def hybrid(**changes: object) -> PoolLayout:
-    return build_layout(
-        HYBRID,
-        **{"page_size": 4, "num_pages": 6, "num_rows": 3, **changes},
-    )  # type: ignore[arg-type]
+    return build_layout(HYBRID, **{"page_size": 4, "num_pages": 6, "num_rows": 3, **changes})  # type: ignore[arg-type]
 
 
 def test_each_unit_has_its_own_bytes() -> None:

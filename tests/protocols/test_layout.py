@@ -127,12 +127,7 @@ def test_sizes_from_numpy_survive_the_wire() -> None:
 
 def test_an_order_nobody_knows_is_refused() -> None:
     with pytest.raises(LayoutError, match="order 'token_first' is neither"):
-        build_layout(
-            STREAMS,
-            page_size=1,
-            num_pages=1,
-            order="token_first",
-        )  # type: ignore[arg-type]
+        build_layout(STREAMS, page_size=1, num_pages=1, order="token_first")  # type: ignore[arg-type]
 
 
 def opaque(streams: dict[str, int], tag: str = "flash-attn HND", page_size: int = 16) -> PoolLayout:

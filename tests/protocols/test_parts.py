@@ -393,12 +393,7 @@ def test_planning_takes_milliseconds() -> None:
     for name, source, target in (("whole to whole", layers, layers), ("TP 2 to 4", mine, theirs)):
         for order in ("page_first", "layer_first"):
             pools = [
-                build_layout(
-                    kinds,
-                    page_size=16,
-                    num_pages=1024,
-                    order=order,
-                )  # type: ignore[arg-type]
+                build_layout(kinds, page_size=16, num_pages=1024, order=order)  # type: ignore[arg-type]
                 for kinds in (source, target)
             ]
             pairing, took_s = Pairing(*pools, partly=True), []

@@ -88,10 +88,8 @@ class TestMeeting:
         prefill.now += 3
         prefill.hear(beat(target=OTHER_DECODE))
         told = [word for word in prefill.tick(3) if isinstance(word, wire.RoomFailed)]
-        assert (
-            failed(causes[5], 5, 1, target=OTHER_DECODE) in told
-            and not prefill.core.rendezvous.announced
-        )
+        assert failed(causes[5], 5, 1, target=OTHER_DECODE) in told
+        assert not prefill.core.rendezvous.announced
 
     def test_a_decode_that_lends_at_once_need_not_hear_it(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
@@ -139,9 +137,8 @@ class TestMeeting:
         record = prefill.open(tokens=tokens, digest=digest, deadline_at_s=START + 90)
         told = prefill.asked() if pages_first else prefill.hear(bootstrap())
         assert told == [failed(why), ack(), *stopped(record, why)]
-        assert record.phase is PrefillPhase.FAILED and prefill.counts.endings == {
-            "failed:prompt_mismatch": 1
-        }
+        assert record.phase is PrefillPhase.FAILED
+        assert prefill.counts.endings == {"failed:prompt_mismatch": 1}
         assert len(prefill.core.deadlines) == 1, "the silence of decode, and no room's"
 
     def test_what_ended_is_sent_again_when_decode_repeats_itself(
@@ -325,8 +322,7 @@ class TestWhatIsOffered:
             RoomMatched(record.serial, TOKENS)
         ]
 
-    def test_a_pool_of_another_size(self) -> None:
-        prefill = LonePrefill().up()
+    def test_a_pool_of_another_size(self, prefill: LonePrefill) -> None:
         assert prefill.hear(bootstrap(pages=(15, 0, 1))) == []
 
 

@@ -114,8 +114,7 @@ def test_another_incarnation_is_told_who_serves_here_now() -> None:
     assert prefill.counts.stale == 2 and not prefill.endpoint.rooms
 
 
-def test_bad_bytes_and_borrowed_names_change_nothing() -> None:
-    prefill = LonePrefill().up()
+def test_bad_bytes_and_borrowed_names_change_nothing(prefill: LonePrefill) -> None:
     prefill.endpoint.receive(b"k", b"\xff", prefill.now)
     assert (prefill.asked(), prefill.counts.malformed) == ([], 1)
     assert prefill.hear(announce(), sender=OTHER_DECODE) == []
@@ -123,8 +122,9 @@ def test_bad_bytes_and_borrowed_names_change_nothing() -> None:
     assert prefill.counts.foreign == 2 and prefill.core.rendezvous.announced == {}
 
 
-def test_a_prefill_whose_plane_stands_still_refuses_newcomers_and_answers_no_heartbeats() -> None:
-    prefill = LonePrefill().up()
+def test_a_prefill_whose_plane_stands_still_refuses_newcomers_and_answers_no_heartbeats(
+    prefill: LonePrefill,
+) -> None:
     prefill.endpoint.note_stall(5.0)
     assert prefill.endpoint.unavailable_reason == "" and prefill.hear(beat()) == [beat()]
     prefill.endpoint.note_stall(5.1)
@@ -197,10 +197,8 @@ class TestRefusedByTheRoute:
         told = [RoomStopped(second.serial, own), RoomReleased(second.serial)]
         assert prefill.hear(abort(8, 2, cause=own)) == told
         assert prefill.counts.stale == 0
-        assert (
-            prefill.hear(bootstrap(9, 3), beat(), ask((9, 3, 0))) == []
-            and prefill.counts.stale == 3
-        )
+        assert prefill.hear(bootstrap(9, 3), beat(), ask((9, 3, 0))) == []
+        assert prefill.counts.stale == 3
 
     def test_rooms_of_one_that_never_registered_are_nobodys(self) -> None:
         prefill = LonePrefill()
@@ -229,10 +227,8 @@ class TestRefusedByTheRoute:
         assert OTHER_DECODE not in prefill.core.former.displaced, "nothing is kept of a stranger"
         prefill.up()
         stale = Cause(Code.STALE_GRANT, "grant 4 is below 5: it has ended")
-        assert (
-            prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
-            and not prefill.core.former.displaced
-        )
+        assert prefill.hear(bootstrap(8, 4)) == [failed(stale, 8, 4), ack(8, 4)]
+        assert not prefill.core.former.displaced
 
     def test_reasons_are_bounded_and_the_oldest_goes_first(self) -> None:
         prefill = LonePrefill(bounds=Bounds(targets=2))
@@ -347,8 +343,9 @@ class TestPlacesAreBounded:
         prefill.up(wire.Incarnation(111))
         assert refusal(prefill, wire.Incarnation(112)) == "2 decodes are registered already"
 
-    def test_a_displaced_decode_whose_route_is_refused_when_it_comes_back(self) -> None:
-        prefill = LonePrefill().up()
+    def test_a_displaced_decode_whose_route_is_refused_when_it_comes_back(
+        self, prefill: LonePrefill
+    ) -> None:
         prefill.core.former.in_doubt[OTHER_DECODE] = (wire.GrantId(3),)
         prefill.register(OTHER_DECODE, layout=SMALLER)
         assert prefill.core.former.in_doubt == {OTHER_DECODE: (3,)}
@@ -396,8 +393,7 @@ class TestPlacesAreBounded:
 class TestWhatWasWithdrawn:
     """Register and Heartbeat say which grants will never be offered: a lost Abort is made good."""
 
-    def test_by_register(self) -> None:
-        prefill = LonePrefill().up()
+    def test_by_register(self, prefill: LonePrefill) -> None:
         record = prefill.open(7)
         assert prefill.hear(announce(7, 1), announce(8, 2), announce(9, 3)) == []
         why = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
@@ -410,8 +406,7 @@ class TestWhatWasWithdrawn:
         assert prefill.hear(announce(8, 4)) == [], "and that was told once"
         assert list(prefill.core.rendezvous.announced) == [9, 8], "the third is still expected"
 
-    def test_by_heartbeat(self) -> None:
-        prefill = LonePrefill().up()
+    def test_by_heartbeat(self, prefill: LonePrefill) -> None:
         record = prefill.open(7)
         prefill.hear(announce(7, 1), announce(8, 2))
         why = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
@@ -419,15 +414,15 @@ class TestWhatWasWithdrawn:
         assert prefill.hear(beat(2)) == [beat(), *ended]
         assert list(prefill.core.rendezvous.announced) == [8]
 
-    def test_a_heartbeat_about_grants_that_never_came_is_not_its_own(self) -> None:
-        prefill = LonePrefill().up()
+    def test_a_heartbeat_about_grants_that_never_came_is_not_its_own(
+        self, prefill: LonePrefill
+    ) -> None:
         prefill.hear(announce(7, 1))
         assert prefill.hear(beat(3)) == [] and prefill.counts.foreign == 1
         assert list(prefill.core.rendezvous.announced) == [7]
 
 
-def test_a_room_is_matched_whatever_its_decode_registered_again() -> None:
-    prefill = LonePrefill().up()
+def test_a_room_is_matched_whatever_its_decode_registered_again(prefill: LonePrefill) -> None:
     prefill.hear(bootstrap(7, 1))
     prefill.register(fresh_from=2)
     record = prefill.endpoint.open_room(7, TOKENS, DIGEST, now=prefill.now)

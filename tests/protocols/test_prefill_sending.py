@@ -121,9 +121,7 @@ class TestPinned:
 class TestChunks:
     def test_each_goes_onto_the_next_of_decodes_pages(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
-        assert prefill.send(record, 1, 3) == [
-            StartWrite(1, 1, DECODE, (1, 3), (7, 2)),
-        ]  # type: ignore[arg-type]
+        assert prefill.send(record, 1, 3) == [StartWrite(1, 1, DECODE, (1, 3), (7, 2))]  # type: ignore[arg-type]
         assert prefill.send(record, 4, last=True, handoff=b"h") == [
             StartWrite(2, 1, DECODE, (4,), (5,))
         ]  # type: ignore[arg-type]
@@ -134,11 +132,9 @@ class TestChunks:
         assert prefill.hear(bootstrap()) == [chunk_done(0, 2, checksum=b"sum"), done[0]], (
             "it missed them"
         )
-        assert (
-            prefill.counts.endings == {"success": 1}
-            and not prefill.core.writes
-            and not prefill.endpoint.rooms
-        )
+        assert prefill.counts.endings == {"success": 1}
+        assert not prefill.core.writes
+        assert not prefill.endpoint.rooms
         assert len(prefill.core.deadlines) == 1 and len(prefill.core.rendezvous) == 0
 
     def test_they_are_told_in_the_order_in_which_they_were_queued(
@@ -154,19 +150,15 @@ class TestChunks:
     def test_a_pause_between_two(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         prefill.send(record, 1)
-        assert (
-            prefill.ended(1) == [chunk_done(0, 1)]
-            and record.phase is PrefillPhase.WAITING_FOR_INPUT
-        )
+        assert prefill.ended(1) == [chunk_done(0, 1)]
+        assert record.phase is PrefillPhase.WAITING_FOR_INPUT
         prefill.send(record, 2, 3, last=True)
         assert prefill.ended(2) == [chunk_done(1, 2, True), RoomDone(1), RoomReleased(1)]
 
     def test_the_last_one_may_have_no_pages(self, prefill: LonePrefill) -> None:
         record = prefill.matched()
         prefill.send(record, 1, 2, 3)
-        assert prefill.send(record, last=True, handoff=b"h") == [
-            StartWrite(2, 1, DECODE, (), ()),
-        ]  # type: ignore[arg-type]
+        assert prefill.send(record, last=True, handoff=b"h") == [StartWrite(2, 1, DECODE, (), ())]  # type: ignore[arg-type]
         assert prefill.ended(2) == []
         done = [chunk_done(0, 3), chunk_done(1, 0, True, b"h"), RoomDone(1), RoomReleased(1)]
         assert prefill.ended(1) == done
@@ -177,9 +169,7 @@ class TestChunks:
         prefill.hear(bootstrap(pages=(), prefix=11))
         record = prefill.open()
         prefill.asked()
-        assert prefill.send(record, last=True) == [
-            StartWrite(1, 1, DECODE, (), ()),
-        ]  # type: ignore[arg-type]
+        assert prefill.send(record, last=True) == [StartWrite(1, 1, DECODE, (), ())]  # type: ignore[arg-type]
         assert record.phase is PrefillPhase.TRANSFERRING and not record.ended
         assert prefill.ended(1) == [chunk_done(0, 0, True), RoomDone(1), RoomReleased(1)]
         assert prefill.counts.endings == {"success": 1}
@@ -192,9 +182,7 @@ class TestChunks:
     def test_writes_of_all_rooms_have_numbers_of_their_own(self, prefill: LonePrefill) -> None:
         first, second = prefill.matched(7, 1), prefill.matched(8, 2)
         prefill.send(first, 1)
-        assert prefill.send(second, 2) == [
-            StartWrite(2, 2, DECODE, (2,), (7,)),
-        ]  # type: ignore[arg-type]
+        assert prefill.send(second, 2) == [StartWrite(2, 2, DECODE, (2,), (7,))]  # type: ignore[arg-type]
         assert prefill.ended(2) == [chunk_done(0, 1, room=8, grant=2)]
 
 
@@ -273,9 +261,7 @@ class TestWhatCannotBeSent:
         prefill.endpoint.queue_chunk(
             record, indices(1, 2, 3), last=True, handoff=b"", now=START, checked=True
         )
-        assert prefill.asked() == [
-            StartWrite(1, 1, DECODE, (1, 2, 3), (7, 2, 5)),
-        ]  # type: ignore[arg-type]
+        assert prefill.asked() == [StartWrite(1, 1, DECODE, (1, 2, 3), (7, 2, 5))]  # type: ignore[arg-type]
         with pytest.raises(MisuseError):
             prefill.endpoint.queue_chunk(record, indices(1), last=True, handoff=b"", now=START)
 
@@ -329,10 +315,8 @@ class TestWritesThatFail:
             prefill.send(record, page, last=page == 3)
         why = Cause(Code.TRANSFER_ERROR, "EIO")
         stop = [failed(why), RoomStopped(1, why), CancelWrite(2), CancelWrite(3)]
-        assert (
-            prefill.ended(1, W.UNPROVEN, error="EIO") == stop
-            and record.phase is PrefillPhase.DRAINING
-        )
+        assert prefill.ended(1, W.UNPROVEN, error="EIO") == stop
+        assert record.phase is PrefillPhase.DRAINING
         assert prefill.ended(2) == []
         assert prefill.ended(3, W.CANCELLED) == [ack(drained=False), RoomReleased(1)]
         assert prefill.counts.endings == {"lost:transfer_error": 1}
@@ -394,9 +378,8 @@ class TestRoomsThatEndWhileTheyWrite:
         ], "nothing is sent to it"
         assert second.ended
         assert prefill.hear(beat(), announce(9, 9)) == [] and prefill.counts.stale == 2
-        assert prefill.register() == [] and [p.phase for p in prefill.endpoint.peers] == [
-            PeerPhase.GONE
-        ]
+        assert prefill.register() == []
+        assert [p.phase for p in prefill.endpoint.peers] == [PeerPhase.GONE]
         prefill.endpoint.peer_died(DECODE, prefill.now)
         assert prefill.asked() == []
         assert prefill.ended(1) == [RoomReleased(1), CloseRoute(DECODE)], (
@@ -437,10 +420,8 @@ class TestDecodeAsks:
         prefill.send(record, 1)
         prefill.ended(1)
         prefill.send(record, 2, 3, last=True)
-        assert (
-            prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1)]
-            and prefill.hear(ask((7, 1, 1))) == []
-        )
+        assert prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1)]
+        assert prefill.hear(ask((7, 1, 1))) == []
         prefill.ended(2)
         assert prefill.hear(ask((7, 1, 1))) == [chunk_done(1, 2, True)]
         assert prefill.hear(ask((7, 1, 0))) == [chunk_done(0, 1), chunk_done(1, 2, True)]
@@ -482,9 +463,8 @@ class TestBelowTheLowWater:
             == [failed(stale, 7, 4), ack(7, 4)]
             == prefill.hear(bootstrap(7, 4))
         )
-        assert prefill.hear(abort(7, 4)) == [ack(7, 4)] and prefill.hear(ask((7, 4, 2))) == [
-            ask((7, 4, 2))
-        ]
+        assert prefill.hear(abort(7, 4)) == [ack(7, 4)]
+        assert prefill.hear(ask((7, 4, 2))) == [ask((7, 4, 2))]
         assert prefill.core.rooms == {} == prefill.core.rendezvous.announced
 
     def test_what_was_evicted_in_doubt_is_never_called_drained(self) -> None:

@@ -47,10 +47,8 @@ def test_whatever_is_received_ends_the_silence(prefill: LonePrefill) -> None:
     prefill.tick(5)
     assert prefill.hear(beat()) == [beat()] and phase(prefill) is PeerPhase.UP
     prefill.tick(5)
-    assert (
-        prefill.register(fresh_from=3) == [registered(fresh_from=3)]
-        and phase(prefill) is PeerPhase.UP
-    )
+    assert prefill.register(fresh_from=3) == [registered(fresh_from=3)]
+    assert phase(prefill) is PeerPhase.UP
     assert prefill.endpoint.next_tick() == prefill.now + 5
 
 
@@ -187,11 +185,9 @@ def test_an_engine_does_not_join_what_is_about_to_be_void(prefill: LonePrefill, 
     last, other = MANY[-1], MANY[-2]
     assert last in prefill.core.rendezvous.announced
     record = prefill.open(last)
-    assert (
-        record.ended
-        and record.state.cause is not None
-        and record.state.cause.code in (Code.PEER_LOST, Code.CLIENT_GONE)
-    )
+    assert record.ended
+    assert record.state.cause is not None
+    assert record.state.cause.code in (Code.PEER_LOST, Code.CLIENT_GONE)
     prefill.asked()
     assert prefill.hear(announce(other, 7, OTHER_DECODE))[:1] != [
         failed(IN_USE, other, 7, OTHER_DECODE)
@@ -224,10 +220,8 @@ def test_a_room_that_ended_by_itself_is_not_ended_again(prefill: LonePrefill) ->
 def test_many_deadlines_strike_a_few_at_a_time(prefill: LonePrefill) -> None:
     rooms = [prefill.open(room) for room in range(1, TICK_WORK + 3)]
     prefill.tick(3)
-    assert (
-        sum(record.ended for record in rooms) == TICK_WORK
-        and prefill.endpoint.next_tick() <= prefill.now
-    )
+    assert sum(record.ended for record in rooms) == TICK_WORK
+    assert prefill.endpoint.next_tick() <= prefill.now
     prefill.tick()
     assert all(record.ended for record in rooms)
 

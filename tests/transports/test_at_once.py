@@ -94,9 +94,8 @@ async def test_up_to_64_kib_in_few_blocks_has_landed_when_write_returns(
             write = p.route.write(at, there)
             at_once = count <= at_once_pages
             assert write.done.done() is at_once and (p.same(at, there) or not at_once)
-            assert await asyncio.shield(
-                write.done
-            ) is write.outcome is WriteOutcome.LANDED and p.same(at, there)
+            assert await asyncio.shield(write.done) is write.outcome is WriteOutcome.LANDED
+            assert p.same(at, there)
             assert write.landed_bytes == write.total_bytes == count * 4 * KIB and not write.error
             write.cancel()  # too late, and harmless
             assert before < p.landed_pages <= before + count and p.plane.stalled_s == 0
@@ -112,9 +111,8 @@ async def test_nothing_overtakes_what_was_written_before() -> None:
         assert not tiny.done.done() and p.plane.stalled_s < 20
         large.cancel()
         assert await asyncio.shield(large.done) is WriteOutcome.CANCELLED
-        assert await asyncio.shield(tiny.done) is WriteOutcome.LANDED and p.same(
-            pages(PAGES - 1), pages(PAGES - 1)
-        )
+        assert await asyncio.shield(tiny.done) is WriteOutcome.LANDED
+        assert p.same(pages(PAGES - 1), pages(PAGES - 1))
 
 
 @pytest.mark.parametrize(

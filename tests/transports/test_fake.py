@@ -149,10 +149,8 @@ async def test_closing_ends_what_is_under_way() -> None:
     route = await pair.route()
     stuck, waiting = route.write(*FOUR), route.write(*FOUR)
     await pair.prefill.close()
-    assert (
-        stuck.done.result() is WriteOutcome.UNPROVEN
-        and waiting.done.result() is WriteOutcome.CANCELLED
-    )
+    assert stuck.done.result() is WriteOutcome.UNPROVEN
+    assert waiting.done.result() is WriteOutcome.CANCELLED
     with pytest.raises(TransferError):
         await pair.decode.connect(pair.prefill_end, pair.source.layout)
 

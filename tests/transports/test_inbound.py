@@ -330,7 +330,6 @@ def test_addresses_are_written_as_the_tables_write_them() -> None:
         (row,) = [row for row in rows(ports={port}) if row.ends.port == port]
         assert row.ends.address == encode_address("127.0.0.1") == encode_address("::ffff:127.0.0.1")
         assert row.inode in sockets() and row.inode in sockets(os.getpid())
-    assert is_loopback(encode_address("127.3.2.1")) and not is_loopback(
-        encode_address("126.0.0.127")
-    )
+    assert is_loopback(encode_address("127.3.2.1"))
+    assert not is_loopback(encode_address("126.0.0.127"))
     assert sockets(own_identity().pid + (1 << 22)) == {}

@@ -24,7 +24,7 @@ from kvflow.transports.data import local
 from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.route import BlockList
 from kvflow.transports.data.write_thread import ThreadWrite
-from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned
+from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ async def side() -> AsyncIterator[Side]:
     opened = Side("local", "page_first", None)
     yield opened
     await opened.close()
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
+    async with spawned("local") as made:
+        yield made
 
 
 class Copies:
@@ -124,12 +130,13 @@ def test_where_the_gil_is_long_in_coming_back_it_is_kept_for_a_while(
 @pytest.mark.parametrize(
     "address", ["", "fd:", "fd:-1", "fd:1 ", "fd:1\n", "/dev/shm/x", "fd:99999", "fd:0"]
 )
-async def test_only_a_sealed_segment_of_that_process_is_opened(side: Side, address: str) -> None:
-    async with spawned("local") as peer:
-        with pytest.raises(TransferError):
-            await side.plane.connect(
-                msgspec.structs.replace(peer.address, locator=address), peer.layout
-            )
+async def test_only_a_sealed_segment_of_that_process_is_opened(
+    side: Side, address: str, peer: Peer
+) -> None:
+    with pytest.raises(TransferError):
+        await side.plane.connect(
+            msgspec.structs.replace(peer.address, locator=address), peer.layout
+        )
 
 
 async def test_a_pool_that_is_long_in_being_mapped_is_given_up(
@@ -182,45 +189,44 @@ async def test_a_segment_has_room_for_many_owners_and_no_more(side: Side) -> Non
     ).close()
 
 
-async def test_a_reused_pid_is_told_apart(side: Side) -> None:
-    async with spawned("local") as peer:
-        identity = msgspec.structs.replace(
-            peer.address.process, start_ticks=peer.address.process.start_ticks + 1
-        )
-        stranger = msgspec.structs.replace(peer.address, process=identity)
-        with pytest.raises(TransferError, match="has ended"):
-            await side.plane.connect(stranger, peer.layout)
-        await asyncio.wait_for(side.plane.fence(stranger), 20)
+async def test_a_reused_pid_is_told_apart(side: Side, peer: Peer) -> None:
+    identity = msgspec.structs.replace(
+        peer.address.process, start_ticks=peer.address.process.start_ticks + 1
+    )
+    stranger = msgspec.structs.replace(peer.address, process=identity)
+    with pytest.raises(TransferError, match="has ended"):
+        await side.plane.connect(stranger, peer.layout)
+    await asyncio.wait_for(side.plane.fence(stranger), 20)
 
 
-async def test_offsets_from_the_wire_are_checked_against_the_real_segment(side: Side) -> None:
-    async with spawned("local") as peer:
-        (buffer,) = peer.layout.buffers
-        for lie in (
-            msgspec.structs.replace(buffer, address=buffer.address + 4096),
-            msgspec.structs.replace(buffer, size_bytes=buffer.size_bytes + 4096),
-            msgspec.structs.replace(buffer, address=1 << 62),
-        ):
-            with pytest.raises(LayoutError):
-                await side.plane.connect(
-                    peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,))
-                )
-        more_pages = msgspec.structs.replace(peer.layout, num_pages=NUM_PAGES + 1)
+async def test_offsets_from_the_wire_are_checked_against_the_real_segment(
+    side: Side, peer: Peer
+) -> None:
+    (buffer,) = peer.layout.buffers
+    for lie in (
+        msgspec.structs.replace(buffer, address=buffer.address + 4096),
+        msgspec.structs.replace(buffer, size_bytes=buffer.size_bytes + 4096),
+        msgspec.structs.replace(buffer, address=1 << 62),
+    ):
         with pytest.raises(LayoutError):
-            await side.plane.connect(peer.address, more_pages)
+            await side.plane.connect(
+                peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,))
+            )
+    more_pages = msgspec.structs.replace(peer.layout, num_pages=NUM_PAGES + 1)
+    with pytest.raises(LayoutError):
+        await side.plane.connect(peer.address, more_pages)
 
 
-async def test_a_child_of_the_writer_has_no_way_in(side: Side) -> None:
-    async with spawned("local") as peer:
-        await let_write(peer, side)
-        child = await peer.ask("fork")
-        segment = side.pool.segment
-        assert segment is not None
-        inode = os.stat(f"/proc/self/fd/{segment.fd}").st_ino
-        assert f" {inode} " in _mapped(peer.process.pid)
-        assert f" {inode} " not in _mapped(child)
-        peer.process.kill()
-        await asyncio.wait_for(side.plane.fence(peer.address), 5)
+async def test_a_child_of_the_writer_has_no_way_in(side: Side, peer: Peer) -> None:
+    await let_write(peer, side)
+    child = await peer.ask("fork")
+    segment = side.pool.segment
+    assert segment is not None
+    inode = os.stat(f"/proc/self/fd/{segment.fd}").st_ino
+    assert f" {inode} " in _mapped(peer.process.pid)
+    assert f" {inode} " not in _mapped(child)
+    peer.process.kill()
+    await asyncio.wait_for(side.plane.fence(peer.address), 5)
 
 
 def _mapped(pid: int) -> str:
@@ -248,9 +254,8 @@ async def test_a_pool_of_a_users_own_tensors_can_send_and_not_receive(side: Side
     route = await plane.connect(*other.export(target.layout))
     private.tensor("k")[3] = 9
     assert await asyncio.shield(route.write(pages(3), pages(5)).done) is WriteOutcome.LANDED
-    assert (target.pages_bytes(pages(5)) == 9).all() and not target.pages_bytes(
-        np.arange(5, dtype=np.int32)
-    ).any()
+    assert (target.pages_bytes(pages(5)) == 9).all()
+    assert not target.pages_bytes(np.arange(5, dtype=np.int32)).any()
     for opened in (plane, other):
         await opened.close()
     assert route.closed and not plane._routes, "what was mapped for it is let go of"

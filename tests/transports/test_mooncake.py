@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import numpy as np
@@ -24,12 +24,25 @@ from kvflow.testing.freezing import freeze
 from kvflow.transports.data.mooncake import plane as mooncake
 from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.write_thread import ThreadWrite
-from tests.transports.peer_process import NUM_PAGES, Side, pages, spawned, until
+from tests.transports.peer_process import NUM_PAGES, Peer, Side, pages, spawned, until
 
 pytest.importorskip("mooncake")
 
 EVERYTHING = np.arange(NUM_PAGES, dtype=np.int32)
 SCATTERED = EVERYTHING[::2].copy()  # no two pages are one block
+
+
+@pytest.fixture
+async def side() -> AsyncIterator[Side]:
+    made = Side("mooncake", "page_first", None)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
+    async with spawned("mooncake") as made:
+        yield made
 
 
 async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
@@ -46,8 +59,7 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
     await side.close()
 
 
-async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() -> None:
-    side = Side("mooncake", "page_first", None)
+async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost(side: Side) -> None:
     side.fill(1)
     async with spawned("mooncake") as peer, spawned("mooncake") as other:
         route = await side.plane.connect(peer.address, peer.layout)
@@ -81,30 +93,28 @@ async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost() ->
         )
         landed = np.frombuffer(await bytes_of(peer, EVERYTHING), dtype=np.uint8)
         assert max(stuck.landed_bytes, side.pool.layout.page_bytes) == np.count_nonzero(landed)
-    await side.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes_on() -> None:
+async def test_a_receiver_that_was_frozen_for_long_proves_its_pages_when_it_goes_on(
+    side: Side, peer: Peer
+) -> None:
     """By itself the engine gives up after 30 s, and nobody could ever say where its blocks have
     gone.
     """
-    side = Side("mooncake", "page_first", None)
     side.fill(1)
-    async with spawned("mooncake") as peer:
-        route = await side.plane.connect(peer.address, peer.layout)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
-        await freeze(peer.process.pid)
-        write = route.write(EVERYTHING, EVERYTHING)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(write.done), 33)
-        peer.process.send_signal(signal.SIGCONT)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.LANDED, (
-            write.error
-        )
-        assert await bytes_of(peer, EVERYTHING) == side.pool.pages_bytes(EVERYTHING).tobytes()
-    await side.close()
+    route = await side.plane.connect(peer.address, peer.layout)
+    assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+    await freeze(peer.process.pid)
+    write = route.write(EVERYTHING, EVERYTHING)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(write.done), 33)
+    peer.process.send_signal(signal.SIGCONT)
+    assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.LANDED, (
+        write.error
+    )
+    assert await bytes_of(peer, EVERYTHING) == side.pool.pages_bytes(EVERYTHING).tobytes()
 
 
 def under_way(side: Side) -> dict[str, int]:
@@ -135,53 +145,44 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(
         write = route.write(EVERYTHING, EVERYTHING)
         await until(lambda: _begun(write))
         await until(lambda: under_way(side)["handles"] > 0)
-        assert (
-            under_way(side)["bytes"] > 0
-            and under_way(side)["jobs"] == under_way(side)["writes"] == 1
-        )
+        assert under_way(side)["bytes"] > 0
+        assert under_way(side)["jobs"] == under_way(side)["writes"] == 1
         await asyncio.wait_for(side.plane.close(), 5)
         assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
     side.pool.close()
 
 
-async def test_addresses_outside_the_receivers_pool_are_refused_by_it() -> None:
-    side = Side("mooncake", "page_first", None)
-    async with spawned("mooncake") as peer:
-        (buffer,) = peer.layout.buffers
-        lie = msgspec.structs.replace(
-            buffer, address=buffer.address + buffer.size_bytes + (1 << 30)
-        )
-        route = await side.plane.connect(
-            peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,))
-        )
-        assert (
-            await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10)
-            is WriteOutcome.UNPROVEN
-        )
-        assert await peer.ask("landed") == 0
-    await side.close()
+async def test_addresses_outside_the_receivers_pool_are_refused_by_it(
+    side: Side, peer: Peer
+) -> None:
+    (buffer,) = peer.layout.buffers
+    lie = msgspec.structs.replace(buffer, address=buffer.address + buffer.size_bytes + (1 << 30))
+    route = await side.plane.connect(
+        peer.address, msgspec.structs.replace(peer.layout, buffers=(lie,))
+    )
+    assert (
+        await asyncio.wait_for(asyncio.shield(route.write(pages(0), pages(0)).done), 10)
+        is WriteOutcome.UNPROVEN
+    )
+    assert await peer.ask("landed") == 0
 
 
-async def test_a_session_of_another_process_is_not_used_again() -> None:
-    side = Side("mooncake", "page_first", None)
+async def test_a_session_of_another_process_is_not_used_again(side: Side, peer: Peer) -> None:
     assert isinstance(side.plane, mooncake.MooncakePlane)
     side.fill(2)
-    async with spawned("mooncake") as peer:
-        earlier = _elsewhere(peer.address)  # the port's last owner, as we got to know it
-        stale = await side.plane.connect(earlier, peer.layout)
-        assert await asyncio.shield(stale.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
-        for _ in range(2):
-            route = await side.plane.connect(peer.address, peer.layout)
-            assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
-        assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
-        assert len(side.plane._engines) == 2
-        landed = await peer.ask("landed")
-        write = stale.write(pages(5), pages(6))  # meant for the last owner
-        assert (
-            await asyncio.shield(write.done) is WriteOutcome.UNPROVEN and "has ended" in write.error
-        )
-        assert await peer.ask("landed") == landed
-    await side.close()
+    earlier = _elsewhere(peer.address)  # the port's last owner, as we got to know it
+    stale = await side.plane.connect(earlier, peer.layout)
+    assert await asyncio.shield(stale.write(pages(0), pages(0)).done) is WriteOutcome.LANDED
+    for _ in range(2):
+        route = await side.plane.connect(peer.address, peer.layout)
+        assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
+    assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
+    assert len(side.plane._engines) == 2
+    landed = await peer.ask("landed")
+    write = stale.write(pages(5), pages(6))  # meant for the last owner
+    assert await asyncio.shield(write.done) is WriteOutcome.UNPROVEN
+    assert "has ended" in write.error
+    assert await peer.ask("landed") == landed
 
 
 def _elsewhere(address: PlaneAddress) -> PlaneAddress:
@@ -191,24 +192,20 @@ def _elsewhere(address: PlaneAddress) -> PlaneAddress:
 
 
 @pytest.mark.parametrize("pid", [1, 2**22 - 1], ids=["another's here", "nobody's here"])
-async def test_a_peer_of_another_host_is_reached_whatever_its_pid_means_here(pid: int) -> None:
-    side = Side("mooncake", "page_first", None)
+async def test_a_peer_of_another_host_is_reached_whatever_its_pid_means_here(
+    pid: int, side: Side, peer: Peer
+) -> None:
     side.fill(2)
-    async with spawned("mooncake") as peer:
-        there = _elsewhere(peer.address)
-        there = msgspec.structs.replace(
-            there, process=msgspec.structs.replace(there.process, pid=pid)
-        )
-        route = await side.plane.connect(there, peer.layout)
-        assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
-        assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
-        with pytest.raises(TransferError, match="another host"):
-            await side.plane.fence(there)
-    await side.close()
+    there = _elsewhere(peer.address)
+    there = msgspec.structs.replace(there, process=msgspec.structs.replace(there.process, pid=pid))
+    route = await side.plane.connect(there, peer.layout)
+    assert await asyncio.shield(route.write(pages(3), pages(4)).done) is WriteOutcome.LANDED
+    assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
+    with pytest.raises(TransferError, match="another host"):
+        await side.plane.fence(there)
 
 
-async def test_a_route_to_a_dead_process_submits_nothing() -> None:
-    side = Side("mooncake", "page_first", None)
+async def test_a_route_to_a_dead_process_submits_nothing(side: Side) -> None:
     descriptors = len(os.listdir("/proc/self/fd"))
     async with spawned("mooncake") as peer:
         route = await side.plane.connect(peer.address, peer.layout)
@@ -227,7 +224,6 @@ async def test_a_route_to_a_dead_process_submits_nothing() -> None:
         with pytest.raises(TransferError, match="closed"):
             route.write(pages(0), pages(0))
     assert len(os.listdir("/proc/self/fd")) <= descriptors + 16  # the engine keeps some
-    await side.close()
 
 
 def _count_submits(route: MooncakeRoute, fail_at: int = -1) -> list[int]:
@@ -249,29 +245,26 @@ def _count_submits(route: MooncakeRoute, fail_at: int = -1) -> list[int]:
 
 @pytest.mark.parametrize("call", ["submit", "check"])
 async def test_an_engine_that_raises_gets_its_window_back(
-    call: str, monkeypatch: pytest.MonkeyPatch
+    call: str, monkeypatch: pytest.MonkeyPatch, side: Side, peer: Peer
 ) -> None:
-    side = Side("mooncake", "page_first", None)
     side.fill(9)
-    async with spawned("mooncake") as peer:
-        route = await side.plane.connect(peer.address, peer.layout)
-        assert isinstance(route, MooncakeRoute)
-        with monkeypatch.context() as patched:
-            if call == "submit":
-                submitted = _count_submits(route, fail_at=3)
-            else:
-                submitted = _count_submits(route)
-                patched.setattr(route, "check", lambda handle: 1 // 0)
-            write = route.write(SCATTERED, SCATTERED)
-            assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
-        assert ("RuntimeError" if call == "submit" else "ZeroDivisionError") in write.error
-        assert (route.jobs, route.handles, route.bytes) == (0, 0, 0)
+    route = await side.plane.connect(peer.address, peer.layout)
+    assert isinstance(route, MooncakeRoute)
+    with monkeypatch.context() as patched:
         if call == "submit":
-            assert len(submitted) == 3
-            # Followed to their end.
-            assert write.landed_bytes == sum(submitted[:2]) == await peer.ask("landed")
-        assert await asyncio.shield(route.write(SCATTERED, SCATTERED).done) is WriteOutcome.LANDED
-    await side.close()
+            submitted = _count_submits(route, fail_at=3)
+        else:
+            submitted = _count_submits(route)
+            patched.setattr(route, "check", lambda handle: 1 // 0)
+        write = route.write(SCATTERED, SCATTERED)
+        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+    assert ("RuntimeError" if call == "submit" else "ZeroDivisionError") in write.error
+    assert (route.jobs, route.handles, route.bytes) == (0, 0, 0)
+    if call == "submit":
+        assert len(submitted) == 3
+        # Followed to their end.
+        assert write.landed_bytes == sum(submitted[:2]) == await peer.ask("landed")
+    assert await asyncio.shield(route.write(SCATTERED, SCATTERED).done) is WriteOutcome.LANDED
 
 
 async def test_after_a_failed_block_nothing_more_of_a_write_is_submitted() -> None:
@@ -408,13 +401,11 @@ def _has_been_looked_at(plane: DataPlane, writer: PlaneAddress) -> bool:
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", "host:99999999", "a b:1", "127.0.0.1:1"])
-async def test_what_is_no_session_is_refused(address: str) -> None:
-    side = Side("mooncake", "page_first", None)
+async def test_what_is_no_session_is_refused(address: str, side: Side) -> None:
     with pytest.raises(TransferError):
         await side.plane.connect(
             msgspec.structs.replace(side.address, locator=address), side.layout
         )
-    await side.close()
 
 
 def test_more_regions_than_the_engine_can_take_are_refused() -> None:

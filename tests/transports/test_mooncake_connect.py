@@ -74,6 +74,18 @@ def elsewhere(number: int) -> ProcessIdentity:
     return msgspec.structs.replace(own_identity(), boot_id="elsewhere", pid=number)
 
 
+@pytest.fixture
+async def plane() -> AsyncIterator[mooncake.MooncakePlane]:
+    async with sender() as (_, made):
+        yield made
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
+    async with spawned("mooncake") as made:
+        yield made
+
+
 @asynccontextmanager
 async def sender() -> AsyncIterator[tuple[Side, mooncake.MooncakePlane]]:
     side = Side("mooncake", "page_first", None)
@@ -109,25 +121,22 @@ async def test_an_engine_that_does_not_give_memory_back_holds_up_no_close(
 
 
 async def test_mute_ports_cost_no_thread_and_keep_nobody_waiting(
-    monkeypatch: pytest.MonkeyPatch,
+    plane: mooncake.MooncakePlane, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with sender() as (_, plane), spawned("mooncake") as peer:
-        with mute_port() as session:
-            before = threading.active_count()
-            mute = [
-                asyncio.ensure_future(plane.connect(at(session), peer.layout)) for _ in range(40)
-            ]
-            assert await lands(plane, peer)
-            assert threading.active_count() <= before + 1, "the plane's own"
-            assert not any(task.done() for task in mute)
-            for task in mute:
-                task.cancel()
-            await asyncio.gather(*mute, return_exceptions=True)
-            monkeypatch.setattr(mooncake, "_ANSWER_S", SOON_S)
-            with pytest.raises(
-                TransferError, match=f"no mooncake engine answers at {session} within 0.5 s"
-            ):
-                await plane.connect(at(session), peer.layout)
+    with mute_port() as session:
+        before = threading.active_count()
+        mute = [asyncio.ensure_future(plane.connect(at(session), peer.layout)) for _ in range(40)]
+        assert await lands(plane, peer)
+        assert threading.active_count() <= before + 1, "the plane's own"
+        assert not any(task.done() for task in mute)
+        for task in mute:
+            task.cancel()
+        await asyncio.gather(*mute, return_exceptions=True)
+        monkeypatch.setattr(mooncake, "_ANSWER_S", SOON_S)
+        with pytest.raises(
+            TransferError, match=f"no mooncake engine answers at {session} within 0.5 s"
+        ):
+            await plane.connect(at(session), peer.layout)
 
 
 async def test_who_falls_silent_after_the_first_answer_is_left_to_the_engine(
@@ -187,17 +196,18 @@ async def test_addresses_of_another_family_are_refused_in_one_line() -> None:
             await plane.connect(at("[::1]:9"), side.pool.layout)
 
 
-async def test_a_session_is_the_process_that_listens_there() -> None:
-    async with sender() as (_, plane), spawned("mooncake") as peer:
-        route = await plane.connect(peer.address, peer.layout)
-        with pytest.raises(
-            TransferError, match=f"process {os.getpid()} does not listen at {peer.address.locator}"
-        ):
-            await plane.connect(at(peer.address.locator), peer.layout)
-        assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED, (
-            "it is its owner's"
-        )
-        assert len(plane._engines) == 1 and await lands(plane, peer)
+async def test_a_session_is_the_process_that_listens_there(
+    plane: mooncake.MooncakePlane, peer: Peer
+) -> None:
+    route = await plane.connect(peer.address, peer.layout)
+    with pytest.raises(
+        TransferError, match=f"process {os.getpid()} does not listen at {peer.address.locator}"
+    ):
+        await plane.connect(at(peer.address.locator), peer.layout)
+    assert await asyncio.shield(route.write(pages(0), pages(0)).done) is WriteOutcome.LANDED, (
+        "it is its owner's"
+    )
+    assert len(plane._engines) == 1 and await lands(plane, peer)
 
 
 async def test_engines_and_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,22 +235,22 @@ async def test_engines_and_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-async def test_a_silent_connection_at_a_decodes_port_keeps_prefill_waiting_and_no_more() -> None:
-    async with sender() as (_, plane), spawned("mooncake") as peer:
-        host, port = peer.address.locator.split(":")
-        with socket.create_connection((host, int(port))):  # its engine serves nobody else for 5 s
-            await asyncio.wait_for(plane.connect(peer.address, peer.layout), 15)
+async def test_a_silent_connection_at_a_decodes_port_keeps_prefill_waiting_and_no_more(
+    plane: mooncake.MooncakePlane, peer: Peer
+) -> None:
+    host, port = peer.address.locator.split(":")
+    with socket.create_connection((host, int(port))):  # its engine serves nobody else for 5 s
+        await asyncio.wait_for(plane.connect(peer.address, peer.layout), 15)
 
 
-async def test_a_closed_plane_opens_nothing() -> None:
-    async with sender() as (_, plane), spawned("mooncake") as peer:
-        await plane.connect(peer.address, peer.layout)
-        ours = plane._layout
-        assert ours is not None
-        await plane.close()
-        # As a connect that had come this far when it was closed.
-        with pytest.raises(TransferError, match="closed"):
-            plane._reach(peer.address, ours, peer.layout)
+async def test_a_closed_plane_opens_nothing(plane: mooncake.MooncakePlane, peer: Peer) -> None:
+    await plane.connect(peer.address, peer.layout)
+    ours = plane._layout
+    assert ours is not None
+    await plane.close()
+    # As a connect that had come this far when it was closed.
+    with pytest.raises(TransferError, match="closed"):
+        plane._reach(peer.address, ours, peer.layout)
 
 
 async def test_what_cannot_be_looked_at_just_now_is_no_lie(monkeypatch: pytest.MonkeyPatch) -> None:

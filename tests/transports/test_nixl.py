@@ -10,6 +10,7 @@ import logging.config
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -51,6 +52,19 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", BY_THE_RECEIVER)
 
 
+@pytest.fixture
+async def side() -> AsyncIterator[Side]:
+    made = Side("nixl", "page_first", None)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def peer() -> AsyncIterator[Peer]:
+    async with spawned("nixl") as made:
+        yield made
+
+
 def plane_of(side: Side) -> nixl.NixlPlane:
     assert isinstance(side.plane, nixl.NixlPlane)
     return side.plane
@@ -84,9 +98,8 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven(transports: str)
 
 
 async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_read(
-    over_tcp: None,
+    over_tcp: None, side: Side
 ) -> None:
-    side = Side("nixl", "page_first", None)
     side.fill(1)
     async with spawned("nixl") as peer, spawned("nixl") as other:
         route = await side.plane.connect(peer.address, peer.layout)
@@ -107,28 +120,24 @@ async def test_over_tcp_nothing_is_called_landed_that_a_frozen_receiver_has_not_
             WriteOutcome.LANDED,
         )
         assert write.landed_bytes == await peer.ask("landed")
-    await side.close()
 
 
-async def test_over_tcp_a_write_outlives_its_error(over_tcp: None) -> None:
-    side = Side("nixl", "page_first", None)
+async def test_over_tcp_a_write_outlives_its_error(over_tcp: None, side: Side, peer: Peer) -> None:
     side.fill(1)
-    async with spawned("nixl") as peer:
-        route = await side.plane.connect(peer.address, peer.layout)
-        await freeze(peer.process.pid)
-        write = route.write(pages(0, 2, 4), pages(0, 2, 4))
-        await until(lambda: plane_of(side).agent.open_transfers > 0)
-        agent = plane_of(side).agent
-        for fd in set[int]().union(*(watched(fd) for fd in agent.event_fds)):
-            with borrow(fd) as connection:
-                if connection is not None and connection.getpeername()[1] not in agent.ports:
-                    connection.shutdown(2)
-        assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
-        assert write.landed_bytes == 0
-        peer.process.send_signal(signal.SIGCONT)
-        while not await peer.ask("landed"):
-            await asyncio.sleep(0.01)
-    await side.close()
+    route = await side.plane.connect(peer.address, peer.layout)
+    await freeze(peer.process.pid)
+    write = route.write(pages(0, 2, 4), pages(0, 2, 4))
+    await until(lambda: plane_of(side).agent.open_transfers > 0)
+    agent = plane_of(side).agent
+    for fd in set[int]().union(*(watched(fd) for fd in agent.event_fds)):
+        with borrow(fd) as connection:
+            if connection is not None and connection.getpeername()[1] not in agent.ports:
+                connection.shutdown(2)
+    assert await asyncio.wait_for(asyncio.shield(write.done), 10) is WriteOutcome.UNPROVEN
+    assert write.landed_bytes == 0
+    peer.process.send_signal(signal.SIGCONT)
+    while not await peer.ask("landed"):
+        await asyncio.sleep(0.01)
 
 
 async def _stranded(side: Side, peer: Peer) -> None:
@@ -157,38 +166,37 @@ def _unread(inode: int) -> int:
     return 0
 
 
-async def test_over_tcp_a_dead_writers_last_bytes_are_waited_for(over_tcp: None) -> None:
-    side = Side("nixl", "page_first", None)
-    async with spawned("nixl") as peer:
-        await _stranded(side, peer)
-        fence = asyncio.ensure_future(side.plane.fence(peer.address))
-        peer.process.kill()
-        await peer.process.wait()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(fence), 0.5)
-        plane_of(side)._inbound_agent._lock.release()
-        await asyncio.wait_for(fence, 10)
-        assert side.landed_bytes() > 0  # written by ourselves, after the writer's death
-        for column in side.memory:
-            column[:] = 0  # somebody else's now
-        await asyncio.sleep(0.3)  # what could still arrive would arrive now
-        assert side.landed_bytes() == 0
-    await side.close()
+async def test_over_tcp_a_dead_writers_last_bytes_are_waited_for(
+    over_tcp: None, side: Side, peer: Peer
+) -> None:
+    await _stranded(side, peer)
+    fence = asyncio.ensure_future(side.plane.fence(peer.address))
+    peer.process.kill()
+    await peer.process.wait()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(fence), 0.5)
+    plane_of(side)._inbound_agent._lock.release()
+    await asyncio.wait_for(fence, 10)
+    assert side.landed_bytes() > 0  # written by ourselves, after the writer's death
+    for column in side.memory:
+        column[:] = 0  # somebody else's now
+    await asyncio.sleep(0.3)  # what could still arrive would arrive now
+    assert side.landed_bytes() == 0
 
 
-async def test_over_tcp_deregistered_memory_is_written_all_the_same(over_tcp: None) -> None:
-    side = Side("nixl", "page_first", None)
-    async with spawned("nixl") as peer:
-        await _stranded(side, peer)
-        agent = plane_of(side)._inbound_agent
-        agent._agent.deregister_memory(agent._registered.pop())
-        agent._lock.release()
-        await until(lambda: side.landed_bytes() > 0)
-    await side.close()
+async def test_over_tcp_deregistered_memory_is_written_all_the_same(
+    over_tcp: None, side: Side, peer: Peer
+) -> None:
+    await _stranded(side, peer)
+    agent = plane_of(side)._inbound_agent
+    agent._agent.deregister_memory(agent._registered.pop())
+    agent._lock.release()
+    await until(lambda: side.landed_bytes() > 0)
 
 
-async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(transports: str) -> None:
-    side = Side("nixl", "page_first", None)
+async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(
+    transports: str, side: Side
+) -> None:
     for _ in range(3):
         async with spawned("nixl") as peer:
             await peer.ask("fill", 8)
@@ -205,7 +213,6 @@ async def test_a_dead_writers_child_does_not_keep_its_bytes_coming(transports: s
                 column[:] = 0
             await asyncio.sleep(0.3)
             assert side.landed_bytes() == 0
-    await side.close()
 
 
 def _has_been_looked_at(side: Side, writer: PlaneAddress) -> bool:
@@ -213,8 +220,7 @@ def _has_been_looked_at(side: Side, writer: PlaneAddress) -> bool:
     return watched is not None and watched.last_look > 0
 
 
-async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str) -> None:
-    side = Side("nixl", "page_first", None)
+async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str, side: Side) -> None:
     side.fill(3)
     async with spawned("nixl") as peer:
         await let_write(peer, side)
@@ -234,7 +240,6 @@ async def test_both_ways_at_once_and_each_ones_death_is_seen(transports: str) ->
     await side.plane.connect(another.address, another.layout)
     assert dead not in plane_of(side)._peers and len(plane_of(side)._peers) == 2
     await another.close()
-    await side.close()
 
 
 async def test_over_other_transports_no_fence_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,13 +297,11 @@ async def test_addresses_outside_the_receivers_pool_are_refused() -> None:
 
 
 @pytest.mark.parametrize("locator", ["", "host:1", "a b", "0" * 40, "~" * 4096, "c-qU$"])
-async def test_what_is_no_metadata_is_refused(locator: str) -> None:
-    side = Side("nixl", "page_first", None)
+async def test_what_is_no_metadata_is_refused(locator: str, side: Side) -> None:
     with pytest.raises(TransferError):
         await side.plane.connect(
             msgspec.structs.replace(side.address, locator=locator), side.layout
         )
-    await side.close()
 
 
 def test_metadata_of_another_process_is_refused() -> None:
@@ -315,28 +318,25 @@ def test_metadata_of_another_process_is_refused() -> None:
         decode_metadata("0" * 4097, me)
 
 
-async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connected() -> None:
-    side = Side("nixl", "page_first", None)
-    side.fill(1)
-    async with spawned("nixl") as peer:
-        assert await landed(side, peer) == side.pool.layout.page_bytes
-        _, metadata = decode_metadata(peer.address.locator, peer.address.process)
-        other = msgspec.structs.replace(peer.address, locator=pack_locator(metadata + b"|"))
-        with pytest.raises(TransferError, match="metadata differs"):
-            await side.plane.connect(other, peer.layout)
-        assert await landed(side, peer) == side.pool.layout.page_bytes
-        for route in list(plane_of(side)._routes):
-            route.close()
-        (await side.plane.connect(other, peer.layout)).close()
-        [known] = plane_of(side)._peers.values()
-        assert known.metadata == metadata + b"|" and not known.is_broken
-        assert await landed(side, peer) == side.pool.layout.page_bytes
-    await side.close()
-
-
-def test_more_buffers_than_a_locator_describes_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_other_metadata_under_a_peers_name_is_refused_while_it_is_connected(
+    side: Side, peer: Peer
 ) -> None:
+    side.fill(1)
+    assert await landed(side, peer) == side.pool.layout.page_bytes
+    _, metadata = decode_metadata(peer.address.locator, peer.address.process)
+    other = msgspec.structs.replace(peer.address, locator=pack_locator(metadata + b"|"))
+    with pytest.raises(TransferError, match="metadata differs"):
+        await side.plane.connect(other, peer.layout)
+    assert await landed(side, peer) == side.pool.layout.page_bytes
+    for route in list(plane_of(side)._routes):
+        route.close()
+    (await side.plane.connect(other, peer.layout)).close()
+    [known] = plane_of(side)._peers.values()
+    assert known.metadata == metadata + b"|" and not known.is_broken
+    assert await landed(side, peer) == side.pool.layout.page_bytes
+
+
+def test_more_buffers_than_a_locator_describes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutError, match="page-first"):
         pack_locator(os.urandom(4000))
     described = os.urandom(100)
@@ -364,21 +364,18 @@ def test_an_agent_listens_at_its_hosts_interface_only() -> None:
     agent.close()
 
 
-async def test_an_idle_plane_does_not_look() -> None:
-    side = Side("nixl", "page_first", None)
-    async with spawned("nixl") as peer:
-        await let_write(peer, side)
-        await peer.ask("write", [1], [2])
-        assert (await peer.ask("done"))[0] == "landed"
-        progress = plane_of(side)._progress
-        assert progress is not None
-        turns = -1
-        while turns != progress.turns:
-            turns = progress.turns
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(0.5)
-        assert progress.turns == turns and not progress.errors
-    await side.close()
+async def test_an_idle_plane_does_not_look(side: Side, peer: Peer) -> None:
+    await let_write(peer, side)
+    await peer.ask("write", [1], [2])
+    assert (await peer.ask("done"))[0] == "landed"
+    progress = plane_of(side)._progress
+    assert progress is not None
+    turns = -1
+    while turns != progress.turns:
+        turns = progress.turns
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
+    assert progress.turns == turns and not progress.errors
 
 
 async def test_the_ports_of_an_agent_are_its_own() -> None:

@@ -57,9 +57,8 @@ def test_stored_pages_in_the_middle_of_what_came_meanwhile_are_not_taken(start: 
     )
     assert back.tolist() == given.tolist() and cache.index.stats().num_pages == (4, 0, 0)
     assert cache.match(1, 2, 3, 4).device_pages.tolist() == [100, 101, 102, 103]
-    assert (
-        not cache.index.evict(HOST, 4).host.size and cache.index.evict(DEVICE, 4).device.size == 4
-    )
+    assert not cache.index.evict(HOST, 4).host.size
+    assert cache.index.evict(DEVICE, 4).device.size == 4
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
