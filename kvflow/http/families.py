@@ -22,6 +22,8 @@ REQUEST_SECONDS = (
 """Upper bounds, in seconds, of the buckets for durations of up to a whole request."""
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
+Figure = tuple[str, str] | tuple[str, str, str]
+"""The end of a metric's name, its help, and the field with its value if that has another name."""
 V = TypeVar("V", bound=tuple[str, ...])
 
 
@@ -40,6 +42,12 @@ def labelled(family: F, counts: Mapping[str, float]) -> F:
     for label, count in counts.items():
         family.add_metric([label], count)
     return family
+
+
+def each(family: type[F], prefix: str, found: object, *figures: Figure) -> Iterator[F]:
+    """Yield one family without labels for each of some figures of `found`."""
+    for name, text, *field in figures:
+        yield family(f"{prefix}{name}", text, value=getattr(found, *field or [name]))
 
 
 def histograms(

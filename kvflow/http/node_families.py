@@ -7,11 +7,49 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvflow.http.families import histograms, labelled
-from kvflow.telemetry.counters import TransferMeasures
+from kvflow.http.families import Figure, each, histograms, labelled
 
 if TYPE_CHECKING:
     from kvflow.node.report import NodeReport
+
+_GAUGES: tuple[Figure, ...] = (
+    ("pool_pages", "Pages of the KV pool.", "pages_total"),
+    ("pool_bytes", "Bytes of the KV pool, its rows included."),
+    (
+        "quarantine_pages",
+        "Pages in quarantine: lent, and no proof yet that their writer has ended.",
+    ),
+    (
+        "quarantine_overdue_pages",
+        "Pages in quarantine whose writer is in doubt, or has not answered in time that it has "
+        "ended.",
+    ),
+    (
+        "quarantine_limit_pages",
+        "Overdue pages in quarantine above which new requests are refused.",
+    ),
+    (
+        "pinned_pages",
+        "Pages at prefill that writes of rooms that have ended still read: their decode does not "
+        "take them.",
+    ),
+    (
+        "pinned_limit_pages",
+        "Pinned pages of one decode above which its new requests are refused.",
+    ),
+)
+_COUNTERS: tuple[Figure, ...] = (
+    ("peers_declared_dead", "Prefills that an operator has declared dead."),
+    ("transfer_bytes", "KV bytes that have landed.", "bytes_moved"),
+    ("chunks_mismatched", "Chunks whose checksum after landing differs from the one sent."),
+)
+_TRANSFERS: tuple[Figure, ...] = (
+    ("bootstrap_seconds", "From opening a room until the other side is ready."),
+    ("allocation_seconds", "From then until decode has pages to offer."),
+    ("transfer_seconds", "From the first chunk (decode: the offer) to the last."),
+    ("room_bytes", "KV bytes of a room.", "transfer_bytes"),
+    ("transfer_bytes_per_second", "Of a room's transfer."),
+)
 
 
 def node_families(report: NodeReport) -> Iterator[Metric]:
@@ -23,35 +61,15 @@ def node_families(report: NodeReport) -> Iterator[Metric]:
 def _memory(report: NodeReport) -> Iterator[Metric]:
     pages = GaugeMetricFamily("kvflow_pages", "Pages of the KV pool by owner.", labels=["owner"])
     yield labelled(pages, {"free": report.pages_free, **report.pages_by_kind})
-    yield GaugeMetricFamily("kvflow_pool_pages", "Pages of the KV pool.", value=report.pages_total)
-    yield GaugeMetricFamily(
-        "kvflow_pool_bytes", "Bytes of the KV pool, its rows included.", value=report.pool_bytes
-    )
     # Only models that keep something once per request, such as a recurrent state, have rows.
     if report.rows_total:
         rows = GaugeMetricFamily(
             "kvflow_rows", "State rows of the pool by owner; a request has one.", labels=["owner"]
         )
         yield labelled(rows, {"free": report.rows_free, **report.rows_by_kind})
-        yield GaugeMetricFamily(
-            "kvflow_pool_rows", "State rows of the pool.", value=report.rows_total
-        )
-    yield GaugeMetricFamily(
-        "kvflow_quarantine_pages",
-        "Pages in quarantine: lent, and no proof yet that their writer has ended.",
-        value=report.quarantine_pages,
-    )
-    text = (
-        "Pages in quarantine whose writer is in doubt, or has not answered in time that it has "
-        "ended."
-    )
-    yield GaugeMetricFamily(
-        "kvflow_quarantine_overdue_pages", text, value=report.quarantine_overdue_pages
-    )
-    limit = "Overdue pages in quarantine above which new requests are refused."
-    yield GaugeMetricFamily(
-        "kvflow_quarantine_limit_pages", limit, value=report.quarantine_limit_pages
-    )
+        row = ("pool_rows", "State rows of the pool.", "rows_total")
+        yield from each(GaugeMetricFamily, "kvflow_", report, row)
+    yield from each(GaugeMetricFamily, "kvflow_", report, *_GAUGES)
     if (waits := report.staging_waits) is not None:
         text = (
             "Rooms that wait for pages of staging; stuck ones want more than there is without what "
@@ -63,26 +81,13 @@ def _memory(report: NodeReport) -> Iterator[Metric]:
         )
         text = "For how long the oldest room has waited for pages of staging."
         yield GaugeMetricFamily("kvflow_staging_waiting_seconds", text, value=waits.oldest_s)
-    pinned = (
-        "Pages at prefill that writes of rooms that have ended still read: their decode does not "
-        "take them."
-    )
-    yield GaugeMetricFamily("kvflow_pinned_pages", pinned, value=report.pinned_pages)
-    limit = "Pinned pages of one decode above which its new requests are refused."
-    yield GaugeMetricFamily("kvflow_pinned_limit_pages", limit, value=report.pinned_limit_pages)
 
 
 def _rooms(report: NodeReport) -> Iterator[Metric]:
     peers = GaugeMetricFamily("kvflow_peers", "Nodes of the other role by phase.", labels=["phase"])
     yield labelled(peers, report.peers_by_phase)
-    declared = "Prefills that an operator has declared dead."
-    yield CounterMetricFamily(
-        "kvflow_peers_declared_dead", declared, value=report.peers_declared_dead
-    )
-    yield labelled(
-        GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"]),
-        report.rooms_by_state,
-    )
+    rooms = GaugeMetricFamily("kvflow_rooms", "Open rooms by state.", labels=["state"])
+    yield labelled(rooms, report.rooms_by_state)
     ended = CounterMetricFamily(
         "kvflow_rooms_ended", "Rooms that have ended, by how.", labels=["ending"]
     )
@@ -95,11 +100,7 @@ def _rooms(report: NodeReport) -> Iterator[Metric]:
     for (phase, reason), count in report.rooms_failed.items():
         failed.add_metric([phase, reason], count)
     yield failed
-    yield CounterMetricFamily(
-        "kvflow_transfer_bytes", "KV bytes that have landed.", value=report.bytes_moved
-    )
-    differ = "Chunks whose checksum after landing differs from the one sent."
-    yield CounterMetricFamily("kvflow_chunks_mismatched", differ, value=report.chunks_mismatched)
+    yield from each(CounterMetricFamily, "kvflow_", report, *_COUNTERS)
     dropped = CounterMetricFamily(
         "kvflow_messages_dropped", "Control messages that changed nothing.", labels=["why"]
     )
@@ -109,27 +110,6 @@ def _rooms(report: NodeReport) -> Iterator[Metric]:
     )
     yield labelled(errors, report.internal_errors)
     if report.transfers is not None:
-        yield from _transfers(report.transfers)
-
-
-def _transfers(found: TransferMeasures) -> Iterator[Metric]:
-    for name, text, histogram in (
-        (
-            "bootstrap_seconds",
-            "From opening a room until the other side is ready.",
-            found.bootstrap_seconds,
-        ),
-        (
-            "allocation_seconds",
-            "From then until decode has pages to offer.",
-            found.allocation_seconds,
-        ),
-        (
-            "transfer_seconds",
-            "From the first chunk (decode: the offer) to the last.",
-            found.transfer_seconds,
-        ),
-        ("room_bytes", "KV bytes of a room.", found.transfer_bytes),
-        ("transfer_bytes_per_second", "Of a room's transfer.", found.transfer_bytes_per_second),
-    ):
-        yield histograms(f"kvflow_{name}", text, {(): histogram})
+        for name, text, *field in _TRANSFERS:
+            found = getattr(report.transfers, *field or [name])
+            yield histograms(f"kvflow_{name}", text, {(): found})

@@ -10,15 +10,85 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvflow.http.families import histograms
+from kvflow.http.families import Figure, each, histograms
 from kvflow.http.metrics import HttpMetrics
 from kvflow.http.node_families import node_families
 from kvflow.serve.cache.prefix import CacheStats
-from kvflow.serve.cache.storage.port import StorageState
-from kvflow.serve.engine.scheduler.params import EngineOptimism, EngineRetractions
 from kvflow.serve.http.completion_service import Report
 from kvflow.serve.http.measures import CompletionMeasures
 from kvflow.serve.http.sglang_metrics import sglang_families
+
+_OPTIMISM: tuple[Figure, ...] = (
+    ("starts", "Prompts begun before decode had lent its pages, each time."),
+    ("hits", "Of them, those that had kept their pages until decode lent its own."),
+    (
+        "lost",
+        "Of them, those whose pages were taken for a prompt whose decode had lent its own.",
+    ),
+)
+_EARLY: Figure = (
+    "requests",
+    "Requests whose prompt has pages, and whose decode has lent none yet.",
+    "holding_now",
+)
+_RETRACTED: tuple[Figure, ...] = (
+    (
+        "retracts",
+        "Running requests that gave their pages up, each time, because the pool ran short.",
+    ),
+    ("resumes", "Retracted requests that run again, with their state from host memory."),
+    ("recomputes", "Retracted requests that run again, with their state computed once more."),
+)
+_RETRACTION: tuple[Figure, ...] = (
+    (
+        "retracted_requests",
+        "Requests that are retracted now, and wait for pages.",
+        "retracted_now",
+    ),
+    (
+        "host_memory_bytes",
+        "Host memory that holds the state of retracted requests.",
+        "host_bytes_used",
+    ),
+    (
+        "host_memory_limit_bytes",
+        "Host memory that may hold it (--host-memory-bytes).",
+        "host_bytes_limit",
+    ),
+    ("new_token_ratio", "Share of its new tokens for which a request is promised pages."),
+)
+_CACHED: tuple[Figure, ...] = (
+    ("pages", "Pages of the pool that hold cached prefixes."),
+    ("evictable_pages", "Of them, those that no request reads."),
+    ("host_pages", "Pages of host memory that hold cached prefixes."),
+    ("host_limit_pages", "Pages of host memory for them (--cache-host-bytes)."),
+    ("states", "Copies of states at ends of cached pages."),
+    ("limit_states", "Room for such copies (--cache-state-bytes)."),
+)
+_CACHE: tuple[Figure, ...] = (
+    ("asked_tokens", "Prompt tokens that were looked up in the prefix cache."),
+    ("hit_tokens", "Of them, those that were found."),
+    ("evicted_pages", "Cached pages that gave way to requests."),
+    ("evicted_states", "Copies of states that gave way to others."),
+    ("saved_pages", "Cached pages that were copied to host memory."),
+    ("loaded_pages", "Pages that were copied back from host memory."),
+    ("stored_pages", "Cached pages that were put into storage."),
+    ("fetched_pages", "Pages that were read from storage."),
+    ("unsaved_pages", "Cached pages that were not copied to host memory: no room."),
+    ("unstored_pages", "Cached pages that were not stored: too many waited."),
+    ("lost_pages", "Pages that storage had lost, and those behind them."),
+    ("failed_copies", "Copies between tiers that failed or were stopped."),
+)
+_STORES: tuple[Figure, ...] = (
+    ("readable", "1 while storage (--l3) is read; 0 while it is left alone."),
+    ("writable", "1 while storage is written to; 0 while it is left alone."),
+)
+_STORAGE: tuple[Figure, ...] = (
+    ("errors", "Calls in which storage had an error."),
+    ("stalls", "Calls to storage that were given up, as they did not end."),
+    ("trips", "How often storage was left alone from then on."),
+    ("damaged_pages", "Pages that were not as they were stored.", "damaged"),
+)
 
 
 class RoleMetrics(HttpMetrics):
@@ -51,9 +121,11 @@ class RoleMetrics(HttpMetrics):
         refusals.update(report.requests_refused)
         yield from node_families(report)
         if report.optimism is not None:
-            yield from _optimism(report.optimism)
+            yield from each(CounterMetricFamily, "kvflow_optimistic_", report.optimism, *_OPTIMISM)
+            yield from each(GaugeMetricFamily, "kvflow_optimistic_", report.optimism, _EARLY)
         if report.retraction is not None:
-            yield from _retraction(report.retraction)
+            yield from each(CounterMetricFamily, "kvflow_", report.retraction, *_RETRACTED)
+            yield from each(GaugeMetricFamily, "kvflow_", report.retraction, *_RETRACTION)
         if report.cache is not None:
             yield from _cache(report.cache)
         if report.ranks:
@@ -64,19 +136,12 @@ class RoleMetrics(HttpMetrics):
             yield from sglang_families(report, self.completions, self._role, self._model, now)
 
 
-def _optimism(found: EngineOptimism) -> Iterator[Metric]:
-    for name, text, count in (
-        ("starts", "Prompts begun before decode had lent its pages, each time.", found.starts),
-        ("hits", "Of them, those that had kept their pages until decode lent its own.", found.hits),
-        (
-            "lost",
-            "Of them, those whose pages were taken for a prompt whose decode had lent its own.",
-            found.lost,
-        ),
-    ):
-        yield CounterMetricFamily(f"kvflow_optimistic_{name}", text, value=count)
-    text = "Requests whose prompt has pages, and whose decode has lent none yet."
-    yield GaugeMetricFamily("kvflow_optimistic_requests", text, value=found.holding_now)
+def _cache(found: CacheStats) -> Iterator[Metric]:
+    yield from each(GaugeMetricFamily, "kvflow_cache_", found, *_CACHED)
+    yield from each(CounterMetricFamily, "kvflow_cache_", found, *_CACHE)
+    if found.storage is not None:
+        yield from each(GaugeMetricFamily, "kvflow_cache_storage_", found.storage, *_STORES)
+        yield from each(CounterMetricFamily, "kvflow_cache_storage_", found.storage, *_STORAGE)
 
 
 # (field of `RankReport`, name of the metric, help)
@@ -154,144 +219,13 @@ def _ranks(report: Report) -> Iterator[Metric]:
     yield from (up, rooms, errors, *gauges.values(), moved, *cache.values())
 
 
-def _retraction(found: EngineRetractions) -> Iterator[Metric]:
-    yield from _each(
-        CounterMetricFamily,
-        (
-            "retracts",
-            "Running requests that gave their pages up, each time, because the pool ran short.",
-            found.retracts,
-        ),
-        (
-            "resumes",
-            "Retracted requests that run again, with their state from host memory.",
-            found.resumes,
-        ),
-        (
-            "recomputes",
-            "Retracted requests that run again, with their state computed once more.",
-            found.recomputes,
-        ),
-    )
-    yield from _each(
-        GaugeMetricFamily,
-        (
-            "retracted_requests",
-            "Requests that are retracted now, and wait for pages.",
-            found.retracted_now,
-        ),
-        (
-            "host_memory_bytes",
-            "Host memory that holds the state of retracted requests.",
-            found.host_bytes_used,
-        ),
-        (
-            "host_memory_limit_bytes",
-            "Host memory that may hold it (--host-memory-bytes).",
-            found.host_bytes_limit,
-        ),
-        (
-            "new_token_ratio",
-            "Share of its new tokens for which a request is promised pages.",
-            found.new_token_ratio,
-        ),
-    )
-
-
-def _cache(found: CacheStats) -> Iterator[Metric]:
-    yield from _each(
-        GaugeMetricFamily,
-        ("cache_pages", "Pages of the pool that hold cached prefixes.", found.pages),
-        ("cache_evictable_pages", "Of them, those that no request reads.", found.evictable_pages),
-        ("cache_host_pages", "Pages of host memory that hold cached prefixes.", found.host_pages),
-        (
-            "cache_host_limit_pages",
-            "Pages of host memory for them (--cache-host-bytes).",
-            found.host_limit_pages,
-        ),
-        ("cache_states", "Copies of states at ends of cached pages.", found.states),
-        ("cache_limit_states", "Room for such copies (--cache-state-bytes).", found.limit_states),
-    )
-    yield from _each(
-        CounterMetricFamily,
-        (
-            "cache_asked_tokens",
-            "Prompt tokens that were looked up in the prefix cache.",
-            found.asked_tokens,
-        ),
-        ("cache_hit_tokens", "Of them, those that were found.", found.hit_tokens),
-        ("cache_evicted_pages", "Cached pages that gave way to requests.", found.evicted_pages),
-        ("cache_evicted_states", "Copies of states that gave way to others.", found.evicted_states),
-        ("cache_saved_pages", "Cached pages that were copied to host memory.", found.saved_pages),
-        ("cache_loaded_pages", "Pages that were copied back from host memory.", found.loaded_pages),
-        ("cache_stored_pages", "Cached pages that were put into storage.", found.stored_pages),
-        ("cache_fetched_pages", "Pages that were read from storage.", found.fetched_pages),
-        (
-            "cache_unsaved_pages",
-            "Cached pages that were not copied to host memory: no room.",
-            found.unsaved_pages,
-        ),
-        (
-            "cache_unstored_pages",
-            "Cached pages that were not stored: too many waited.",
-            found.unstored_pages,
-        ),
-        (
-            "cache_lost_pages",
-            "Pages that storage had lost, and those behind them.",
-            found.lost_pages,
-        ),
-        (
-            "cache_failed_copies",
-            "Copies between tiers that failed or were stopped.",
-            found.failed_copies,
-        ),
-    )
-    if found.storage is not None:
-        yield from _storage(found.storage)
-
-
-def _storage(found: StorageState) -> Iterator[Metric]:
-    yield from _each(
-        GaugeMetricFamily,
-        (
-            "cache_storage_readable",
-            "1 while storage (--l3) is read; 0 while it is left alone.",
-            found.readable,
-        ),
-        (
-            "cache_storage_writable",
-            "1 while storage is written to; 0 while it is left alone.",
-            found.writable,
-        ),
-    )
-    yield from _each(
-        CounterMetricFamily,
-        ("cache_storage_errors", "Calls in which storage had an error.", found.errors),
-        (
-            "cache_storage_stalls",
-            "Calls to storage that were given up, as they did not end.",
-            found.stalls,
-        ),
-        ("cache_storage_trips", "How often storage was left alone from then on.", found.trips),
-        ("cache_storage_damaged_pages", "Pages that were not as they were stored.", found.damaged),
-    )
-
-
-def _each(
-    family: type[CounterMetricFamily | GaugeMetricFamily], *rows: tuple[str, str, float]
-) -> Iterator[Metric]:
-    """Yield one family without labels for each name, text and value."""
-    for name, text, value in rows:
-        yield family(f"kvflow_{name}", text, value=value)
-
-
 def _completions(found: CompletionMeasures, report: Report) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "kvflow_running_requests", "Requests in the engine's batch.", value=report.running
-    )
-    yield GaugeMetricFamily(
-        "kvflow_waiting_requests", "Requests waiting for the engine.", value=report.waiting
+    yield from each(
+        GaugeMetricFamily,
+        "kvflow_",
+        report,
+        ("running_requests", "Requests in the engine's batch.", "running"),
+        ("waiting_requests", "Requests waiting for the engine.", "waiting"),
     )
     if report.queue_seconds is not None:
         yield histograms(
@@ -308,10 +242,9 @@ def _completions(found: CompletionMeasures, report: Report) -> Iterator[Metric]:
     for (outcome, stream), count in found.outcomes.items():
         outcomes.add_metric([outcome, _flag(stream)], count)
     yield outcomes
-    tokens = CounterMetricFamily(
+    yield CounterMetricFamily(
         "kvflow_generated_tokens", "Tokens sent to clients.", value=found.tokens_sent.total()
     )
-    yield tokens
     for name, text, latency in (
         (
             "time_to_first_token_seconds",

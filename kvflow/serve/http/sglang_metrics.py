@@ -24,7 +24,7 @@ from kvflow.http.families import histograms
 from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.engine.scheduler.params import EngineRetractions
 from kvflow.serve.http.completion_service import Report
-from kvflow.serve.http.measures import CompletionMeasures
+from kvflow.serve.http.measures import INTER_TOKEN_SECONDS, TOKEN_COUNTS, CompletionMeasures
 from kvflow.telemetry.histogram import QUEUE_SECONDS, Histogram
 
 _SCHEDULER_LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")
@@ -39,29 +39,7 @@ _SPEED_GB_S = (0.1, 0.5, 1, 5, 10, 25, 50, 100, 200, 400)
 _SIZE_MB = (1, 5, 10, 50, 100, 500, 1000, 5000, 10000)
 _FIRST_TOKEN_S = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
 _REQUEST_S = (*_FIRST_TOKEN_S, 600, 1200, 1800, 2400)
-_INTER_TOKEN_S = (
-    *(
-        0.002,
-        0.004,
-        0.006,
-        0.008,
-        0.01,
-        0.015,
-        0.02,
-        0.025,
-        0.03,
-        0.035,
-        0.04,
-        0.06,
-        0.08,
-        0.1,
-        0.2,
-        0.4,
-        0.6,
-        0.8,
-    ),
-    *(1, 2, 4, 6, 8),
-)
+_FIRST_INTER_TOKEN_S = 0.002
 _FIRST_LENGTH = 100
 # States of rooms before their first page moves.
 _BEFORE = ("bootstrapping", "expected", "announced", "bootstrapped")
@@ -243,7 +221,8 @@ def _transfers(report: Report, role: str, values: tuple[str, ...]) -> Iterator[M
 def _requests(found: CompletionMeasures, values: tuple[str, ...]) -> Iterator[Metric]:
     streamed = (*_LABELS, "is_streaming")
     by_stream = {stream: (*values, "true" if stream else "false") for stream in (False, True)}
-    lengths = [bound for bound in found.prompt_tokens.bounds if bound >= _FIRST_LENGTH]
+    lengths = [bound for bound in TOKEN_COUNTS if bound >= _FIRST_LENGTH]
+    pauses = [bound for bound in INTER_TOKEN_SECONDS if bound >= _FIRST_INTER_TOKEN_S]
     for name, latency, seconds in (
         ("time_to_first_token", found.first_token_seconds, _FIRST_TOKEN_S),
         ("e2e_request_latency", found.request_seconds, _REQUEST_S),
@@ -251,7 +230,7 @@ def _requests(found: CompletionMeasures, values: tuple[str, ...]) -> Iterator[Me
         named = {by_stream[stream]: histogram for stream, histogram in latency.items()}
         yield histograms(f"sglang:{name}_seconds", "As in SGLang.", named, streamed, bounds=seconds)
     for name, histogram, bounds in (
-        ("inter_token_latency_seconds", found.inter_token_seconds, _INTER_TOKEN_S),
+        ("inter_token_latency_seconds", found.inter_token_seconds, pauses),
         ("prompt_tokens_histogram", found.prompt_tokens, lengths),
         ("generation_tokens_histogram", found.generated_tokens, lengths),
     ):
