@@ -18,91 +18,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
-    from kvflow.memory.allocator import PageAllocator
-    from kvflow.memory.external import ExternalPages
-    from kvflow.memory.pool import PagedPool
-    from kvflow.memory.residency import Resident
-    from kvflow.memory.shared import SharedSegment
-    from kvflow.memory.snapshot import SnapshotStore
-    from kvflow.memory.staging import Staging
-    from kvflow.node import DecodeNode, PrefillNode
-    from kvflow.node.handoff import HandOff
-    from kvflow.node.packed_array import PackedArray
-    from kvflow.node.threads.decode import DecodeThread
-    from kvflow.node.threads.prefill import PrefillThread
-    from kvflow.node.threads.rooms import DecodeThreadRoom, PrefillThreadRoom, RoomEvent
-    from kvflow.protocols.errors import (
-        AbortedError,
-        CapacityError,
-        Cause,
-        Code,
-        KvflowError,
-        LayoutError,
-        LostError,
-        MisuseError,
-        OwnershipError,
-        PeerError,
-        RefusedError,
-        TransferError,
-        WireError,
-    )
-    from kvflow.protocols.limits import Bounds, Timing
-    from kvflow.protocols.pages.layout import Places, build_layout
-    from kvflow.protocols.wire.ranks import RankInfo
-    from kvflow.transports.control.rank_server import serve_ranks
-    from kvflow.transports.control.registry import RankTable, RegistryClient
-    from kvflow.transports.data.local import LocalPlane
-    from kvflow.transports.data.mooncake.plane import MooncakePlane
-    from kvflow.transports.data.nixl.plane import NixlPlane
-    from kvflow.transports.data.select import open_plane
+    from kvflow.handlers.rooms import DecodeRoom as DecodeRoom
+    from kvflow.handlers.rooms import PrefillRoom as PrefillRoom
+    from kvflow.memory.allocator import PageAllocator as PageAllocator
+    from kvflow.memory.external import ExternalPages as ExternalPages
+    from kvflow.memory.pool import PagedPool as PagedPool
+    from kvflow.memory.residency import Resident as Resident
+    from kvflow.memory.shared import SharedSegment as SharedSegment
+    from kvflow.memory.snapshot import SnapshotStore as SnapshotStore
+    from kvflow.memory.staging import Staging as Staging
+    from kvflow.node import DecodeNode as DecodeNode
+    from kvflow.node import PrefillNode as PrefillNode
+    from kvflow.node.handoff import HandOff as HandOff
+    from kvflow.node.packed_array import PackedArray as PackedArray
+    from kvflow.node.threads.decode import DecodeThread as DecodeThread
+    from kvflow.node.threads.prefill import PrefillThread as PrefillThread
+    from kvflow.node.threads.rooms import DecodeThreadRoom as DecodeThreadRoom
+    from kvflow.node.threads.rooms import PrefillThreadRoom as PrefillThreadRoom
+    from kvflow.node.threads.rooms import RoomEvent as RoomEvent
+    from kvflow.protocols.errors import AbortedError as AbortedError
+    from kvflow.protocols.errors import CapacityError as CapacityError
+    from kvflow.protocols.errors import Cause as Cause
+    from kvflow.protocols.errors import Code as Code
+    from kvflow.protocols.errors import KvflowError as KvflowError
+    from kvflow.protocols.errors import LayoutError as LayoutError
+    from kvflow.protocols.errors import LostError as LostError
+    from kvflow.protocols.errors import MisuseError as MisuseError
+    from kvflow.protocols.errors import OwnershipError as OwnershipError
+    from kvflow.protocols.errors import PeerError as PeerError
+    from kvflow.protocols.errors import RefusedError as RefusedError
+    from kvflow.protocols.errors import TransferError as TransferError
+    from kvflow.protocols.errors import WireError as WireError
+    from kvflow.protocols.limits import Bounds as Bounds
+    from kvflow.protocols.limits import Timing as Timing
+    from kvflow.protocols.pages.layout import Places as Places
+    from kvflow.protocols.pages.layout import build_layout as build_layout
+    from kvflow.protocols.wire.ranks import RankInfo as RankInfo
+    from kvflow.transports.control.rank_server import serve_ranks as serve_ranks
+    from kvflow.transports.control.registry import RankTable as RankTable
+    from kvflow.transports.control.registry import RegistryClient as RegistryClient
+    from kvflow.transports.data.local import LocalPlane as LocalPlane
+    from kvflow.transports.data.mooncake.plane import MooncakePlane as MooncakePlane
+    from kvflow.transports.data.nixl.plane import NixlPlane as NixlPlane
+    from kvflow.transports.data.select import open_plane as open_plane
 
 __version__ = "0.1.0"
-__all__ = [
-    "AbortedError",
-    "Bounds",
-    "CapacityError",
-    "Cause",
-    "Code",
-    "DecodeNode",
-    "DecodeRoom",
-    "DecodeThread",
-    "DecodeThreadRoom",
-    "ExternalPages",
-    "HandOff",
-    "KvflowError",
-    "LayoutError",
-    "LocalPlane",
-    "LostError",
-    "MisuseError",
-    "MooncakePlane",
-    "NixlPlane",
-    "OwnershipError",
-    "PackedArray",
-    "PageAllocator",
-    "PagedPool",
-    "PeerError",
-    "Places",
-    "PrefillNode",
-    "PrefillRoom",
-    "PrefillThread",
-    "PrefillThreadRoom",
-    "RankInfo",
-    "RankTable",
-    "RefusedError",
-    "RegistryClient",
-    "Resident",
-    "RoomEvent",
-    "SharedSegment",
-    "SnapshotStore",
-    "Staging",
-    "Timing",
-    "TransferError",
-    "WireError",
-    "build_layout",
-    "open_plane",
-    "serve_ranks",
-]
 
 # A table beside the imports above, because a type checker needs those and must not run them.
 _ERRORS = "kvflow.protocols.errors"
@@ -151,6 +111,7 @@ _HOMES = {
     "open_plane": "kvflow.transports.data.select",
     "serve_ranks": "kvflow.transports.control.rank_server",
 }
+__all__ = list(_HOMES)
 
 # With a visible `__getattr__`, a type checker would accept any name of the module.
 if not TYPE_CHECKING:
