@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvflow.bench.abort_worker import WATCHED_ROOMS
+from kvflow.bench.figures import Row, Say, places
 from kvflow.bench.pair import WorkerPair
 from kvflow.bench.peer import open_peer
 from kvflow.transports.data.mooncake.route import WINDOW_BYTES
@@ -39,9 +39,6 @@ PEER_ENV = {"SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES": "16"}
 # Selects whether SGLang's decode keeps an aborted request's pages until prefill confirms the end.
 DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 
-Say = Callable[[str], None]
-Row = dict[str, float]
-
 
 class Plan(NamedTuple):
     """Parameters of one measurement: `times` aborts of rooms of `pages` pages each."""
@@ -55,12 +52,7 @@ class Plan(NamedTuple):
 
 def spread(values: list[float]) -> Row:
     """Return the median, the 99th percentile and the maximum of `values`."""
-    median, p99, largest = np.percentile(values, (50, 99, 100))
-    return {
-        "median": round(float(median), 3),
-        "p99": round(float(p99), 3),
-        "max": round(float(largest), 3),
-    }
+    return places(values, median=50, p99=99, max=100)
 
 
 async def bench_plane(

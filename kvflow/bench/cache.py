@@ -15,14 +15,14 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvflow.bench.cache_trace import Prompt
+from kvflow.bench.figures import Say, quartiles
 from kvflow.bench.peer import open_radix_peer
-from kvflow.bench.transfer import quartiles
 from kvflow.protocols.cache.events import Tier
 from kvflow.protocols.cache.hashes import token_bytes
 from kvflow.protocols.cache.index import PrefixIndex
@@ -37,7 +37,6 @@ LEAVES, LEAF_TOKENS, EVICTIONS = 50_000, 32, 20
 DEEP_TOKENS, DEPTH, MATCHES = 131_072, 1_024, 10
 VOCABULARY = 1 << 17
 
-Say = Callable[[str], None]
 Figures = dict[str, Any]
 COMPARED = ("us_per_request", "evict_us", "deep_match_us")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rich.table import Table
 
 from kvflow.bench.cache import replay
 from kvflow.bench.cache_trace import BLOCK_TOKENS, Prompt
+from kvflow.bench.figures import Say
 from kvflow.protocols.errors import MisuseError
 
 MILLIONS = (0.1, 0.2, 0.5, 1, 2, 4, 5, 8, 10, 20, 50)
@@ -29,7 +30,6 @@ PAPER = {0.1: 0.012, 1: 0.146, 2: 0.235, 4: 0.380, 5: 0.435, 8: 0.545, 10: 0.589
 PAPER_TRACE = "synthetic"
 WITHIN = 0.01
 
-Say = Callable[[str], None]
 Row = dict[str, Any]
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from kvflow.bench.figures import Say, places
 from kvflow.bench.side_by_side import rooms_by_turns, transfers_by_turns
 from kvflow.protocols.errors import KvflowError, MisuseError
 
@@ -30,7 +31,6 @@ AGAIN = "A/A"
 SIDE_BY_SIDE = {"rooms": rooms_by_turns, "transfer": transfers_by_turns}
 HERE = Path(__file__).parents[2]
 
-Say = Callable[[str], None]
 Figures = dict[str, float]
 
 HIGHER_IS_BETTER = ("rooms_per_s", "rooms_per_s_first", "rooms_per_s_last", "rooms_gb_s", "ratio")
@@ -205,11 +205,7 @@ def printed(rows: list[dict[str, Any]]) -> Table:
 
 
 def _places(ratios: list[float]) -> dict[str, float]:
-    places = np.percentile(ratios, (0, 25, 50, 75, 100))
-    return {
-        name: round(float(at), 3)
-        for name, at in zip(("min", "q1", "median", "q3", "max"), places, strict=True)
-    }
+    return places(ratios, min=0, q1=25, median=50, q3=75, max=100)
 
 
 async def _check(tree: str) -> None:

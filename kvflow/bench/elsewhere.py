@@ -3,25 +3,16 @@
     PYTHONPATH=CHECKOUT python -P kvflow/bench/elsewhere.py MODULE prefill|decode
 
 MODULE is a worker, such as `kvflow.bench.growth_worker`. Only `kvflow.bench` comes from this tree.
-Modules that moved after that checkout are found under their earlier names.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import runpy
 import sys
 from pathlib import Path
 
 from kvflow import bench
-
-BEFORE_THE_FLOORS = {
-    "kvflow.protocols.pages.layout": "kvflow.protocols.layout",
-    "kvflow.protocols.wire.ranks": "kvflow.protocols.ranks",
-    "kvflow.transports.control.zmq": "kvflow.transports.control",
-    "kvflow.transports.data.select": "kvflow.transports.select",
-}
 
 
 def worker_command(tree: str, module: str) -> tuple[list[str], dict[str, str]]:
@@ -35,11 +26,6 @@ def worker_command(tree: str, module: str) -> tuple[list[str], dict[str, str]]:
 def _main() -> None:
     # The checkout has a `kvflow.bench` too: submodules must come from beside this file instead.
     bench.__path__[:] = [os.path.dirname(os.path.abspath(__file__))]
-    for name, before in BEFORE_THE_FLOORS.items():
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError:
-            sys.modules[name] = importlib.import_module(before)
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

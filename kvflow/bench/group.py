@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
+from kvflow.bench.figures import Row, Say, medians
 from kvflow.bench.pair import Process
 from kvflow.protocols.wire import group as wire
 from kvflow.protocols.wire.codec import encode
@@ -28,9 +29,6 @@ WORKER = "kvflow.bench.group_worker"
 CONCURRENCY = (1, 32)
 DECISIONS = 3  # of a request that succeeds
 REQUEST_BYTES = 1_024  # of a request that rank 0 passes to the engines: a short prompt
-
-Say = Callable[[str], None]
-Row = dict[str, float]
 
 
 def frame_sizes() -> tuple[list[int], int]:
@@ -187,9 +185,9 @@ async def _measure(group: Ranks, rounds: int, count: int) -> dict[str, Any]:
             bare.append(await group.bare(count, concurrency))
         pairs = list(zip(ours, bare, strict=True))
         found[str(concurrency)] = {
-            "group": _medians(ours),
-            "bare": _medians(bare),
-            "ratios": _medians(
+            "group": medians(ours),
+            "bare": medians(bare),
+            "ratios": medians(
                 [{name: mine[name] / its[name] for name in its} for mine, its in pairs]
             ),
         }
@@ -213,7 +211,3 @@ def growth_of(rows: dict[int, dict[str, Row]]) -> dict[str, Row]:
         }
         for kind in ("group", "bare")
     }
-
-
-def _medians(rows: list[Row]) -> Row:
-    return {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from kvflow.bench.elsewhere import worker_command
+from kvflow.bench.figures import Say
 from kvflow.bench.pair import Process
 
 WORKER = "kvflow.bench.growth_worker"
@@ -30,7 +31,6 @@ MUST_STALL_MS = 5.0
 MUST_ROOMS = 10_000  # up to this number the limit is a must, above it an aim
 LOSSES = ("killed prefill", "silent prefill", "killed decode", "silent decode")
 
-Say = Callable[[str], None]
 Figures = dict[str, Any]
 
 

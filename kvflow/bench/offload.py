@@ -11,13 +11,13 @@ import asyncio
 import ctypes
 import statistics
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.bench.child import StallTicker
+from kvflow.bench.figures import Say
 from kvflow.memory.copies import copier_for
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
@@ -34,7 +34,6 @@ ROW_ELEMENTS = 1 << 16
 _FILL_WORDS = 1 << 20
 SPREAD = 2  # pages of the pool per page that is copied
 MUST_RATIO = 0.8
-Say = Callable[[str], None]
 
 
 class OffloadPlan(NamedTuple):

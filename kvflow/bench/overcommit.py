@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
+from kvflow.bench.figures import Say, extremes
 from kvflow.bench.fixed_cost import build_fixed_cost_model
 from kvflow.bench.serve import Server, serving
 from kvflow.protocols.errors import KvflowError
@@ -35,8 +35,6 @@ from kvflow.serve.demo_model import DEMO_MODEL_DIR
 PAGE_SIZE = 16
 ROOMY, SAFE, OVER = "all fit", "safe mode", "over-committed"
 COUNTERS = ("retracts", "resumes", "recomputes")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -175,12 +173,7 @@ async def _load(
 def _ratio(over: list[_Turn], under: list[_Turn]) -> dict[str, float]:
     """Return the spread of the ratios of the rates, `over` to `under`, turn by turn."""
     ratios = [slow.seconds / fast.seconds for fast, slow in zip(over, under, strict=True)]
-    low, middle, high = np.percentile(ratios, (0, 50, 100))
-    return {
-        "median": round(float(middle), 3),
-        "min": round(float(low), 3),
-        "max": round(float(high), 3),
-    }
+    return extremes(ratios)
 
 
 def _step_cost(turns: list[_Turn], tokens: int) -> dict[str, float]:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from kvflow.bench import rooms
-from kvflow.bench.pair import START_DELAY_S, Process, WorkerPair
+from kvflow.bench.figures import Say
+from kvflow.bench.pair import START_DELAY_S, WorkerPair
 
-WORKER = str(Path(__file__).with_name("profiled_worker.py"))
+WORKER = "kvflow.bench.profiled_worker"
 ROOMS = 3000
 FUNCTIONS = 20  # reported by name for each side
-
-Say = Callable[[str], None]
 
 
 async def bench_profile(trees: Sequence[str], plane: str, at_once: int, say: Say) -> dict[str, Any]:
     """Profile `ROOMS` rooms in each checkout. Returns {tree: {side: figures per room}}."""
     report: dict[str, Any] = {"rooms": ROOMS, "at_once": at_once, "plane": plane}
     for tree in trees:
-        async with await _open(tree, plane) as pair:
+        opened = WorkerPair.open(plane, WORKER, tree, order="page_first", **rooms.SHAPE)
+        async with await opened as pair:
             # Warm up, with room numbers below those of the profile.
             await pair.rooms(ROOMS // 10, at_once, 1)
             first, start_at = ROOMS, time.monotonic() + START_DELAY_S
@@ -64,15 +62,3 @@ def per_room(functions: list[list[Any]], count: int) -> dict[str, Any]:
             for file, name, calls, seconds in named
         ],
     }
-
-
-async def _open(tree: str, plane: str) -> WorkerPair:
-    env = {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
-    shape = {"plane": plane, "order": "page_first", **rooms.SHAPE}
-    prefill, decode = [
-        await Process.spawn(sys.executable, "-P", WORKER, role, name=role, env=env)
-        for role in ("prefill", "decode")
-    ]
-    ready = await prefill.ask("setup", ranks=[], **shape)
-    await decode.ask("setup", ranks=ready["ranks"], **shape)
-    return WorkerPair(prefill, decode, ready["page_bytes"])

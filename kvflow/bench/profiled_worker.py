@@ -1,7 +1,6 @@
-"""A tree's bench worker with a profiler around its rooms; run as a file, since the tree may not
-have this module.
+"""A tree's bench worker with a profiler around its rooms.
 
-    PYTHONPATH=CHECKOUT python -P kvflow/bench/profiled_worker.py prefill|decode
+    PYTHONPATH=CHECKOUT python -P -m kvflow.bench.profiled_worker prefill|decode
 
 One more command: profile(first, count, concurrency, start_at). Time is the CPU time of the event
 loop's thread, so other load on the machine does not count; the profiler itself does, most of all in

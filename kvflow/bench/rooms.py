@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from kvflow.bench.figures import Row, Say, medians
 from kvflow.bench.pair import Process, WorkerPair
 from kvflow.bench.peer import POLLS_MS, open_peer
 
@@ -17,9 +17,6 @@ PEER_SHAPE = {"layers": 1, "heads": 1, "dim": 8, "pages": 1024}
 ROOMS = {1: 400, 32: 3000, 256: 6000}
 PEER_ROOMS = {1: 200, 32: 800, 256: 1024}
 IDLE_S = 1.0
-
-Row = dict[str, float]
-Say = Callable[[str], None]
 
 
 def row(
@@ -37,10 +34,6 @@ def row(
         "cpu_ms_per_room_prefill": prefill_cpu_s / n * 1e3,
         "cpu_ms_per_room_decode": decode_cpu_s / n * 1e3,
     }
-
-
-def medians(rows: list[Row]) -> Row:
-    return {key: round(statistics.median(r[key] for r in rows), 4) for key in rows[0]}
 
 
 async def ours(pair: WorkerPair, concurrency: int, count: int) -> Row:

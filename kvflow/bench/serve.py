@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from kvflow.bench.figures import Say, extremes
 from kvflow.bench.pair import Process
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
@@ -31,8 +32,6 @@ PROMPT_TOKENS = 32
 PING_PAUSE_S = 0.01
 START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 15.0
 HERE = "this tree"
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -162,15 +161,15 @@ def _summary(
             list(column) for column in zip(*turns, strict=True)
         )
         found[name] = {
-            "ratio": _places([a / b for a, b in zip(rate, stock_rate, strict=True)]),
-            "ratio_after_first": _places(
+            "ratio": extremes([a / b for a, b in zip(rate, stock_rate, strict=True)]),
+            "ratio_after_first": extremes(
                 [a / b for a, b in zip(later_rate, stock_rate, strict=True)]
             ),
-            "tokens_per_s": _places(rate),
-            "stock_tokens_per_s": _places(stock_rate),
-            "first_token_ms": _places(first_ms),
+            "tokens_per_s": extremes(rate),
+            "stock_tokens_per_s": extremes(stock_rate),
+            "first_token_ms": extremes(first_ms),
             "cpu_us_per_token": {
-                role: _places([of[role] for of in cpu[name]]) for role in cpu[name][0]
+                role: extremes([of[role] for of in cpu[name]]) for role in cpu[name][0]
             },
         }
         say(
@@ -262,15 +261,6 @@ def _check(name: str, tokens: list[Any], expected: list[list[int]], new_tokens: 
 def prompt_of(index: int) -> list[int]:
     """Return token ids in the demo model's vocabulary, different ones for each index."""
     return [(j * 7 + index * 13) % 4000 + 3 for j in range(PROMPT_TOKENS)]
-
-
-def _places(values: list[float]) -> dict[str, float]:
-    low, middle, high = np.percentile(values, (0, 50, 100))
-    return {
-        "median": round(float(middle), 3),
-        "min": round(float(low), 3),
-        "max": round(float(high), 3),
-    }
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from kvflow.bench import rooms, transfer
+from kvflow.bench.figures import Say
 from kvflow.bench.pair import WORKER, WorkerPair
 
 # Concurrency -> rooms of a round, which so takes a few tenths of a second.
@@ -32,7 +33,6 @@ Turns = list[dict[str, Figures]]
 """Turn by turn: name of a run -> its figures."""
 Measure = Callable[[WorkerPair], Awaitable[Figures]]
 OpenAll = Callable[[Trees], AbstractAsyncContextManager[dict[str, WorkerPair]]]
-Say = Callable[[str], None]
 
 
 async def rooms_by_turns(

@@ -5,13 +5,12 @@ and through staging.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from math import lcm
 from typing import Any
 
+from kvflow.bench.figures import Say, quartiles
 from kvflow.bench.pair import WorkerPair
-from kvflow.bench.transfer import quartiles
 from kvflow.protocols.errors import MisuseError
 
 # Bytes of one rank's share of K, or of V, in one token slot.
@@ -36,7 +35,7 @@ def widths_of(text: str) -> tuple[int, int]:
 
 
 async def bench_slices(
-    planes: tuple[str, ...], widths: tuple[int, int], turns: int, say: Callable[[str], None]
+    planes: tuple[str, ...], widths: tuple[int, int], turns: int, say: Say
 ) -> dict[str, Any]:
     """Measure each plane and size, with both ways interleaved.
 

@@ -4,11 +4,9 @@ page lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from kvflow.bench.figures import Say, quartiles
 from kvflow.bench.pair import Process, WorkerPair
 from kvflow.bench.peer import POLLS_MS, open_peer
 
@@ -34,16 +32,6 @@ class Case(NamedTuple):
 
 CASES = (Case(64, 1), Case(512, 1), Case(2048, 1), Case(64, 8), Case(256, 8))
 PEER_CASES = (Case(64, 1), Case(512, 1), Case(64, 8))
-Say = Callable[[str], None]
-
-
-def quartiles(values: list[float]) -> dict[str, float]:
-    low, middle, high = np.percentile(values, (25, 50, 75))
-    return {
-        "median": round(float(middle), 3),
-        "q1": round(float(low), 3),
-        "q3": round(float(high), 3),
-    }
 
 
 async def through_rooms(pair: WorkerPair, case: Case) -> float:

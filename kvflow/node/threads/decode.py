@@ -27,7 +27,7 @@ from kvflow.protocols.errors import Cause, MisuseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane
-from kvflow.protocols.wire.messages import RoomId, room_id
+from kvflow.protocols.wire.messages import room_id
 from kvflow.protocols.wire.ranks import RankInfo, check_dp_rank, check_infos
 
 
@@ -55,7 +55,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         """
         super().__init__(pool, pages, loop_factory, make_thread)
         self._resolves = options.get("resolve") is not None
-        self._make_node = partial(DecodeNode, pool, plane, pages=self.pages, **options)
+        self._make = partial(DecodeNode, pool, plane, pages=self.pages, **options)
 
     def open(
         self,
@@ -119,6 +119,10 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         )
         mine = own_pages(pages, layout, room.room, wanted)
         self.check_places(mine)
+
+        def offer(handle: DecodeRoom) -> None:
+            handle.offer(mine, prefix_tokens=prefix_tokens)
+
         with self._lock:
             if room.offered:
                 raise MisuseError(f"room {room.room}: its pages have been offered already")
@@ -127,7 +131,7 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
             thread = self._running()
             room.pages, room.num_pages, room.offered = mine, wanted, True
             self.pages.hold(mine)
-            if not thread.post(partial(self._offer, room, mine, prefix_tokens)):
+            if not thread.post(partial(self._pass_on, room, mine, offer)):
                 self.pages.unhold(mine)
 
     def refuse(
@@ -143,7 +147,12 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         See `DecodeNode.refuse`. Raises: MisuseError.
         """
         number, ranks = room_id(room), self._prefill(prefill, dp_rank)
-        self._running().post(partial(self._refuse, number, ranks, check_cause(cause), dp_rank))
+        thread, why = self._running(), check_cause(cause)
+
+        def refuse(node: DecodeNode) -> None:
+            node.refuse(number, ranks, why, dp_rank=dp_rank)
+
+        thread.post(partial(self._act, refuse))
 
     def _prepare(
         self,
@@ -197,31 +206,6 @@ class DecodeThread(NodeThread[DecodeNode, DecodeRoom, DecodeThreadRoom]):
         return prefill
 
     # --- on the loop
-
-    def _make(self) -> DecodeNode:
-        return self._make_node()
-
-    def _refuse(
-        self, room: RoomId, prefill: str | Sequence[RankInfo], cause: Cause, dp_rank: int | None
-    ) -> None:
-        if self._closed:
-            # Its connections are closed.
-            return
-        assert self._node is not None
-        self._node.refuse(room, prefill, cause, dp_rank=dp_rank)
-
-    def _offer(self, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None) -> None:
-        handle = self._rooms.get(room)
-        try:
-            # The node holds the pages itself from here on.
-            if handle is not None:
-                handle.offer(pages, prefix_tokens=prefix_tokens)
-        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            # Pages may have entered quarantine since the engine offered them.
-            assert handle is not None
-            handle.close(self._explained(error, room).cause())
-        finally:
-            self.pages.unhold(pages)
 
     async def _follow(self, room: DecodeThreadRoom, handle: DecodeRoom) -> None:
         if await handle.begun():

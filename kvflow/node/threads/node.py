@@ -45,6 +45,7 @@ class NodeThread(Generic[N, A, R]):
     """
 
     role = ""
+    _make: Callable[[], N]
 
     def __init__(
         self,
@@ -214,9 +215,6 @@ class NodeThread(Generic[N, A, R]):
 
     # --- on the loop
 
-    def _make(self) -> N:
-        raise NotImplementedError
-
     async def _start(self) -> None:
         node = self._make()
         try:
@@ -253,6 +251,26 @@ class NodeThread(Generic[N, A, R]):
         finally:
             # The node holds the pages of a room that it opened; this hold was for the time until
             # then.
+            self.pages.unhold(pages)
+
+    def _act(self, act: Callable[[N], None]) -> None:
+        """Call the node, unless it is closed: then its connections are closed too."""
+        if not self._closed:
+            assert self._node is not None
+            act(self._node)
+
+    def _pass_on(self, room: R, pages: PageIndices, use: Callable[[A], None]) -> None:
+        """Pass pages on to the node, if it opened their room; it holds them itself from then on."""
+        handle = self._rooms.get(room)
+        try:
+            if handle is not None:
+                use(handle)
+        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
+            # The room's own error arrives as an event. Any other ends the room, such as that of
+            # pages which entered quarantine since the engine offered them.
+            assert handle is not None
+            handle.close(self._explained(error, room).cause())
+        finally:
             self.pages.unhold(pages)
 
     def _follow(self, room: R, handle: A) -> Coroutine[Any, Any, None]:

@@ -21,7 +21,7 @@ from kvflow.protocols.errors import Cause, RoomInUseError
 from kvflow.protocols.limits import check_time
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import DataPlane, UnprovenLoan
-from kvflow.protocols.wire.messages import RoomId, room_id
+from kvflow.protocols.wire.messages import room_id
 from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.transports.control.rank_server import serve_ranks
 from kvflow.transports.control.registry import RankTable
@@ -55,7 +55,7 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         virtual time.
         """
         super().__init__(pool, pages, loop_factory, make_thread)
-        self._make_node = partial(PrefillNode, pool, plane, pages=self.pages, **options)
+        self._make = partial(PrefillNode, pool, plane, pages=self.pages, **options)
         self._host, self._registry_port = options.get("host", "127.0.0.1"), registry_port
         self._numbers: set[int] = set()  # numbers of rooms that are not released
         self._stack = AsyncExitStack()
@@ -94,7 +94,8 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             # Decode's half of the second room may arrive when the first one is drained: it receives
             # the refusal, as from the node itself.
             error = RoomInUseError(f"room {number} is in use")
-            thread.post(partial(self._refuse, number, error.cause()))
+            why = error.cause()
+            thread.post(partial(self._act, lambda node: node.refuse(number, why)))
             raise error
 
         def opened(node: PrefillNode) -> PrefillRoom:
@@ -111,8 +112,8 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         """Refuse a room whose engine's half will never arrive: decode receives the cause. Raises:
         MisuseError.
         """
-        number = room_id(room)
-        self._running().post(partial(self._refuse, number, check_cause(cause)))
+        number, thread, why = room_id(room), self._running(), check_cause(cause)
+        thread.post(partial(self._act, lambda node: node.refuse(number, why)))
 
     def begin_room(self, room: PrefillThreadRoom) -> None:
         """Report that a room's engine has a place for it; rooms call it."""
@@ -122,6 +123,11 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
     ) -> None:
         """Queue a chunk; rooms call it. The pages are busy when it returns."""
+
+        def send(handle: PrefillRoom) -> None:
+            if not handle.ended:
+                handle.send(pages, last=last, handoff=handoff)
+
         # The check and the change are one step, because several threads may send chunks of one
         # room.
         with self._lock:
@@ -131,12 +137,9 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
             self.pages.hold(pages)
             room.left -= len(pages)
             room.last_sent = last
-            thread.post(partial(self._send, room, pages, last, handoff))
+            thread.post(partial(self._pass_on, room, pages, send))
 
     # --- on the loop
-
-    def _make(self) -> PrefillNode:
-        return self._make_node()
 
     async def _start(self) -> None:
         await super()._start()
@@ -159,30 +162,9 @@ class PrefillThread(NodeThread[PrefillNode, PrefillRoom, PrefillThreadRoom]):
         await self._stack.aclose()
         return await super()._close()
 
-    def _refuse(self, room: RoomId, cause: Cause) -> None:
-        if self._closed:
-            # Its connections are closed.
-            return
-        assert self._node is not None
-        self._node.refuse(room, cause)
-
     def _begin(self, room: PrefillThreadRoom) -> None:
         if (handle := self._rooms.get(room)) is not None:
             handle.begin()
-
-    def _send(
-        self, room: PrefillThreadRoom, pages: PageIndices, last: bool, handoff: bytes
-    ) -> None:
-        handle = self._rooms.get(room)
-        try:
-            if handle is not None and not handle.ended:
-                handle.send(pages, last=last, handoff=handoff)
-        except BaseException as error:  # noqa: BLE001 - `_explained` raises what must pass
-            # The room's own error arrives as an event; any other error ends the room.
-            assert handle is not None
-            handle.close(self._explained(error, room).cause())
-        finally:
-            self.pages.unhold(pages)
 
     async def _follow(self, room: PrefillThreadRoom, handle: PrefillRoom) -> None:
         prefix_tokens = await handle.matched()

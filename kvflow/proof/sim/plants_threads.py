@@ -4,7 +4,7 @@ that are lost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -88,16 +88,16 @@ def opened_after_the_close_forgotten() -> Installed:
 
 
 def offered_too_late_and_kept() -> Installed:
-    original = DecodeThread._offer
+    original = NodeThread._pass_on
 
-    def offer(
-        self: DecodeThread, room: DecodeThreadRoom, pages: PageIndices, prefix_tokens: int | None
+    def pass_on(
+        self: NodeThread[Any, Any, Any], room: Any, pages: PageIndices, use: Callable[[Any], None]
     ) -> None:
         handle = self._rooms.get(room)
-        if handle is not None and not handle.ended:
-            original(self, room, pages, prefix_tokens)
+        if not isinstance(self, DecodeThread) or (handle is not None and not handle.ended):
+            original(self, room, pages, use)
 
-    return swapped(DecodeThread, "_offer", offer)
+    return swapped(NodeThread, "_pass_on", pass_on)
 
 
 def events_lost_between_polls() -> Installed:

@@ -23,6 +23,7 @@ from kvflow.serve.engine.scheduler.params import EngineOptimism, EngineRetractio
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
 
 if TYPE_CHECKING:  # importing the engines imports torch
+    from kvflow.handlers.group import GroupRequest
     from kvflow.serve.cache.prefix import Prefix
     from kvflow.serve.engine.scheduler.budget import Admission
     from kvflow.serve.engine.scheduler.decode import DecodeEngine
@@ -197,7 +198,7 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
     ) -> None:
         super().__init__(card, node, engine, timeout_s)
         # By `id` of the request, since a later request may use the number of a room again.
-        self._open_rooms: dict[int, PrefillRoom] = {}
+        self._open: dict[int, PrefillRoom | GroupRequest] = {}
 
     @property
     def rank(self) -> RankInfo:
@@ -216,25 +217,30 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
             self._node.counts.room_refused(error.cause())
             raise
         self._recent_rooms.add(room)
-        self._open_rooms[id(request)] = room
+        self._open[id(request)] = room
         try:
             first = await self._engine.prefill(
                 room, request.prompt, request.params, namespace=request.namespace
             )
         finally:
-            del self._open_rooms[id(request)]
-        # A prefill's completion ends with its first token, and a router expects an answer that is
-        # finished.
-        if first.finish_reason is None:
-            first = msgspec.structs.replace(first, finish_reason="length")
-        yield first
+            del self._open[id(request)]
+        yield whole_answer(first)
 
     def abort(self, request: GenerationRequest) -> None:
-        if room := self._open_rooms.get(id(request)):
-            room.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
+        if opened := self._open.get(id(request)):
+            opened.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         self._node.refuse(room, cause)
+
+
+def whole_answer(first: TokenOut) -> TokenOut:
+    """Return the first token as a completion that is finished, which a router expects of a
+    prefill.
+    """
+    if first.finish_reason is not None:
+        return first
+    return msgspec.structs.replace(first, finish_reason="length")
 
 
 class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):

@@ -12,11 +12,10 @@ from kvflow.handlers.rooms import PrefillRoom
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.arguments import check_prompt
 from kvflow.protocols.errors import Cause, Code, KvflowError
-from kvflow.protocols.wire.ranks import RankInfo
 from kvflow.serve.engine.scheduler.limits import EngineLimits
-from kvflow.serve.engine.scheduler.params import EngineOptimism, TokenOut
+from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, RankReport, Report
-from kvflow.serve.http.engine_services import DecodeService, EngineService
+from kvflow.serve.http.engine_services import DecodeService, PrefillService, whole_answer
 
 if TYPE_CHECKING:  # importing the engines imports torch
     from kvflow.handlers.group import GroupRequest
@@ -27,7 +26,7 @@ if TYPE_CHECKING:  # importing the engines imports torch
     from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
 
-class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
+class GroupPrefillService(PrefillService):
     """A `PrefillService` over several ranks: every rank opens, computes and sends a request, and it
     ends on all of them together.
     """
@@ -51,12 +50,6 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         super().__init__(card, node, engine, timeout_s)
         self._group, self._own_status, self._others = group, own_status, others
         self._world = world
-        self._open: dict[int, GroupRequest] = {}  # by `id` of the request
-
-    @property
-    def rank(self) -> RankInfo:
-        """The entry of this rank in the bootstrap registry."""
-        return self._node.info
 
     @property
     def unavailable_reason(self) -> str:
@@ -65,9 +58,6 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
     @property
     def limits(self) -> EngineLimits:
         return self._group.limits
-
-    def _optimism(self) -> EngineOptimism:
-        return self._engine.optimism
 
     def opened(self, room: PrefillRoom) -> None:
         """Remember this rank's half of a request, which the group opened."""
@@ -99,13 +89,7 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
             raise
         finally:
             self._open.pop(id(request), None)
-        if first.finish_reason is None:
-            first = msgspec.structs.replace(first, finish_reason="length")
-        yield first
-
-    def abort(self, request: GenerationRequest) -> None:
-        if opened := self._open.get(id(request)):
-            opened.close(Cause(Code.ABORTED, "ended by /abort_request at prefill"))
+        yield whole_answer(first)
 
     def refuse(self, room: int, prefill: str, cause: Cause, dp_rank: int | None = None) -> None:
         self._group.refuse(room, cause)
@@ -133,22 +117,13 @@ class GroupPrefillService(EngineService[PrefillNode, "PrefillEngine"]):
 def _rank_report(rank: int, status: Status | None) -> RankReport:
     if status is None:
         return RankReport(rank=rank, up=False)
-    return RankReport(
-        rank=rank,
-        up=True,
-        pid=status.pid,
-        pages_free=status.pages_free,
-        pages_total=status.pages_total,
-        pages_at_rest=status.pages_at_rest,
-        pinned_pages=status.pinned_pages,
-        rooms=status.rooms,
-        requests=status.requests,
-        tickets=status.tickets,
-        bytes_moved=status.bytes_moved,
-        internal_errors={"handler": status.handler_errors, "step": status.failed_steps},
-        messages_dropped=status.dropped,
-        cache=status.cache,
-    )
+    figures = msgspec.structs.asdict(status) | {
+        "rank": rank,
+        "up": True,
+        "internal_errors": {"handler": status.handler_errors, "step": status.failed_steps},
+        "messages_dropped": status.dropped,
+    }
+    return RankReport(**{name: figures[name] for name in RankReport.__struct_fields__})
 
 
 class ShardedDecodeService(DecodeService):

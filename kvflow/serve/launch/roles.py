@@ -22,7 +22,6 @@ from kvflow.serve.config.settings import Role, Settings
 from kvflow.serve.http import generate, openai, operations, role_switch, tokenize
 from kvflow.serve.http.completion_service import CompletionService
 from kvflow.serve.http.engine_services import PrefillService
-from kvflow.serve.http.group_service import GroupPrefillService
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.registry import registry_app
@@ -185,7 +184,7 @@ class _Roles:
 
     async def announced(
         self,
-        service: PrefillService | GroupPrefillService,
+        service: PrefillService,
         table: RankTable,
         ports: _PrefillPorts,
         stack: AsyncExitStack,
